@@ -1,0 +1,62 @@
+"""The exceptions of this package.
+
+::
+
+    DeepSpeedError
+    |-- DeepSpeedConfigError (ValueError)        the configuration cannot be used; lists every problem
+    |-- NotYetSupportedError (NotImplementedError)  a known feature that this release does not have
+    |-- CallOrderError (RuntimeError)            a call that the present state does not allow
+    |-- ShardedAccessError (RuntimeError)        computing on, or writing to, a parameter that is not gathered
+    |-- DivergenceError (RuntimeError)           ranks took different branches
+    |-- NonFiniteError (RuntimeError)            gradients stayed NaN or infinite for too long
+    |-- CommunicationError (RuntimeError)        a peer died or a collective failed
+    `-- CheckpointError (RuntimeError)           a checkpoint is missing, damaged or does not fit
+
+Every message says which setting or call, what was expected, what was found, and what to change.
+"""
+
+from __future__ import annotations
+
+
+class DeepSpeedError(Exception):
+    """Base class of everything this package raises on purpose."""
+
+
+class DeepSpeedConfigError(DeepSpeedError, ValueError):
+    """The configuration is wrong.
+
+    Attributes:
+        problems: One sentence per problem, in the order of the configuration.
+    """
+
+    def __init__(self, message: str, problems: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.problems = problems or (message,)
+
+
+class NotYetSupportedError(DeepSpeedError, NotImplementedError):
+    """A feature whose name is known and which this release does not have."""
+
+
+class CallOrderError(DeepSpeedError, RuntimeError):
+    """A call that is not allowed in the present state."""
+
+
+class ShardedAccessError(DeepSpeedError, RuntimeError):
+    """A sharded parameter was computed on or written to without being gathered."""
+
+
+class DivergenceError(DeepSpeedError, RuntimeError):
+    """Ranks wanted different things from the same collective."""
+
+
+class NonFiniteError(DeepSpeedError, RuntimeError):
+    """Gradients were NaN or infinite more often than the configuration tolerates."""
+
+
+class CommunicationError(DeepSpeedError, RuntimeError):
+    """A collective failed: a peer died or timed out."""
+
+
+class CheckpointError(DeepSpeedError, RuntimeError):
+    """A checkpoint is missing, damaged, or does not fit the model."""

@@ -1,0 +1,85 @@
+"""The package logger. Readable on one rank: rank 0 speaks unless a caller names others."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterable
+
+_LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error", "critical")}
+_seen: set[str] = set()
+
+
+class _CurrentStderr(logging.StreamHandler):
+    """Writes to whatever ``sys.stderr`` is now, so that captured and redirected streams see the lines."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+
+    @property
+    def stream(self):  # type: ignore[no-untyped-def, override]
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, _value) -> None:  # type: ignore[no-untyped-def]
+        pass
+
+
+def _create_logger() -> logging.Logger:
+    created = logging.getLogger("DeepSpeed")
+    if not created.handlers:
+        handler = _CurrentStderr()
+        handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] %(message)s", datefmt="%H:%M:%S"))
+        created.addHandler(handler)
+        created.propagate = False
+    created.setLevel(_LEVELS.get(os.environ.get("DEEPSPEED_LOG_LEVEL", "info").lower(), logging.INFO))
+    return created
+
+
+logger = _create_logger()
+
+
+def _rank() -> int:
+    """The global rank from the environment; the logger must work before any process group exists."""
+    return int(os.environ.get("RANK", "0") or 0)
+
+
+def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
+    """Logs ``message`` on the given ranks.
+
+    Args:
+        message: The line.
+        ranks: Ranks that speak; None means rank 0 and a list with -1 means all.
+        level: A level of the ``logging`` module.
+    """
+    speaking = list(ranks) if ranks else [0]
+    rank = _rank()
+    if -1 in speaking or rank in speaking:
+        logger.log(level, message if speaking == [0] else f"[rank {rank}] {message}")
+
+
+def log_dist_once(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
+    """Like :func:`log_dist`, once per process for the same message."""
+    if message not in _seen:
+        _seen.add(message)
+        log_dist(message, ranks, level)
+
+
+def warn_once(key: str, message: str, ranks: Iterable[int] | None = None) -> None:
+    """Warns on rank 0 (or ``ranks``), once per process for each ``key``."""
+    if key not in _seen:
+        _seen.add(key)
+        log_dist(message, ranks, logging.WARNING)
+
+
+def set_log_level_from_string(text: str, custom_logger: logging.Logger | None = None) -> None:
+    """Sets the level by name: debug, info, warning, error or critical.
+
+    Raises:
+        ValueError: ``text`` is none of them.
+    """
+    level = _LEVELS.get(text.lower())
+    if level is None:
+        raise ValueError(f"log level {text!r} is unknown; choose one of {', '.join(_LEVELS)}")
+    (custom_logger or logger).setLevel(level)
