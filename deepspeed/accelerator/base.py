@@ -1,0 +1,403 @@
+"""The contract of an accelerator.
+
+A subclass says how one kind of device does it; the methods with a body here are the same everywhere. Indices are
+device numbers of this process (after the visible-device variable), None is the current device, memory is in bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn
+
+import torch
+
+from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
+
+Index = int | str | None
+
+
+class DeepSpeedAccelerator(ABC):
+    """One kind of device.
+
+    Constructing an accelerator starts no device context; the first call that needs the device does.
+
+    Args:
+        name: The device type as torch spells it (``"cuda"``, ``"cpu"``, ``"xpu"``, ...).
+        communication_backend: The backend name for process groups on this device; None if there is none.
+    """
+
+    def __init__(self, name: str, communication_backend: str | None) -> None:
+        self._name = name
+        self._communication_backend_name = communication_backend
+        self._compile_backend = "inductor"
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._name!r})"
+
+    # --- device -----------------------------------------------------------------------------------------------------
+
+    def device_name(self, index: Index = None) -> str:
+        """The device string: ``"cuda"`` without an index, ``"cuda:1"`` with one (an int or its text)."""
+        return self._name if index is None else f"{self._name}:{index}"
+
+    @abstractmethod
+    def device(self, index: Index = None) -> AbstractContextManager[Any]:
+        """A context in which ``index`` is the current device."""
+
+    @abstractmethod
+    def set_device(self, index: int) -> None:
+        """Makes ``index`` the current device of this process."""
+
+    @abstractmethod
+    def current_device(self) -> int:
+        """The number of the current device."""
+
+    def current_device_name(self) -> str:
+        """The device string of the current device, with its number."""
+        return self.device_name(self.current_device())
+
+    @abstractmethod
+    def device_count(self) -> int:
+        """How many devices of this kind this process sees."""
+
+    @abstractmethod
+    def synchronize(self, index: Index = None) -> None:
+        """Blocks until all work queued on the device is done."""
+
+    @abstractmethod
+    def is_available(self) -> bool:
+        """Whether at least one device of this kind can be used."""
+
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` lies on a device of this kind."""
+        return tensor.device.type == self._name
+
+    def communication_backend_name(self) -> str | None:
+        """The backend name for process groups on this device (``nccl``, ``gloo``, ...)."""
+        return self._communication_backend_name
+
+    # --- random -----------------------------------------------------------------------------------------------------
+
+    def random(self) -> Any:
+        """The module ``torch.random``."""
+        return torch.random
+
+    @abstractmethod
+    def manual_seed(self, seed: int) -> None:
+        """Seeds the generator of the current device."""
+
+    @abstractmethod
+    def manual_seed_all(self, seed: int) -> None:
+        """Seeds the generators of all devices that this process sees."""
+
+    @abstractmethod
+    def initial_seed(self) -> int:
+        """The seed that the current device's generator started from."""
+
+    @abstractmethod
+    def get_rng_state(self, index: Index = None) -> torch.Tensor:
+        """The generator's state, a uint8 tensor on the host."""
+
+    @abstractmethod
+    def set_rng_state(self, state: torch.Tensor, index: Index = None) -> None:
+        """Restores what :meth:`get_rng_state` returned."""
+
+    @abstractmethod
+    def default_generator(self, index: int) -> torch.Generator:
+        """The generator that operations on device ``index`` draw from."""
+
+    # --- streams ----------------------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def Stream(self) -> Any:
+        """The stream class."""
+
+    @property
+    @abstractmethod
+    def Event(self) -> Any:
+        """The event class."""
+
+    @abstractmethod
+    def stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """A context in which work is queued on ``stream``."""
+
+    @abstractmethod
+    def current_stream(self, index: Index = None) -> Any:
+        """The stream that work is queued on now."""
+
+    @abstractmethod
+    def default_stream(self, index: Index = None) -> Any:
+        """The device's default stream."""
+
+    # --- memory -----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def empty_cache(self) -> None:
+        """Returns cached, unused device memory to the system."""
+
+    @abstractmethod
+    def memory_allocated(self, index: Index = None) -> int:
+        """Bytes in tensors now; on the CPU the resident memory of this process."""
+
+    @abstractmethod
+    def max_memory_allocated(self, index: Index = None) -> int:
+        """The peak of :meth:`memory_allocated` since the start or the last reset."""
+
+    @abstractmethod
+    def memory_reserved(self, index: Index = None) -> int:
+        """Bytes that the allocator holds, cached blocks included."""
+
+    @abstractmethod
+    def max_memory_reserved(self, index: Index = None) -> int:
+        """The peak of :meth:`memory_reserved` since the start or the last reset."""
+
+    @abstractmethod
+    def memory_stats(self, index: Index = None) -> dict[str, Any]:
+        """The allocator's figures; at least ``allocated_bytes.all.current`` and ``allocated_bytes.all.peak``."""
+
+    @abstractmethod
+    def reset_peak_memory_stats(self, index: Index = None) -> None:
+        """Starts the peaks afresh from the present values."""
+
+    @abstractmethod
+    def total_memory(self, index: Index = None) -> int:
+        """Bytes that the device has (on the CPU: that this process may use)."""
+
+    @abstractmethod
+    def available_memory(self, index: Index = None) -> int:
+        """Bytes that could still be allocated."""
+
+    def memory_cached(self, index: Index = None) -> int:
+        """The older name of :meth:`memory_reserved`."""
+        return self.memory_reserved(index)
+
+    def max_memory_cached(self, index: Index = None) -> int:
+        """The older name of :meth:`max_memory_reserved`."""
+        return self.max_memory_reserved(index)
+
+    def reset_max_memory_allocated(self, index: Index = None) -> None:
+        """The same as :meth:`reset_peak_memory_stats`: torch keeps one set of peaks."""
+        self.reset_peak_memory_stats(index)
+
+    def reset_max_memory_cached(self, index: Index = None) -> None:
+        """The same as :meth:`reset_peak_memory_stats`."""
+        self.reset_peak_memory_stats(index)
+
+    # --- types ------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def is_fp16_supported(self) -> bool:
+        """Whether fp16 can be trained in on this device."""
+
+    @abstractmethod
+    def is_bf16_supported(self) -> bool:
+        """Whether bf16 can be trained in on this device (not: whether it is fast)."""
+
+    @abstractmethod
+    def is_fp64_supported(self) -> bool:
+        """Whether the device has fp64 arithmetic."""
+
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """The floating dtypes that training can use: fp32 always, then what the device supports."""
+        optional = ((self.is_fp16_supported(), torch.half), (self.is_bf16_supported(), torch.bfloat16))
+        return [torch.float] + [dtype for supported, dtype in optional if supported]
+
+    def _tensor_type(self, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+        """A callable that makes a tensor from data; torch's typed constructors exist for cuda and cpu only."""
+        return functools.partial(torch.tensor, dtype=dtype, device=self._name)
+
+    @property
+    def FloatTensor(self) -> Any:
+        """Builds an fp32 tensor on this device from data."""
+        return self._tensor_type(torch.float)
+
+    @property
+    def HalfTensor(self) -> Any:
+        """Builds an fp16 tensor on this device from data."""
+        return self._tensor_type(torch.half)
+
+    @property
+    def BFloat16Tensor(self) -> Any:
+        """Builds a bf16 tensor on this device from data."""
+        return self._tensor_type(torch.bfloat16)
+
+    @property
+    def DoubleTensor(self) -> Any:
+        """Builds an fp64 tensor on this device from data."""
+        return self._tensor_type(torch.double)
+
+    @property
+    def IntTensor(self) -> Any:
+        """Builds an int32 tensor on this device from data."""
+        return self._tensor_type(torch.int)
+
+    @property
+    def LongTensor(self) -> Any:
+        """Builds an int64 tensor on this device from data."""
+        return self._tensor_type(torch.long)
+
+    @property
+    def ByteTensor(self) -> Any:
+        """Builds a uint8 tensor on this device from data."""
+        return self._tensor_type(torch.uint8)
+
+    # --- host memory ------------------------------------------------------------------------------------------------
+
+    def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
+        """A host tensor whose transfers to this device may overlap other work.
+
+        Args:
+            tensor: A host tensor; the model for dtype and size. One that is pinned already is used as it is.
+            make_copy: False leaves the values of the result undefined.
+            match_shape: False returns the result flat.
+        """
+        if make_copy:
+            pinned = tensor.contiguous().pin_memory()
+        else:
+            pinned = self.pin_empty(tensor.shape, dtype=tensor.dtype)
+        return pinned if match_shape else pinned.reshape(-1)
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` lies in page-locked host memory."""
+        return tensor.device.type == "cpu" and tensor.is_pinned()
+
+    def unpin_memory(self, tensor: torch.Tensor) -> bool:
+        """Always False: torch's allocator owns page-locked memory and takes it back when the tensor is dropped."""
+        return False
+
+    def pin_empty(self, *size: Any, dtype: torch.dtype | None = None, device: str = "cpu") -> torch.Tensor:
+        """An uninitialised page-locked host tensor.
+
+        Args:
+            *size: The shape, as integers or one sequence.
+            dtype: None means torch's default dtype.
+            device: Must be ``"cpu"``: only host memory can be page-locked.
+
+        Raises:
+            ValueError: ``device`` is something else.
+        """
+        if torch.device(device).type != "cpu":
+            raise ValueError(
+                f"pin_empty(device={device!r}): only host memory can be page-locked; leave device at 'cpu'"
+            )
+        return torch.empty(*size, dtype=dtype, device="cpu", pin_memory=True)
+
+    def pin_empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """An uninitialised page-locked host tensor with the shape and dtype of ``tensor``."""
+        return self.pin_empty(tensor.shape, dtype=tensor.dtype)
+
+    # --- behaviour --------------------------------------------------------------------------------------------------
+
+    def is_synchronized_device(self) -> bool:
+        """Whether an operation is finished when its call returns, as on the CPU."""
+        return False
+
+    def use_host_timers(self) -> bool:
+        """Whether the host's clock times device work correctly."""
+        return self.is_synchronized_device()
+
+    def resolves_data_dependency(self) -> bool:
+        """Whether results may be read without waiting on streams."""
+        return self.is_synchronized_device()
+
+    def handles_memory_backpressure(self) -> bool:
+        """Whether queueing faster than the device works cannot pile up memory."""
+        return self.is_synchronized_device()
+
+    def range_push(self, msg: str, *args: Any, **kwargs: Any) -> None:  # noqa: B027 - no profiler ranges is fine
+        """Opens a range in the device's profiler; does nothing where it has none."""
+
+    def range_pop(self, *args: Any, **kwargs: Any) -> None:  # noqa: B027 - see range_push
+        """Closes the range that was opened last."""
+
+    def lazy_call(self, fn: Callable[[], Any]) -> None:
+        """Calls ``fn`` once the device context exists; here: at once."""
+        fn()
+
+    def is_triton_supported(self) -> bool:
+        """Whether Triton kernels run on this device."""
+        return False
+
+    def create_graph(self) -> Any:
+        """A new, empty device graph.
+
+        Raises:
+            NotYetSupportedError: The device has no graphs.
+        """
+        self._no_graphs("create_graph()")
+
+    def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> AbstractContextManager[Any]:
+        """A context that records device work into ``graph`` instead of running it."""
+        self._no_graphs("capture_to_graph()")
+
+    def replay_graph(self, graph: Any) -> None:
+        """Runs what ``graph`` recorded."""
+        self._no_graphs("replay_graph()")
+
+    def _no_graphs(self, call: str) -> NoReturn:
+        raise NotYetSupportedError(
+            f"{call}: device graphs exist on cuda only and this is {self._name}; run the function itself"
+        )
+
+    # --- launching --------------------------------------------------------------------------------------------------
+
+    def export_envs(self) -> list[str]:
+        """Prefixes of environment variables that a launcher must carry to other hosts."""
+        return []
+
+    def visible_devices_envs(self) -> list[str]:
+        """Names of the environment variables that say which devices a process sees."""
+        return []
+
+    def set_visible_devices_envs(self, current_env: dict[str, str], local_accelerator_ids: Sequence[int]) -> None:
+        """Writes the ids into every visible-device variable of ``current_env``."""
+        for name in self.visible_devices_envs():
+            current_env[name] = ",".join(map(str, local_accelerator_ids))
+
+    # --- compile ----------------------------------------------------------------------------------------------------
+
+    def get_compile_backend(self) -> str:
+        """The backend that ``torch.compile`` is called with."""
+        return self._compile_backend
+
+    def set_compile_backend(self, backend: str) -> None:
+        """Chooses the backend for ``torch.compile``.
+
+        Raises:
+            DeepSpeedConfigError: torch knows no backend of that name.
+        """
+        known = torch.compiler.list_backends(exclude_tags=())
+        if backend not in known:
+            raise DeepSpeedConfigError(
+                f"set_compile_backend({backend!r}): torch.compile has no such backend on {self._name}; "
+                f"choose one of {', '.join(sorted(known))}"
+            )
+        self._compile_backend = backend
+
+    # --- compiled operators: none -----------------------------------------------------------------------------------
+
+    def op_builder_dir(self) -> str:
+        """Raises: there are no compiled operators."""
+        self._no_op_builders("op_builder_dir()")
+
+    def create_op_builder(self, class_name: str) -> Any:
+        """Raises: there are no compiled operators."""
+        self._no_op_builders(f"create_op_builder({class_name!r})")
+
+    def get_op_builder(self, class_name: str) -> Any:
+        """Raises: there are no compiled operators."""
+        self._no_op_builders(f"get_op_builder({class_name!r})")
+
+    def build_extension(self) -> Any:
+        """Raises: there are no compiled operators."""
+        self._no_op_builders("build_extension()")
+
+    def _no_op_builders(self, call: str) -> NoReturn:
+        raise NotYetSupportedError(
+            f"{call}: this package is pure Python and has no operators to build; "
+            "use its optimizers in deepspeed.ops, which need no compiler"
+        )

@@ -1,0 +1,104 @@
+"""Which accelerator this process uses: the environment's choice, else the device torch finds, else the CPU."""
+
+from __future__ import annotations
+
+import difflib
+import os
+
+import torch
+
+from deepspeed.accelerator.base import DeepSpeedAccelerator
+from deepspeed.accelerator.cpu import CPUAccelerator
+from deepspeed.accelerator.cuda import CUDAAccelerator
+from deepspeed.accelerator.mps import MPSAccelerator
+from deepspeed.accelerator.torch_device import TorchDeviceAccelerator
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.logging import warn_once
+
+SUPPORTED = ("cuda", "cpu", "xpu", "npu", "mps", "hpu", "mlu", "sdaa", "supa", "klxpu")
+
+# This vendor's torch build answers to the CUDA names.
+_SPEAKS_CUDA = ("cuda", "klxpu")
+
+_current: DeepSpeedAccelerator | None = None
+
+
+def get_accelerator() -> DeepSpeedAccelerator:
+    """The accelerator of this process, chosen at the first call and the same object from then on.
+
+    ``DS_ACCELERATOR`` names it; otherwise it is the first kind of device that torch sees, otherwise the CPU. Choosing
+    starts no device context.
+
+    Raises:
+        DeepSpeedConfigError: ``DS_ACCELERATOR`` is unknown, or names a device that torch does not see here.
+    """
+    global _current
+    if _current is None:
+        chosen = os.environ.get("DS_ACCELERATOR", "").strip().lower()
+        _current = _from_environment(chosen) if chosen else _detect()
+    return _current
+
+
+def set_accelerator(accel_obj: DeepSpeedAccelerator) -> None:
+    """Makes ``accel_obj`` what :func:`get_accelerator` returns in this process.
+
+    Raises:
+        TypeError: It is no :class:`DeepSpeedAccelerator`.
+    """
+    global _current
+    if not isinstance(accel_obj, DeepSpeedAccelerator):
+        raise TypeError(f"set_accelerator: expected a DeepSpeedAccelerator, got {type(accel_obj).__name__}")
+    _current = accel_obj
+
+
+def is_current_accelerator_supported() -> bool:
+    """Whether the accelerator in use is of a kind that this package knows."""
+    return get_accelerator()._name in SUPPORTED
+
+
+def _from_environment(name: str) -> DeepSpeedAccelerator:
+    if name not in SUPPORTED:
+        close = difflib.get_close_matches(name, SUPPORTED, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise DeepSpeedConfigError(
+            f"DS_ACCELERATOR={name}: {hint}Known are {', '.join(SUPPORTED)}; or unset it to detect."
+        )
+    if name == "cpu":
+        return CPUAccelerator()
+    accelerator = _create(name)
+    try:
+        available = accelerator.is_available()
+    except RuntimeError as error:  # torch.get_device_module: no such device in this build
+        raise DeepSpeedConfigError(_not_seen(name)) from error
+    if not available:
+        raise DeepSpeedConfigError(_not_seen(name))
+    return accelerator
+
+
+def _not_seen(name: str) -> str:
+    return (
+        f"DS_ACCELERATOR={name}: torch {torch.__version__} sees no {name} device here; "
+        "install a torch build (and driver) for it, or unset DS_ACCELERATOR to use what is there"
+    )
+
+
+def _create(name: str) -> DeepSpeedAccelerator:
+    if name in _SPEAKS_CUDA:
+        return CUDAAccelerator()
+    if name == "mps":
+        return MPSAccelerator()
+    return TorchDeviceAccelerator(name)
+
+
+def _detect() -> DeepSpeedAccelerator:
+    # CUDA is asked by a count that needs no context; torch.accelerator's own check would initialise the driver.
+    if torch.cuda.device_count() > 0:
+        return CUDAAccelerator()
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is not None:
+        return _create(found.type)
+    warn_once(
+        "accelerator-cpu",
+        "no accelerator device found, using the CPU (DS_ACCELERATOR=cpu chooses it without this line)",
+    )
+    return CPUAccelerator()

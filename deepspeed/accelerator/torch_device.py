@@ -1,0 +1,193 @@
+"""Any device that torch has a device module for (``torch.xpu``, ``torch.npu``, ``torch.mlu``, ...).
+
+torch asks those modules to look like ``torch.cuda``; this class is written against that common part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from deepspeed.accelerator.base import DeepSpeedAccelerator, Index
+from deepspeed.errors import NotYetSupportedError
+
+# Backend for process groups, visible-device variables and exported prefixes, per device type.
+_FACTS: dict[str, tuple[str, list[str], list[str]]] = {
+    "xpu": ("xccl", ["ZE_AFFINITY_MASK"], ["CCL", "ZE"]),
+    "npu": ("hccl", ["ASCEND_RT_VISIBLE_DEVICES"], ["HCCL", "ASCEND"]),
+    "hpu": ("hccl", ["HABANA_VISIBLE_MODULES"], ["HABANA", "HCL"]),
+    "mlu": ("cncl", ["MLU_VISIBLE_DEVICES"], ["CNCL"]),
+    "sdaa": ("tccl", ["SDAA_VISIBLE_DEVICES"], ["TCCL"]),
+    "supa": ("bccl", ["SUPA_VISIBLE_DEVICES"], ["BCCL", "BIREN", "SUPA"]),
+}
+
+
+class TorchDeviceAccelerator(DeepSpeedAccelerator):
+    """A device reached through its torch module.
+
+    Args:
+        name: The device type.
+        communication_backend: None looks it up by ``name``.
+    """
+
+    def __init__(self, name: str, communication_backend: str | None = None) -> None:
+        backend, visible, exports = _FACTS.get(name, (None, [], []))
+        super().__init__(name, communication_backend or backend)
+        self._visible: list[str] = visible
+        self._exports: list[str] = exports
+
+    @property
+    def _module(self) -> ModuleType:
+        return torch.get_device_module(self._name)
+
+    def _call(self, function: str, *args: Any) -> Any:
+        """Calls a function of the device module; one sentence if it has none of that name."""
+        found = getattr(self._module, function, None)
+        if found is None:
+            raise NotYetSupportedError(f"torch.{self._name} of torch {torch.__version__} has no {function}()")
+        return found(*args)
+
+    def device(self, index: Index = None) -> AbstractContextManager[Any]:
+        """A context in which ``index`` is the current device."""
+        return self._call("device", index)
+
+    def set_device(self, index: int) -> None:
+        """Makes ``index`` the current device."""
+        self._call("set_device", index)
+
+    def current_device(self) -> int:
+        """The number of the current device."""
+        return int(self._call("current_device"))
+
+    def device_count(self) -> int:
+        """How many devices this process sees."""
+        return int(self._call("device_count"))
+
+    def synchronize(self, index: Index = None) -> None:
+        """Blocks until the device is idle."""
+        self._call("synchronize", index)
+
+    def is_available(self) -> bool:
+        """Whether torch sees at least one device."""
+        return bool(self._call("is_available"))
+
+    def manual_seed(self, seed: int) -> None:
+        """Seeds the current device."""
+        self._call("manual_seed", seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Seeds all devices."""
+        self._call("manual_seed_all", seed)
+
+    def initial_seed(self) -> int:
+        """The seed that the current device started from."""
+        return int(self._call("initial_seed"))
+
+    def get_rng_state(self, index: Index = None) -> torch.Tensor:
+        """The generator's state."""
+        return self._call("get_rng_state", *self._given(index))
+
+    def set_rng_state(self, state: torch.Tensor, index: Index = None) -> None:
+        """Restores a generator's state."""
+        self._call("set_rng_state", state, *self._given(index))
+
+    def _given(self, index: Index) -> tuple[Any, ...]:
+        """The index as an argument, left out for the current device: these two functions take no None."""
+        return () if index is None else (self.device_name(index),)
+
+    def default_generator(self, index: int) -> torch.Generator:
+        """The generator of device ``index``; starts the device context, which makes the generators."""
+        self._call("init")
+        return self._module.default_generators[index]
+
+    @property
+    def Stream(self) -> Any:
+        """The module's stream class."""
+        return self._module.Stream
+
+    @property
+    def Event(self) -> Any:
+        """The module's event class."""
+        return self._module.Event
+
+    def stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """A context in which work is queued on ``stream``."""
+        return self._call("stream", stream)
+
+    def current_stream(self, index: Index = None) -> Any:
+        """The stream that work is queued on now."""
+        return self._call("current_stream", index)
+
+    def default_stream(self, index: Index = None) -> Any:
+        """The device's default stream."""
+        return self._call("default_stream", index)
+
+    def empty_cache(self) -> None:
+        """Returns cached memory to the system."""
+        self._call("empty_cache")
+
+    def memory_allocated(self, index: Index = None) -> int:
+        """Bytes in tensors."""
+        return int(self._call("memory_allocated", index))
+
+    def max_memory_allocated(self, index: Index = None) -> int:
+        """Peak bytes in tensors."""
+        return int(self._call("max_memory_allocated", index))
+
+    def memory_reserved(self, index: Index = None) -> int:
+        """Bytes that the allocator holds."""
+        return int(self._call("memory_reserved", index))
+
+    def max_memory_reserved(self, index: Index = None) -> int:
+        """Peak bytes that the allocator held."""
+        return int(self._call("max_memory_reserved", index))
+
+    def memory_stats(self, index: Index = None) -> dict[str, Any]:
+        """The allocator's figures."""
+        return dict(self._call("memory_stats", index))
+
+    def reset_peak_memory_stats(self, index: Index = None) -> None:
+        """Starts the peaks afresh."""
+        self._call("reset_peak_memory_stats", index)
+
+    def total_memory(self, index: Index = None) -> int:
+        """Bytes that the device has."""
+        return int(self._call("mem_get_info", index)[1])
+
+    def available_memory(self, index: Index = None) -> int:
+        """Bytes the driver has free, plus what the allocator holds unused."""
+        unused = self.memory_reserved(index) - self.memory_allocated(index)
+        return int(self._call("mem_get_info", index)[0]) + unused
+
+    def is_fp16_supported(self) -> bool:
+        """True: every device of this kind has fp16."""
+        return True
+
+    def is_bf16_supported(self) -> bool:
+        """What the module says; True if it does not say."""
+        says = getattr(self._module, "is_bf16_supported", None)
+        return True if says is None else bool(says())
+
+    def is_fp64_supported(self) -> bool:
+        """What the device's properties say (some Intel GPUs have none); True if they do not say."""
+        return bool(getattr(self._call("get_device_properties"), "has_fp64", True))
+
+    def lazy_call(self, fn: Callable[[], Any]) -> None:
+        """Calls ``fn`` once the device context exists."""
+        queue = getattr(self._module, "_lazy_call", None)
+        if queue is None:
+            fn()
+        else:
+            queue(fn)
+
+    def export_envs(self) -> list[str]:
+        """Prefixes of environment variables that go to other hosts."""
+        return list(self._exports)
+
+    def visible_devices_envs(self) -> list[str]:
+        """The variables that choose devices."""
+        return list(self._visible)
