@@ -1,0 +1,1 @@
+"""Tests. Run them from the repository root: `make test`."""

@@ -1,0 +1,52 @@
+"""What all tests share: one thread per process, the GPU marker, and a summary of what did not run."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+# Before torch is imported anywhere: ranks and tests share the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import hypothesis
+import pytest
+
+from tests.harness import shut_down
+
+hypothesis.settings.register_profile("default", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("default")
+
+_deselected: Counter[str] = Counter()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU; this machine has none"))
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    for item in items:
+        _deselected["marked slow (make test-all)" if item.get_closest_marker("slow") else "not selected"] += 1
+
+
+def pytest_sessionfinish() -> None:
+    shut_down()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reasons: Counter[str] = Counter()
+    for report in terminalreporter.stats.get("skipped", []):
+        text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        reasons[f"skipped: {text.removeprefix('Skipped: ')}"] += 1
+    for report in terminalreporter.stats.get("xfailed", []):
+        reasons[f"expected to fail: {report.wasxfail}"] += 1
+    for reason, count in _deselected.items():
+        reasons[f"left out: {reason}"] += count
+    if reasons:
+        terminalreporter.section("what did not run, and why")
+        for reason, count in reasons.most_common():
+            terminalreporter.line(f"{count:6d}  {reason}")

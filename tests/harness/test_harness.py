@@ -1,0 +1,268 @@
+"""The harness itself: results, failures, hangs, crashes, and that nothing leaks from one run into the next."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness import RankDied, RanksFailed, RanksTimedOut, assert_states_equal, run_ranks, wire
+
+
+def _sum_of_ranks(size, fill=1.0):
+    x = torch.full((size,), fill * (dist.get_rank() + 1))
+    dist.all_reduce(x)
+    return {"sum": x, "row": torch.arange(6).reshape(2, 3)[1], "rank": dist.get_rank()}
+
+
+def test_results_come_back_in_rank_order():
+    results = run_ranks(_sum_of_ranks, 3, 4, fill=2.0)
+    assert [r["rank"] for r in results] == [0, 1, 2]
+    for result in results:
+        assert_states_equal(result["sum"], torch.full((4,), 12.0))
+        assert_states_equal(result["row"], torch.tensor([3, 4, 5]))
+
+
+def _describe_process():
+    keys = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return {
+        "pid": os.getpid(),
+        "env": {key: os.environ[key] for key in keys},
+        "threads": torch.get_num_threads(),
+        "draws": (random.random(), float(np.random.rand()), torch.rand(1).item()),
+    }
+
+
+def test_environment_threads_and_seeds():
+    first, second = run_ranks(_describe_process, 2)
+    assert first["env"]["RANK"] == first["env"]["LOCAL_RANK"] == "0"
+    assert second["env"]["RANK"] == second["env"]["LOCAL_RANK"] == "1"
+    assert first["env"]["WORLD_SIZE"] == "2"
+    assert first["env"]["MASTER_PORT"] == second["env"]["MASTER_PORT"]
+    assert first["threads"] == 1
+    assert first["draws"] == second["draws"]
+
+
+def test_workers_are_reused_also_after_an_exception():
+    before = [r["pid"] for r in run_ranks(_describe_process, 2)]
+    with pytest.raises(RanksFailed):
+        run_ranks(_raise_on_rank, 2, 1)
+    assert [r["pid"] for r in run_ranks(_describe_process, 2)] == before
+    assert run_ranks(_describe_process, 2, fresh=True)[0]["pid"] not in before
+
+
+def _change_everything():
+    torch.set_default_dtype(torch.float64)
+    torch.set_grad_enabled(False)
+    torch.use_deterministic_algorithms(True)
+    os.environ["LEAK"] = "1"
+    os.environ["HOME"] = "elsewhere"
+    os.chdir("/")
+
+
+def _observe():
+    return {
+        "dtype": str(torch.get_default_dtype()),
+        "grad": torch.is_grad_enabled(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "leak": os.environ.get("LEAK"),
+        "home": os.environ.get("HOME"),
+        "directory": os.getcwd(),
+    }
+
+
+def test_global_state_is_restored():
+    before = run_ranks(_observe, 2)
+    run_ranks(_change_everything, 2)
+    assert run_ranks(_observe, 2) == before
+
+
+def test_env_is_for_one_run_and_backend_none_leaves_the_group_to_the_function():
+    assert run_ranks(_observe, 2, env={"LEAK": "wanted"})[1]["leak"] == "wanted"
+    assert run_ranks(_observe, 2)[1]["leak"] is None
+    assert run_ranks(_group_exists, 2, backend=None) == [False, False]
+    assert run_ranks(_group_exists, 2) == [True, True]
+
+
+def _group_exists():
+    return dist.is_initialized()
+
+
+def _raise_on_rank(rank):
+    print(f"a word from rank {dist.get_rank()}")
+    if dist.get_rank() == rank:
+        raise ValueError("the third cause")
+    dist.barrier()
+
+
+def test_an_exception_shows_every_rank_the_first_failure_on_top():
+    with pytest.raises(RanksFailed, match="the third cause") as caught:
+        run_ranks(_raise_on_rank, 3, 1)
+    error = caught.value
+    assert error.first.rank == 1
+    assert isinstance(error.first.exception, ValueError)
+    text = str(error)
+    assert text.index("rank 1: raised ValueError") < text.index("rank 0: raised") < text.index("rank 2: raised")
+    assert "in _raise_on_rank" in text
+    assert "a word from rank 2" in text
+
+
+class _NeedsTwo(Exception):
+    def __init__(self, a, b):
+        super().__init__(f"{a} and {b}")
+
+
+def _raise_unpicklable():
+    raise _NeedsTwo(1, 2)
+
+
+def test_an_exception_that_cannot_travel_is_still_described():
+    with pytest.raises(RanksFailed, match="_NeedsTwo: 1 and 2") as caught:
+        run_ranks(_raise_unpicklable, 1)
+    assert caught.value.first.exception is None
+
+
+def _hang_on_rank(rank):
+    if dist.get_rank() == rank:
+        _sleep_here()
+    dist.barrier()
+
+
+def _sleep_here():
+    time.sleep(600)
+
+
+def test_a_hang_shows_the_stack_of_every_rank_and_the_pool_recovers():
+    started = time.monotonic()
+    with pytest.raises(RanksTimedOut, match="did not finish in 2 s") as caught:
+        run_ranks(_hang_on_rank, 2, 1, timeout=2)
+    assert time.monotonic() - started < 60
+    reports = caught.value.reports
+    assert "_sleep_here" in reports[1].detail
+    assert "barrier" in reports[0].detail and "_hang_on_rank" in reports[0].detail
+    assert run_ranks(_group_exists, 2) == [True, True]
+
+
+def _one_raises_one_hangs():
+    if dist.get_rank() == 0:
+        raise RuntimeError("left early")
+    _sleep_here()
+
+
+def test_peers_of_a_failed_rank_get_a_short_grace():
+    with pytest.raises(RanksFailed, match="left early") as caught:
+        run_ranks(_one_raises_one_hangs, 2, timeout=100)
+    assert caught.value.first.rank == 0
+    assert "still running" in caught.value.reports[1].outcome
+    assert "_sleep_here" in caught.value.reports[1].detail
+
+
+def _die(rank, how):
+    if dist.get_rank() == rank:
+        if how == "exit":
+            os._exit(7)
+        os.kill(os.getpid(), getattr(signal, how))
+    dist.barrier()
+
+
+@pytest.mark.parametrize(("how", "outcome"), [("SIGSEGV", "died of SIGSEGV"), ("exit", "exited with code 7")])
+def test_a_dead_worker_is_named_and_the_pool_recovers(how, outcome):
+    with pytest.raises(RankDied, match=f"rank 1: {outcome}") as caught:
+        run_ranks(_die, 2, 1, how)
+    assert caught.value.first.rank == 1
+    if how == "SIGSEGV":
+        assert "_die" in caught.value.first.detail
+    assert run_ranks(_group_exists, 2) == [True, True]
+
+
+def _leave_a_receive_in_flight():
+    _leave_a_receive_in_flight.work = dist.irecv(torch.zeros(1), src=1 - dist.get_rank())
+    return "returned"
+
+
+def test_work_left_in_flight_does_not_reach_the_next_run():
+    try:
+        assert run_ranks(_leave_a_receive_in_flight, 2) == ["returned"] * 2
+    except RanksTimedOut as error:
+        assert "hung in cleaning up" in str(error)
+    assert_states_equal(run_ranks(_sum_of_ranks, 2, 1)[0]["sum"], torch.tensor([3.0]))
+
+
+def _skip():
+    pytest.skip("no such device")
+
+
+def test_a_skip_travels():
+    with pytest.raises(pytest.skip.Exception, match="no such device"):
+        run_ranks(_skip, 2)
+
+
+def test_a_function_that_workers_cannot_import_is_refused():
+    with pytest.raises(TypeError, match="module-level function"):
+        run_ranks(lambda: None, 2)
+
+
+def test_workers_end_with_the_process_that_started_them():
+    script = "import tests.harness.test_harness as t; t.run_ranks(t._print_pid, 2); import os; os.kill(os.getpid(), 9)"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    pids = [int(line.split()[-1]) for line in ended.stdout.splitlines()]
+    assert len(pids) == 2, ended
+    deadline = time.monotonic() + 10
+    while any(_alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(_alive(pid) for pid in pids)
+
+
+def _print_pid():
+    print(os.getpid(), flush=True)
+
+
+def _alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_tensors_travel_without_their_neighbours():
+    big = torch.zeros(1_000_000)
+    assert len(wire.dumps(big[:3])) < 1000
+    linear = torch.nn.Linear(3, 2)
+    again = wire.loads(wire.dumps(linear))
+    assert isinstance(again.weight, torch.nn.Parameter)
+    assert_states_equal(again.state_dict(), linear.state_dict())
+    for value in (torch.tensor(1.5, dtype=torch.bfloat16), torch.zeros(0, 3), torch.ones(2, 2).t(), torch.tensor(True)):
+        assert_states_equal(wire.loads(wire.dumps(value)), value)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "message"),
+    [
+        ({"a": 1}, {"b": 1}, r"\['b'\] is missing"),
+        ([1, 2], [1], "has 2 elements"),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.float64), "float32.*expected torch.float64"),
+        ({"x": [torch.tensor([1.0, 2.0])]}, {"x": [torch.tensor([1.0, 2.5])]}, r"\['x'\]\[0\]: 1 of 2 elements"),
+        (1.0, 1.1, "1.0, expected 1.1"),
+        (torch.tensor([1]), [1], "expected"),
+    ],
+)
+def test_differences_are_named(left, right, message):
+    with pytest.raises(AssertionError, match=message):
+        assert_states_equal(left, right)
+
+
+def test_equal_states_and_tolerances():
+    state = {"t": torch.tensor([float("nan"), 1.0]), "l": [np.arange(3), (1, "x", None)], "f": 0.5}
+    assert_states_equal(state, state)
+    assert_states_equal(torch.tensor([1.0]), torch.tensor([1.001]), rtol=1e-2)
+    with pytest.raises(AssertionError):
+        assert_states_equal(torch.tensor([1.0]), torch.tensor([1.001]))

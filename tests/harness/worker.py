@@ -1,0 +1,164 @@
+"""A worker process: waits for calls, runs each as one rank of a fresh process group, reports, cleans up.
+
+Started as ``python -m tests.harness.worker CONNECTION_FD STACKS_FD`` by the pool, never by hand. Its stdout and
+stderr are a file that the pool reads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import gc
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+DUMP_STACKS = signal.SIGUSR1
+
+
+@dataclass(frozen=True)
+class Call:
+    """One rank's part of a run. ``payload`` is the pickled ``(function, args, kwargs)``."""
+
+    payload: bytes
+    rank: int
+    world_size: int
+    timeout: float
+    rendezvous: str
+    port: int
+    backend: str | None
+    environ: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Raised:
+    """How a call failed."""
+
+    summary: str
+    traceback: str
+    when: float
+    skip_reason: str | None
+    pickled: bytes | None
+
+
+def main() -> None:
+    connection = Connection(int(sys.argv[1]))
+    stacks = os.fdopen(int(sys.argv[2]), "w")
+    faulthandler.enable(file=stacks)
+    faulthandler.register(DUMP_STACKS, file=stacks, all_threads=True)
+    _die_with_parent()
+
+    import torch
+
+    from tests.harness.state import ProcessState
+
+    torch.set_num_threads(1)
+    state = ProcessState()
+    connection.send(("hello", None))
+    while True:
+        try:
+            call = connection.recv()
+        except (EOFError, OSError):
+            return
+        # The answer goes out before the cleaning up: destroying the group is what tells the peers of a failed rank.
+        connection.send(_run(call, state))
+        _clean_up(state)
+        connection.send(("ready", None))
+
+
+def _run(call: Call, state: Any) -> tuple[str, Any]:
+    from tests.harness import wire
+
+    try:
+        function, args, kwargs = wire.loads(call.payload)
+        _enter(call, state)
+        result = function(*args, **kwargs)
+        return "returned", wire.dumps(result)
+    except BaseException as error:  # SystemExit and pytest's outcomes included: the rank reports, whatever it was
+        return "raised", _describe(error)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _enter(call: Call, state: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    os.environ.update(
+        RANK=str(call.rank),
+        LOCAL_RANK=str(call.rank),
+        WORLD_SIZE=str(call.world_size),
+        LOCAL_WORLD_SIZE=str(call.world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(call.port),
+    )
+    os.environ.update(call.environ)
+    state.seed()
+    if call.backend is None:
+        return
+    if "nccl" in call.backend:
+        torch.cuda.set_device(call.rank)
+    dist.init_process_group(
+        call.backend,
+        init_method=f"file://{call.rendezvous}",
+        rank=call.rank,
+        world_size=call.world_size,
+        # Above the run's own limit: the pool ends a run that hangs, with the stacks of all ranks.
+        timeout=timedelta(seconds=call.timeout + 30),
+    )
+
+
+def _clean_up(state: Any) -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    state.restore()
+    gc.collect()
+
+
+def _describe(error: BaseException) -> Raised:
+    from tests.harness import wire
+
+    when = time.monotonic()
+    summary = traceback.format_exception_only(type(error), error)[-1].strip()
+    text = "".join(traceback.format_exception(type(error), error, _test_frames(error)))
+    skip = str(error) if type(error).__name__ == "Skipped" else None
+    try:
+        pickled = wire.dumps(error)
+        wire.loads(pickled)  # many exceptions pickle but cannot be built again
+    except (pickle.PickleError, TypeError, AttributeError, ValueError, RuntimeError):
+        pickled = None
+    return Raised(summary, text, when, skip, pickled)
+
+
+def _test_frames(error: BaseException) -> Any:
+    """The traceback without the frames of this file."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_frame.f_code.co_filename == __file__:
+        frame = frame.tb_next
+    return frame or error.__traceback__
+
+
+def _die_with_parent() -> None:
+    """Asks Linux to kill this process when the test process dies, even while it waits in a collective."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        if os.getppid() == 1:
+            os._exit(1)
+
+
+if __name__ == "__main__":
+    # Calls are unpickled as instances of tests.harness.worker.Call, so run under that name and not as __main__.
+    from tests.harness import worker
+
+    worker.main()
