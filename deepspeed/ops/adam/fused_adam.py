@@ -1,0 +1,107 @@
+"""Adam on torch's fused kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim.optimizer import ParamsT
+
+from deepspeed.ops.base import ElementwiseOptimizer
+from deepspeed.ops.checks import check_hyperparameters
+from deepspeed.ops.rules import AdamRule, Rule
+
+
+class FusedAdam(ElementwiseOptimizer):
+    """Adam or AdamW, one kernel per list of parameters, on any device for which torch has the kernel.
+
+    State (``exp_avg``, ``exp_avg_sq``, ``step``) has the names and meaning of ``torch.optim.AdamW``, so that state
+    dictionaries fit both ways. Results equal torch's with ``fused=True``.
+
+    Args:
+        params: Parameters or group dictionaries; groups may carry keys of other optimizers.
+        lr: Step size; a tensor is allowed.
+        bias_correction: Correct the moments for their start at zero.
+        betas: Decay of the first and the second moment.
+        eps: Added to the root of the second moment.
+        adam_w_mode: Decoupled weight decay (AdamW); False adds it to the gradient (Adam).
+        weight_decay: Weight decay.
+        amsgrad: Not available.
+        set_grad_none: ``zero_grad()`` drops gradients instead of zeroing them.
+
+    Raises:
+        ValueError: ``amsgrad`` is asked for, or a number is out of range.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        check_hyperparameters(self, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
+        self.adam_w_mode = adam_w_mode
+        self.set_grad_none = set_grad_none
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": tuple(betas),
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, defaults)
+
+    def _kept_attributes(self) -> tuple[str, ...]:
+        return (*super()._kept_attributes(), "adam_w_mode", "set_grad_none")
+
+    @property
+    def rule(self) -> Rule:
+        """Adam's arithmetic with this optimizer's kind of weight decay."""
+        return AdamRule(decoupled=bool(self.adam_w_mode))
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clears gradients; None does what ``set_grad_none`` said at construction."""
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        grads: Any = None,
+        output_params: Any = None,
+        scale: Any = None,
+        grad_norms: Any = None,
+        grad_scaler: Any = None,
+    ) -> Any:
+        """Updates every parameter that has a gradient.
+
+        Args:
+            closure: Recomputes the loss.
+            grads: Historical, like the next four: must be None.
+            output_params: Must be None.
+            scale: Must be None.
+            grad_norms: Must be None.
+            grad_scaler: Must be None.
+
+        Raises:
+            RuntimeError: One of the historical arguments is given.
+        """
+        historical = {
+            "grads": grads,
+            "output_params": output_params,
+            "scale": scale,
+            "grad_norms": grad_norms,
+            "grad_scaler": grad_scaler,
+        }
+        given = [name for name, value in historical.items() if value is not None]
+        if given:
+            raise RuntimeError(
+                f"FusedAdam.step takes gradients from param.grad, unscaled; {', '.join(given)} has no effect here. "
+                "Unscale before the step (torch.amp.GradScaler.step(optimizer) or engine.step() do it)"
+            )
+        return super().step(closure)

@@ -1,0 +1,165 @@
+"""Base of this package's elementwise optimizers: any parameters by ``step``, flat runs by ``flat_update``."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.ops.chunks import run_in_chunks
+from deepspeed.ops.flat import RuleUpdate, current_step, init_state
+from deepspeed.ops.rules import Rule
+
+
+class ElementwiseOptimizer(torch.optim.Optimizer):
+    """A torch optimizer whose update is a :class:`~deepspeed.ops.rules.Rule`.
+
+    Subclasses say which rule, and whether the state of 16-bit parameters is kept in fp32.
+
+    Invariant: per-element state has the shape of its parameter; ``step`` is one number per parameter.
+    """
+
+    #: Keep state in fp32 also where the parameter has 16 bit.
+    fp32_optimizer_states: bool = False
+
+    @property
+    def rule(self) -> Rule:
+        """The arithmetic of one step."""
+        raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Torch's optimizers pickle and copy only their groups and state; attributes that choose the rule go along."""
+        kept = {name: value for name, value in vars(self).items() if name in self._kept_attributes()}
+        return {**super().__getstate__(), **kept}
+
+    def _kept_attributes(self) -> tuple[str, ...]:
+        return ("fp32_optimizer_states",)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group; keys of other optimizers (``foreach``, ``fused``, ...) are kept and without effect.
+
+        Raises:
+            ValueError: The group asks for AMSGrad.
+        """
+        if isinstance(param_group, dict) and param_group.get("amsgrad"):
+            raise ValueError(f"{type(self).__name__} has no AMSGrad variant; remove amsgrad=True or use torch.optim's")
+        super().add_param_group(param_group)
+
+    def init_flat_state(self, param_group: dict[str, Any], master: Tensor, state: dict[str, Any]) -> None:
+        """See :class:`~deepspeed.ops.flat.FlatUpdate`."""
+        RuleUpdate(self.rule).init_flat_state(param_group, master, state)
+
+    def flat_update(
+        self,
+        param_group: dict[str, Any],
+        master: Tensor,
+        grad: Tensor,
+        state: dict[str, Any],
+        *,
+        grad_scale: float | Tensor | None = None,
+        out: Tensor | None = None,
+        advance_step: bool = True,
+    ) -> None:
+        """See :class:`~deepspeed.ops.flat.FlatUpdate`."""
+        RuleUpdate(self.rule).flat_update(
+            param_group, master, grad, state, grad_scale=grad_scale, out=out, advance_step=advance_step
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates every parameter that has a gradient.
+
+        Args:
+            closure: Recomputes the loss; called with gradients enabled.
+
+        Returns:
+            What ``closure`` returned, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self._update_group(group)
+        return loss
+
+    def _update_group(self, group: dict[str, Any]) -> None:
+        rule = self.rule
+        names = list(rule.initial_state(group))
+        together: dict[tuple[Any, ...], list[tuple[Tensor, Tensor, list[Tensor]]]] = defaultdict(list)
+        steps: dict[tuple[Any, ...], float | Tensor] = {}
+        for param in group["params"]:
+            if param.grad is None:
+                continue
+            _check_supported(self, param)
+            state = self.state[param]
+            init_state(rule, group, param, state, self._state_dtype(param))
+            step = current_step(rule, state, advance=True)
+            states = [state[name] for name in names]
+            if rule.runs_lists_at_once(param.device) and _share_layout(param, param.grad, *states):
+                key = (param.device, param.dtype, step if not isinstance(step, Tensor) else id(step))
+                together[key].append((param, param.grad, states))
+                steps[key] = step
+            else:
+                _update_alone(rule.kernel(group, step, param.device), param, param.grad, states)
+        for key, members in together.items():
+            params, grads, states_of_each = (list(column) for column in zip(*members, strict=True))
+            kernel = rule.kernel(group, steps[key], params[0].device)
+            kernel(params, grads, [list(column) for column in zip(*states_of_each, strict=True)])
+
+    def _state_dtype(self, param: Tensor) -> torch.dtype:
+        return torch.promote_types(param.dtype, torch.float32) if self.fp32_optimizer_states else param.dtype
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads like torch, but keeps the dtype of saved fp32 state, which torch casts to the parameter's."""
+        super().load_state_dict(state_dict)
+        saved_ids = [saved for group in state_dict["param_groups"] for saved in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        for saved_id, param in zip(saved_ids, params, strict=True):
+            for name, value in state_dict["state"].get(saved_id, {}).items():
+                loaded = self.state[param].get(name)
+                if isinstance(value, Tensor) and name != "step" and loaded.dtype != value.dtype:
+                    self.state[param][name] = value.detach().to(device=param.device, copy=True)
+
+
+def _check_supported(optimizer: torch.optim.Optimizer, param: Tensor) -> None:
+    grad = param.grad
+    assert grad is not None
+    if grad.is_sparse:
+        raise RuntimeError(
+            f"{type(optimizer).__name__} does not take sparse gradients (parameter of shape {tuple(param.shape)}); "
+            "use torch.optim.SparseAdam or sparse=False in the embedding"
+        )
+    if not param.is_floating_point():
+        raise RuntimeError(f"{type(optimizer).__name__} updates floating-point parameters, but one is {param.dtype}")
+
+
+def _share_layout(*tensors: Tensor) -> bool:
+    """Same dtype, and memory in the same order without gaps, so that kernels may walk them linearly."""
+    first = tensors[0]
+    return _is_dense(first) and all(t.dtype == first.dtype and t.stride() == first.stride() for t in tensors)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill their stretch of memory exactly, in whatever order of dimensions."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _update_alone(kernel: Any, param: Tensor, grad: Tensor, states: list[Tensor]) -> None:
+    """Updates one parameter of any layout and dtypes through contiguous 1-D views, copies where there is none."""
+    targets = [param, *states]
+    flats = [target.detach().reshape(-1) for target in targets]
+    run_in_chunks(kernel, flats[0], grad.detach().reshape(-1), flats[1:])
+    for target, flat in zip(targets, flats, strict=True):
+        if not target.is_contiguous():
+            target.copy_(flat.view(target.shape))

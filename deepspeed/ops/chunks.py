@@ -1,0 +1,157 @@
+"""Runs an elementwise update over a long flat tensor in cache-sized pieces.
+
+An update that casts the gradient, unscales it, steps and writes a 16-bit copy reads every element several times. Done
+on whole tensors each pass comes from memory; done piece by piece the later passes come from cache. The result does
+not depend on the piece size: every operation is elementwise, and torch's fused CPU kernels give the same bits as long
+as cuts fall on multiples of 16 elements, where their vectorised body ends (ours fall on multiples of 64).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+#: ``kernel(params, grads, states)``: updates lists of equally long tensors in place; ``states`` holds one list per
+#: state name. The gradients are read only.
+Kernel = Callable[[list[Tensor], list[Tensor], list[list[Tensor]]], None]
+
+#: Alignment of every cut, in elements.
+ALIGNMENT = 64
+
+#: Elements per thread and piece on the CPU. Measured: 32Ki 23 GB/s, 64Ki 29, 128Ki 32, 256Ki 38, 512Ki 40, whole
+#: tensor 25 (with separate casts); below 128Ki the 13 us of dispatch per piece show, and the fp32 gradient piece
+#: (1 MiB at 256Ki) should stay within a second-level cache.
+CPU_CHUNK_NUMEL = 256 * 1024
+
+#: More threads than this do not make the piece longer, so that the scratch memory stays below 8 MiB per dtype.
+_MAX_THREAD_FACTOR = 8
+
+#: Elements per piece on other devices: long enough to hide launches, short enough to bound the fp32 scratch (64 MiB).
+DEVICE_CHUNK_NUMEL = 1 << 24
+
+
+class _Buffers(threading.local):
+    """Scratch of one thread. Host updates may run on several threads at once."""
+
+    def __init__(self) -> None:
+        self.by_key: dict[tuple[str, torch.dtype], Tensor] = {}
+
+
+_buffers = _Buffers()
+
+
+def scratch(role: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialised 1-D tensor, reused between calls on the CPU.
+
+    A fresh MiB from the allocator is handed back to the system and faulted in again each time; reuse avoids that.
+    Accelerators have caching allocators, so there a new tensor is made, which is also safe across streams.
+
+    Args:
+        role: Two scratches that are alive together need different roles.
+        numel: Elements.
+        dtype: Its dtype.
+        device: Its device.
+    """
+    if device.type != "cpu":
+        return torch.empty(numel, dtype=dtype, device=device)
+    buffer = _buffers.by_key.get((role, dtype))
+    if buffer is None or buffer.numel() < numel:
+        with torch.inference_mode(False):  # an inference tensor could not be written to from ordinary code later
+            buffer = torch.empty(numel, dtype=dtype, device=device)
+        _buffers.by_key[role, dtype] = buffer
+    return buffer[:numel]
+
+
+def default_chunk_numel(device: torch.device) -> int:
+    """Piece length for ``device``, in elements: a multiple of :data:`ALIGNMENT`."""
+    if device.type != "cpu":
+        return DEVICE_CHUNK_NUMEL
+    return CPU_CHUNK_NUMEL * min(torch.get_num_threads(), _MAX_THREAD_FACTOR)
+
+
+def run_in_chunks(
+    kernel: Kernel,
+    master: Tensor,
+    grad: Tensor,
+    states: Sequence[Tensor],
+    *,
+    grad_scale: float | Tensor | None = None,
+    out: Tensor | None = None,
+    chunk_numel: int | None = None,
+) -> None:
+    """Updates ``master`` and ``states`` in place and writes ``out``.
+
+    Args:
+        kernel: The update. It sees fp32 tensors (fp64 if ``master`` is fp64).
+        master: 1-D, contiguous, any floating dtype; what is not fp32 is widened piece by piece.
+        grad: 1-D, same length, any floating dtype. Not changed.
+        states: 1-D tensors of the same length.
+        grad_scale: One multiplier for the gradient, rounded to fp32; a 0-dim tensor on the same device avoids a
+            synchronisation. None: no multiplication.
+        out: Receives the new ``master``, cast to its dtype.
+        chunk_numel: Piece length in elements, a multiple of 64; None chooses by device.
+
+    Raises:
+        ValueError: The tensors do not fit together.
+    """
+    _check(master, grad, states, out, chunk_numel)
+    numel = master.numel()
+    if numel == 0:
+        return
+    chunk = chunk_numel or default_chunk_numel(master.device)
+    scale = None if isinstance(grad_scale, float | int) and grad_scale == 1 else grad_scale
+    dtype = torch.float64 if master.dtype is torch.float64 else torch.float32
+    widened_states = tuple(f"state{position}" for position in range(len(states)))
+    outs: Sequence[Tensor | None] = out.split(chunk) if out is not None else [None] * (-(-numel // chunk))
+    state_pieces = zip(*(state.split(chunk) for state in states), strict=True) if states else [()] * len(outs)
+
+    pieces = zip(master.split(chunk), grad.split(chunk), state_pieces, outs, strict=True)
+    for master_piece, grad_piece, piece_states, out_piece in pieces:
+        wide_master = _widened("master", master_piece, dtype)
+        wide_states = [_widened(role, s, dtype) for role, s in zip(widened_states, piece_states, strict=True)]
+        kernel([wide_master], [_scaled(grad_piece, scale, dtype)], [[state] for state in wide_states])
+        for narrow, wide in zip((master_piece, *piece_states), (wide_master, *wide_states), strict=True):
+            if wide is not narrow:
+                narrow.copy_(wide)
+        if out_piece is not None:
+            out_piece.copy_(wide_master)
+
+
+def _widened(role: str, piece: Tensor, dtype: torch.dtype) -> Tensor:
+    if piece.dtype is dtype:
+        return piece
+    return scratch(role, piece.numel(), dtype, piece.device).copy_(piece)
+
+
+def _scaled(piece: Tensor, scale: float | Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The gradient piece in ``dtype`` times ``scale``; the piece itself where nothing has to be done."""
+    if piece.dtype is dtype:
+        if scale is None:
+            return piece
+        return torch.mul(piece, scale, out=scratch("grad", piece.numel(), dtype, piece.device))
+    wide = scratch("grad", piece.numel(), dtype, piece.device).copy_(piece)
+    # Multiplied after widening: a product rounded to 16 bit would lose the very digits the fp32 master is for.
+    return wide if scale is None else wide.mul_(scale)
+
+
+def _check(master: Tensor, grad: Tensor, states: Sequence[Tensor], out: Tensor | None, chunk_numel: int | None) -> None:
+    others = {"grad": grad, **{f"state {i}": state for i, state in enumerate(states)}}
+    if out is not None:
+        others["out"] = out
+    if master.dim() != 1 or not master.is_contiguous():
+        raise ValueError(f"master must be 1-D and contiguous, but has shape {tuple(master.shape)}")
+    for name, tensor in others.items():
+        if tensor.shape != master.shape or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} must be contiguous with the shape of master, {tuple(master.shape)}, "
+                f"but has shape {tuple(tensor.shape)} and strides {tensor.stride()}"
+            )
+        if tensor.device != master.device or not tensor.is_floating_point():
+            raise ValueError(
+                f"{name} must be floating point on {master.device}, but is {tensor.dtype} on {tensor.device}"
+            )
+    if chunk_numel is not None and (chunk_numel <= 0 or chunk_numel % ALIGNMENT):
+        raise ValueError(f"chunk_numel must be a positive multiple of {ALIGNMENT}, but is {chunk_numel}")

@@ -1,0 +1,151 @@
+"""The fused flat update: one optimizer step on a 1-D run, gradient cast and 16-bit publication included.
+
+The ZeRO runtime holds fp32 masters and reduced gradients as long flat runs. An optimizer that offers
+:class:`FlatUpdate` takes both as they are; :func:`flat_updater` finds the implementation for an optimizer object,
+ours or torch's own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from deepspeed.ops.chunks import run_in_chunks
+from deepspeed.ops.rules import AdagradRule, AdamRule, Rule, SGDRule
+
+
+@runtime_checkable
+class FlatUpdate(Protocol):
+    """An optimizer step on one flat run."""
+
+    def init_flat_state(self, param_group: dict[str, Any], master: Tensor, state: dict[str, Any]) -> None:
+        """Adds what is missing in ``state`` for the run ``master``: fp32 tensors like it, and the step counter."""
+        ...
+
+    def flat_update(
+        self,
+        param_group: dict[str, Any],
+        master: Tensor,
+        grad: Tensor,
+        state: dict[str, Any],
+        *,
+        grad_scale: float | Tensor | None = None,
+        out: Tensor | None = None,
+        advance_step: bool = True,
+    ) -> None:
+        """One step on a run. The bits do not depend on how the run is cut, as long as cuts are multiples of 64.
+
+        Args:
+            param_group: Hyperparameters, read now.
+            master: 1-D, contiguous, fp32 (16 bit works and is widened piece by piece). Updated in place.
+            grad: 1-D, same length, any floating dtype. Not changed.
+            state: The run's optimizer state, as in ``optimizer.state[run]``; filled in at the first call. A caller
+                that updates a run slice by slice hands in slices of the per-element tensors and the run's ``step``.
+            grad_scale: One fp32 multiplier for the gradient (unscaling times clipping); None is exactly 1.
+            out: 1-D, receives the new master in its own dtype.
+            advance_step: Count this call as a step. False for every slice of a run but the first.
+        """
+        ...
+
+
+class RuleUpdate:
+    """:class:`FlatUpdate` by a :class:`~deepspeed.ops.rules.Rule`."""
+
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
+
+    def init_flat_state(self, param_group: dict[str, Any], master: Tensor, state: dict[str, Any]) -> None:
+        """See :class:`FlatUpdate`."""
+        init_state(self._rule, param_group, master, state, torch.promote_types(master.dtype, torch.float32))
+
+    @torch.no_grad()
+    def flat_update(
+        self,
+        param_group: dict[str, Any],
+        master: Tensor,
+        grad: Tensor,
+        state: dict[str, Any],
+        *,
+        grad_scale: float | Tensor | None = None,
+        out: Tensor | None = None,
+        advance_step: bool = True,
+        chunk_numel: int | None = None,
+    ) -> None:
+        """See :class:`FlatUpdate`; ``chunk_numel`` is for measurements."""
+        self.init_flat_state(param_group, master, state)
+        step = current_step(self._rule, state, advance=advance_step)
+        run_in_chunks(
+            self._rule.kernel(param_group, step, master.device),
+            master,
+            grad,
+            [state[name] for name in self._rule.initial_state(param_group)],
+            grad_scale=grad_scale,
+            out=out,
+            chunk_numel=chunk_numel,
+        )
+
+
+def init_state(rule: Rule, group: dict[str, Any], param: Tensor, state: dict[str, Any], dtype: torch.dtype) -> None:
+    """Adds the state that ``rule`` needs and ``state`` lacks; per-element tensors are shaped like ``param``."""
+    if rule.counts_steps and "step" not in state:
+        state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+    for name, value in rule.initial_state(group).items():
+        if state.get(name) is None:
+            state[name] = torch.full_like(param, value, dtype=dtype, requires_grad=False)
+
+
+def current_step(rule: Rule, state: dict[str, Any], *, advance: bool) -> float | Tensor:
+    """The number of the step being taken, after counting it if ``advance``.
+
+    A counter on an accelerator stays a tensor; reading it would wait for the device.
+    """
+    if not rule.counts_steps:
+        return 0.0
+    step = state["step"]
+    if not isinstance(step, Tensor):
+        state["step"] = step = step + (1 if advance else 0)
+        return float(step)
+    if advance:
+        step.add_(1)
+    return step if step.device.type != "cpu" else float(step)
+
+
+_TORCH_RULES: dict[type[torch.optim.Optimizer], Rule] = {
+    torch.optim.Adam: AdamRule(),
+    torch.optim.AdamW: AdamRule(decoupled=True),
+    torch.optim.Adagrad: AdagradRule(),
+    torch.optim.SGD: SGDRule(),
+}
+
+
+def flat_updater(optimizer: torch.optim.Optimizer) -> FlatUpdate | None:
+    """The flat update of ``optimizer``, or None if it has none and its ``step`` must be called.
+
+    Optimizers of this package carry it themselves. Torch's Adam, AdamW, Adagrad and SGD get one that gives what
+    their fused kernels give, unless a group asks for what those cannot do on a run (``amsgrad``, ``differentiable``,
+    ``dampening``). A subclass that overrides ``step`` has none: its ``step`` is what the user wrote.
+    """
+    cls = type(optimizer)
+    if isinstance(optimizer, FlatUpdate):
+        ours = next((base for base in cls.__mro__ if base.__module__.startswith("deepspeed.")), None)
+        return optimizer if ours is None or written_step(cls) is written_step(ours) else None
+    known = next((base for base in cls.__mro__ if base in _TORCH_RULES), None)
+    if known is None or written_step(cls) is not written_step(known):
+        return None
+    for group in optimizer.param_groups:
+        if group.get("amsgrad") or group.get("differentiable") or group.get("dampening"):
+            return None
+    return RuleUpdate(_TORCH_RULES[known])
+
+
+def supports_flat_update(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether :func:`flat_updater` has an implementation for ``optimizer``."""
+    return flat_updater(optimizer) is not None
+
+
+def written_step(cls: type) -> object:
+    """The ``step`` function as its author wrote it: torch wraps it once per class for its hooks and profiler."""
+    return inspect.unwrap(cls.step)  # type: ignore[attr-defined]

@@ -1,0 +1,1 @@
+"""Number formats: loss scaling and the choice of dtypes."""

@@ -1,0 +1,225 @@
+"""Loss scaling for fp16: static, and dynamic by a small state machine.
+
+Small gradients vanish in fp16, so the loss is multiplied by a scale before the backward pass and the gradients are
+divided by it before the update (`Micikevicius et al. <https://arxiv.org/abs/1710.03740>`_). The dynamic scale is
+halved after an overflow and doubled after ``scale_window`` good steps; ``delayed_shift`` (the hysteresis) is how many
+overflows it takes until it is halved.
+
+The objects hold plain attributes only, because they are pickled inside checkpoints.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.errors import NonFiniteError
+
+INITIAL_LOSS_SCALE = "init_scale"
+SCALE_WINDOW = "scale_window"
+DELAYED_SHIFT = "delayed_shift"
+CONSECUTIVE_HYSTERESIS = "consecutive_hysteresis"
+MIN_LOSS_SCALE = "min_scale"
+
+#: The scale is handed to kernels as fp32; growth stops before it stops being finite there, as torch's scaler does.
+_LARGEST_SCALE = torch.finfo(torch.float32).max
+
+
+class LossScalerBase:
+    """What both scalers share: the scale, and applying it to a loss.
+
+    Attributes:
+        cur_scale: The scale now.
+        dtype: The dtype of the gradients it protects.
+        dynamic: Whether ``update_scale`` changes the scale.
+    """
+
+    dynamic = False
+
+    def __init__(self, scale_value: float, dtype: torch.dtype = torch.half) -> None:
+        if not (math.isfinite(scale_value) and scale_value > 0):
+            raise ValueError(f"the loss scale must be positive and finite, but is {scale_value}")
+        self.cur_scale: float = scale_value
+        self.dtype = dtype
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor that the loss is multiplied by."""
+        return self.cur_scale
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """``loss`` times the scale, in fp32 at least: a scaled fp16 loss would overflow by itself."""
+        return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.cur_scale
+
+    def scale_gradient(self, module: Any, grad_in: tuple[Tensor | None, ...], grad_out: Any) -> tuple[Any, ...]:
+        """A module backward hook that scales the gradients with respect to its inputs."""
+        return tuple(None if grad is None else grad * self.cur_scale for grad in grad_in)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        """Runs the backward pass of the scaled loss."""
+        self.scale_loss(loss).backward(retain_graph=retain_graph)
+
+    def update_scale(self, overflow: bool) -> None:
+        """Tells the scaler how a step ended. Every rank must pass the same value."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs."""
+        return {"cur_scale": self.cur_scale}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores :meth:`state_dict`."""
+        self.cur_scale = state_dict["cur_scale"]
+
+
+class LossScaler(LossScalerBase):
+    """A scale that never changes.
+
+    Args:
+        scale: The factor.
+    """
+
+    def __init__(self, scale: float = 1) -> None:
+        super().__init__(scale)
+
+
+class DynamicLossScaler(LossScalerBase):
+    """A scale that follows the gradients.
+
+    States, by what the next overflow does: *tolerant* (``cur_hysteresis > 1``: one less to spare), *strict*
+    (``cur_hysteresis == 1``: the scale is halved), *exhausted* (strict at ``min_scale``: it raises). With
+    ``delayed_shift=1`` and above the minimum the scale is that of ``torch.amp.GradScaler`` with growth 2, backoff 0.5
+    and ``growth_interval=scale_window``.
+
+    Args:
+        init_scale: The first scale.
+        scale_window: Good steps in a row before the scale doubles.
+        min_scale: The scale never falls below it.
+        delayed_shift: Overflows that it takes until the scale is halved, at least 1.
+        consecutive_hysteresis: A good step restores the whole tolerance at once; otherwise only a full window does.
+        raise_error_at_min_scale: Raise when the minimum overflows too; False keeps skipping steps.
+        dtype: Dtype of the gradients.
+
+    Attributes:
+        cur_iter: Steps seen, skipped ones included.
+        last_overflow_iter: The last of them that overflowed; -1 before any.
+        cur_hysteresis: Overflows until the scale is halved.
+        scale_factor: Factor of growth, and divisor after an overflow.
+    """
+
+    dynamic = True
+
+    def __init__(
+        self,
+        init_scale: float,
+        scale_window: int,
+        min_scale: float,
+        delayed_shift: int,
+        consecutive_hysteresis: bool,
+        raise_error_at_min_scale: bool = True,
+        dtype: torch.dtype = torch.half,
+    ) -> None:
+        super().__init__(init_scale, dtype)
+        for name, value in {
+            "scale_window": scale_window,
+            "min_scale": min_scale,
+            "delayed_shift": delayed_shift,
+        }.items():
+            if not value > 0:
+                raise ValueError(f"the dynamic loss scale needs {name} above 0, but got {value}")
+        if init_scale < min_scale:
+            raise ValueError(f"the dynamic loss scale starts at {init_scale}, below its minimum min_scale={min_scale}")
+        self.cur_iter = 0
+        self.last_overflow_iter = -1
+        self.scale_factor = 2.0
+        self.scale_window = scale_window
+        self.min_scale = min_scale
+        self.delayed_shift = delayed_shift
+        self.cur_hysteresis = delayed_shift
+        self.consecutive_hysteresis = consecutive_hysteresis
+        self.raise_error_at_min_scale = raise_error_at_min_scale
+
+    def update_scale(self, overflow: bool) -> None:
+        """Moves the scale after a step.
+
+        Args:
+            overflow: Whether the gradients held an infinity or NaN. Must be equal on all ranks.
+
+        Raises:
+            NonFiniteError: The scale is at its minimum, the tolerance is used up, and it still overflowed.
+        """
+        if overflow:
+            self._after_overflow()
+        else:
+            self._after_good_step()
+        self.cur_iter += 1
+
+    def _after_overflow(self) -> None:
+        if self.cur_hysteresis > 1:
+            self.cur_hysteresis -= 1
+        else:
+            if self.cur_scale <= self.min_scale and self.raise_error_at_min_scale:
+                raise NonFiniteError(
+                    f"step {self.cur_iter}: the gradients overflow although the loss scale is at its minimum "
+                    f"({self.cur_scale:g}; last overflow before: {self._last_overflow()}). The run is diverging, or "
+                    "fp16 is too narrow for this model: lower the learning rate or set gradient_clipping, use "
+                    "bf16.enabled instead of fp16.enabled, or lower fp16.min_loss_scale"
+                )
+            self.cur_scale = max(self.cur_scale / self.scale_factor, self.min_scale)
+        self.last_overflow_iter = self.cur_iter
+
+    def _after_good_step(self) -> None:
+        full_window = (self.cur_iter - self.last_overflow_iter) % self.scale_window == 0
+        if full_window or self.consecutive_hysteresis:
+            self.cur_hysteresis = self.delayed_shift
+        if full_window and self.cur_scale * self.scale_factor <= _LARGEST_SCALE:
+            self.cur_scale *= self.scale_factor
+
+    def _last_overflow(self) -> str:
+        return "none" if self.last_overflow_iter < 0 else f"step {self.last_overflow_iter}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs: the position of the state machine, not its settings."""
+        return {
+            "cur_scale": self.cur_scale,
+            "cur_iter": self.cur_iter,
+            "last_overflow_iter": self.last_overflow_iter,
+            "cur_hysteresis": self.cur_hysteresis,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores :meth:`state_dict`; a tolerance larger than the present setting is cut to it."""
+        super().load_state_dict(state_dict)
+        self.cur_iter = state_dict["cur_iter"]
+        self.last_overflow_iter = state_dict["last_overflow_iter"]
+        self.cur_hysteresis = min(state_dict["cur_hysteresis"], self.delayed_shift)
+
+
+def CreateLossScaler(  # noqa: N802 - the public name
+    dtype: torch.dtype,
+    static_loss_scale: float,
+    dynamic_scaling: bool,
+    dynamic_loss_args: dict[str, Any] | None,
+) -> LossScalerBase:
+    """The scaler for a compute dtype; only fp16 is scaled.
+
+    Args:
+        dtype: Compute dtype.
+        static_loss_scale: The scale without ``dynamic_scaling``.
+        dynamic_scaling: Let the scale follow the gradients.
+        dynamic_loss_args: Arguments of :class:`DynamicLossScaler` by name; None means the config's defaults.
+    """
+    if dtype is not torch.half:
+        return LossScaler(scale=1.0)
+    if not dynamic_scaling:
+        return LossScaler(scale=static_loss_scale)
+    defaults = {
+        INITIAL_LOSS_SCALE: 2.0**16,
+        SCALE_WINDOW: 1000,
+        MIN_LOSS_SCALE: 1,
+        DELAYED_SHIFT: 2,
+        CONSECUTIVE_HYSTERESIS: False,
+    }
+    return DynamicLossScaler(dtype=dtype, **(defaults if dynamic_loss_args is None else dynamic_loss_args))
