@@ -1,0 +1,266 @@
+"""The collectives and point-to-point operations: torch's, with the communication log in between.
+
+Every function takes the arguments of its namesake in :mod:`torch.distributed` and the keywords ``prof``, ``log_name``
+and ``debug`` of :func:`deepspeed.comm.recorder.recorded`. All ranks of ``group`` (None: all ranks) must call a
+collective, in the same order. ``src`` and ``dst`` are global ranks. With ``async_op=True`` the result is a handle with
+``wait()``; otherwise None.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+
+from deepspeed.comm.recorder import recorded
+from deepspeed.comm.reduce_op import ReduceOp
+from deepspeed.comm.torch_names import all_gather_flat, reduce_scatter_flat
+
+Group = Any  # a torch ProcessGroup, or None for all ranks
+Handle = Any  # a torch Work, or None if the operation is complete
+
+
+@recorded("tensor")
+def broadcast(tensor: torch.Tensor, src: int, group: Group = None, async_op: bool = False) -> Handle:
+    """Copies ``tensor`` of rank ``src`` into ``tensor`` of every rank."""
+    return torch_dist.broadcast(tensor, src=src, group=group, async_op=async_op)
+
+
+@recorded("object_list")
+def broadcast_object_list(
+    object_list: list[Any], src: int, group: Group = None, device: torch.device | None = None
+) -> None:
+    """Replaces the items of ``object_list`` by those of rank ``src`` (pickled: only from ranks you trust)."""
+    torch_dist.broadcast_object_list(object_list, src=src, group=group, device=device)
+
+
+@recorded("tensor")
+def all_reduce(tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False) -> Handle:
+    """Reduces ``tensor`` over the ranks, in place, on every rank."""
+    return torch_dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
+
+
+@recorded("tensor")
+def inference_all_reduce(
+    tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
+) -> Handle:
+    """:func:`all_reduce`, under its own name in the log."""
+    return torch_dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
+
+
+@recorded("tensors")
+def all_reduce_coalesced(
+    tensors: list[torch.Tensor], op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
+) -> Handle:
+    """Reduces several tensors over the ranks, in place, as one operation where the backend can."""
+    with _coalescing(group, async_op) as manager:
+        for tensor in tensors:
+            torch_dist.all_reduce(tensor, op=op, group=group)
+    return manager if async_op else None
+
+
+@recorded("tensor")
+def reduce(
+    tensor: torch.Tensor, dst: int, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
+) -> Handle:
+    """Reduces ``tensor`` over the ranks into ``tensor`` of rank ``dst``."""
+    return torch_dist.reduce(tensor, dst=dst, op=op, group=group, async_op=async_op)
+
+
+@recorded("input_list")
+def reduce_scatter(
+    output: torch.Tensor,
+    input_list: list[torch.Tensor],
+    op: Any = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+) -> Handle:
+    """Reduces item *r* of ``input_list`` over the ranks into ``output`` of rank *r*."""
+    return torch_dist.reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
+
+
+@recorded("tensor")
+def reduce_scatter_tensor(
+    output_tensor: torch.Tensor,
+    tensor: torch.Tensor,
+    op: Any = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+) -> Handle:
+    """Reduces ``tensor`` over the ranks and leaves its *r*-th equal part in ``output_tensor`` of rank *r*.
+
+    Args:
+        output_tensor: ``numel`` must be that of ``tensor`` divided by the size of the group.
+        tensor: The same shape and dtype on every rank.
+        op: The reduction.
+        group: The ranks that take part.
+        async_op: Return at once, with a handle.
+    """
+    return reduce_scatter_flat(output_tensor, tensor, op=op, group=group, async_op=async_op)
+
+
+@recorded("tensor")
+def reduce_scatter_fn(
+    output_tensor: torch.Tensor,
+    tensor: torch.Tensor,
+    op: Any = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+) -> Handle:
+    """:func:`reduce_scatter_tensor`, under its older name."""
+    return reduce_scatter_flat(output_tensor, tensor, op=op, group=group, async_op=async_op)
+
+
+@recorded("tensor_list")
+def all_gather(
+    tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Group = None, async_op: bool = False
+) -> Handle:
+    """Leaves ``tensor`` of rank *r* in item *r* of ``tensor_list`` on every rank."""
+    return torch_dist.all_gather(tensor_list, tensor, group=group, async_op=async_op)
+
+
+@recorded("output_tensor")
+def all_gather_into_tensor(
+    output_tensor: torch.Tensor, tensor: torch.Tensor, group: Group = None, async_op: bool = False
+) -> Handle:
+    """Leaves the tensors of all ranks, one after another, in ``output_tensor`` on every rank.
+
+    Args:
+        output_tensor: ``numel`` must be that of ``tensor`` times the size of the group.
+        tensor: The same shape and dtype on every rank.
+        group: The ranks that take part.
+        async_op: Return at once, with a handle.
+    """
+    return all_gather_flat(output_tensor, tensor, group=group, async_op=async_op)
+
+
+@recorded("output_tensor")
+def allgather_fn(
+    output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Group = None, async_op: bool = False
+) -> Handle:
+    """:func:`all_gather_into_tensor`, under its older name."""
+    return all_gather_flat(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+@recorded("output_tensors")
+def all_gather_coalesced(
+    output_tensors: list[torch.Tensor], input_tensors: list[torch.Tensor], group: Group = None, async_op: bool = False
+) -> Handle:
+    """Several :func:`all_gather_into_tensor` as one operation where the backend can."""
+    with _coalescing(group, async_op) as manager:
+        for output, tensor in zip(output_tensors, input_tensors, strict=True):
+            all_gather_flat(output, tensor, group=group)
+    return manager if async_op else None
+
+
+def _coalescing(group: Group, async_op: bool) -> Any:
+    """Torch's grouping of collectives into one launch; the handle it yields waits for all of them."""
+    return torch_dist.distributed_c10d._coalescing_manager(group=group, async_ops=async_op)
+
+
+@recorded("object_list")
+def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> None:
+    """Leaves ``obj`` of rank *r* in item *r* of ``object_list`` on every rank (pickled: only from ranks you trust)."""
+    torch_dist.all_gather_object(object_list, obj, group=group)
+
+
+@recorded("tensor")
+def all_to_all_single(
+    output: torch.Tensor,
+    tensor: torch.Tensor,
+    output_split_sizes: list[int] | None = None,
+    input_split_sizes: list[int] | None = None,
+    group: Group = None,
+    async_op: bool = False,
+) -> Handle:
+    """Sends the *r*-th part of ``tensor`` to rank *r*; what arrives lies in ``output`` in order of the senders."""
+    return torch_dist.all_to_all_single(
+        output, tensor, output_split_sizes, input_split_sizes, group=group, async_op=async_op
+    )
+
+
+@recorded("input_tensor_list")
+def all_to_all(
+    output_tensor_list: list[torch.Tensor],
+    input_tensor_list: list[torch.Tensor],
+    group: Group = None,
+    async_op: bool = False,
+) -> Handle:
+    """Sends item *r* of ``input_tensor_list`` to rank *r*; item *r* of ``output_tensor_list`` comes from rank *r*."""
+    return torch_dist.all_to_all(output_tensor_list, input_tensor_list, group=group, async_op=async_op)
+
+
+@recorded("tensor")
+def gather(
+    tensor: torch.Tensor,
+    gather_list: list[torch.Tensor] | None = None,
+    dst: int = 0,
+    group: Group = None,
+    async_op: bool = False,
+) -> Handle:
+    """Leaves ``tensor`` of rank *r* in item *r* of ``gather_list`` on rank ``dst``; the others pass no list."""
+    return torch_dist.gather(tensor, gather_list=gather_list, dst=dst, group=group, async_op=async_op)
+
+
+@recorded("tensor")
+def scatter(
+    tensor: torch.Tensor,
+    scatter_list: list[torch.Tensor] | None = None,
+    src: int = 0,
+    group: Group = None,
+    async_op: bool = False,
+) -> Handle:
+    """Leaves item *r* of rank ``src``'s ``scatter_list`` in ``tensor`` of rank *r*; the others pass no list."""
+    return torch_dist.scatter(tensor, scatter_list=scatter_list, src=src, group=group, async_op=async_op)
+
+
+@recorded("tensor")
+def send(tensor: torch.Tensor, dst: int, group: Group = None, tag: int = 0) -> None:
+    """Sends ``tensor`` to rank ``dst`` and waits until it may be overwritten."""
+    torch_dist.send(tensor, dst=dst, group=group, tag=tag)
+
+
+@recorded("tensor")
+def recv(tensor: torch.Tensor, src: int | None = None, group: Group = None, tag: int = 0) -> int:
+    """Receives into ``tensor`` from rank ``src`` (None: from anyone) and returns the sender's rank."""
+    return torch_dist.recv(tensor, src=src, group=group, tag=tag)
+
+
+@recorded("tensor")
+def isend(tensor: torch.Tensor, dst: int, group: Group = None, tag: int = 0) -> Handle:
+    """Starts sending ``tensor`` to rank ``dst``; it may be overwritten after ``wait()`` of the result."""
+    return torch_dist.isend(tensor, dst=dst, group=group, tag=tag)
+
+
+@recorded("tensor")
+def irecv(tensor: torch.Tensor, src: int | None = None, group: Group = None, tag: int = 0) -> Handle:
+    """Starts receiving into ``tensor`` from rank ``src``; it may be read after ``wait()`` of the result."""
+    return torch_dist.irecv(tensor, src=src, group=group, tag=tag)
+
+
+def batch_isend_irecv(p2p_op_list: list[torch_dist.P2POp]) -> list[Any]:
+    """Starts several sends and receives together; returns one handle for each, or one for all (NCCL)."""
+    return torch_dist.batch_isend_irecv(p2p_op_list)
+
+
+@recorded(None)
+def barrier(group: Group = None, async_op: bool = False, device_ids: list[int] | None = None) -> Handle:
+    """Waits until every rank of ``group`` has called it."""
+    return torch_dist.barrier(group=group, async_op=async_op, device_ids=device_ids)
+
+
+@recorded(None)
+def monitored_barrier(group: Group = None, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+    """:func:`barrier` that raises after ``timeout``, naming the rank that did not come.
+
+    Args:
+        group: The ranks that take part.
+        timeout: How long rank 0 waits; None: the group's time-out.
+        wait_all_ranks: Name all missing ranks, not only the first.
+
+    Raises:
+        RuntimeError: A rank did not come in time. Also on a backend other than gloo: torch has no such barrier there.
+    """
+    torch_dist.monitored_barrier(group=group, timeout=timeout, wait_all_ranks=wait_all_ranks)

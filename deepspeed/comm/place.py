@@ -1,0 +1,263 @@
+"""Where this process stands among the others, read from the environment.
+
+Every way of starting a distributed job leaves its own variables. :func:`find_place` reads them in this order and says
+which it believed:
+
+1. ``RANK`` and ``WORLD_SIZE`` (the ``deepspeed`` command, torchrun, Accelerate, Lightning),
+2. Open MPI's ``OMPI_COMM_WORLD_*``,
+3. Slurm's ``SLURM_PROCID`` and ``SLURM_NTASKS`` (a task started by ``srun``),
+4. ``PMI_RANK`` and ``PMI_SIZE`` (MPICH, Intel MPI, MVAPICH),
+5. nothing: one process, started by plain ``python``.
+
+Everything here is pure: an environment goes in, a :class:`Place` comes out, so that each way can be tested without a
+cluster.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass
+
+from deepspeed.errors import CommunicationError
+
+DEFAULT_PORT = 29500
+
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_LOCAL_RANK_NAMES = (
+    "LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "MV2_COMM_WORLD_LOCAL_RANK",
+    "PALS_LOCAL_RANKID",
+    "SLURM_LOCALID",
+)
+_MPI_LOCAL_SIZE_NAMES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE")
+
+
+@dataclass(frozen=True)
+class Place:
+    """One process among ``world_size``.
+
+    Attributes:
+        rank: Global rank, 0 to ``world_size`` - 1.
+        world_size: Number of processes.
+        local_rank: Rank among the processes of this host; also the index of its device.
+        address: Host name or address where rank 0 listens; None if an ``init_method`` takes care of the meeting.
+        port: Port where rank 0 listens; None likewise, and 0 if any free one will do (one process, nobody to meet).
+        way: How it was found, for the log: "torchrun variables", "Slurm", ...
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    address: str | None
+    port: int | None
+    way: str
+
+    def export(self, environ: MutableMapping[str, str]) -> None:
+        """Writes the place into ``environ``, where torch, other libraries and the logger look for it."""
+        environ["RANK"] = str(self.rank)
+        environ["WORLD_SIZE"] = str(self.world_size)
+        environ["LOCAL_RANK"] = str(self.local_rank)
+        if self.address is not None:
+            environ["MASTER_ADDR"] = self.address
+        if self.port is not None:
+            environ["MASTER_PORT"] = str(self.port or free_port())
+
+
+def find_place(
+    environ: Mapping[str, str],
+    *,
+    rank: int = -1,
+    world_size: int = -1,
+    init_method: str | None = None,
+    default_port: int = DEFAULT_PORT,
+    discover: bool = True,
+    device_count: int = 0,
+    mpi_address: Callable[[], str | None] = lambda: None,
+) -> Place:
+    """Finds this process's rank, the number of ranks and where they meet.
+
+    Args:
+        environ: The environment variables.
+        rank: The caller's rank; -1 means "look it up".
+        world_size: The caller's number of ranks; -1 means "look it up".
+        init_method: A torch rendezvous URL. With one, no address is looked for.
+        default_port: Port when nothing names one.
+        discover: Whether Slurm's and MPI's variables count; if not, only torch's do.
+        device_count: Number of devices on this host, the last resort for the local rank.
+        mpi_address: Asks MPI for the host name of rank 0; called only when nothing else knows it.
+
+    Raises:
+        CommunicationError: The variables contradict each other or an indispensable one is missing.
+    """
+    rank, world_size, way, slurm = _identity(environ, rank, world_size, discover)
+    if world_size < 1 or not 0 <= rank < world_size:
+        raise CommunicationError(
+            f"the place of this process makes no sense: rank {rank} of {world_size} (from {way}). "
+            "Ranks go from 0 to the number of processes minus 1; correct RANK and WORLD_SIZE, or the arguments rank= "
+            "and world_size= of init_distributed"
+        )
+    address: str | None = None
+    port: int | None = None
+    if init_method is None or init_method.startswith("env:"):
+        address, port = _meeting_point(environ, rank, world_size, way, slurm, default_port, mpi_address)
+    local_rank = _local_rank(environ, rank, world_size, address, device_count)
+    return Place(rank, world_size, local_rank, address, port, way)
+
+
+def _identity(environ: Mapping[str, str], rank: int, world_size: int, discover: bool) -> tuple[int, int, str, bool]:
+    """Returns (rank, world size, the way in words, whether it is a Slurm task)."""
+    if rank >= 0 and world_size >= 1:
+        return rank, world_size, "arguments of init_distributed", False
+    if rank >= 0 or world_size >= 1:
+        given, missing = ("rank", "world_size") if rank >= 0 else ("world_size", "rank")
+        missing_variable = missing.upper()
+        if not environ.get(missing_variable):
+            raise CommunicationError(
+                f"init_distributed was given {given}= but not {missing}=, and {missing_variable} is not set either; "
+                "give both"
+            )
+        return (
+            rank if rank >= 0 else _integer(environ, "RANK"),
+            world_size if world_size >= 1 else _integer(environ, "WORLD_SIZE"),
+            f"argument {given}= and variable {missing_variable}",
+            False,
+        )
+    if environ.get("RANK") and environ.get("WORLD_SIZE"):
+        way = "torchrun variables" if environ.get("TORCHELASTIC_RUN_ID") else "RANK and WORLD_SIZE"
+        return _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE"), way, False
+    if discover:
+        found = _scheduler_identity(environ)
+        if found is not None:
+            return found
+    if environ.get("RANK"):
+        raise CommunicationError(
+            f"RANK is set ({environ['RANK']}) but WORLD_SIZE is not. Start the script with `deepspeed` or `torchrun`, "
+            "which set both, or set WORLD_SIZE to the number of processes"
+        )
+    if environ.get("WORLD_SIZE") and _integer(environ, "WORLD_SIZE") != 1:
+        raise CommunicationError(
+            f"WORLD_SIZE is set ({environ['WORLD_SIZE']}) but RANK is not. Start the script with `deepspeed` or "
+            "`torchrun`, which set both, or set RANK to a different number from 0 on in each process"
+        )
+    return 0, 1, "plain python: one process", False
+
+
+def _scheduler_identity(environ: Mapping[str, str]) -> tuple[int, int, str, bool] | None:
+    if environ.get("OMPI_COMM_WORLD_RANK") and environ.get("OMPI_COMM_WORLD_SIZE"):
+        rank, size = _integer(environ, "OMPI_COMM_WORLD_RANK"), _integer(environ, "OMPI_COMM_WORLD_SIZE")
+        return rank, size, "Open MPI variables", False
+    slurm = is_slurm_task(environ)
+    # mpiexec inside a Slurm allocation hands on the Slurm variables of the one task that started it: PMI_* are right.
+    if environ.get("PMI_RANK") and environ.get("PMI_SIZE"):
+        rank, size = _integer(environ, "PMI_RANK"), _integer(environ, "PMI_SIZE")
+        if not (slurm and rank == _integer(environ, "SLURM_PROCID")):
+            return rank, size, "PMI variables (MPICH family)", slurm
+    if slurm:
+        size_name = "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+        return _integer(environ, "SLURM_PROCID"), _integer(environ, size_name), "Slurm variables", True
+    return None
+
+
+def is_slurm_task(environ: Mapping[str, str]) -> bool:
+    """Whether ``srun`` started this process as one of several tasks.
+
+    A shell inside an allocation (``salloc``, ``srun --pty bash``) carries the same variables, but a script started
+    from it by hand is alone.
+    """
+    if not environ.get("SLURM_PROCID") or not (environ.get("SLURM_NTASKS") or environ.get("SLURM_STEP_NUM_TASKS")):
+        return False
+    return environ.get("SLURM_JOB_NAME") not in ("bash", "sh", "zsh", "interactive")
+
+
+def _meeting_point(
+    environ: Mapping[str, str],
+    rank: int,
+    world_size: int,
+    way: str,
+    slurm: bool,
+    default_port: int,
+    mpi_address: Callable[[], str | None],
+) -> tuple[str, int]:
+    port = _integer(environ, "MASTER_PORT") if environ.get("MASTER_PORT") else None
+    address = environ.get("MASTER_ADDR") or None
+    if world_size == 1:
+        return address or "127.0.0.1", port or 0
+    if address is None and slurm:
+        nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
+        address = first_host(nodes) if nodes else None
+    if address is None and any(environ.get(name) == str(world_size) for name in _MPI_LOCAL_SIZE_NAMES):
+        address = "127.0.0.1"
+    if address is None and "MPI" in way:
+        address = mpi_address()
+    if address is None:
+        raise CommunicationError(
+            f"this is rank {rank} of {world_size} (from {way}), but MASTER_ADDR is not set, so it does not know where "
+            "to meet the others. Set MASTER_ADDR to the host of rank 0 (127.0.0.1 if all ranks run on one host), or "
+            "start the script with `deepspeed` or `torchrun`"
+        )
+    if port is None and slurm and default_port == DEFAULT_PORT and environ.get("SLURM_JOB_ID", "").isdigit():
+        # Jobs that share a node must not share a port, and all tasks of a job must agree without talking.
+        port = 15000 + int(environ["SLURM_JOB_ID"]) % 15000
+    return address, port or default_port
+
+
+def _local_rank(environ: Mapping[str, str], rank: int, world_size: int, address: str | None, device_count: int) -> int:
+    for name in _LOCAL_RANK_NAMES:
+        if environ.get(name):
+            return _integer(environ, name)
+    if environ.get("LOCAL_WORLD_SIZE"):
+        return rank % _integer(environ, "LOCAL_WORLD_SIZE")
+    if world_size == 1:
+        return 0
+    if device_count > 0:
+        return rank % device_count
+    if address is None or address in _LOOPBACK:
+        return rank
+    raise CommunicationError(
+        f"LOCAL_RANK is not set on rank {rank} of {world_size}, which meet at {address}, and nothing else says how "
+        "many processes run per host. Set LOCAL_RANK to the number of the process on its own host, counted from 0, or "
+        "start the script with `deepspeed` or `torchrun`"
+    )
+
+
+def local_rank_of(environ: Mapping[str, str], rank: int, world_size: int, device_count: int) -> int:
+    """The local rank of a process whose global rank is already known."""
+    return _local_rank(environ, rank, world_size, None, device_count)
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of a Slurm node list such as ``gpu[003-006,9],login1``.
+
+    Examples:
+        >>> first_host("gpu[003-006,9],login1")
+        'gpu003'
+    """
+    depth = 0
+    end = len(nodelist)
+    for position, character in enumerate(nodelist):
+        depth += {"[": 1, "]": -1}.get(character, 0)
+        if character == "," and depth == 0:
+            end = position
+            break
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", nodelist[:end]).strip()
+
+
+def free_port() -> int:
+    """A TCP port that nobody uses at this moment."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _integer(environ: Mapping[str, str], name: str) -> int:
+    try:
+        return int(environ[name])
+    except ValueError:
+        raise CommunicationError(
+            f"{name} must be a whole number, but is {environ[name]!r}; correct the variable"
+        ) from None

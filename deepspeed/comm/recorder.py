@@ -1,0 +1,184 @@
+"""The communication log: how often, how much and how long each collective ran. Off by default.
+
+``comms_logger`` in the configuration, or :func:`deepspeed.comm.configure`, turns it on; every collective of
+``deepspeed.comm`` then passes through :func:`recorded`. With the log off that costs one attribute test per call.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+
+from deepspeed.logging import log_dist
+
+# The share of a collective's bytes that must cross each rank's link, as a function of the number of ranks; the usual
+# definition of bus bandwidth (NCCL tests, PERFORMANCE.md).
+_BUS_FACTOR: dict[str, Callable[[int], float]] = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+}
+
+
+@dataclass
+class OperationTotals:
+    """What was measured for one collective at one message size."""
+
+    seconds: list[float] = field(default_factory=list)  # one entry per call, in call order
+    ranks: int = 1
+
+    @property
+    def count(self) -> int:
+        """The number of calls."""
+        return len(self.seconds)
+
+
+class CommsLog:
+    """Counts, bytes and times per operation name and message size.
+
+    Attributes:
+        enabled: Whether anything is recorded.
+        prof_all: Record every operation; otherwise only those in ``prof_ops`` and calls with ``prof=True``.
+        prof_ops: Names of operations to record.
+        verbose: Log a line for each operation.
+        debug: Put the caller's name into that line.
+    """
+
+    def __init__(self) -> None:
+        self.enabled = False
+        self.prof_all = True
+        self.prof_ops: list[str] = []
+        self.verbose = False
+        self.debug = False
+        self.totals: dict[str, dict[int, OperationTotals]] = {}
+
+    def wants(self, name: str, prof: bool) -> bool:
+        """Whether a call of ``name`` is to be recorded."""
+        return self.enabled and (prof or self.prof_all or name in self.prof_ops)
+
+    def add(self, name: str, size: int, seconds: float, ranks: int, caller: str = "") -> None:
+        """Records one call: ``size`` bytes took ``seconds`` in a group of ``ranks``."""
+        totals = self.totals.setdefault(name, {}).setdefault(size, OperationTotals())
+        totals.seconds.append(seconds)
+        totals.ranks = ranks
+        if self.verbose:
+            where = f" | caller: {caller}" if self.debug and caller else ""
+            log_dist(f"comm op: {name} | time (ms): {seconds * 1e3:.2f} | bytes: {size} | ranks: {ranks}{where}")
+
+    def rows(self) -> Iterator[tuple[str, int, OperationTotals]]:
+        """(operation, bytes, totals), sorted by operation, then size."""
+        for name in sorted(self.totals):
+            for size in sorted(self.totals[name]):
+                yield name, size, self.totals[name][size]
+
+
+log = CommsLog()
+
+
+def bandwidths(name: str, size: int, seconds: float, ranks: int) -> tuple[float, float]:
+    """(algorithm bandwidth, bus bandwidth) in gigabits per second of moving ``size`` bytes in ``seconds``."""
+    if seconds <= 0:
+        return 0.0, 0.0
+    algorithm = size * 8 / seconds / 1e9
+    factor = next((f for prefix, f in _BUS_FACTOR.items() if prefix in name), lambda n: 1.0)
+    return algorithm, algorithm * factor(max(ranks, 1))
+
+
+def num_bytes(value: object) -> int:
+    """Bytes of the tensors in ``value``: a tensor, a (nested) sequence of tensors, or something else (0)."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
+        return sum(num_bytes(item) for item in value)
+    return 0
+
+
+class _RecordedWork:
+    """An asynchronous operation whose time counts until ``wait`` has returned; otherwise the operation itself."""
+
+    def __init__(self, work: Any, finished: Callable[[], None]) -> None:
+        self._work = work
+        self._finished: Callable[[], None] | None = finished
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        result = self._work.wait(*args, **kwargs)
+        if self._finished is not None:
+            self._finished()
+            self._finished = None
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+def _settle(device: torch.device | None) -> None:
+    """Waits for the device, so that host time is the operation's time."""
+    if device is not None and device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def _device_of(value: object) -> torch.device | None:
+    if isinstance(value, torch.Tensor):
+        return value.device
+    if isinstance(value, (list, tuple)) and value:
+        return _device_of(value[0])
+    return None
+
+
+def recorded(message: str | None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorates a collective so that the log sees it.
+
+    The decorated function also takes the keyword arguments ``prof`` (record this call even if only some operations are
+    recorded), ``log_name`` (the name to record it under) and ``debug`` (the caller's name, for the verbose line).
+
+    Args:
+        message: The parameter whose bytes are the size of the message, the larger side of the operation; None if it
+            moves no data.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        own_name = function.__name__
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def wrapper(
+            *args: Any, prof: bool = False, log_name: str | None = None, debug: str | None = None, **kwargs: Any
+        ) -> Any:
+            name = log_name or own_name
+            if not log.wants(name, prof):
+                return function(*args, **kwargs)
+            arguments = signature.bind(*args, **kwargs).arguments
+            value = arguments.get(message) if message is not None else None
+            device = _device_of(value)
+            size = num_bytes(value)
+            ranks = torch_dist.get_world_size(arguments.get("group"))
+            _settle(device)
+            start = time.perf_counter()
+
+            def finished() -> None:
+                _settle(device)
+                log.add(name, size, time.perf_counter() - start, ranks, debug or "")
+
+            result = function(*args, **kwargs)
+            if hasattr(result, "wait"):
+                return _RecordedWork(result, finished)
+            finished()
+            return result
+
+        extra = [
+            inspect.Parameter("prof", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=bool),
+            inspect.Parameter("log_name", inspect.Parameter.KEYWORD_ONLY, default=own_name, annotation=str),
+            inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=None),
+        ]
+        wrapper.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *extra])  # type: ignore[attr-defined]
+        return wrapper
+
+    return decorate

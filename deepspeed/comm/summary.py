@@ -1,0 +1,132 @@
+"""Switching the communication log and reading it."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from rich.console import Console
+from rich.table import Table
+
+from deepspeed.comm.recorder import OperationTotals, bandwidths, log
+from deepspeed.logging import log_dist
+
+_SETTINGS = ("enabled", "prof_all", "prof_ops", "verbose", "debug")
+
+
+def configure(
+    deepspeed_config: Any = None,
+    enabled: bool | None = None,
+    prof_all: bool | None = None,
+    prof_ops: list[str] | None = None,
+    verbose: bool | None = None,
+    debug: bool | None = None,
+) -> None:
+    """Sets the communication log; explicit arguments win over ``deepspeed_config``.
+
+    Args:
+        deepspeed_config: A configuration (its ``comms_logger`` section counts): a dict, or a parsed one.
+        enabled: Whether anything is recorded.
+        prof_all: Record all operations.
+        prof_ops: Names of operations to record if not all.
+        verbose: Log a line per operation.
+        debug: Name the caller in that line.
+    """
+    section = _section(deepspeed_config)
+    given = {"enabled": enabled, "prof_all": prof_all, "prof_ops": prof_ops, "verbose": verbose, "debug": debug}
+    for name in _SETTINGS:
+        value = given[name] if given[name] is not None else section.get(name)
+        if value is not None:
+            setattr(log, name, value)
+
+
+def _section(config: Any) -> dict[str, Any]:
+    if config is None:
+        return {}
+    if isinstance(config, dict):
+        return dict(config.get("comms_logger") or {})
+    section = getattr(getattr(config, "root", config), "comms_logger", None)
+    return {name: getattr(section, name, None) for name in _SETTINGS} if section is not None else {}
+
+
+def log_summary(
+    show_straggler: bool = False, return_dict: bool = False
+) -> dict[str, dict[int, dict[str, float]]] | None:
+    """Logs a table of what was recorded, on rank 0.
+
+    Args:
+        show_straggler: Add the time spent waiting for the slowest rank. All ranks must call it then, having run the
+            same operations.
+        return_dict: Return the numbers too.
+
+    Returns:
+        With ``return_dict``: operation -> bytes -> ``count``, ``total_ms``, ``avg_ms``, ``algbw_gbps``, ``busbw_gbps``
+        (and ``straggler_ms``).
+    """
+    numbers: dict[str, dict[int, dict[str, float]]] = {}
+    for name, size, totals in log.rows():
+        row = _numbers(name, size, totals)
+        if show_straggler:
+            row["straggler_ms"] = _straggler_ms(totals)
+        numbers.setdefault(name, {})[size] = row
+    log_dist("communication log\n" + _table(numbers, show_straggler))
+    return numbers if return_dict else None
+
+
+def _numbers(name: str, size: int, totals: OperationTotals) -> dict[str, float]:
+    total = sum(totals.seconds)
+    algorithm, bus = bandwidths(name, size, total / totals.count, totals.ranks)
+    return {
+        "count": totals.count,
+        "total_ms": total * 1e3,
+        "avg_ms": total / totals.count * 1e3,
+        "algbw_gbps": algorithm,
+        "busbw_gbps": bus,
+    }
+
+
+def _straggler_ms(totals: OperationTotals) -> float:
+    """This rank's time beyond that of the rank which waited least (the last to arrive), summed over the calls."""
+    mine = torch.tensor(totals.seconds, dtype=torch.float64)
+    device = "cpu" if torch_dist.get_backend() == "gloo" else torch.accelerator.current_accelerator()
+    shortest = mine.to(device)
+    torch_dist.all_reduce(shortest, op=torch_dist.ReduceOp.MIN)
+    return float((mine - shortest.cpu()).sum()) * 1e3
+
+
+def _table(numbers: dict[str, dict[int, dict[str, float]]], show_straggler: bool) -> str:
+    table = Table("operation", "bytes", "count", "total ms", "avg ms", "algbw Gbit/s", "busbw Gbit/s")
+    if show_straggler:
+        table.add_column("straggler ms")
+    for name, sizes in numbers.items():
+        for size, row in sizes.items():
+            cells = [name, f"{size:,}", f"{row['count']:.0f}", f"{row['total_ms']:.2f}", f"{row['avg_ms']:.3f}"]
+            cells += [f"{row['algbw_gbps']:.2f}", f"{row['busbw_gbps']:.2f}"]
+            if show_straggler:
+                cells.append(f"{row['straggler_ms']:.2f}")
+            table.add_row(*cells)
+    text = io.StringIO()
+    Console(file=text, width=120).print(table)
+    return text.getvalue().rstrip()
+
+
+def reset_log() -> None:
+    """Forgets what was recorded; the settings stay."""
+    log.totals.clear()
+
+
+def has_comm_data() -> bool:
+    """Whether anything was recorded."""
+    return bool(log.totals)
+
+
+def get_comm_operation_count() -> int:
+    """The number of recorded operations."""
+    return sum(totals.count for _, _, totals in log.rows())
+
+
+def get_logged_comm_ops() -> list[str]:
+    """The names of the recorded operations."""
+    return sorted(log.totals)

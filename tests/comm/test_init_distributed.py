@@ -1,0 +1,152 @@
+"""Starting and adopting the process group, each in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from deepspeed.comm.place import free_port
+
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DEEPSPEED_TIMEOUT")
+PREFIXES = ("SLURM_", "OMPI_", "PMI_", "MPI_", "TORCHELASTIC_")
+BEGIN = "import os, torch, torch.distributed as td, deepspeed.comm as dist\n"
+
+
+def start(code: str, **environ: str) -> subprocess.Popen:
+    clean = {k: v for k, v in os.environ.items() if k not in VARIABLES and not k.startswith(PREFIXES)}
+    clean.update(environ, OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu")
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", BEGIN + textwrap.dedent(code)],
+        env=clean,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(code: str, **environ: str) -> tuple[str, str]:
+    process = start(code, **environ)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    return out, err
+
+
+def test_plain_python_twice_in_a_row():
+    out, err = run(
+        """
+        for _ in range(2):
+            dist.init_distributed()
+            x = torch.ones(2)
+            dist.all_reduce(x)
+            assert x.tolist() == [1, 1] and dist.get_backend() == "gloo"
+            dist.destroy_process_group()
+        print(*(os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")), int(os.environ["MASTER_PORT"]) > 0)
+        """
+    )
+    assert out.split() == ["0", "1", "0", "True"]
+    assert err.count("process group started: 1 rank(s), backend gloo, found by plain python") == 1
+
+
+def test_two_jobs_of_one_process_share_a_host_and_a_port_variable():
+    code = "dist.init_distributed(); dist.barrier(); print('met')"
+    jobs = [start(code, RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500") for _ in range(2)]
+    for job in jobs:
+        out, err = job.communicate(timeout=120)
+        assert (job.returncode, out.strip()) == (0, "met"), err
+
+
+@pytest.mark.parametrize("way", ["torch", "slurm", "arguments"])
+def test_two_ranks_meet(way):
+    port = str(free_port())
+    code = "dist.init_distributed()"
+    environs = [
+        {"RANK": str(r), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_RANK": str(r)}
+        for r in range(2)
+    ]
+    if way == "slurm":
+        environs = [
+            {"SLURM_PROCID": str(r), "SLURM_NTASKS": "2", "SLURM_LOCALID": str(r), "SLURM_JOB_NODELIST": "localhost"}
+            for r in range(2)
+        ]
+        code = f"dist.init_distributed(distributed_port={port})"
+    if way == "arguments":
+        environs = [{"WHO": str(r)} for r in range(2)]
+        where = f"init_method='tcp://127.0.0.1:{port}'"
+        code = f"dist.init_distributed('gloo', {where}, rank=int(os.environ['WHO']), world_size=2)"
+    code += """
+x = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(x)
+print(x.item(), dist.get_rank(), os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"])
+dist.destroy_process_group()
+"""
+    jobs = [start(code, **environ) for environ in environs]
+    for rank, job in enumerate(jobs):
+        out, err = job.communicate(timeout=120)
+        assert job.returncode == 0, err
+        assert out.split() == ["3.0", str(rank), str(rank), str(rank), "2"]
+        assert ("process group started: 2 rank(s)" in err) == (rank == 0)
+
+
+def test_an_existing_group_is_adopted():
+    out, err = run(
+        """
+        td.init_process_group("gloo", store=td.HashStore(), rank=0, world_size=1)
+        group = td.group.WORLD
+        dist.init_distributed(dist_init_required=False)
+        dist.init_distributed()
+        assert td.group.WORLD is group
+        print(os.environ["LOCAL_RANK"])
+        """
+    )
+    assert out.strip() == "0"
+    assert "process group adopted" in err
+
+
+def test_verbose_off_says_nothing():
+    _, err = run("dist.init_distributed(verbose=False)")
+    assert err == ""
+
+
+def test_the_calls_of_accelerate_and_lightning():
+    limit = "__import__('datetime').timedelta(hours=1)"
+    run(f"dist.init_distributed(dist_backend=None, auto_mpi_discovery=False, timeout={limit})")
+    run("dist.init_distributed('gloo', distributed_port=1234, timeout=None)")
+
+
+def test_time_out_of_the_environment():
+    out, _ = run("print(dist.default_timeout().total_seconds())", DEEPSPEED_TIMEOUT="0.5")
+    assert float(out) == 30
+    _, err = run("print(dist.default_timeout().total_seconds())")
+    job = start("dist.init_distributed()", DEEPSPEED_TIMEOUT="soon")
+    _, err = job.communicate(timeout=120)
+    assert job.returncode == 1
+    assert "DEEPSPEED_TIMEOUT must be a number of minutes above 0, but is 'soon'" in err
+
+
+@pytest.mark.parametrize(
+    ("code", "environ", "words"),
+    [
+        ("dist.init_distributed()", {"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set"),
+        ("dist.init_distributed(dist_init_required=False)", {}, "dist_init_required=False says that the process group"),
+        (
+            "import warnings; warnings.simplefilter('ignore'); dist.init_distributed('mpi')",
+            {},
+            "could not start the process group with backend 'mpi'",
+        ),
+        (
+            "from datetime import timedelta; dist.init_distributed(timeout=timedelta(seconds=1))",
+            {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},
+            "Check that all 2 processes were started",
+        ),
+        ("dist.get_local_rank()", {}, "LOCAL_RANK is not set; call deepspeed.init_distributed"),
+    ],
+)
+def test_failures_are_sentences(code, environ, words):
+    job = start(code, **environ)
+    _, err = job.communicate(timeout=120)
+    assert job.returncode == 1
+    assert words in err.splitlines()[-1], err
