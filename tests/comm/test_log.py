@@ -1,0 +1,128 @@
+"""The communication log: what it counts, what it leaves out, what it prints."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import deepspeed.comm as dist
+from deepspeed.comm.recorder import CommsLog, bandwidths, log, num_bytes
+from deepspeed.logging import logger
+from tests.harness import run_ranks
+
+
+@pytest.fixture(autouse=True)
+def fresh_log():
+    before = dict(vars(log))
+    yield
+    vars(log).update(before)
+    dist.reset_log()
+
+
+def check_counts() -> dict:
+    dist.configure(enabled=True, prof_all=True)
+    try:
+        tensor = torch.ones(8)
+        for _ in range(3):
+            dist.all_reduce(tensor)
+        handle = dist.all_reduce(torch.ones(2, dtype=torch.bfloat16), async_op=True)
+        assert dist.get_comm_operation_count() == 3  # it counts when it is complete
+        handle.wait()
+        handle.wait()
+        assert handle.is_completed()
+        dist.all_gather_into_tensor(torch.empty(8 * dist.get_world_size()), tensor, log_name="gather_weights")
+        dist.barrier()
+        assert dist.get_comm_operation_count() == 6
+        numbers = dist.log_summary(show_straggler=True, return_dict=True)
+        names = dist.get_logged_comm_ops()
+        dist.reset_log()
+        assert not dist.has_comm_data()
+        assert names == sorted(numbers)
+        return numbers
+    finally:
+        dist.configure(enabled=False)
+
+
+def test_counts_bytes_and_times():
+    for numbers in run_ranks(check_counts, 2):
+        assert {name: {size: row["count"] for size, row in sizes.items()} for name, sizes in numbers.items()} == {
+            "all_reduce": {32: 3, 4: 1},
+            "gather_weights": {64: 1},
+            "barrier": {0: 1},
+        }
+        row = numbers["all_reduce"][32]
+        assert row["total_ms"] == pytest.approx(3 * row["avg_ms"]) and row["avg_ms"] > 0
+        # At two ranks an all-reduce puts the whole message on the wire once.
+        assert row["busbw_gbps"] == pytest.approx(row["algbw_gbps"])
+        assert row["straggler_ms"] >= 0
+
+
+def check_off_records_nothing() -> bool:
+    dist.all_reduce(torch.ones(1), prof=True)
+    return dist.has_comm_data()
+
+
+def test_off_by_default():
+    assert run_ranks(check_off_records_nothing, 1) == [False]
+
+
+def check_selection() -> list:
+    dist.configure(deepspeed_config={"comms_logger": {"enabled": True, "prof_all": False, "prof_ops": ["broadcast"]}})
+    try:
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        dist.broadcast(tensor, 0)
+        dist.all_reduce(tensor, prof=True, log_name="this_one")
+        return dist.get_logged_comm_ops()
+    finally:
+        dist.configure(enabled=False, prof_all=True, prof_ops=[])
+        dist.reset_log()
+
+
+def test_selected_operations():
+    assert run_ranks(check_selection, 1) == [["broadcast", "this_one"]]
+
+
+def test_arguments_win_over_the_config():
+    section = SimpleNamespace(enabled=True, prof_all=False, prof_ops=["x"], verbose=True, debug=False)
+    dist.configure(deepspeed_config=SimpleNamespace(root=SimpleNamespace(comms_logger=section)), verbose=False)
+    assert (log.enabled, log.prof_all, log.prof_ops, log.verbose) == (True, False, ["x"], False)
+    dist.configure(deepspeed_config={})
+    assert log.enabled  # an absent section changes nothing
+
+
+def test_bandwidths():
+    assert bandwidths("all_reduce", 10**9, 2.0, 4) == pytest.approx((4.0, 6.0))
+    assert bandwidths("all_gather_into_tensor", 10**9, 2.0, 4) == pytest.approx((4.0, 3.0))
+    assert bandwidths("broadcast", 10**9, 2.0, 4) == pytest.approx((4.0, 4.0))
+    assert bandwidths("all_reduce", 1, 0.0, 4) == (0.0, 0.0)
+
+
+def test_num_bytes():
+    half = torch.empty(3, dtype=torch.bfloat16)
+    assert num_bytes(half) == 6
+    assert num_bytes([half, [half, torch.empty(1)]]) == 16
+    assert num_bytes("text") == num_bytes(None) == 0
+
+
+def test_verbose_line_and_table():
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        log.verbose = log.debug = True
+        log.add("broadcast", 1024, 0.002, 2, caller="me")
+        log.verbose = False
+        log.add("broadcast", 1024, 0.004, 2)
+        dist.log_summary()
+    finally:
+        logger.removeHandler(handler)
+    assert "broadcast" in lines[0] and "2.00" in lines[0] and "1024" in lines[0] and "me" in lines[0]
+    assert len(lines) == 2
+    row = next(line for line in lines[1].splitlines() if "broadcast" in line)
+    assert ["1,024", "2", "6.00", "3.000"] == [cell.strip() for cell in row.split("│")][2:6]
+    assert CommsLog().enabled is False
