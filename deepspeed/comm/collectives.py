@@ -189,7 +189,52 @@ def all_to_all(
     async_op: bool = False,
 ) -> Handle:
     """Sends item *r* of ``input_tensor_list`` to rank *r*; item *r* of ``output_tensor_list`` comes from rank *r*."""
+    if torch_dist.get_backend(group) == "gloo":
+        return _all_to_all_by_flat_exchange(output_tensor_list, input_tensor_list, group, async_op)
     return torch_dist.all_to_all(output_tensor_list, input_tensor_list, group=group, async_op=async_op)
+
+
+class _CopyOut:
+    """A flat exchange under way; waiting for it also copies the parts to where the caller wants them."""
+
+    def __init__(self, work: Any, flat: torch.Tensor, outputs: list[torch.Tensor]) -> None:
+        self._work = work
+        self._flat = flat
+        self._outputs = outputs
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Waits and copies; may be called again."""
+        arrived: bool = self._work.wait() if timeout is None else self._work.wait(timeout)
+        parts = self._flat.split([output.numel() for output in self._outputs])
+        for output, part in zip(self._outputs, parts, strict=True):
+            output.copy_(part.view_as(output))
+        self._outputs = []
+        self._flat = self._flat[:0]
+        return arrived
+
+    def is_completed(self) -> bool:
+        """Whether waiting would return at once."""
+        return bool(self._work.is_completed())
+
+
+def _all_to_all_by_flat_exchange(
+    outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: Group, async_op: bool
+) -> Handle:
+    """The exchange of lists on gloo, which only knows the flat one before torch 2.13."""
+    flat = outputs[0].new_empty(sum(output.numel() for output in outputs))
+    work = torch_dist.all_to_all_single(
+        flat,
+        torch.cat([tensor.reshape(-1) for tensor in inputs]),
+        [output.numel() for output in outputs],
+        [tensor.numel() for tensor in inputs],
+        group=group,
+        async_op=True,
+    )
+    handle = _CopyOut(work, flat, outputs)
+    if async_op:
+        return handle
+    handle.wait()
+    return None
 
 
 @recorded("tensor")

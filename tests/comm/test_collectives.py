@@ -109,6 +109,12 @@ def check_uneven_all_to_all() -> None:
     size, rank = dist.get_world_size(), dist.get_rank()
     # Rank r sends i + 1 elements to rank i.
     counts = [i + 1 for i in range(size)]
+    outputs = [torch.empty(rank + 1, 2) for _ in range(size)]
+    handle = dist.all_to_all(outputs, [torch.full((count, 2), float(rank)) for count in counts], async_op=True)
+    for _ in range(2):
+        handle.wait()
+    assert handle.is_completed()
+    assert [part.tolist() for part in outputs] == [[[float(r)] * 2] * (rank + 1) for r in range(size)]
     output = torch.empty((rank + 1) * size)
     dist.all_to_all_single(output, torch.full((sum(counts),), float(rank)), [rank + 1] * size, counts)
     assert output.tolist() == [float(r) for r in range(size) for _ in range(rank + 1)]
