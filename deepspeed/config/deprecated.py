@@ -1,0 +1,242 @@
+"""Old spellings: each is translated to today's with one warning, and refused beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed.config.findings import Findings, Path, dotted, shown
+from deepspeed.config.types import to_bool, to_float
+
+
+@dataclass(frozen=True)
+class OldKey:
+    """An old spelling.
+
+    Attributes:
+        old: Where it stood.
+        new: Where its value goes; several keys receive the same value.
+        about: What became of it, for the reference.
+        convert: Makes the new value; raises ValueError for a value the old key could not have.
+        expects: What the old key takes, for the message when ``convert`` refuses.
+        neutral: Values that say what the default says: they are dropped without a word.
+        same_section: The old name held a whole section of the same shape.
+    """
+
+    old: Path
+    new: tuple[Path, ...]
+    about: str
+    convert: Callable[[Any], Any] | None = None
+    expects: str = ""
+    neutral: tuple[Any, ...] = ()
+    same_section: bool = False
+
+
+_ZERO = "zero_optimization"
+
+
+def _device(value: Any) -> dict[str, str] | None:
+    return {"device": "cpu"} if to_bool(value) else None
+
+
+def _fp32_allreduce(value: Any) -> str | None:
+    return "fp32" if to_bool(value) else None
+
+
+def _max_grad_norm(value: Any) -> float | None:
+    limit = to_float(value)
+    if limit < 0:
+        raise ValueError("negative")
+    return limit or None
+
+
+OLD_KEYS: tuple[OldKey, ...] = (
+    OldKey(("bfloat16",), (("bf16",),), "The name of the section bf16 before 0.6.", same_section=True),
+    OldKey(
+        (_ZERO, "cpu_offload"),
+        ((_ZERO, "offload_optimizer"),),
+        "true is offload_optimizer: {device: cpu}.",
+        _device,
+        "true or false",
+    ),
+    OldKey(
+        (_ZERO, "cpu_offload_param"),
+        ((_ZERO, "offload_param"),),
+        "true is offload_param: {device: cpu}.",
+        _device,
+        "true or false",
+    ),
+    OldKey(
+        (_ZERO, "cpu_offload_params"),
+        ((_ZERO, "offload_param"),),
+        "true is offload_param: {device: cpu}.",
+        _device,
+        "true or false",
+    ),
+    OldKey(
+        (_ZERO, "stage3_gather_fp16_weights_on_model_save"),
+        ((_ZERO, "stage3_gather_16bit_weights_on_model_save"),),
+        "Renamed when bf16 came.",
+        neutral=(False,),
+    ),
+    OldKey(
+        (_ZERO, "find_unused_parameters"),
+        ((_ZERO, "ignore_unused_parameters"),),
+        "The opposite of ignore_unused_parameters.",
+        lambda value: not to_bool(value),
+        "true or false",
+        neutral=(False,),
+    ),
+    OldKey((_ZERO, "allgather_size"), ((_ZERO, "allgather_bucket_size"),), "Renamed.", neutral=(500_000_000,)),
+    OldKey(
+        (_ZERO, "offload_optimizer", "pipeline"),
+        ((_ZERO, "offload_optimizer", "pipeline_read"), (_ZERO, "offload_optimizer", "pipeline_write")),
+        "Now two keys.",
+        neutral=(False,),
+    ),
+    OldKey(("bf16", "check_overflow"), (("bf16", "check_grad_overflow"),), "Renamed.", neutral=(True,)),
+    OldKey(("fp16", "fp16"), (("fp16", "enabled"),), "Renamed.", neutral=(False,)),
+    OldKey(
+        ("fp32_allreduce",),
+        (("communication_data_type",),),
+        "true is communication_data_type: fp32 (up to 0.5.7).",
+        _fp32_allreduce,
+        "true or false",
+    ),
+    OldKey(
+        ("seq_parallel_comm_data_type",),
+        (("seq_parallel_communication_data_type",),),
+        "Renamed in 0.16.5.",
+        neutral=("fp32",),
+    ),
+    OldKey(
+        ("aio", "thread_count"),
+        (("aio", "intra_op_parallelism"),),
+        "Renamed in 0.16.4; Lightning sends it.",
+        neutral=(1,),
+    ),
+    OldKey(("data_types", "grad_accum_type"), (("data_types", "grad_accum_dtype"),), "A misspelling in old files."),
+    OldKey(
+        ("elasticity", "prefer_large_batch"),
+        (("elasticity", "prefer_larger_batch"),),
+        "A misspelling in documents.",
+        neutral=(True,),
+    ),
+    OldKey(
+        ("optimizer", "params", "max_grad_norm"),
+        (("gradient_clipping",),),
+        "Clipping is the engine's; 0 says nothing.",
+        _max_grad_norm,
+        "a number >= 0",
+    ),
+)
+
+
+def _lookup(data: dict[str, Any], path: Path) -> dict[str, Any] | None:
+    """The object that holds the last part of ``path``, if it is there."""
+    holder: Any = data
+    for part in path[:-1]:
+        holder = holder.get(part) if isinstance(holder, dict) else None
+    return holder if isinstance(holder, dict) and path[-1] in holder else None
+
+
+def _place(data: dict[str, Any], path: Path, value: Any) -> None:
+    holder: Any = data
+    for part in path[:-1]:
+        holder = holder.setdefault(part, {})
+    holder[path[-1]] = value
+
+
+def _stage_as_bool(data: dict[str, Any], findings: Findings) -> None:
+    """``zero_optimization: true``, with the bucket size that went with it at the top level."""
+    value = data.get(_ZERO)
+    bucket = data.pop("allgather_size", None)
+    bool_form = isinstance(value, bool) or (isinstance(value, str) and value.strip().lower() in ("true", "false"))
+    if bool_form:
+        stage = 1 if to_bool(value) else 0
+        data[_ZERO] = {"stage": stage}
+        if stage:
+            findings.notice(f'{findings.label((_ZERO,))}: true is an old form; write {{"stage": 1}}')
+        findings.spelled[(_ZERO, "stage")] = (_ZERO,)
+    if bucket is None or bucket == "auto":
+        return
+    old: Path = ("allgather_size",)
+    if bool_form and data[_ZERO]["stage"]:
+        data[_ZERO]["allgather_bucket_size"] = bucket
+        findings.spelled[(_ZERO, "allgather_bucket_size")] = old
+        findings.notice(f"{findings.label(old)} is now {_ZERO}.allgather_bucket_size")
+        return
+    findings.notice(
+        f"{findings.label(old)} has no effect: it belonged to the old form zero_optimization: true; "
+        f"use {_ZERO}.allgather_bucket_size"
+    )
+    _check_ignored_size(bucket, old, findings)
+
+
+def _check_ignored_size(value: Any, path: Path, findings: Findings) -> None:
+    from deepspeed.config.types import to_int
+
+    try:
+        good = to_int(value) > 0
+    except ValueError:
+        good = False
+    if not good:
+        findings.fail(path, f"expected an integer > 0, found {shown(value)}")
+
+
+def translate_old_keys(data: dict[str, Any], findings: Findings) -> None:
+    """Moves every old spelling in ``data`` to its new place, in place.
+
+    Each is reported by one notice unless it says what the default says; an old key beside its new one is a problem.
+    """
+    _stage_as_bool(data, findings)
+    for entry in OLD_KEYS:
+        holder = _lookup(data, entry.old)
+        if holder is None:
+            continue
+        value = holder.pop(entry.old[-1])
+        if isinstance(value, str) and value.strip().lower() == "auto":
+            continue
+        if value is None and entry.same_section:
+            continue
+        converted = value
+        if entry.convert is not None:
+            try:
+                converted = entry.convert(value)
+            except ValueError:
+                findings.fail(entry.old, f"expected {entry.expects}, found {shown(value)}")
+                continue
+        present = next((path for path in entry.new if _lookup(data, path) is not None), None)
+        if present is not None:
+            _report_both(data, entry, present, value, converted, findings)
+            continue
+        if converted is None and value is not None:
+            continue
+        for path in entry.new:
+            _place(data, path, converted)
+            findings.spelled[path] = entry.old
+        if converted not in entry.neutral and not _says_nothing(entry, converted):
+            shown_value = "" if entry.same_section else f"; {shown(value)} became {shown(converted)}"
+            names = " and ".join(dotted(path) for path in entry.new)
+            findings.notice(f"{findings.label(entry.old)} is an old name of {names}{shown_value}")
+
+
+def _says_nothing(entry: OldKey, value: Any) -> bool:
+    """Whether an old section is there but switched off."""
+    return entry.same_section and isinstance(value, dict) and value in ({}, {"enabled": False})
+
+
+def _report_both(
+    data: dict[str, Any], entry: OldKey, present: Path, value: Any, converted: Any, findings: Findings
+) -> None:
+    holder = _lookup(data, present)
+    assert holder is not None
+    if converted == holder[present[-1]]:
+        findings.notice(f"{findings.label(entry.old)} repeats {dotted(present)} under its old name; leave it out")
+        return
+    findings.problem(
+        entry.old,
+        f"{shown(value)} is given together with {dotted(present)}, its present name, which is "
+        f"{shown(holder[present[-1]])}; keep only {dotted(present)}",
+    )

@@ -1,0 +1,166 @@
+"""Reads the declarations: which sections nest in which, what a type is called, what JSON Schema it has."""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from deepspeed.config.findings import Path
+from deepspeed.config.section import KeyFacts, Section, facts_of
+
+
+@dataclass(frozen=True)
+class Nested:
+    """A section inside a section: alone, in a list, or by names of the caller's own.
+
+    Attributes:
+        kind: ``section``, ``list`` or ``map``.
+        model: The inner section.
+    """
+
+    kind: Literal["section", "list", "map"]
+    model: type[Section]
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    """The alternatives of a type, ``Annotated`` taken off."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _members(get_args(annotation)[0])
+    if origin in (Union, types.UnionType):
+        return tuple(member for part in get_args(annotation) for member in _members(part))
+    return (annotation,)
+
+
+def nested_in(annotation: Any) -> Nested | None:
+    """The section behind a key's type, if there is one."""
+    for member in _members(annotation):
+        if isinstance(member, type) and issubclass(member, Section):
+            return Nested("section", member)
+        origin, arguments = get_origin(member), get_args(member)
+        if origin is list and isinstance(arguments[0], type) and issubclass(arguments[0], Section):
+            return Nested("list", arguments[0])
+        if origin is dict and isinstance(arguments[1], type) and issubclass(arguments[1], Section):
+            return Nested("map", arguments[1])
+    return None
+
+
+@cache
+def nested_fields(model: type[Section]) -> dict[str, Nested]:
+    """The keys of a section that hold sections."""
+    found = {name: nested_in(field.annotation) for name, field in model.model_fields.items()}
+    return {name: nested for name, nested in found.items() if nested is not None}
+
+
+@cache
+def spellings(model: type[Section]) -> dict[str, str]:
+    """Every accepted spelling of a section's keys, with the key meant."""
+    table = {name: name for name in model.model_fields}
+    for name, field in model.model_fields.items():
+        for alias in facts_of(field).aliases:
+            table[alias] = name
+    return table
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One declared key.
+
+    Attributes:
+        path: Its path; ``<name>`` stands for a name of the caller's own, ``[]`` for an entry of a list.
+        field: The declaration.
+        facts: What is known of it.
+        owner: The section it is declared in.
+    """
+
+    path: Path
+    field: FieldInfo
+    facts: KeyFacts
+    owner: type[Section]
+
+    @property
+    def nested(self) -> Nested | None:
+        """The section that the key holds."""
+        return nested_in(self.field.annotation)
+
+
+def entries(model: type[Section], path: Path = ()) -> Iterator[Entry]:
+    """All keys of a section and of those inside it, in order of declaration."""
+    for name, field in model.model_fields.items():
+        here = (*path, name)
+        yield Entry(here, field, facts_of(field), model)
+        nested = nested_in(field.annotation)
+        if nested is not None:
+            step = {"section": (), "list": ("[]",), "map": ("<name>",)}[nested.kind]
+            yield from entries(nested.model, (*here, *step))
+
+
+def default_of(field: FieldInfo) -> Any:
+    """The default of a key; ``None`` for a required one."""
+    return None if field.is_required() else field.get_default(call_default_factory=True)
+
+
+def is_nullable(annotation: Any) -> bool:
+    """Whether null is a value."""
+    return type(None) in _members(annotation) or None in _members(annotation)
+
+
+def _word(member: Any) -> str:
+    if get_origin(member) is Literal:
+        values = [f'"{value}"' if isinstance(value, str) else str(value) for value in get_args(member)]
+        return values[0] if len(values) == 1 else f"{', '.join(values[:-1])} or {values[-1]}"
+    if get_origin(member) is list:
+        return f"a list of {type_words(get_args(member)[0], plural=True)}"
+    if get_origin(member) is dict or (isinstance(member, type) and issubclass(member, Section)):
+        return "an object"
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "text", typing.Any: "any value"}
+    return names.get(member, getattr(member, "__name__", str(member)))
+
+
+def type_words(annotation: Any, plural: bool = False) -> str:
+    """A type in words, null left out unless it is all there is."""
+    members = [member for member in _members(annotation) if member not in (None, type(None))]
+    if not members:
+        return "null"
+    words = " or ".join(dict.fromkeys(_word(member) for member in members))
+    if plural:
+        plurals = {"an integer": "integers", "a number": "numbers", "text": "texts", "an object": "objects"}
+        return plurals.get(words, words)
+    return words
+
+
+def expectation(field: FieldInfo) -> str:
+    """What a key takes, in words: type, interval, null."""
+    words = type_words(field.annotation)
+    interval = facts_of(field).range_text()
+    text = f"{words} {interval}" if interval else words
+    return f"{text}, or null" if is_nullable(field.annotation) and words != "null" else text
+
+
+_JSON_TYPES = {int: "integer", float: "number", bool: "boolean", str: "string"}
+
+
+def json_types(annotation: Any) -> list[dict[str, Any]]:
+    """JSON Schema alternatives of a type without sections."""
+    alternatives: list[dict[str, Any]] = []
+    for member in _members(annotation):
+        if member is typing.Any:
+            return [{}]
+        if member in (None, type(None)):
+            alternatives.append({"type": "null"})
+        elif get_origin(member) is Literal:
+            alternatives.append({"enum": list(get_args(member))})
+        elif get_origin(member) is list:
+            inner = json_types(get_args(member)[0])
+            alternatives.append({"type": "array", "items": inner[0] if len(inner) == 1 else {"anyOf": inner}})
+        elif get_origin(member) is dict:
+            alternatives.append({"type": "object"})
+        else:
+            alternatives.append({"type": _JSON_TYPES[member]})
+    return alternatives

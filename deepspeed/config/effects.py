@@ -1,0 +1,105 @@
+"""Values that change nothing: one line each group, and none for a value equal to its default."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deepspeed.config.describe import default_of
+from deepspeed.config.findings import Findings, Path
+from deepspeed.config.section import Section, facts_of
+from deepspeed.config.sections.root import Root
+from deepspeed.config.sections.zero import ZeroOptimization
+
+ZERO = "zero_optimization"
+
+
+def note_effects(root: Root, findings: Findings) -> None:
+    """Adds the notices about values without effect."""
+    _walk(root, (), findings)
+    _stages(root.zero_optimization, findings)
+    _idle_offload(root.zero_optimization, findings)
+    if root.prescale_gradients and root.gradient_predivide_factor != 1:
+        _line(
+            [("gradient_predivide_factor",)],
+            "prescale_gradients does the whole division before the reduction",
+            findings,
+        )
+    if root.gradient_clipping == 0:
+        findings.notice(f"{findings.label(('gradient_clipping',))}: 0 switches clipping off; the default is 1.0")
+
+
+def _line(paths: list[Path], reason: str, findings: Findings) -> None:
+    if paths:
+        verb = "has" if len(paths) == 1 else "have"
+        findings.notice(f"{', '.join(findings.label(path) for path in paths)} {verb} no effect: {reason}")
+
+
+def _changed(section: Section) -> list[tuple[str, Any]]:
+    """The keys given with another value than the default."""
+    fields = type(section).model_fields
+    given = [(name, getattr(section, name)) for name in fields if name in section.model_fields_set]
+    return [(name, value) for name, value in given if value != default_of(fields[name])]
+
+
+def _changed_paths(section: Section, path: Path) -> list[Path]:
+    """The same, down to the innermost sections."""
+    found: list[Path] = []
+    for name, value in _changed(section):
+        found += _changed_paths(value, (*path, name)) if isinstance(value, Section) else [(*path, name)]
+    return found
+
+
+def _walk(section: Section, path: Path, findings: Findings) -> None:
+    fields = type(section).model_fields
+    switch = type(section).switch()
+    off = switch is not None and getattr(section, switch) is False
+    for name, value in _changed(section):
+        here, facts = (*path, name), facts_of(fields[name])
+        if facts.no_effect is not None:
+            _line([here], facts.no_effect, findings)
+    if off:
+        idle = [each for each in _changed_paths(section, path) if not _explained(section, each[len(path) :])]
+        idle = [each for each in idle if each[-1] != switch or len(each) > len(path) + 1]
+        _line(idle, f"{'.'.join(map(str, path))}.{switch} is false", findings)
+        return
+    for name in fields:
+        value = getattr(section, name)
+        for where, inner in _inner_sections(value, (*path, name)):
+            _walk(inner, where, findings)
+
+
+def _explained(section: Section, path: Path) -> bool:
+    """Whether the key's own reason was given already."""
+    return facts_of(type(section).model_fields[str(path[0])]).no_effect is not None
+
+
+def _inner_sections(value: Any, path: Path) -> list[tuple[Path, Section]]:
+    if isinstance(value, Section):
+        return [(path, value)]
+    if isinstance(value, list):
+        return [((*path, i), item) for i, item in enumerate(value) if isinstance(item, Section)]
+    if isinstance(value, dict):
+        return [((*path, name), item) for name, item in value.items() if isinstance(item, Section)]
+    return []
+
+
+def _stages(zero: ZeroOptimization, findings: Findings) -> None:
+    """Keys of a higher stage than the one in force: one line for all."""
+    idle = [
+        (ZERO, name)
+        for name, _ in _changed(zero)
+        if facts_of(ZeroOptimization.model_fields[name]).min_stage > zero.stage
+        and facts_of(ZeroOptimization.model_fields[name]).no_effect is None
+    ]
+    _line(list(idle), f"they belong to stage 3 and {ZERO}.stage is {zero.stage}", findings)
+
+
+def _idle_offload(zero: ZeroOptimization, findings: Findings) -> None:
+    for name, section in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
+        if section is None:
+            continue
+        paths = [path for path in _changed_paths(section, (ZERO, name)) if not _explained(section, path[2:])]
+        if section.device == "none":
+            _line(paths, f'{ZERO}.{name}.device is "none"', findings)
+        elif name == "offload_optimizer" and zero.stage == 0:
+            _line([(ZERO, name)], f"at {ZERO}.stage 0 nothing is sharded or offloaded", findings)

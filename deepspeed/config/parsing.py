@@ -1,0 +1,150 @@
+""":func:`parse`: from any source to a validated configuration, with all problems in one error."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from deepspeed.config.batch import ACCUMULATION, MICRO, TOTAL, BatchSizes, batch_mismatch, resolve_batch
+from deepspeed.config.deprecated import translate_old_keys
+from deepspeed.config.effects import note_effects
+from deepspeed.config.findings import Findings, Path
+from deepspeed.config.parameters import read_optimizer, read_scheduler
+from deepspeed.config.reader import BATCH_KEYS, build, clean, is_auto, structural_copy
+from deepspeed.config.rules import check_rules
+from deepspeed.config.sections.root import Root
+from deepspeed.config.source import read_source
+from deepspeed.config.suggest import declared_paths
+from deepspeed.config.unavailable import refuse_unavailable
+
+# What zero.Init needs to know; the rest of its dict may not be finished yet.
+ZERO_INIT_KEYS = frozenset({"zero_optimization", "fp16", "bf16", "bfloat16", "torch_autocast", "data_types"})
+
+
+@dataclass(frozen=True)
+class ParsedConfig:
+    """A configuration in order.
+
+    Attributes:
+        root: All keys, by their names; sections that were not given have their defaults.
+        raw: The caller's dict, untouched (for a file, what was read from it).
+        notices: One line each, for the log: what ``"auto"`` became, old names, values without effect, and unknown keys
+            where these are only warned of.
+        batch: The three batch sizes; None where the number of data-parallel ranks was not given.
+    """
+
+    root: Root
+    raw: dict[str, Any]
+    notices: list[str]
+    batch: BatchSizes | None
+
+
+def parse(
+    source: Any, *, dp_world_size: int | None = None, purpose: Literal["train", "zero_init"] = "train"
+) -> ParsedConfig:
+    """Reads and checks a configuration.
+
+    Nothing is logged here: the caller logs ``notices`` where and once it sees fit. Runs on any rank by itself.
+
+    Args:
+        source: A dict, a path to an Hjson file, or URL-safe base64 of JSON.
+        dp_world_size: Data-parallel ranks, for the batch arithmetic.
+        purpose: ``zero_init`` reads only ZeRO, offload, precision and data types.
+
+    Raises:
+        DeepSpeedConfigError: With every problem of the configuration.
+    """
+    document = read_source(source)
+    findings = Findings(document.lines, _order(document.data), document.name)
+    for sentence in document.problems:
+        findings.add((), sentence)
+    data = structural_copy(document.data)
+    if purpose == "zero_init":
+        data = {name: value for name, value in data.items() if name in ZERO_INIT_KEYS}
+    else:
+        _set_dotted_aside(data, findings)
+    translate_old_keys(data, findings)
+    cleaned = clean(Root, data, (), findings)
+    if isinstance(cleaned.get("optimizer"), dict):
+        read_optimizer(cleaned["optimizer"], findings)
+    if isinstance(cleaned.get("scheduler"), dict):
+        read_scheduler(cleaned["scheduler"], findings)
+    root = build(Root, cleaned, (), findings)
+    assert root is not None, "no key of the top level is required"
+    check_rules(root, findings)
+    refuse_unavailable(root, findings)
+    if purpose == "train":
+        _check_batch(root, data, dp_world_size, findings)
+    findings.raise_if_any()
+    note_effects(root, findings)
+    batch = None
+    if purpose == "train" and dp_world_size is not None:
+        batch = resolve_batch(
+            root.train_batch_size,
+            root.train_micro_batch_size_per_gpu,
+            root.gradient_accumulation_steps,
+            dp_world_size,
+        )
+    if purpose == "train":
+        _note_auto_batch(data, batch, findings)
+    return ParsedConfig(root, document.data, findings.notices, batch)
+
+
+def _order(data: Any, path: Path = (), order: dict[Path, int] | None = None) -> dict[Path, int]:
+    """The place of every key in the configuration, so that problems come in that order."""
+    order = {} if order is None else order
+    if isinstance(data, dict):
+        for name, value in data.items():
+            order[(*path, str(name))] = len(order)
+            _order(value, (*path, str(name)), order)
+    elif isinstance(data, (list, tuple)):
+        for index, value in enumerate(data):
+            _order(value, (*path, index), order)
+    return order
+
+
+def _set_dotted_aside(data: dict[str, Any], findings: Findings) -> None:
+    """Takes out dotted top-level keys that spell a known path: they are found in files and never meant anything."""
+    for name in [name for name in data if isinstance(name, str) and "." in name]:
+        if name in declared_paths():
+            del data[name]
+            findings.notice(f'{findings.label((name,))} has no effect: "{name}" must be written as nested objects')
+
+
+def _check_batch(root: Root, data: dict[str, Any], dp_world_size: int | None, findings: Findings) -> None:
+    sizes = (root.train_batch_size, root.train_micro_batch_size_per_gpu, root.gradient_accumulation_steps)
+    paths: tuple[Path, ...] = ((TOTAL,), (MICRO,), (ACCUMULATION,))
+    if any(path in findings.failed for path in paths):
+        return
+    declared = root.data_parallel_size
+    if declared is not None and dp_world_size is not None and declared != dp_world_size:
+        findings.problem(
+            ("data_parallel_size",), f"{declared} is stated, but there are {dp_world_size} data-parallel ranks"
+        )
+    wrong = batch_mismatch(*sizes, dp_world_size)
+    if wrong is None:
+        return
+    left = [name for name in BATCH_KEYS if is_auto(data.get(name))]
+    if sizes[0] is None and sizes[1] is None and left:
+        for name in left:
+            if name != ACCUMULATION:
+                findings.problem(
+                    (name,),
+                    '"auto" is left in it and nothing else determines it; give a number here or in '
+                    f"{MICRO if name == TOTAL else TOTAL}",
+                )
+        if left != [ACCUMULATION]:
+            return
+    findings.problem((TOTAL,), wrong)
+
+
+def _note_auto_batch(data: dict[str, Any], batch: BatchSizes | None, findings: Findings) -> None:
+    sizes = (
+        (None, None, None)
+        if batch is None
+        else (batch.train_batch_size, batch.micro_batch_size, batch.accumulation_steps)
+    )
+    for name, size in zip(BATCH_KEYS, sizes, strict=True):
+        if is_auto(data.get(name)):
+            became = f"{size}" if size is not None else "what the number of ranks will give"
+            findings.notice(f'{findings.label((name,))}: "auto" became {became}')

@@ -1,0 +1,194 @@
+"""Turns raw data into validated sections: comments out, spellings resolved, ``"auto"`` replaced, unknown keys named."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from deepspeed.config.describe import (
+    Nested,
+    default_of,
+    expectation,
+    nested_fields,
+    spellings,
+)
+from deepspeed.config.findings import Findings, Path, dotted, shown
+from deepspeed.config.section import Section, facts_of
+from deepspeed.config.suggest import suggestion
+
+AnySection = TypeVar("AnySection", bound=Section)
+UNKNOWN_KEYS_VARIABLE = "DEEPSPEED_UNKNOWN_CONFIG_KEYS"
+
+
+def structural_copy(value: Any) -> Any:
+    """A copy of the objects and lists, sharing the leaves; keys that begin with an underscore are comments."""
+    if isinstance(value, dict):
+        return {
+            name: structural_copy(item)
+            for name, item in value.items()
+            if not (isinstance(name, str) and name.startswith("_"))
+        }
+    return [structural_copy(item) for item in value] if isinstance(value, list) else value
+
+
+def is_auto(value: Any) -> bool:
+    """Whether a value asks for the default."""
+    return isinstance(value, str) and value.strip().lower() == "auto"
+
+
+def report_unknown(path: Path, valid: list[str], findings: Findings) -> None:
+    """Refuses an unknown key, or warns of it where the environment says so."""
+    advice = suggestion(path, valid)
+    mode = os.environ.get(UNKNOWN_KEYS_VARIABLE, "")
+    if mode.strip().lower() == "warn":
+        findings.notice(f"{findings.label(path)} is not a known key and is ignored; {advice}")
+    else:
+        findings.add(path, f"{findings.label(path)}: unknown key; {advice}")
+
+
+def clean(model: type[Section], data: dict[Any, Any], path: Path, findings: Findings) -> dict[str, Any]:
+    """The declared keys of ``data`` under their proper names, ready for validation.
+
+    Args:
+        model: The section that ``data`` is read as.
+        data: As written.
+        path: Where it stands.
+        findings: Receives unknown keys, doubled spellings, and what every ``"auto"`` became.
+    """
+    names, inner = spellings(model), nested_fields(model)
+    cleaned: dict[str, Any] = {}
+    for written, value in data.items():
+        name = names.get(written) if isinstance(written, str) else None
+        if name is None:
+            report_unknown((*path, str(written)), list(names), findings)
+            continue
+        here = (*path, name)
+        if name != written:
+            if name in data:
+                findings.problem(
+                    (*path, written), f"is another spelling of {dotted(here)}, which is given too; keep one of them"
+                )
+                continue
+            findings.spelled[here] = (*findings.written(path), written)
+        field = model.model_fields[name]
+        if is_auto(value) and not facts_of(field).own_auto:
+            if not (path == () and name in BATCH_KEYS):
+                findings.notice(f'{findings.label(here)}: "auto" became {_default_text(model, name)}')
+            continue
+        nested = inner.get(name)
+        if nested is None:
+            cleaned[name] = value
+        else:
+            found = _clean_nested(nested, value, here, findings)
+            if found is not None:
+                cleaned[name] = found
+    return cleaned
+
+
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def _default_text(model: type[Section], name: str) -> str:
+    field = model.model_fields[name]
+    value, facts = default_of(field), facts_of(field)
+    if isinstance(value, Section):
+        return "its defaults"
+    if value is None and facts.null_means:
+        return f"null ({facts.null_means})"
+    return shown(value)
+
+
+def _clean_nested(nested: Nested, value: Any, path: Path, findings: Findings) -> Any:
+    """A nested section's data, or None when it is absent or was refused."""
+    if value is None:
+        return None
+    if nested.kind == "list":
+        if not isinstance(value, (list, tuple)):
+            findings.fail(path, f"expected a list of objects, found {shown(value)}")
+            return None
+        items = [_clean_object(nested.model, item, (*path, i), findings) for i, item in enumerate(value)]
+        return [item for item in items if item is not None]
+    if nested.kind == "map":
+        if not isinstance(value, dict):
+            findings.fail(path, f"expected an object of named objects, found {shown(value)}")
+            return None
+        named = {str(k): _clean_object(nested.model, item, (*path, str(k)), findings) for k, item in value.items()}
+        return {name: item for name, item in named.items() if item is not None}
+    if isinstance(value, bool) and path == ("datastates_ckpt",):
+        return {} if value else None
+    return _clean_object(nested.model, value, path, findings)
+
+
+def _clean_object(model: type[Section], value: Any, path: Path, findings: Findings) -> dict[str, Any] | None:
+    if isinstance(value, Section):
+        value = value.model_dump(exclude_unset=True)
+    if isinstance(value, dict):
+        return clean(model, value, path, findings)
+    switch = model.switch()
+    example = f'{{"{switch}": true}}' if switch else "{...}"
+    findings.fail(path, f"expected an object such as {example}, found {shown(value)}")
+    return None
+
+
+def build(model: type[AnySection], cleaned: dict[str, Any], path: Path, findings: Findings) -> AnySection | None:
+    """Validates cleaned data, reporting every value that does not fit.
+
+    Refused values are taken out and the rest is validated again, so that the rules between keys see a whole section.
+
+    Returns:
+        The section; None when a required key is missing.
+    """
+    while True:
+        try:
+            return model.model_validate(cleaned)
+        except ValidationError as error:
+            missing = False
+            for detail in error.errors(include_url=False, include_context=False):
+                where = _existing(cleaned, detail["loc"])
+                if detail["type"] == "missing":
+                    findings.fail((*path, *detail["loc"]), "is required here and is missing")
+                    missing = True
+                    continue
+                _refuse(model, cleaned, where, path, findings)
+            if missing:
+                return None
+
+
+def _existing(data: Any, location: tuple[int | str, ...]) -> Path:
+    """The part of pydantic's location that exists in the data; what follows are names of union members."""
+    where: Path = ()
+    for part in location:
+        inside = isinstance(data, dict) and part in data
+        inside = inside or (isinstance(data, list) and isinstance(part, int) and part < len(data))
+        if not inside:
+            break
+        data = data[part]  # type: ignore[index]
+        where = (*where, part)
+    return where
+
+
+def _refuse(model: type[Section], cleaned: dict[str, Any], where: Path, path: Path, findings: Findings) -> None:
+    """Reports the value at ``where`` and takes the whole key out of the data."""
+    holder: Any = cleaned
+    section: type[Section] | None = model
+    key_at: Path = ()
+    field = None
+    parts = list(where)
+    while parts and section is not None:
+        name = str(parts.pop(0))
+        key_at = (*key_at, name)
+        field = section.model_fields[name]
+        nested = nested_fields(section).get(name)
+        if nested is None or not parts:
+            break
+        holder, section = holder[name], nested.model
+        if nested.kind != "section":
+            step = parts.pop(0)
+            key_at = (*key_at, step)
+            holder = holder[step]
+    if field is None or key_at[-1] not in holder:
+        return
+    findings.fail((*path, *key_at), f"expected {expectation(field)}, found {shown(holder[key_at[-1]])}")
+    del holder[key_at[-1]]

@@ -1,0 +1,154 @@
+"""Contradictions between keys. Each rule is a few lines and speaks of the keys by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deepspeed.config.findings import Findings, Path
+from deepspeed.config.sections.optimizer import Optimizer
+from deepspeed.config.sections.root import Root
+from deepspeed.config.sections.zero import ZeroOptimization
+
+ZERO = "zero_optimization"
+STAGE: Path = (ZERO, "stage")
+
+
+def check_rules(root: Root, findings: Findings) -> None:
+    """Reports every contradiction in a configuration whose values are each in order."""
+    _precision(root, findings)
+    _offload(root.zero_optimization, findings)
+    _reduction(root, findings)
+    if root.optimizer is not None:
+        _optimizer(root, root.optimizer, findings)
+    _activation_checkpointing(root, findings)
+    _structure(root, findings)
+
+
+def _precision(root: Root, findings: Findings) -> None:
+    fp16, bf16 = ("fp16", "enabled"), ("bf16", "enabled")
+    if root.fp16.enabled and root.bf16.enabled:
+        findings.problem(
+            bf16, "fp16.enabled and bf16.enabled are both true; a model has one precision, choose one", fp16
+        )
+    if root.zero_optimization.stage == 0:
+        for path in (("fp16", "fp16_master_weights_and_grads"), ("bf16", "bf16_master_weights_and_grads")):
+            if getattr(getattr(root, path[0]), path[1]):
+                findings.problem(path, "needs zero_optimization.stage >= 1, found stage 0", STAGE)
+    if root.bf16.bf16_optimizer_states and not root.bf16.bf16_master_weights_and_grads:
+        findings.problem(
+            ("bf16", "bf16_optimizer_states"),
+            "needs bf16.bf16_master_weights_and_grads: true as well",
+            ("bf16", "bf16_master_weights_and_grads"),
+        )
+    stated = root.data_types.param_dtype
+    actual = "fp16" if root.fp16.enabled else "bf16" if root.bf16.enabled else "fp32"
+    if stated is not None and stated != actual and not (root.fp16.enabled and root.bf16.enabled):
+        findings.problem(
+            ("data_types", "param_dtype"),
+            f"states {stated}, but fp16.enabled and bf16.enabled give {actual}; make them agree",
+            fp16,
+            bf16,
+        )
+    if root.torch_autocast.enabled and root.zero_optimization.zero_quantized_weights:
+        findings.problem(
+            ("torch_autocast", "enabled"), "cannot be combined with zero_optimization.zero_quantized_weights"
+        )
+
+
+def _offload(zero: ZeroOptimization, findings: Findings) -> None:
+    param, optimizer = zero.offload_param, zero.offload_optimizer
+    at: Path = (ZERO, "offload_param", "device")
+    if param is not None and param.device != "none":
+        if zero.stage < 3:
+            findings.problem(
+                at,
+                f'"{param.device}" needs zero_optimization.stage 3, found stage {zero.stage}; set the stage to 3 or the '
+                'device to "none"',
+                STAGE,
+            )
+        if param.device == "nvme" and param.nvme_path is None:
+            findings.problem(
+                at,
+                '"nvme" needs zero_optimization.offload_param.nvme_path, a folder; none is given',
+                (ZERO, "offload_param", "nvme_path"),
+            )
+    if optimizer is None or zero.stage == 0:
+        return
+    at = (ZERO, "offload_optimizer", "device")
+    if optimizer.device == "nvme":
+        if zero.stage < 3:
+            findings.problem(
+                at, f'"nvme" needs zero_optimization.stage 3, found stage {zero.stage}; use "cpu" or stage 3', STAGE
+            )
+        if optimizer.nvme_path is None:
+            findings.problem(
+                at,
+                '"nvme" needs zero_optimization.offload_optimizer.nvme_path, a folder; none is given',
+                (ZERO, "offload_optimizer", "nvme_path"),
+            )
+    if optimizer.ratio < 1 and zero.stage < 3:
+        findings.problem(
+            (ZERO, "offload_optimizer", "ratio"),
+            f"below 1 needs zero_optimization.stage 3, found stage {zero.stage}",
+            STAGE,
+        )
+
+
+def _reduction(root: Root, findings: Findings) -> None:
+    if root.gradient_allreduce_op == "sum" and root.zero_optimization.stage == 3:
+        findings.problem(
+            ("gradient_allreduce_op",), '"sum" cannot be combined with zero_optimization.stage 3; use "mean"', STAGE
+        )
+
+
+def _optimizer(root: Root, optimizer: Optimizer, findings: Findings) -> None:
+    params: dict[str, Any] = optimizer.params
+    if optimizer.type == "Lamb" and root.fp16.enabled and root.fp16.loss_scale != 0:
+        findings.problem(
+            ("fp16", "loss_scale"),
+            f"Lamb needs the dynamic loss scale 0, found {root.fp16.loss_scale:g}",
+            ("fp16", "enabled"),
+        )
+    if params.get("nesterov") and (params.get("momentum", 0) <= 0 or params.get("dampening", 0) != 0):
+        findings.problem(
+            ("optimizer", "params", "nesterov"),
+            f"needs momentum > 0 and dampening 0, found momentum {params.get('momentum', 0):g} and dampening "
+            f"{params.get('dampening', 0):g}",
+            ("optimizer", "params", "momentum"),
+            ("optimizer", "params", "dampening"),
+        )
+    if params.get("foreach") and params.get("fused"):
+        findings.problem(("optimizer", "params", "fused"), "foreach and fused are both true; choose one")
+
+
+def _activation_checkpointing(root: Root, findings: Findings) -> None:
+    section = root.activation_checkpointing
+    if section.contiguous_memory_optimization and not (section.partition_activations and section.number_checkpoints):
+        findings.problem(
+            ("activation_checkpointing", "contiguous_memory_optimization"),
+            "needs partition_activations: true and number_checkpoints",
+            ("activation_checkpointing", "partition_activations"),
+            ("activation_checkpointing", "number_checkpoints"),
+        )
+
+
+def _structure(root: Root, findings: Findings) -> None:
+    """What single values must be beyond type and interval, in the sections of features to come."""
+    if root.elasticity is not None:
+        if root.elasticity.version not in (0.1, 0.2):
+            findings.problem(("elasticity", "version"), f"expected 0.1 or 0.2, found {root.elasticity.version:g}")
+        if root.elasticity.min_gpus > root.elasticity.max_gpus:
+            findings.problem(
+                ("elasticity", "min_gpus"),
+                f"{root.elasticity.min_gpus} is more than max_gpus {root.elasticity.max_gpus}",
+                ("elasticity", "max_gpus"),
+            )
+    if root.autotuning is not None:
+        for name in ("results_dir", "exps_dir"):
+            if not getattr(root.autotuning, name):
+                findings.problem(("autotuning", name), "expected the name of a folder, found an empty text")
+    if root.expert_parallel is not None:
+        for name in ("expert_w1", "expert_w2", "expert_w3"):
+            value = getattr(root.expert_parallel, name)
+            if value is not None and (not value or "." in value):
+                findings.problem(("expert_parallel", name), f'expected a name without dots, found "{value}"')

@@ -1,0 +1,129 @@
+"""The base of all configuration sections, and :func:`key`, which declares one key with everything known about it.
+
+A key is declared once: its type by annotation, the rest here. The strict reading, the error messages, the reference
+page and the JSON Schema are all made from these declarations.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic.fields import FieldInfo
+
+
+@dataclass(frozen=True)
+class KeyFacts:
+    """What is known of a key besides its name, type and default.
+
+    Attributes:
+        about: What the key does, with its interactions.
+        unit: Unit of the value (elements, bytes, steps, ...).
+        minimum: Least value, inclusive.
+        above: Bound that the value must exceed.
+        maximum: Greatest value, inclusive.
+        below: Bound that the value must stay under.
+        infinite: Whether infinity is a value.
+        length: Number of entries of a list.
+        aliases: Other spellings, equally good.
+        since: Release that brought the key.
+        removed: Release that dropped it; such keys are still accepted.
+        no_effect: Why the key changes nothing here; None for keys that work.
+        min_stage: The ZeRO stage from which the key has an effect.
+        own_auto: ``"auto"`` is a value of the key rather than a request for the default.
+        null_means: What null stands for.
+    """
+
+    about: str
+    unit: str | None = None
+    minimum: float | None = None
+    above: float | None = None
+    maximum: float | None = None
+    below: float | None = None
+    infinite: bool = False
+    length: int | None = None
+    aliases: tuple[str, ...] = ()
+    since: str | None = None
+    removed: str | None = None
+    no_effect: str | None = None
+    min_stage: int = 0
+    own_auto: bool = False
+    null_means: str | None = None
+
+    def range_text(self) -> str:
+        """The allowed interval in words, empty when there is none."""
+        lower = f">= {self.minimum:g}" if self.minimum is not None else ""
+        lower = f"> {self.above:g}" if self.above is not None else lower
+        upper = f"<= {self.maximum:g}" if self.maximum is not None else ""
+        upper = f"< {self.below:g}" if self.below is not None else upper
+        count = f"({self.length} of them)" if self.length is not None else ""
+        return " ".join(part for part in (" and ".join(bound for bound in (lower, upper) if bound), count) if part)
+
+    def admits(self, value: Any) -> bool:
+        """Whether a number (or each of a list of numbers) lies in the interval; other values always do."""
+        if isinstance(value, list):
+            if self.length is not None and len(value) != self.length:
+                return False
+            return all(self.admits(item) for item in value)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return True
+        if math.isinf(value) and not self.infinite:
+            return False
+        return (
+            (self.minimum is None or value >= self.minimum)
+            and (self.above is None or value > self.above)
+            and (self.maximum is None or value <= self.maximum)
+            and (self.below is None or value < self.below)
+        )
+
+
+def key(default: Any, about: str, *, factory: Any = None, **facts: Any) -> Any:
+    """Declares a key of a section.
+
+    Args:
+        default: Value when the key is absent; ``...`` makes it required.
+        about: Meaning and interactions.
+        factory: Makes the default where that is an object.
+        **facts: Fields of :class:`KeyFacts`.
+    """
+    extra = {"facts": KeyFacts(about, **facts)}
+    if factory is not None:
+        return Field(default_factory=factory, description=about, json_schema_extra=extra)
+    return Field(default, description=about, json_schema_extra=extra)
+
+
+def facts_of(field: FieldInfo) -> KeyFacts:
+    """The facts that :func:`key` attached to a field."""
+    extra = field.json_schema_extra
+    assert isinstance(extra, dict), "every field of a section is declared with key()"
+    facts = extra["facts"]
+    assert isinstance(facts, KeyFacts)
+    return facts
+
+
+class Section(BaseModel):
+    """A section: strict types after coercion, nothing undeclared, immutable once read.
+
+    Class attributes:
+        switch_name: Name of the key, where a section has one, that turns it on.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, defer_build=True, protected_namespaces=(), populate_by_name=False
+    )
+    switch_name: ClassVar[str] = "enabled"
+
+    @classmethod
+    def switch(cls) -> str | None:
+        """The key that turns the section on, if it has one; the others have no effect while it is off."""
+        return cls.switch_name if cls.switch_name in cls.model_fields else None
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _in_range(cls, value: Any, info: ValidationInfo) -> Any:
+        assert info.field_name is not None
+        if not facts_of(cls.model_fields[info.field_name]).admits(value):
+            raise ValueError("out of range")
+        return value

@@ -1,0 +1,78 @@
+"""``checkpoint``, ``datastates_ckpt`` and ``nebula``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from deepspeed.config.section import Section, key
+from deepspeed.config.types import AnyCase, Bool, Capitalized, FilePath, Float, Int
+
+
+class ParallelWrite(Section):
+    """Who writes what."""
+
+    pipeline_stage: Bool = key(False, "Data-parallel ranks share the writing of a pipeline stage's layers.")
+
+
+class Writer(Section):
+    """The separate fast writer."""
+
+    type: Annotated[Literal["mock", "python", "fast"], AnyCase] = key("fast", "Kind of writer.")
+    decoupled: Bool = key(False, "Write beside training.")
+    io_buffer_size: Int = key(67_108_864, "Size of the write buffer.", unit="bytes", above=0)
+    io_buffer_double: Bool = key(True, "Two buffers.")
+    show_statistics: Bool = key(False, "Report the speed.")
+    data_parallel: Annotated[Literal["replica", "socket", "machine"] | None, AnyCase] = key(
+        None, "Who shares the writing.", null_means="rank 0 of each replica writes"
+    )
+    io_multiplier: Int = key(1, "Slices per resource.", above=0)
+
+
+class Checkpoint(Section):
+    """How checkpoints are written and read."""
+
+    tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], Capitalized] = key(
+        "Warn", "What happens when ranks save under different tags."
+    )
+    load_universal: Bool = key(
+        False, "Load the universal layout (one file per parameter), at any stage and number of ranks."
+    )
+    use_node_local_storage: Bool = key(
+        False, "Every node writes what it needs itself, for disks that the nodes do not share."
+    )
+    parallel_write: ParallelWrite = key(None, "Who writes what.", factory=ParallelWrite)
+    checkpoint_serialization: Bool = key(True, "torch's zip format for the .pt files; false is the older format.")
+    writer: Writer | None = key(None, "The separate fast writer.")
+    keep_last: Int | None = key(
+        None,
+        "Tags kept in the folder; older ones are removed after a save that succeeded. Only here, not upstream.",
+        unit="tags",
+        above=0,
+        null_means="all",
+    )
+    async_save: Bool = key(
+        False,
+        "Return from save_checkpoint once the state is copied, and write beside training. Only here, not upstream.",
+    )
+    verify_checksums: Bool = key(
+        True, "On loading, check the checksum of every chunk that is read. Only here, not upstream."
+    )
+
+
+class DataStates(Section):
+    """The DataStates asynchronous checkpoint engine; the section's presence turns it on."""
+
+    host_cache_size: Float | None = key(None, "Host memory for copies.", unit="GB", above=0, since="0.18.1")
+
+
+class Nebula(Section):
+    """The Nebula checkpoint service."""
+
+    enabled: Bool = key(False, "Save through Nebula.", removed="0.19.8")
+    enable_nebula_load: Bool = key(True, "Load through Nebula too.", removed="0.19.8")
+    nebula_load_path: FilePath = key(None, "Folder to load from.", removed="0.19.8")
+    persistent_storage_path: FilePath = key(None, "Folder to save to.", removed="0.19.8")
+    persistent_time_interval: Int = key(
+        100, "Time between persistent copies.", unit="seconds", above=0, removed="0.19.8"
+    )
+    num_of_version_in_retention: Int = key(2, "Versions kept.", above=0, removed="0.19.8")

@@ -1,0 +1,172 @@
+"""``compression_training``: quantization, pruning and layer reduction during training."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from deepspeed.config.section import Section, key
+from deepspeed.config.sections.quantization import MixedQuantize, QuantType
+from deepspeed.config.types import AnyCase, Bool, Float, Int, IntList, TextList
+
+
+class LayerReduction(Section):
+    """A student with fewer layers than its teacher."""
+
+    enabled: Bool = key(False, "Reduce layers.", removed="0.19.8")
+    keep_number_layer: Int | None = key(None, "Layers kept.", unit="layers", above=0)
+    module_name_prefix: str | None = key(None, "Name of the list of layers.")
+    teacher_layer: IntList | None = key(None, "Layers of the teacher that are kept.", minimum=0)
+    other_module_name: TextList | None = key(None, "Other modules copied.")
+
+
+class Shared(Section):
+    """What all groups of a technique share."""
+
+    enabled: Bool = key(False, "Use the technique.", removed="0.19.8")
+    schedule_offset: Int = key(1000, "First step.", unit="steps", minimum=0)
+
+
+class WeightQuantizationShared(Shared):
+    """Shared settings of weight quantization."""
+
+    schedule_offset: Int = key(0, "First step.", unit="steps", minimum=0)
+    quantizer_kernel: Bool = key(False, "Use the kernel.")
+    quantize_groups: Int = key(1, "Number of groups.", above=0)
+    quantize_verbose: Bool = key(False, "Say more.")
+    quantization_type: QuantType = key("symmetric", "Quantizer.")
+    rounding: Annotated[Literal["nearest", "stochastic"], AnyCase] = key("nearest", "Rounding.")
+    quantize_weight_in_forward: Bool = key(False, "Quantize in forward; false is for fp16 only.")
+    fp16_mixed_quantize: MixedQuantize = key(None, "Mixing.", factory=MixedQuantize)
+
+
+class ActivationQuantizationShared(Shared):
+    """Shared settings of activation quantization."""
+
+    quantization_type: QuantType = key("symmetric", "Quantizer.")
+    range_calibration: Annotated[Literal["dynamic", "static"], AnyCase] = key("dynamic", "How the range is found.")
+
+
+class SparsePruningShared(Shared):
+    """Shared settings of sparse pruning."""
+
+    method: Annotated[Literal["l1", "topk", "snip_momentum"], AnyCase] = key("l1", "Method.")
+    block_pattern: str = key("4x1", "Block (snip_momentum).")
+    dense_ratio: Float = key(0.1, "Share kept (snip_momentum).", above=0, below=1)
+    schedule_offset_stride: Int = key(1, "Steps between prunings (snip_momentum).", unit="steps", above=0)
+    schedule_offset_end: Int | None = key(
+        None, "Last step (snip_momentum); at least schedule_offset.", unit="steps", minimum=0
+    )
+    excluded_modules: TextList = key(None, "Modules left alone (snip_momentum).", factory=list)
+
+
+class StructuredPruningShared(Shared):
+    """Shared settings of row and channel pruning."""
+
+    method: Annotated[Literal["l1", "topk"], AnyCase] = key("l1", "Method.")
+
+
+class HeadPruningShared(Shared):
+    """Shared settings of head pruning."""
+
+    method: Annotated[Literal["topk", "l1"], AnyCase] = key("topk", "Method.")
+    num_heads: Int | None = key(None, "Heads; required for topk.", above=0)
+
+
+class WeightBits(Section):
+    """Widths of a group of weights."""
+
+    start_bits: Int | None = key(None, "Width at the start; required.", unit="bits", above=0)
+    target_bits: Int | None = key(None, "Width at the end; required.", unit="bits", above=0)
+    quantization_period: Int = key(1, "Steps between falls.", unit="steps", above=0)
+
+
+class ActivationBits(Section):
+    """Width of a group of activations."""
+
+    bits: Int | None = key(None, "Width; required.", unit="bits", above=0)
+
+
+class Density(Section):
+    """Share of a group that is kept."""
+
+    dense_ratio: Float | None = key(None, "Share kept; required.", above=0, maximum=1)
+
+
+class Group(Section):
+    """Modules that a group covers."""
+
+    modules: TextList = key(None, "Modules by part of name; * is all.", factory=lambda: ["*"])
+    related_modules: list[TextList] | None = key(None, "Modules that change with them.")
+
+
+class WeightGroup(Group):
+    """A group of quantized weights."""
+
+    params: WeightBits = key(None, "Widths.", factory=WeightBits)
+
+
+class ActivationGroup(Group):
+    """A group of quantized activations."""
+
+    params: ActivationBits = key(None, "Width.", factory=ActivationBits)
+
+
+class PruningGroup(Group):
+    """A group of pruned modules."""
+
+    params: Density = key(None, "Share kept.", factory=Density)
+
+
+def _shared(model: type[Section]) -> Any:
+    return key(None, "Settings of all groups.", factory=model)
+
+
+def _groups() -> Any:
+    return key(None, "Groups by a name of one's own; required once enabled.", factory=dict)
+
+
+class WeightTechnique(Section):
+    """Quantized weights."""
+
+    shared_parameters: WeightQuantizationShared = _shared(WeightQuantizationShared)
+    different_groups: dict[str, WeightGroup] = _groups()
+
+
+class ActivationTechnique(Section):
+    """Quantized activations."""
+
+    shared_parameters: ActivationQuantizationShared = _shared(ActivationQuantizationShared)
+    different_groups: dict[str, ActivationGroup] = _groups()
+
+
+class SparsePruning(Section):
+    """Single weights pruned."""
+
+    shared_parameters: SparsePruningShared = _shared(SparsePruningShared)
+    different_groups: dict[str, PruningGroup] = _groups()
+
+
+class StructuredPruning(Section):
+    """Rows or channels pruned."""
+
+    shared_parameters: StructuredPruningShared = _shared(StructuredPruningShared)
+    different_groups: dict[str, PruningGroup] = _groups()
+
+
+class HeadPruning(Section):
+    """Attention heads pruned."""
+
+    shared_parameters: HeadPruningShared = _shared(HeadPruningShared)
+    different_groups: dict[str, PruningGroup] = _groups()
+
+
+class CompressionTraining(Section):
+    """Quantization, pruning and layer reduction during training (removed upstream in 0.19.8)."""
+
+    layer_reduction: LayerReduction | None = key(None, "Fewer layers.", removed="0.19.8")
+    weight_quantization: WeightTechnique | None = key(None, "Quantized weights.", removed="0.19.8")
+    activation_quantization: ActivationTechnique | None = key(None, "Quantized activations.", removed="0.19.8")
+    sparse_pruning: SparsePruning | None = key(None, "Single weights pruned.", removed="0.19.8")
+    row_pruning: StructuredPruning | None = key(None, "Rows pruned.", removed="0.19.8")
+    channel_pruning: StructuredPruning | None = key(None, "Channels pruned.", removed="0.19.8")
+    head_pruning: HeadPruning | None = key(None, "Heads pruned.", removed="0.19.8")

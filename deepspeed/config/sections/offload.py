@@ -1,0 +1,61 @@
+"""``zero_optimization.offload_param`` and ``zero_optimization.offload_optimizer``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from deepspeed.config.section import Section, key
+from deepspeed.config.types import AnyCase, Bool, FilePath, Float, Int
+
+Device = Annotated[Literal["none", "cpu", "nvme"], AnyCase]
+
+
+class OffloadParam(Section):
+    """Where the shards of the compute parameters live between uses (stage 3)."""
+
+    device: Device = key(
+        "none", "Home of the parameter shards. cpu and nvme need stage 3; nvme needs nvme_path.", min_stage=0
+    )
+    nvme_path: FilePath = key(None, "Folder for the files of device nvme.", null_means="none given")
+    buffer_count: Int = key(5, "Staging buffers (device nvme).", unit="buffers", above=0)
+    buffer_size: Int = key(
+        100_000_000, "Size of a staging buffer (device nvme); the largest shard must fit.", unit="elements", above=0
+    )
+    max_in_cpu: Int = key(
+        1_000_000_000, "Elements that may stay in host memory (device nvme).", unit="elements", minimum=0
+    )
+    pin_memory: Bool = key(True, "Page-locked host memory, for faster copies to the device.")
+
+
+class OffloadOptimizer(Section):
+    """Where master weights and optimizer state live, and hence where the update runs."""
+
+    device: Device = key(
+        "none",
+        "Home of master weights and optimizer state. Needs stage 1 or more; nvme needs stage 3 and nvme_path. At stage "
+        "0 (reference models are built from training configurations) it is accepted with one line.",
+    )
+    nvme_path: FilePath = key(None, "Folder for the files of device nvme.", null_means="none given")
+    buffer_count: Int = key(
+        4, "Staging buffers (device nvme); Adam uses four: weight, gradient, two moments.", unit="buffers", above=0
+    )
+    pin_memory: Bool = key(True, "Page-locked host memory, for faster copies to the device.")
+    pipeline_read: Bool = key(False, "Read the next piece while this one is updated (device nvme).")
+    pipeline_write: Bool = key(False, "Write the last piece while this one is updated (device nvme).")
+    fast_init: Bool = key(False, "Initialise the state without a first pass through the files (device nvme).")
+    ratio: Float = key(
+        1.0, "Share of parameters updated on the host; below 1 only with stage 3.", minimum=0, maximum=1, since="0.12.3"
+    )
+    super_offload: Bool = key(
+        False, "Update in a worker process of its own, overlapped with backward. Stage 3 on CUDA.", since="0.18.0"
+    )
+    cpuadam_cores_perc: Float = key(
+        0.8, "Share of the cores for the worker of super_offload.", minimum=0, maximum=1, since="0.18.0"
+    )
+    buffer_size: Int | None = key(
+        None,
+        "From early releases.",
+        unit="elements",
+        minimum=0,
+        no_effect="buffers are sized from the largest piece that must pass through them",
+    )

@@ -1,0 +1,270 @@
+"""``optimizer``, and for each optimizer the parameters it takes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from deepspeed.config.section import Section, key
+from deepspeed.config.types import AnyCase, Bool, Float, FloatList
+
+
+class Optimizer(Section):
+    """The optimizer, when the program does not bring its own. Without it and without a client's: no step."""
+
+    type: str | None = key(
+        None,
+        "Name of the optimizer: Adam, AdamW, Adagrad, Lion, Lamb, Muon, SGD (any case), or an elementwise class of "
+        "torch.optim, spelt as there.",
+        null_means="the client's optimizer, or none",
+    )
+    params: dict[str, Any] = key(None, "Arguments of the optimizer, listed per optimizer below.", factory=dict)
+    legacy_fusion: Bool = key(
+        False, "The old fused fp16 wrapper.", no_effect="one wrapper serves all optimizers", removed="0.19.8"
+    )
+
+
+def lr(default: float) -> Any:
+    """Declares the learning rate."""
+    return key(default, "Learning rate. A scheduler may change it.", minimum=0)
+
+
+def betas(default: tuple[float, float] = (0.9, 0.999)) -> Any:
+    """Declares the decay rates of the two running averages."""
+    return key(
+        None, "Decay rates of the running averages.", factory=lambda: list(default), minimum=0, below=1, length=2
+    )
+
+
+def eps(default: float) -> Any:
+    """Declares the term against division by zero."""
+    return key(default, "Added to the denominator.", minimum=0)
+
+
+def decay(default: float = 0.0) -> Any:
+    """Declares the weight decay."""
+    return key(default, "Weight decay.", minimum=0)
+
+
+class Parameters(Section):
+    """Base of the parameter tables."""
+
+
+class TorchFlags(Parameters):
+    """What the classes of torch.optim share."""
+
+    foreach: Bool | None = key(None, "torch's multi-tensor path.", null_means="torch decides")
+    maximize: Bool = key(False, "Ascend instead of descend.")
+    differentiable: Bool = key(False, "Differentiate through the step.")
+
+
+class Capturable(TorchFlags):
+    """Those which can be captured in a CUDA graph."""
+
+    capturable: Bool = key(False, "Capture the step in a CUDA graph.")
+
+
+class AdamParams(Parameters):
+    """Adam and AdamW of this package. Adam decouples weight decay too unless adam_w_mode is false."""
+
+    lr: Float = lr(1e-3)
+    bias_correction: Bool = key(True, "Correct the averages for their start at zero.")
+    betas: FloatList = betas()
+    eps: Float = eps(1e-8)
+    weight_decay: Float = decay()
+    amsgrad: Bool = key(False, "Not possible here; with torch_adam it is.")
+    set_grad_none: Bool = key(True, "Free gradients rather than set them to zero.")
+    torch_adam: Bool = key(False, "Use the class of torch.optim with its arguments and defaults.")
+    adam_w_mode: Bool = key(True, "Decoupled weight decay, for Adam; AdamW always decouples.")
+    fp32_optimizer_states: Bool = key(True, "Moments in fp32 (with optimizer offload).")
+
+
+class TorchAdamParams(Capturable):
+    """torch.optim.Adam, chosen by ``torch_adam: true``."""
+
+    lr: Float = lr(1e-3)
+    betas: FloatList = betas()
+    eps: Float = eps(1e-8)
+    weight_decay: Float = decay()
+    amsgrad: Bool = key(False, "The AMSGrad variant.")
+    fused: Bool | None = key(None, "torch's fused kernel.", null_means="torch decides")
+    decoupled_weight_decay: Bool = key(False, "Decoupled weight decay.")
+    torch_adam: Bool = key(False, "Use the class of torch.optim with its arguments and defaults.")
+    adam_w_mode: Bool = key(True, "Decoupled weight decay, hence torch.optim.AdamW.")
+
+
+class TorchAdamWParams(TorchAdamParams):
+    """torch.optim.AdamW, chosen by ``torch_adam: true``."""
+
+    weight_decay: Float = decay(0.01)
+
+
+class AdagradParams(TorchFlags):
+    """Adagrad."""
+
+    lr: Float = lr(1e-2)
+    lr_decay: Float = key(0.0, "Decay of the learning rate.", minimum=0)
+    weight_decay: Float = decay()
+    initial_accumulator_value: Float = key(0.0, "Start of the sum of squares.", minimum=0)
+    eps: Float = eps(1e-10)
+    fused: Bool | None = key(None, "torch's fused kernel.", null_means="torch decides")
+    amsgrad: Bool = key(False, "Not possible.")
+    fp32_optimizer_states: Bool = key(True, "State in fp32 (with optimizer offload).")
+
+
+class LionParams(Parameters):
+    """Lion."""
+
+    lr: Float = lr(1e-3)
+    betas: FloatList = betas()
+    weight_decay: Float = decay()
+    set_grad_none: Bool = key(True, "Free gradients rather than set them to zero.")
+    fp32_optimizer_states: Bool = key(True, "State in fp32 (with optimizer offload).")
+
+
+class LambParams(Parameters):
+    """LAMB. Under fp16 it needs the dynamic loss scale."""
+
+    lr: Float = lr(1e-3)
+    bias_correction: Bool = key(True, "Correct the averages for their start at zero.")
+    betas: FloatList = betas()
+    eps: Float = eps(1e-8)
+    eps_inside_sqrt: Bool = key(False, "Add eps before the square root.")
+    weight_decay: Float = decay()
+    max_coeff: Float = key(10.0, "Greatest trust ratio.", above=0)
+    min_coeff: Float = key(0.01, "Least trust ratio.", minimum=0)
+    amsgrad: Bool = key(False, "Not possible.")
+
+
+class MuonParams(Parameters):
+    """Muon for matrices (two dimensions or more, name without embed and lm_head), Adam for the rest."""
+
+    lr: Float = key(
+        0.02, "Learning rate; given explicitly it serves both parts. Adam's own default is 3e-4.", minimum=0
+    )
+    momentum: Float = key(0.95, "Momentum of the matrix part.", minimum=0, below=1)
+    weight_decay: Float = decay()
+    ns_method: Annotated[Literal["gram", "standard"], AnyCase] = key("gram", "Way of orthogonalising.")
+    betas: FloatList = betas((0.9, 0.95))
+    eps: Float = eps(1e-10)
+    muon_lr: Float | None = key(None, "Learning rate of the matrix part.", minimum=0, null_means="lr")
+    adam_lr: Float | None = key(None, "Learning rate of the rest.", minimum=0, null_means="lr")
+
+
+class SGDParams(TorchFlags):
+    """torch.optim.SGD."""
+
+    lr: Float = lr(1e-3)
+    momentum: Float = key(0.0, "Momentum.", minimum=0)
+    dampening: Float = key(0.0, "Dampening of the momentum.")
+    weight_decay: Float = decay()
+    nesterov: Bool = key(False, "Nesterov momentum; needs momentum above 0 and dampening 0.")
+    fused: Bool | None = key(None, "torch's fused kernel.", null_means="torch decides")
+
+
+class AdadeltaParams(Capturable):
+    """torch.optim.Adadelta."""
+
+    lr: Float = lr(1.0)
+    rho: Float = key(0.9, "Decay of the squared averages.", minimum=0, maximum=1)
+    eps: Float = eps(1e-6)
+    weight_decay: Float = decay()
+
+
+class AdamaxParams(Capturable):
+    """torch.optim.Adamax."""
+
+    lr: Float = lr(2e-3)
+    betas: FloatList = betas()
+    eps: Float = eps(1e-8)
+    weight_decay: Float = decay()
+
+
+class ASGDParams(Capturable):
+    """torch.optim.ASGD."""
+
+    lr: Float = lr(1e-2)
+    lambd: Float = key(1e-4, "Decay term.", minimum=0)
+    alpha: Float = key(0.75, "Power of the learning rate's decay.", minimum=0)
+    t0: Float = key(1e6, "Step at which averaging starts.", unit="steps", minimum=0)
+    weight_decay: Float = decay()
+
+
+class NAdamParams(Capturable):
+    """torch.optim.NAdam."""
+
+    lr: Float = lr(2e-3)
+    betas: FloatList = betas()
+    eps: Float = eps(1e-8)
+    weight_decay: Float = decay()
+    momentum_decay: Float = key(4e-3, "Decay of the momentum.", minimum=0)
+    decoupled_weight_decay: Bool = key(False, "Decoupled weight decay.")
+
+
+class RAdamParams(Capturable):
+    """torch.optim.RAdam."""
+
+    lr: Float = lr(1e-3)
+    betas: FloatList = betas()
+    eps: Float = eps(1e-8)
+    weight_decay: Float = decay()
+    decoupled_weight_decay: Bool = key(False, "Decoupled weight decay.")
+
+
+class RMSpropParams(Capturable):
+    """torch.optim.RMSprop."""
+
+    lr: Float = lr(1e-2)
+    alpha: Float = key(0.99, "Decay of the squared averages.", minimum=0)
+    eps: Float = eps(1e-8)
+    weight_decay: Float = decay()
+    momentum: Float = key(0.0, "Momentum.", minimum=0)
+    centered: Bool = key(False, "Normalise by the variance.")
+
+
+class RpropParams(Capturable):
+    """torch.optim.Rprop."""
+
+    lr: Float = lr(1e-2)
+    etas: FloatList = key(None, "Factors of decrease and increase.", factory=lambda: [0.5, 1.2], above=0, length=2)
+    step_sizes: FloatList = key(None, "Least and greatest step.", factory=lambda: [1e-6, 50.0], above=0, length=2)
+
+
+# In any case, as upstream takes them; the rest of torch.optim must be spelt as there.
+OWN_OPTIMIZERS: dict[str, type[Parameters]] = {
+    "Adam": AdamParams,
+    "AdamW": AdamParams,
+    "Adagrad": AdagradParams,
+    "Lion": LionParams,
+    "Lamb": LambParams,
+    "Muon": MuonParams,
+    "SGD": SGDParams,
+}
+TORCH_OPTIMIZERS: dict[str, type[Parameters]] = {
+    "Adadelta": AdadeltaParams,
+    "Adamax": AdamaxParams,
+    "ASGD": ASGDParams,
+    "NAdam": NAdamParams,
+    "RAdam": RAdamParams,
+    "RMSprop": RMSpropParams,
+    "Rprop": RpropParams,
+}
+NOT_ELEMENTWISE = {
+    "Adafactor": "it needs the shapes of whole parameters",
+    "LBFGS": "it needs the whole parameter vector and a closure",
+    "SparseAdam": "it needs sparse gradients",
+}
+MISSING_OPTIMIZERS = {
+    "MuAdam": "muP optimizers do not exist here yet; use Adam with per-group learning rates",
+    "MuAdamW": "muP optimizers do not exist here yet; use AdamW with per-group learning rates",
+    "MuSGD": "muP optimizers do not exist here yet; use SGD with per-group learning rates",
+    "OneBitAdam": "1-bit optimizers do not exist here yet; use AdamW",
+    "ZeroOneAdam": "1-bit optimizers do not exist here yet; use AdamW",
+    "OneBitLamb": "1-bit optimizers do not exist here yet; use Lamb",
+}
+
+
+def parameter_model(name: str, torch_adam: bool, adam_w_mode: bool) -> type[Parameters]:
+    """The table of parameters for a known optimizer; ``torch_adam`` picks torch's classes for Adam and AdamW."""
+    if torch_adam and name in ("Adam", "AdamW"):
+        return TorchAdamWParams if name == "AdamW" or adam_w_mode else TorchAdamParams
+    return OWN_OPTIMIZERS.get(name) or TORCH_OPTIMIZERS[name]

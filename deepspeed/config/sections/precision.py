@@ -1,0 +1,151 @@
+"""``fp16``, ``bf16``, ``torch_autocast``, ``amp``, ``msamp`` and ``data_types``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator
+
+from deepspeed.config.section import Section, key
+from deepspeed.config.types import Bool, DType, Float, Int, TextList
+
+_BF16_SCALING = "bf16 has the exponent range of fp32, so nothing is scaled"
+
+
+class Fp16(Section):
+    """Half precision: fp16 weights and gradients, fp32 master weights, a loss scale against underflow."""
+
+    enabled: Bool = key(
+        False,
+        "Train with fp16 weights. Not together with bf16.enabled; the device must support fp16. Master weights are "
+        "fp32 and the loss is scaled; a user's own loss.backward() must go through engine.scale(loss).",
+    )
+    auto_cast: Bool = key(
+        False, "Cast floating tensors among the inputs of forward to fp16 before the model sees them.", since="0.7.0"
+    )
+    loss_scale: Float = key(
+        0.0, "Static factor on the loss; 0 makes the scale dynamic. An overflow skips the step either way.", minimum=0
+    )
+    initial_scale_power: Int = key(
+        16, "A dynamic scale starts at 2 to this power.", unit="power of two", minimum=0, maximum=127
+    )
+    loss_scale_window: Int = key(
+        1000, "Good steps in a row after which a dynamic scale doubles.", unit="steps", above=0
+    )
+    hysteresis: Int = key(
+        2,
+        "Overflows until a dynamic scale halves: 1 halves at the first one, as torch.amp.GradScaler does.",
+        unit="steps",
+        above=0,
+    )
+    consecutive_hysteresis: Bool = key(
+        False, "Refill the tolerance of hysteresis after every good step, not only when the scale grows.", since="0.9.3"
+    )
+    min_loss_scale: Int = key(
+        1, "Floor of a dynamic scale. An overflow at the floor with hysteresis used up raises.", above=0
+    )
+    fp16_master_weights_and_grads: Bool = key(
+        False, "Keep master weights and gradients in fp16 too. Needs ZeRO stage 1 and optimizer offload.", min_stage=0
+    )
+
+
+class Bf16(Section):
+    """Bfloat16 weights and gradients with fp32 master weights; no loss scale."""
+
+    enabled: Bool = key(
+        False, "Train with bfloat16 weights. Not together with fp16.enabled; the device must support bf16."
+    )
+    immediate_grad_update: Bool = key(
+        False,
+        "Add each gradient to the fp32 accumulator as soon as backward has produced it.",
+        no_effect="gradients always enter the accumulator bucket by bucket while backward runs",
+    )
+    check_grad_overflow: Bool = key(
+        True,
+        "Look for infinite or NaN gradients at each step and skip the step, on all ranks, when there are any. "
+        "max_consecutive_skipped_steps says when training gives up.",
+        since="0.17.1",
+    )
+    bf16_master_weights_and_grads: Bool = key(
+        False, "No fp32 master weights: the optimizer updates bf16 weights. Needs ZeRO stage 1.", since="0.18.3"
+    )
+    bf16_optimizer_states: Bool = key(
+        False, "Optimizer moments in bf16. Needs bf16_master_weights_and_grads.", since="0.18.3"
+    )
+    loss_scale: Float = key(0.0, "Left from fp16 sections.", no_effect=_BF16_SCALING, minimum=0)
+    initial_scale_power: Int = key(16, "Left from fp16 sections.", no_effect=_BF16_SCALING, minimum=0)
+    loss_scale_window: Int = key(1000, "Left from fp16 sections.", no_effect=_BF16_SCALING, minimum=0)
+    hysteresis: Int = key(2, "Left from fp16 sections.", no_effect=_BF16_SCALING, minimum=0)
+    consecutive_hysteresis: Bool = key(False, "Left from fp16 sections.", no_effect=_BF16_SCALING)
+    min_loss_scale: Int = key(1, "Left from fp16 sections.", no_effect=_BF16_SCALING, minimum=0)
+    auto_cast: Bool = key(
+        False,
+        "Left from fp16 sections.",
+        no_effect="inputs are not cast under bf16; cast them in the program, or use torch_autocast",
+    )
+
+
+class TorchAutocast(Section):
+    """Forward under ``torch.autocast``, with the parameters of chosen modules communicated in low precision."""
+
+    enabled: Bool = key(
+        False,
+        "Run forward inside torch.autocast. Do not nest an autocast of your own; not with zero_quantized_weights.",
+        since="0.17.2",
+    )
+    dtype: DType | None = key(
+        None, "The autocast dtype.", null_means="torch's default for the device (bf16 on CPU, fp16 on CUDA)"
+    )
+    lower_precision_safe_modules: TextList | None = key(
+        None,
+        "Class paths (package.module.Class) whose parameters travel in the autocast dtype.",
+        null_means="torch.nn.Linear, Conv1d, Conv2d and Conv3d",
+    )
+
+
+class Amp(Section):
+    """Apex mixed precision; the other keys are the arguments of ``apex.amp.initialize``."""
+
+    enabled: Bool = key(False, "Mixed precision by Apex.", removed="0.19.8")
+    opt_level: str | None = key(None, "Apex level, O0 to O3.", removed="0.19.8")
+    cast_model_type: str | None = key(None, "Apex: dtype of the model.", removed="0.19.8")
+    patch_torch_functions: Bool | None = key(None, "Apex: patch torch functions.", removed="0.19.8")
+    keep_batchnorm_fp32: Bool | None = key(None, "Apex: batch norm in fp32.", removed="0.19.8")
+    master_weights: Bool | None = key(None, "Apex: fp32 master weights.", removed="0.19.8")
+    loss_scale: Float | Literal["dynamic"] | None = key(None, "Apex: loss scale.", removed="0.19.8", above=0)
+    cast_model_outputs: str | None = key(None, "Apex: dtype of outputs.", removed="0.19.8")
+    num_losses: Int = key(1, "Apex: number of losses.", removed="0.19.8", above=0)
+    verbosity: Int = key(1, "Apex: verbosity.", removed="0.19.8", minimum=0)
+    min_loss_scale: Float | None = key(None, "Apex: least dynamic scale.", removed="0.19.8", above=0)
+    max_loss_scale: Float = key(2.0**24, "Apex: greatest dynamic scale.", removed="0.19.8", above=0)
+
+
+class MsAmp(Section):
+    """FP8 training by MS-AMP; accelerate writes this section for its own use."""
+
+    enabled: Bool = key(False, "Mixed precision by MS-AMP.")
+    opt_level: str | None = key(None, "MS-AMP level, O1 to O3.")
+
+
+def _words(value: object) -> object:
+    if isinstance(value, str) and value.strip().lower() != "auto":
+        return [value]
+    return list(value) if isinstance(value, tuple) else value
+
+
+class DataTypes(Section):
+    """Data types apart from the precision mode."""
+
+    grad_accum_dtype: DType | None = key(
+        None,
+        "Type in which gradients of several micro-batches are summed. Only with more than one micro-batch per step is "
+        "there an accumulator at all.",
+        null_means="fp32, also under bf16 and fp16 (upstream takes the model's type there, which loses small gradients)",
+    )
+    param_dtype: DType | None = key(
+        None, "States the model's type and must agree with the enabled precision mode.", since="0.19.2"
+    )
+    buffer_dtype: DType | None = key(None, "Type of floating buffers.", null_means="as the model has them")
+    keep_in_fp32_modules: Annotated[list[str] | Literal["auto"] | None, BeforeValidator(_words)] = key(
+        None, "Modules kept in fp32; auto asks the model.", since="0.19.8", own_auto=True
+    )

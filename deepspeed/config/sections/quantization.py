@@ -1,0 +1,90 @@
+"""``weight_quantization`` of the top level, ``quantize_training`` and ``eigenvalue``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator
+
+from deepspeed.config.section import Section, key
+from deepspeed.config.types import AnyCase, Bool, Float, Int, to_int
+
+QuantType = Annotated[Literal["symmetric", "asymmetric"], AnyCase]
+
+
+class WeightGroup(Section):
+    """Quantization of one set of weights."""
+
+    num_bits: Annotated[Literal[4, 8], BeforeValidator(to_int)] | None = key(None, "Width.", unit="bits")
+    group_size: Int | None = key(None, "Group size.", unit="elements", above=0)
+    group_dim: Int | None = key(None, "Group axis.", minimum=0)
+    symmetric: Bool | None = key(None, "Symmetric range; only false works.")
+
+
+class WeightQuantization(Section):
+    """Weight-only quantization. The section's presence turns it on unless enabled is false."""
+
+    enabled: Bool = key(True, "Quantize weights.")
+    quantized_initialization: WeightGroup = key(None, "Quantize while the model is built.", factory=WeightGroup)
+    post_init_quant: dict[str, WeightGroup] = key(None, "Quantize layers afterwards, by part of name.", factory=dict)
+    num_bits: Int = key(8, "Width.", unit="bits", above=0)
+    q_type: QuantType = key("symmetric", "Quantizer.")
+    q_groups: Int = key(1, "Number of groups.", above=0)
+
+
+class QuantizeBits(Section):
+    """Widths at the start and the end."""
+
+    start_bits: Int = key(16, "Width at the start.", unit="bits", above=0)
+    target_bits: Int = key(8, "Width at the end.", unit="bits", above=0)
+
+
+class QuantizeSchedule(Section):
+    """When the width falls."""
+
+    quantize_period: Int = key(1000, "Steps between falls.", unit="steps", above=0)
+    schedule_offset: Int = key(1000, "First step.", unit="steps", minimum=0)
+
+
+class MixedQuantize(Section):
+    """Mixing of fp16 and quantized weights."""
+
+    enabled: Bool = key(False, "Mix.")
+    quantize_change_ratio: Float = key(0.001, "Change per step.", minimum=0, maximum=1)
+
+
+class QuantizeAlgo(Section):
+    """Kind of quantizer."""
+
+    q_type: QuantType = key("symmetric", "Quantizer.")
+    rounding: Annotated[Literal["nearest", "stochastic"], AnyCase] = key("nearest", "Rounding.")
+
+
+class Eigenvalue(Section):
+    """Largest eigenvalue of each layer's Hessian, for quantization (removed upstream in 0.19.8)."""
+
+    enabled: Bool = key(False, "Compute it.", removed="0.19.8")
+    verbose: Bool = key(False, "Say more.")
+    max_iter: Int = key(100, "Most iterations.", above=0)
+    tol: Float = key(1e-2, "Tolerance.", above=0)
+    stability: Float = key(1e-6, "Added to denominators.", minimum=0)
+    gas_boundary_resolution: Int = key(1, "Steps between computations.", unit="steps", above=0)
+    layer_name: str = key("bert.encoder.layer", "Name of the list of layers.")
+    layer_num: Int = key(0, "Number of layers.", unit="layers", minimum=0)
+    model_name: str | None = key(None, "Seen in files.", no_effect="nothing reads it")
+
+
+class QuantizeTraining(Section):
+    """Quantized training in the format of releases up to 0.6.7."""
+
+    enabled: Bool = key(False, "Quantize while training.", removed="0.6.8")
+    quantize_bits: QuantizeBits = key(None, "Widths.", factory=QuantizeBits)
+    quantize_schedule: QuantizeSchedule = key(None, "When the width falls.", factory=QuantizeSchedule)
+    quantize_groups: Int = key(1, "Number of groups.", above=0)
+    fp16_mixed_quantize: MixedQuantize = key(None, "Mixing.", factory=MixedQuantize)
+    quantize_algo: QuantizeAlgo = key(None, "Kind of quantizer.", factory=QuantizeAlgo)
+    quantizer_kernel: Bool = key(False, "Use the kernel.")
+    quantize_verbose: Bool = key(False, "Say more.")
+    eigenvalue: Eigenvalue | None = key(None, "Eigenvalues.")
+    quantize_type: QuantType | None = key(None, "Seen in files; quantize_algo.q_type.", no_effect="nothing reads it")
+    quantize_eigenvalue: Bool | None = key(None, "Seen in files; eigenvalue.enabled.", no_effect="nothing reads it")

@@ -1,0 +1,191 @@
+"""The top level: batch sizes, what concerns all gradients, logging, and the sections."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
+
+from deepspeed.config.section import Section, key
+from deepspeed.config.sections.activation import ActivationCheckpointing
+from deepspeed.config.sections.autotuning import Autotuning
+from deepspeed.config.sections.checkpoint import Checkpoint, DataStates, Nebula
+from deepspeed.config.sections.compile import Compile
+from deepspeed.config.sections.compression import CompressionTraining
+from deepspeed.config.sections.data_efficiency import CurriculumLearning, DataEfficiency, ProgressiveLayerDrop
+from deepspeed.config.sections.elasticity import Elasticity
+from deepspeed.config.sections.expert_parallel import ExpertParallel
+from deepspeed.config.sections.hybrid_engine import HybridEngine
+from deepspeed.config.sections.io import Aio
+from deepspeed.config.sections.monitor import Comet, CsvMonitor, TensorBoard, Wandb
+from deepspeed.config.sections.optimizer import Optimizer
+from deepspeed.config.sections.pipeline import Pipeline
+from deepspeed.config.sections.precision import Amp, Bf16, DataTypes, Fp16, MsAmp, TorchAutocast
+from deepspeed.config.sections.profiling import CommsLogger, FlopsProfiler, Timers
+from deepspeed.config.sections.quantization import Eigenvalue, QuantizeTraining, WeightQuantization
+from deepspeed.config.sections.scheduler import Scheduler
+from deepspeed.config.sections.sparse_attention import SparseAttention
+from deepspeed.config.sections.tensor_parallel import TensorParallel
+from deepspeed.config.sections.zero import ZeroOptimization
+from deepspeed.config.types import AnyCase, Bool, DType, Float, Int, Steps
+
+_RULE = "train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data-parallel size"
+
+
+def _switch_as_section(value: Any) -> Any:
+    """``true`` and ``false`` for a section that its presence turns on."""
+    if isinstance(value, bool):
+        return {} if value else None
+    return value
+
+
+class Root(Section):
+    """The whole configuration."""
+
+    train_batch_size: Int | None = key(
+        None,
+        f"Samples per optimizer step over all data-parallel ranks. {_RULE}; what is left out is derived.",
+        unit="samples",
+        above=0,
+        null_means="derived",
+    )
+    train_micro_batch_size_per_gpu: Int | None = key(
+        None, "Samples of one forward pass on one rank.", unit="samples", above=0, null_means="derived"
+    )
+    gradient_accumulation_steps: Int | None = key(
+        None,
+        "Forward and backward passes per optimizer step. engine.backward divides the loss by it.",
+        unit="micro-batches",
+        above=0,
+        null_means="derived, else 1",
+    )
+    managed_gradient_accumulation: Bool = key(
+        True,
+        "The engine counts micro-batches and steps at the boundary; false leaves the boundary to the caller's step(). "
+        "false not with a pipeline, DeepCompile or Apex.",
+        since="0.19.4",
+    )
+
+    gradient_clipping: Float = key(
+        1.0,
+        "Limit of the global L2 norm of the gradients; 0 switches clipping off. Files written before 0.19.3 "
+        "counted on a default of 0.",
+        minimum=0,
+        infinite=True,
+    )
+    prescale_gradients: Bool = key(False, "Divide gradients by the number of ranks before the reduction, not after.")
+    gradient_predivide_factor: Float = key(
+        1.0,
+        "Part of that division done before the reduction, the rest after it; with prescale_gradients all of it is "
+        "done before.",
+        above=0,
+    )
+    gradient_allreduce_op: Annotated[Literal["mean", "sum"], AnyCase] = key(
+        "mean", "sum leaves out the division by the number of ranks. Not with stage 3.", since="0.19.6"
+    )
+    communication_data_type: DType | None = key(
+        None, "Type in which gradients travel.", null_means="fp16 or bf16 when enabled, else fp32"
+    )
+    seq_parallel_communication_data_type: DType = key(
+        "fp32", "Type of reductions over sequence-parallel ranks; seq_parallel_comm_data_type before 0.16.5."
+    )
+    sparse_gradients: Bool = key(False, "Reduce gradients of embeddings in sparse form.", removed="0.19.8")
+    disable_allgather: Bool = key(
+        False, "From early releases.", no_effect="parameters are always published by all-gather"
+    )
+    zero_allow_untested_optimizer: Bool = key(
+        False,
+        "Upstream's consent to other optimizers under ZeRO. Not needed here: every elementwise optimizer works on "
+        "shards, and the others are refused by name either way.",
+    )
+    zero_force_ds_cpu_optimizer: Bool = key(
+        True, "Insist on this package's CPU optimizer under optimizer offload; false allows a client's."
+    )
+    graph_harvesting: Bool = key(
+        False,
+        "Capture parts of the optimizer as device graphs.",
+        removed="0.19.8",
+        no_effect="the update is one fused call per run of parameters",
+    )
+    use_data_before_expert_parallelism: Bool = key(
+        False, "Order of the data and expert axes in the layout of ranks.", since="0.12.4"
+    )
+    data_parallel_size: Int | None = key(
+        None,
+        "Data axis of the device mesh, together with sequence_parallel_size.",
+        unit="ranks",
+        above=0,
+        null_means="all ranks that other axes leave",
+    )
+    sequence_parallel_size: Int = key(
+        1, "Sequence axis of the device mesh; divides the data-parallel size.", unit="ranks", above=0
+    )
+    max_consecutive_skipped_steps: Int = key(
+        100,
+        "Steps in a row that may be skipped for infinite or NaN gradients before training stops with the step, rank "
+        "and parameter of the first; 0 never stops. Only here, not upstream.",
+        unit="steps",
+        minimum=0,
+    )
+
+    steps_per_print: Steps = key(
+        None,
+        "Log progress every so many steps. Releases before 0.15.2 did at 10.",
+        unit="steps",
+        above=0,
+        null_means="never, as does an infinite number",
+    )
+    wall_clock_breakdown: Bool = key(False, "Time forward, backward and step; costs synchronisation.")
+    memory_breakdown: Bool = key(False, "Log memory in use at each phase.")
+    dump_state: Bool = key(False, "Log the engine's state at start-up.")
+    log_level: Annotated[Literal["debug", "info", "warning", "error", "critical"] | None, AnyCase] = key(
+        None, "Level of the package logger.", since="0.19.3", null_means="info, or DEEPSPEED_LOG_LEVEL"
+    )
+    dataloader_drop_last: Bool = key(False, "Drop the last incomplete batch, in the engine's own data loader.")
+    vocabulary_size: Int | None = key(
+        None, "From early releases.", above=0, no_effect="it only warned of sizes that are no multiple of 8"
+    )
+    timers: Timers = key(None, "Timers that run all the time.", factory=Timers)
+    disable_python_gc: Bool = key(False, "Switch Python's garbage collector off while training.", since="0.19.8")
+
+    optimizer: Optimizer | None = key(None, "The optimizer.", null_means="the client's, or none")
+    scheduler: Scheduler | None = key(None, "The learning-rate schedule.", null_means="the client's, or none")
+    fp16: Fp16 = key(None, "Half precision.", factory=Fp16)
+    bf16: Bf16 = key(None, "Bfloat16.", factory=Bf16)
+    torch_autocast: TorchAutocast = key(None, "torch.autocast.", factory=TorchAutocast)
+    amp: Amp | None = key(None, "Apex mixed precision.", removed="0.19.8")
+    data_types: DataTypes = key(None, "Data types.", factory=DataTypes)
+    zero_optimization: ZeroOptimization = key(None, "ZeRO.", factory=ZeroOptimization)
+    aio: Aio = key(None, "File access of NVMe offload.", factory=Aio)
+    activation_checkpointing: ActivationCheckpointing = key(
+        None, "Activation checkpointing.", factory=ActivationCheckpointing
+    )
+    checkpoint: Checkpoint = key(None, "Checkpoints.", factory=Checkpoint)
+    datastates_ckpt: Annotated[DataStates | None, BeforeValidator(_switch_as_section)] = key(
+        None, "Asynchronous checkpoint engine.", since="0.18.1"
+    )
+    nebula: Nebula | None = key(None, "Nebula checkpoints.", removed="0.19.8")
+    tensorboard: TensorBoard = key(None, "TensorBoard.", factory=TensorBoard)
+    csv_monitor: CsvMonitor = key(None, "CSV files.", factory=CsvMonitor)
+    wandb: Wandb = key(None, "Weights & Biases.", factory=Wandb)
+    comet: Comet = key(None, "Comet.", factory=Comet)
+    comms_logger: CommsLogger = key(None, "Log of collectives.", factory=CommsLogger)
+    flops_profiler: FlopsProfiler = key(None, "Profile of one step.", factory=FlopsProfiler)
+    autotuning: Autotuning | None = key(None, "Search for a fast configuration.")
+    elasticity: Elasticity | None = key(None, "Elastic batch sizes.", removed="0.19.8")
+    pipeline: Pipeline = key(None, "Pipeline modules.", factory=Pipeline)
+    tensor_parallel: TensorParallel = key(None, "AutoTP.", factory=TensorParallel)
+    expert_parallel: ExpertParallel | None = key(None, "AutoEP.")
+    compile: Compile = key(None, "DeepCompile.", factory=Compile)
+    hybrid_engine: HybridEngine = key(None, "Training and generation.", factory=HybridEngine)
+    data_efficiency: DataEfficiency | None = key(None, "Curriculum and token dropping.")
+    curriculum_learning: CurriculumLearning | None = key(None, "Older curriculum.", removed="0.19.8")
+    progressive_layer_drop: ProgressiveLayerDrop | None = key(None, "Layer drop.", removed="0.19.8")
+    compression_training: CompressionTraining | None = key(None, "Compression.", removed="0.19.8")
+    weight_quantization: WeightQuantization | None = key(None, "Weight-only quantization.")
+    sparse_attention: SparseAttention | None = key(None, "Block-sparse attention.", removed="0.19.8")
+    quantize_training: QuantizeTraining | None = key(None, "Older quantized training.", removed="0.6.8")
+    eigenvalue: Eigenvalue | None = key(None, "Eigenvalues for quantization.", removed="0.19.8")
+    msamp: MsAmp | None = key(None, "MS-AMP; written by accelerate.")
+    inference: Any = key(None, "Seen in files.", no_effect="init_inference has a configuration of its own")
+    comment: Any = key(None, "A remark; keys that begin with an underscore are remarks at every level.")

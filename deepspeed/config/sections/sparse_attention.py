@@ -1,0 +1,30 @@
+"""``sparse_attention``: block-sparse attention patterns, for model code that asks for them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from deepspeed.config.section import Section, key
+from deepspeed.config.types import AnyCase, Bool, Int, IntList
+
+
+class SparseAttention(Section):
+    """Block-sparse attention (removed upstream in 0.19.8)."""
+
+    mode: Annotated[Literal["dense", "fixed", "variable", "bigbird", "bslongformer"], AnyCase] = key(
+        "fixed", "Pattern.", removed="0.19.8"
+    )
+    block: Int = key(16, "Block size.", unit="elements", above=0)
+    different_layout_per_head: Bool = key(False, "A pattern per head; not for dense.")
+    num_local_blocks: Int = key(4, "Local blocks (fixed).", unit="blocks", above=0)
+    num_global_blocks: Int = key(1, "Global blocks (fixed, bigbird).", unit="blocks", minimum=0)
+    attention: Annotated[Literal["bidirectional", "unidirectional"], AnyCase] = key(
+        "bidirectional", "Direction (fixed, variable)."
+    )
+    horizontal_global_attention: Bool = key(False, "Global rows too (fixed, variable).")
+    num_different_global_patterns: Int = key(1, "Global patterns (fixed).", above=0)
+    num_random_blocks: Int = key(0, "Random blocks (variable, bigbird).", unit="blocks", minimum=0)
+    local_window_blocks: IntList = key(None, "Windows (variable).", factory=lambda: [4], unit="blocks", above=0)
+    global_block_indices: IntList = key(None, "Global blocks (variable, bslongformer).", factory=lambda: [0], minimum=0)
+    global_block_end_indices: IntList | None = key(None, "Their ends (variable, bslongformer).", minimum=0)
+    num_sliding_window_blocks: Int = key(3, "Window (bigbird, bslongformer).", unit="blocks", above=0)

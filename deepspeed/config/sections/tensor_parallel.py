@@ -1,0 +1,64 @@
+"""``tensor_parallel``: AutoTP training."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from deepspeed.config.section import Section, key
+from deepspeed.config.types import AnyCase, Bool, DType, Int, TextList
+
+
+class TpGroup(Section):
+    """The tensor-parallel group."""
+
+    tp_size: Int = key(1, "Degree; 1 or autotp_size.", unit="ranks", above=0)
+    tp_grain_size: Int = key(1, "Granularity of uneven splits.", above=0)
+    mpu: Any = key(None, "Object that knows the groups; only from a program.")
+    tp_group: Any = key(None, "Process group; only from a program, and not with mpu.")
+
+
+class LayerSpec(Section):
+    """How one kind of layer is split."""
+
+    patterns: TextList = key(None, "Regular expressions for parameter names.", factory=list)
+    partition_type: Annotated[Literal["column", "row", "skip"], AnyCase] = key("column", "Split.")
+    shape: list[Any] | None = key(None, "View before splitting, for fused weights.")
+    partition_dim: Int | None = key(None, "Axis.", minimum=0, null_means="0 for column, 1 for row")
+    model_types: TextList | None = key(None, "Only for these kinds of model.")
+    gather_output: Bool = key(False, "Gather after a column split.")
+    grad_allreduce: Bool = key(False, "Reduce the gradient of a replicated weight.")
+
+
+class PartitionConfig(Section):
+    """Own rules of splitting."""
+
+    tp_size: Int = key(1, "Degree.", unit="ranks", above=0)
+    use_default_specs: Bool = key(True, "Add the built-in rules.")
+    strict_mode: Bool = key(False, "A layer without a rule is an error.")
+    embedding_partition_dim: Int = key(1, "Axis of embeddings.", minimum=0)
+    lm_head_patterns: TextList = key(None, "Names of output layers.", factory=lambda: ["lm_head", "embed_out"])
+    layer_specs: list[LayerSpec] = key(None, "Rules, in order.", factory=list)
+
+
+class TensorParallel(Section):
+    """Tensor-parallel training without changes to the model (AutoTP)."""
+
+    autotp_size: Int = key(0, "Degree; 0 is off.", unit="ranks", minimum=0)
+    dtype: DType = key("fp16", "Type of the model.")
+    tp_overlap_comm: Bool = key(False, "Overlap the reductions with compute.")
+    tensor_parallel: TpGroup = key(None, "The tensor-parallel group.", factory=TpGroup, aliases=("tp",))
+    injection_policy_tuple: TextList | None = key(None, "Names of row-parallel outputs.")
+    preset_model: (
+        Annotated[
+            Literal["llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3"],
+            AnyCase,
+        ]
+        | None
+    ) = key(None, "Ready rules.")
+    partition_config: PartitionConfig | None = key(None, "Own rules.")
+    keep_module_on_host: Bool = key(False, "Split on the host.")
+    replace_with_kernel_inject: Bool = key(False, "As in inference.", aliases=("kernel_inject",))
+    vocab_parallel_lm_head: Bool | None = key(None, "Split the output layer over the vocabulary.", since="0.19.8")
+    vocab_parallel_ce_backend: Annotated[Literal["torch", "liger"], AnyCase] = key(
+        "torch", "Loss for a split output layer.", since="0.19.8"
+    )

@@ -1,0 +1,266 @@
+"""``zero_optimization``: what is sharded over the data-parallel ranks, and in what portions it travels."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Literal
+
+from deepspeed.config.section import Section, key
+from deepspeed.config.sections.offload import OffloadOptimizer, OffloadParam
+from deepspeed.config.types import AnyCase, Bool, Float, Int, IntOrAuto, Stage, TextList
+
+LEAF_CLASSES = (
+    "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
+    "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
+)
+
+
+class LeafModule(Section):
+    """Modules gathered as a whole, because which of their children run depends on the data."""
+
+    classes: TextList = key(
+        None,
+        "Class paths; one that cannot be found is passed over.",
+        factory=lambda: list(LEAF_CLASSES),
+        since="0.18.0",
+    )
+    names: TextList = key(None, "Module names, as named_modules() gives them.", factory=list, since="0.18.0")
+    name_suffixes: TextList = key(None, "Ends of module names.", factory=list, since="0.18.0")
+
+
+class LocoParam(Section):
+    """Error feedback for quantized gradients (LoCo)."""
+
+    err_beta: Float | None = key(
+        None, "Decay of the error; needed with the section.", minimum=0, maximum=1, removed="0.19.8"
+    )
+    reset_T: Int | None = key(
+        None, "Steps until the error is reset; needed with the section.", unit="steps", above=0, removed="0.19.8"
+    )
+
+
+class ZenFlow(Section):
+    """ZenFlow: the important gradients are applied on the device at once, the rest on the host later."""
+
+    topk_ratio: Float = key(0.1, "Share of gradients updated on the device.", minimum=0, maximum=1, since="0.17.5")
+    select_strategy: Annotated[Literal["auto", "step", "epoch"], AnyCase] = key(
+        "auto", "When the important part is chosen again.", own_auto=True
+    )
+    select_interval: IntOrAuto = key(
+        "auto", "Choose every so many steps or epochs; at least update_interval.", own_auto=True, above=0
+    )
+    update_interval: IntOrAuto = key("auto", "Steps between host updates.", unit="steps", own_auto=True, above=0)
+    overlap_step: Bool = key(False, "The host update overlaps work on the device; needs overlap_comm.")
+    offload: Bool = key(False, "The selected part lives on the host too; needs overlap_comm.")
+    auto_ratio: Float = key(0.99, "Threshold of the automatic choice.", minimum=0, maximum=1)
+    full_warm_up_rounds: Int = key(0, "Full updates at the start.", unit="steps", minimum=0)
+    pt_reserved_cores_perc: Float = key(0.5, "Share of cores left to the main process.", minimum=0, maximum=1)
+    steps_per_epoch: Int | None = key(None, "Filled in by the engine.", unit="steps", above=0)
+
+
+_FLAT = "parameters and gradients always live in flat buckets"
+_HANDLES = "what autograd saves is held as a handle into a bucket, so no module needs replacing"
+_AGREED = "the order of gathers is agreed between ranks in every run, and a change is reported"
+
+
+class ZeroOptimization(Section):
+    """ZeRO. A stage says which model states are sharded; the rest says in what portions they move.
+
+    Sizes are numbers of elements of one collective or of one rank's memory, as each key says, never bytes.
+    """
+
+    stage: Stage = key(
+        0,
+        "What each data-parallel rank keeps only a share of: 0 nothing; 1 master weights and optimizer state; 2 also "
+        "gradients; 3 also parameters. Stages 2 and 3 not with a pipeline module.",
+    )
+    reduce_bucket_size: Int = key(
+        500_000_000,
+        "Gradients reduced by one collective: neighbouring buckets travel together up to this size. Larger is fewer "
+        "calls, smaller overlaps earlier and needs less transient memory.",
+        unit="elements",
+        above=0,
+    )
+    reduce_scatter: Bool = key(
+        True,
+        "Reduce each gradient to its owner only.",
+        no_effect="the stage decides: sharded gradients are reduced to their owner, replicated ones to all ranks",
+    )
+    allgather_bucket_size: Int = key(
+        500_000_000,
+        "Updated parameters gathered by one collective after a step (stages 1, 2).",
+        unit="elements",
+        above=0,
+    )
+    allgather_partitions: Bool = key(
+        True, "Gather by all-gather rather than broadcasts.", no_effect="parameters are always published by all-gather"
+    )
+    overlap_comm: Bool | None = key(
+        None, "Reduce gradients while backward still runs.", null_means="true at stage 3, false at stages 0 to 2"
+    )
+    contiguous_gradients: Bool = key(True, "Copy gradients into one buffer as they come.", no_effect=_FLAT)
+    round_robin_gradients: Bool = key(
+        False,
+        "Spread parameters over ranks in turn.",
+        no_effect="every rank owns an equal slice of every bucket, so the work is spread already",
+    )
+    use_multi_rank_bucket_allreduce: Bool = key(
+        True,
+        "One reduction for a bucket that touches several ranks.",
+        no_effect="a bucket is always reduced by one collective",
+    )
+    ignore_unused_parameters: Bool = key(
+        True,
+        "Tolerate trainable parameters that get no gradient in a backward; with false they raise at the step and are "
+        "named.",
+    )
+    load_from_fp32_weights: Bool = key(
+        True, "On loading, restore master weights as saved; with false they are made anew from the 16-bit weights."
+    )
+    elastic_checkpoint: Bool = key(
+        False,
+        "Save optimizer state without padding.",
+        no_effect="checkpoints load at every stage and number of ranks anyway",
+    )
+    sub_group_size: Int = key(
+        1_000_000_000,
+        "Elements updated at once by an offloaded optimizer (stage 3).",
+        unit="elements",
+        above=0,
+    )
+    legacy_stage1: Bool = key(
+        False, "The stage 1 of releases before 0.5.9.", no_effect="there is one stage 1", removed="0.5.9"
+    )
+    compute_grad_norm: Bool = key(
+        True,
+        "Compute the gradient norm at each step.",
+        since="0.19.8",
+        no_effect="the norm also finds infinite and NaN gradients and costs one pass over the gradients",
+    )
+    parameter_alignment: Bool = key(
+        False,
+        "Begin each parameter at a 16-byte boundary of the flat buffer.",
+        since="0.19.8",
+        no_effect="each parameter begins at a multiple of 64 elements",
+    )
+    save_muon_momentum_buffer_in_memory: Bool = key(
+        False,
+        "Keep Muon's momentum on the device (stage 3).",
+        no_effect="optimizer state lives where offload_optimizer says",
+    )
+    pipeline_loading_checkpoint: Bool = key(
+        False,
+        "Broadcast while reading optimizer state (stage 3).",
+        no_effect="every rank reads only the pieces it owns; nothing is broadcast",
+    )
+
+    stage3_prefetch_bucket_size: Int = key(
+        50_000_000,
+        "How far ahead of their use parameters are gathered.",
+        unit="elements",
+        minimum=0,
+        aliases=("prefetch_bucket_size",),
+        min_stage=3,
+    )
+    stage3_param_persistence_threshold: Int = key(
+        100_000,
+        "Buckets whose parameters are all smaller than this may stay gathered: small ones cost more in calls than "
+        "in memory. 0 shards everything.",
+        unit="elements",
+        minimum=0,
+        aliases=("param_persistence_threshold",),
+        min_stage=3,
+    )
+    stage3_model_persistence_threshold: Int = key(
+        sys.maxsize,
+        "Elements that may stay gathered for the sake of stage3_param_persistence_threshold, in all.",
+        unit="elements",
+        minimum=0,
+        aliases=("model_persistence_threshold",),
+        min_stage=3,
+    )
+    stage3_max_live_parameters: Int = key(
+        1_000_000_000,
+        "Gathered elements alive at once; prefetching stops there.",
+        unit="elements",
+        minimum=0,
+        aliases=("max_live_parameters",),
+        min_stage=3,
+    )
+    stage3_max_reuse_distance: Int = key(
+        1_000_000_000,
+        "Keep a parameter gathered when it is used again within so many elements.",
+        unit="elements",
+        minimum=0,
+        aliases=("max_reuse_distance",),
+        min_stage=3,
+    )
+    stage3_gather_16bit_weights_on_model_save: Bool = key(
+        False,
+        "Allow the export of whole 16-bit weights on saving; without it the export returns false.",
+        aliases=("gather_16bit_weights_on_model_save",),
+        min_stage=3,
+    )
+    stage3_module_granularity_threshold: Int = key(
+        0,
+        "Gather modules with fewer elements per submodule than this as one unit; 0 leaves it off.",
+        unit="elements",
+        minimum=0,
+        aliases=("module_granularity_threshold",),
+        min_stage=3,
+        no_effect="a repeated block is one unit of gathering from the start",
+    )
+    stage3_use_all_reduce_for_fetch_params: Bool = key(
+        False,
+        "Gather by all-reduce.",
+        aliases=("use_all_reduce_for_fetch_params",),
+        min_stage=3,
+        no_effect="a bucket is gathered in place by the fastest collective of the backend",
+    )
+    stage3_allgather_sequential: Bool = key(
+        False,
+        "One gather per parameter.",
+        aliases=("allgather_sequential",),
+        since="0.18.5",
+        min_stage=3,
+        no_effect="parameters are views of one bucket, which is gathered in place without a staging copy",
+    )
+    memory_efficient_linear: Bool = key(
+        True, "Replace torch's linear by one that saves less for backward.", no_effect=_HANDLES
+    )
+    override_module_apply: Bool = key(
+        True,
+        "Gather parameters inside Module.apply of a model built under zero.Init.",
+        no_effect="Module.apply always sees whole parameters",
+    )
+    log_trace_cache_warnings: Bool = key(False, "Report changes in the order of modules.", no_effect=_AGREED)
+    enable_sanity_checks: Bool = key(False, "Further checks between ranks.", no_effect=_AGREED)
+    leaf_module: LeafModule = key(None, "Modules gathered as a whole.", factory=LeafModule, min_stage=3)
+
+    offload_param: OffloadParam | None = key(None, "Where parameter shards live.", null_means="on the device")
+    offload_optimizer: OffloadOptimizer | None = key(
+        None, "Where master weights and optimizer state live.", null_means="on the device"
+    )
+
+    zero_hpz_partition_size: Int = key(
+        1,
+        "Ranks that hold a second whole copy of the parameters among them (ZeRO++). Divides the number of ranks.",
+        unit="ranks",
+        minimum=0,
+        min_stage=3,
+    )
+    zero_quantized_weights: Bool = key(False, "Gather parameters in int8. Not with torch_autocast.", min_stage=3)
+    zero_quantized_nontrainable_weights: Bool = key(False, "Keep frozen weights in int8.", min_stage=3)
+    zero_quantized_gradients: Bool = key(False, "Reduce gradients as int4 by all-to-all.", min_stage=3)
+    zeropp_loco_param: LocoParam | None = key(None, "Error feedback for quantized gradients.", removed="0.19.8")
+    mics_shard_size: Int = key(
+        -1, "Ranks per shard group (MiCS); -1 is off.", unit="ranks", minimum=-1, removed="0.19.8"
+    )
+    mics_hierarchical_params_gather: Bool = key(False, "Gather within nodes first (MiCS).", removed="0.19.8")
+    zenflow: ZenFlow | None = key(None, "Importance-aware asynchronous updates.", since="0.17.5")
+
+    cpu_offload_use_pin_memory: Bool | None = key(
+        None, "From early releases.", no_effect="pin_memory of offload_optimizer and offload_param says it"
+    )
+    grad_hooks: Bool | None = key(None, "From early releases.", no_effect="gradients are always taken by hooks")

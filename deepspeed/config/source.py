@@ -1,0 +1,191 @@
+"""Where a configuration comes from: a dict, a file in Hjson, or URL-safe base64 of JSON."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path as FilePath
+from typing import Any
+
+from hjson import HjsonDecodeError, HjsonDecoder
+from hjson.decoder import JSONObject
+
+from deepspeed.config.findings import Path, configuration_error, dotted
+
+
+@dataclass
+class Document:
+    """A configuration as read, before any of it is judged.
+
+    Attributes:
+        data: The caller's dict, or what was read.
+        lines: Line of each key, for files.
+        name: File name, if there is one.
+        problems: Duplicate keys.
+    """
+
+    data: dict[str, Any]
+    lines: dict[Path, int] = field(default_factory=dict)
+    name: str | None = None
+    problems: list[str] = field(default_factory=list)
+
+
+class _Object:
+    """A parsed object that still knows its pairs and where their values begin."""
+
+    def __init__(self, pairs: list[tuple[str, Any]], starts: list[int]) -> None:
+        self.pairs = pairs
+        self.starts = starts
+
+
+class _PositionDecoder(HjsonDecoder):  # type: ignore[misc]
+    """Hjson's decoder, with objects as :class:`_Object`.
+
+    The package hands every object to ``parse_object`` together with the function that reads one value; wrapping that
+    function tells where each value begins, without a parser of our own.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parse_object = self._parse_object
+        from hjson.decoder import make_scanner
+
+        self.scan_once, self.scan_object_once = make_scanner(self)
+
+    @staticmethod
+    def _parse_object(
+        state: Any, encoding: Any, strict: Any, scan: Any, _hook: Any, _pairs: Any, memo: Any, bare: bool = False
+    ) -> Any:
+        starts: list[int] = []
+
+        def scan_value(text: str, begin: int) -> Any:
+            starts.append(begin)
+            return scan(text, begin)
+
+        return JSONObject(state, encoding, strict, scan_value, None, lambda pairs: _Object(pairs, starts), memo, bare)
+
+
+def _line_of_key(text: str, value_start: int) -> int:
+    """The line of the colon before a value, which is the key's line."""
+    colon = text.rfind(":", 0, value_start)
+    return text.count("\n", 0, colon if colon >= 0 else value_start) + 1
+
+
+def _plain(value: Any, path: Path, text: str, document: Document, with_lines: bool) -> Any:
+    if isinstance(value, list):
+        return [_plain(item, (*path, i), text, document, with_lines) for i, item in enumerate(value)]
+    if not isinstance(value, _Object):
+        return value
+    plain: dict[str, Any] = {}
+    for (name, item), start in zip(value.pairs, value.starts, strict=True):
+        here = (*path, name)
+        line = _line_of_key(text, start)
+        if name in plain:
+            first = document.lines.get(here)
+            where = f" (lines {first} and {line})" if with_lines and first is not None else ""
+            document.problems.append(f"{dotted(here)}{where}: the key is there twice; keep one of them")
+        elif with_lines:
+            document.lines[here] = line
+        plain[name] = _plain(item, here, text, document, with_lines)
+    return plain
+
+
+def _read_text(text: str, name: str | None) -> Document:
+    document = Document({}, name=name)
+    try:
+        value = _PositionDecoder().decode(text)
+    except HjsonDecodeError as error:
+        raise configuration_error((f"line {error.lineno}, column {error.colno}: {error.msg}",), name) from None
+    except (IndexError, RecursionError) as error:
+        # The decoder runs off the end of the text on an unfinished comment or multi-line text.
+        raise configuration_error((f"the text ends in the middle of a value or comment ({error})",), name) from None
+    plain = _plain(value, (), text, document, with_lines=name is not None)
+    if not isinstance(plain, dict):
+        kind = type(plain).__name__
+        raise configuration_error((f"expected an object with keys, found {kind}",), name)
+    document.data = plain
+    return document
+
+
+def _read_base64(text: str) -> Document:
+    try:
+        decoded = base64.b64decode(text.encode("ascii") + b"=" * (-len(text) % 4), altchars=b"-_", validate=True)
+        content = decoded.decode("utf-8")
+        json.loads(content)
+    except (binascii.Error, ValueError, UnicodeError):
+        hint = " JSON text itself is not taken: use json.loads on it." if text.lstrip()[:1] in ("{", "[") else ""
+        found = text if len(text) <= 120 else text[:117] + "..."
+        raise configuration_error(
+            (
+                "expected a dict, the path of an existing file, or URL-safe base64 of JSON; found the text "
+                f"{found!r}, which is neither a file nor base64.{hint}",
+            ),
+            None,
+        ) from None
+    return _read_text(content, None)
+
+
+def read_source(source: Any) -> Document:
+    """Reads a configuration in any of its forms.
+
+    Args:
+        source: A mapping, a path (``str`` or path object) to an Hjson file, or URL-safe base64 of JSON.
+
+    Raises:
+        DeepSpeedConfigError: Nothing of the kind, or text that cannot be parsed. Duplicate keys are left in
+            ``problems`` to be reported with the rest.
+    """
+    if isinstance(source, dict):
+        return Document(source)
+    if isinstance(source, Mapping):
+        return Document(dict(source))
+    if isinstance(source, os.PathLike):
+        path = FilePath(source)
+        if not path.is_file():
+            raise configuration_error((f"there is no file {path}",), None)
+        return _read_file(path)
+    if isinstance(source, str):
+        if _is_file(source):
+            return _read_file(FilePath(source))
+        return _read_base64(source)
+    raise configuration_error(
+        (
+            "expected a dict, the path of a file, or URL-safe base64 of JSON; "
+            f"found {type(source).__name__ if source is not None else 'nothing'}",
+        ),
+        None,
+    )
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return FilePath(text).is_file()
+    except (OSError, ValueError):  # too long for a file name, or a null byte in it
+        return False
+
+
+def _read_file(path: FilePath) -> Document:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise configuration_error((f"the file is not UTF-8 text ({error})",), str(path)) from None
+    return _read_text(text, str(path))
+
+
+def load_ds_config(source: Any) -> dict[str, Any]:
+    """The configuration as a dict, not judged beyond its syntax.
+
+    Args:
+        source: As for :func:`deepspeed.config.parse`. A dict is returned as it is.
+
+    Raises:
+        DeepSpeedConfigError: The source cannot be read, or holds a key twice.
+    """
+    document = read_source(source)
+    if document.problems:
+        raise configuration_error(tuple(document.problems), document.name)
+    return document.data

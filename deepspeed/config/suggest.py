@@ -1,0 +1,93 @@
+"""Which key was probably meant: known confusions first, then the nearest spelling, then the same name elsewhere."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from functools import cache
+
+from deepspeed.config.describe import Entry, entries
+from deepspeed.config.findings import Path, dotted
+from deepspeed.config.sections.root import Root
+
+# As found in public files and documents: full dotted name as written, and what to write instead.
+CONFUSIONS: dict[str, str] = {
+    "zero_optimisation": "zero_optimization",
+    "zero_optimiser": "zero_optimization",
+    "zero_optimizer": "zero_optimization",
+    "zero": "zero_optimization",
+    "train_micro_batch_size": "train_micro_batch_size_per_gpu",
+    "micro_batch_size": "train_micro_batch_size_per_gpu",
+    "train_micro_batch_size_per_device": "train_micro_batch_size_per_gpu",
+    "grandient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clip": "gradient_clipping",
+    "max_grad_norm": "gradient_clipping",
+    "optimizer.Type": "optimizer.type",
+    "optimizer.torch_adam": "optimizer.params.torch_adam",
+    "optimizer.lr": "optimizer.params.lr",
+    "lr_scheduler": "scheduler",
+    "torch_autocast.enable": "torch_autocast.enabled",
+    "flops_profiler.step": "flops_profiler.profile_step",
+    "activation_checkpointing.partition_activation": "activation_checkpointing.partition_activations",
+    "activation_checkpointing.partitioned_activations": "activation_checkpointing.partition_activations",
+    "activation_checkpointing.contiguous_checkpointing": "activation_checkpointing.contiguous_memory_optimization",
+    "activation_checkpointing.checkpoint_in_cpu": "activation_checkpointing.cpu_checkpointing",
+    "timers.throughputs": "timers.throughput",
+    "quantize_training.quantize-algo": "quantize_training.quantize_algo",
+    "optimizer.params.adamw_mode": "optimizer.params.adam_w_mode",
+}
+WRAPPERS = ("monitor_config", "comms_config", "session_params")
+
+
+def nearest(name: str, candidates: Iterable[str]) -> str:
+    """The candidate most like ``name``, hyphens and case aside."""
+    plain = name.strip().lower().replace("-", "_")
+    # The matcher keeps statistics of its second sequence, so that one holds the name that stays the same.
+    matcher = difflib.SequenceMatcher(None, "", plain, autojunk=False)
+    best, choice = -1.0, ""
+    for candidate in candidates:
+        matcher.set_seq1(candidate.lower())
+        # The cheap upper bounds settle most candidates; only real rivals pay for the exact ratio.
+        if matcher.real_quick_ratio() > best and matcher.quick_ratio() > best and matcher.ratio() > best:
+            best, choice = matcher.ratio(), candidate
+    return choice
+
+
+@cache
+def _by_name() -> dict[str, tuple[Entry, ...]]:
+    table: dict[str, tuple[Entry, ...]] = {}
+    for entry in entries(Root):
+        name = str(entry.path[-1])
+        table[name] = (*table.get(name, ()), entry)
+    return table
+
+
+def suggestion(path: Path, valid: Iterable[str]) -> str:
+    """What to write instead of an unknown key.
+
+    Args:
+        path: The unknown key.
+        valid: The keys of the section it stands in.
+    """
+    name, full = str(path[-1]), dotted(path)
+    known = CONFUSIONS.get(full)
+    if known is not None:
+        return f'did you mean "{known}"?'
+    if len(path) == 1 and name in WRAPPERS:
+        return "write what it holds at the top level"
+    choice = nearest(name, valid)
+    close = difflib.SequenceMatcher(None, name.lower(), choice.lower(), autojunk=False).ratio() >= 0.75
+    if not close:
+        elsewhere = [entry for entry in _by_name().get(name, ()) if entry.path[:-1] != path[:-1]]
+        if elsewhere:
+            return f'did you mean "{dotted(elsewhere[0].path)}"?'
+    meant = dotted((*path[:-1], choice)) if choice else ""
+    if not meant:
+        return "no keys are known here"
+    return f'did you mean "{meant}"?' if close else f'the closest valid key is "{meant}"'
+
+
+@cache
+def declared_paths() -> frozenset[str]:
+    """The dotted names of all declared keys."""
+    return frozenset(dotted(entry.path) for entry in entries(Root))

@@ -1,0 +1,162 @@
+"""The value types of configuration keys and the coercions that are the same in every section.
+
+A whole float is an integer (``5e8``), numeric text is a number (``"500"``), and a switch may be written true/false,
+1/0, yes/no, on/off, t/f or y/n in any case. A bool is never a number. Values of ``torch.dtype`` are taken by name, so
+that this package needs no torch.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
+
+_INTEGER_TEXT = re.compile(r"[+-]?\d+")
+_NUMBER_TEXT = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
+_TRUE = frozenset({"true", "yes", "on", "t", "y", "1"})
+_FALSE = frozenset({"false", "no", "off", "f", "n", "0"})
+_DTYPES = {
+    "fp32": "fp32",
+    "float32": "fp32",
+    "float": "fp32",
+    "fp16": "fp16",
+    "float16": "fp16",
+    "half": "fp16",
+    "bf16": "bf16",
+    "bfloat16": "bf16",
+}
+
+
+def to_int(value: Any) -> int:
+    """An int, a whole float or integer text as int.
+
+    Raises:
+        ValueError: Anything else, bools included.
+    """
+    if isinstance(value, bool):
+        raise ValueError("a bool is not an integer")
+    if isinstance(value, int):
+        return value
+    if isinstance(value, float) and math.isfinite(value) and value == int(value):
+        return int(value)
+    if isinstance(value, str) and _INTEGER_TEXT.fullmatch(value.strip()):
+        return int(value)
+    raise ValueError("not an integer")
+
+
+def to_float(value: Any) -> float:
+    """A number or numeric text as float; infinite is possible, NaN is not.
+
+    Raises:
+        ValueError: Anything else, bools included.
+    """
+    if isinstance(value, bool):
+        raise ValueError("a bool is not a number")
+    if isinstance(value, (int, float)) and not math.isnan(value):
+        return float(value)
+    if isinstance(value, str) and _NUMBER_TEXT.fullmatch(value.strip()):
+        return float(value)
+    raise ValueError("not a number")
+
+
+def to_bool(value: Any) -> bool:
+    """A bool, 0 or 1, or one of the words for yes and no.
+
+    Raises:
+        ValueError: Anything else.
+    """
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, (int, float)) and value in (0, 1):
+        return bool(value)
+    if isinstance(value, str):
+        word = value.strip().lower()
+        if word in _TRUE:
+            return True
+        if word in _FALSE:
+            return False
+    raise ValueError("not a bool")
+
+
+def to_dtype(value: Any) -> str:
+    """A dtype's short name (fp32, fp16, bf16) from any of its spellings or from a ``torch.dtype``.
+
+    Raises:
+        ValueError: Not one of the three floating types.
+    """
+    is_torch = type(value).__module__ == "torch" and type(value).__name__ == "dtype"
+    if isinstance(value, str) or is_torch:
+        name = _DTYPES.get(str(value).strip().lower().removeprefix("torch."))
+        if name is not None:
+            return name
+    raise ValueError("not a floating dtype")
+
+
+def _to_path(value: Any) -> Any:
+    """Text or a path object as text; accelerate writes the word none (or nothing) for no path."""
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    return None if isinstance(value, str) and value.strip().lower() in ("", "none") else value
+
+
+def _lower(value: Any) -> Any:
+    return value.strip().lower() if isinstance(value, str) else value
+
+
+def _capitalize(value: Any) -> Any:
+    return value.strip().capitalize() if isinstance(value, str) else value
+
+
+def _to_stage(value: Any) -> Any:
+    """ZeRO stages may also be text, whole floats and ``true`` (stage 1), as older files write them."""
+    return int(value) if isinstance(value, bool) else to_int(value)
+
+
+def _to_list(value: Any) -> Any:
+    """One text counts as a list of one; tuples count as lists."""
+    if isinstance(value, str):
+        return [value]
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _tuple_to_list(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _number_or_list(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [to_float(item) for item in value]
+    return to_float(value)
+
+
+def _integer_or_auto(value: Any) -> Any:
+    return "auto" if isinstance(value, str) and value.strip().lower() == "auto" else to_int(value)
+
+
+def _number_or_auto(value: Any) -> Any:
+    return "auto" if isinstance(value, str) and value.strip().lower() == "auto" else to_float(value)
+
+
+def _to_steps(value: Any) -> Any:
+    """A step count where infinite means never; accelerate always sends an infinite ``steps_per_print``."""
+    return None if isinstance(value, float) and value == math.inf else to_int(value)
+
+
+Int = Annotated[int, BeforeValidator(to_int)]
+Float = Annotated[float, BeforeValidator(to_float)]
+Bool = Annotated[bool, BeforeValidator(to_bool)]
+DType = Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(to_dtype)]
+FilePath = Annotated[str | None, BeforeValidator(_to_path)]
+Steps = Annotated[int | None, BeforeValidator(lambda value: None if value is None else _to_steps(value))]
+Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_to_stage)]
+IntList = Annotated[list[Int], BeforeValidator(_tuple_to_list)]
+FloatList = Annotated[list[Float], BeforeValidator(_tuple_to_list)]
+TextList = Annotated[list[str], BeforeValidator(_to_list)]
+PerGroup = Annotated[float | list[float], BeforeValidator(_number_or_list)]
+IntOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_integer_or_auto)]
+FloatOrAuto = Annotated[float | Literal["auto"], BeforeValidator(_number_or_auto)]
+AnyCase = BeforeValidator(_lower)
+Capitalized = BeforeValidator(_capitalize)
