@@ -87,45 +87,63 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         return loss
 
     def _update_group(self, group: dict[str, Any]) -> None:
-        rule = self.rule
-        names = list(rule.initial_state(group))
-        together: dict[tuple[Any, ...], list[tuple[Tensor, Tensor, list[Tensor]]]] = defaultdict(list)
-        steps: dict[tuple[Any, ...], float | Tensor] = {}
-        for param in group["params"]:
-            if param.grad is None:
-                continue
-            _check_supported(self, param)
-            state = self.state[param]
-            init_state(rule, group, param, state, self._state_dtype(param))
-            step = current_step(rule, state, advance=True)
-            states = [state[name] for name in names]
-            if rule.runs_lists_at_once(param.device) and _share_layout(param, param.grad, *states):
-                key = (param.device, param.dtype, step if not isinstance(step, Tensor) else id(step))
-                together[key].append((param, param.grad, states))
-                steps[key] = step
-            else:
-                _update_alone(rule.kernel(group, step, param.device), param, param.grad, states)
-        for key, members in together.items():
-            params, grads, states_of_each = (list(column) for column in zip(*members, strict=True))
-            kernel = rule.kernel(group, steps[key], params[0].device)
-            kernel(params, grads, [list(column) for column in zip(*states_of_each, strict=True)])
-
-    def _state_dtype(self, param: Tensor) -> torch.dtype:
-        return torch.promote_types(param.dtype, torch.float32) if self.fp32_optimizer_states else param.dtype
+        update_group(self, self.rule, group, fp32_states=self.fp32_optimizer_states)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads like torch, but keeps the dtype of saved fp32 state, which torch casts to the parameter's."""
         super().load_state_dict(state_dict)
-        saved_ids = [saved for group in state_dict["param_groups"] for saved in group["params"]]
-        params = [param for group in self.param_groups for param in group["params"]]
-        for saved_id, param in zip(saved_ids, params, strict=True):
-            for name, value in state_dict["state"].get(saved_id, {}).items():
-                loaded = self.state[param].get(name)
-                if isinstance(value, Tensor) and name != "step" and loaded.dtype != value.dtype:
-                    self.state[param][name] = value.detach().to(device=param.device, copy=True)
+        keep_saved_dtypes(self, state_dict)
 
 
-def _check_supported(optimizer: torch.optim.Optimizer, param: Tensor) -> None:
+def update_group(
+    optimizer: torch.optim.Optimizer, rule: Rule, group: dict[str, Any], *, fp32_states: bool = False
+) -> None:
+    """One step of ``rule`` for the parameters of ``group`` that have a gradient, of any shape, layout and dtype.
+
+    Args:
+        optimizer: Keeps the state; named in errors.
+        rule: The arithmetic.
+        group: One of the optimizer's groups.
+        fp32_states: State that is made now is at least fp32.
+    """
+    names = list(rule.initial_state(group))
+    together: dict[tuple[Any, ...], list[tuple[Tensor, Tensor, list[Tensor]]]] = defaultdict(list)
+    steps: dict[tuple[Any, ...], float | Tensor] = {}
+    for param in group["params"]:
+        if param.grad is None:
+            continue
+        check_supported(optimizer, param)
+        state = optimizer.state[param]
+        dtype = torch.promote_types(param.dtype, torch.float32) if fp32_states else param.dtype
+        init_state(rule, group, param, state, dtype)
+        step = current_step(rule, state, advance=True)
+        states = [state[name] for name in names]
+        if rule.runs_lists_at_once(param.device) and _share_layout(param, param.grad, *states):
+            key = (param.device, param.dtype, step if not isinstance(step, Tensor) else id(step))
+            together[key].append((param, param.grad, states))
+            steps[key] = step
+        else:
+            _update_alone(rule.kernel(group, step, param.device), param, param.grad, states)
+    for key, members in together.items():
+        params, grads, states_of_each = (list(column) for column in zip(*members, strict=True))
+        kernel = rule.kernel(group, steps[key], params[0].device)
+        kernel(params, grads, [list(column) for column in zip(*states_of_each, strict=True)])
+
+
+def keep_saved_dtypes(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """After torch's ``load_state_dict``, puts back state tensors whose dtype it changed to the parameter's."""
+    saved_ids = [saved for group in state_dict["param_groups"] for saved in group["params"]]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for saved_id, param in zip(saved_ids, params, strict=True):
+        for name, value in state_dict["state"].get(saved_id, {}).items():
+            if not isinstance(value, Tensor) or name == "step":
+                continue
+            if optimizer.state[param][name].dtype != value.dtype:
+                optimizer.state[param][name] = value.detach().to(device=param.device, copy=True)
+
+
+def check_supported(optimizer: torch.optim.Optimizer, param: Tensor) -> None:
+    """Refuses gradients and parameters that no optimizer of this package can use."""
     grad = param.grad
     assert grad is not None
     if grad.is_sparse:

@@ -131,9 +131,9 @@ def flat_updater(optimizer: torch.optim.Optimizer) -> FlatUpdate | None:
     cls = type(optimizer)
     if isinstance(optimizer, FlatUpdate):
         ours = next((base for base in cls.__mro__ if base.__module__.startswith("deepspeed.")), None)
-        return optimizer if ours is None or written_step(cls) is written_step(ours) else None
+        return optimizer if ours is None or same_update(cls, ours) else None
     known = next((base for base in cls.__mro__ if base in _TORCH_RULES), None)
-    if known is None or written_step(cls) is not written_step(known):
+    if known is None or not same_update(cls, known):
         return None
     for group in optimizer.param_groups:
         if group.get("amsgrad") or group.get("differentiable") or group.get("dampening"):
@@ -146,6 +146,20 @@ def supports_flat_update(optimizer: torch.optim.Optimizer) -> bool:
     return flat_updater(optimizer) is not None
 
 
-def written_step(cls: type) -> object:
-    """The ``step`` function as its author wrote it: torch wraps it once per class for its hooks and profiler."""
-    return inspect.unwrap(cls.step)  # type: ignore[attr-defined]
+#: Methods that decide what a step does; ``_init_group`` and ``_update_group`` are torch's and our inner halves of it.
+_UPDATE_METHODS = ("step", "_init_group", "_update_group", "flat_update")
+
+
+def same_update(cls: type, parent: type) -> bool:
+    """Whether ``cls`` takes the same step as its base ``parent``.
+
+    Functions are compared as written: torch wraps ``step`` once per class for its hooks and profiler.
+    """
+    return all(
+        inspect.unwrap(getattr(cls, name, _nothing)) is inspect.unwrap(getattr(parent, name, _nothing))
+        for name in _UPDATE_METHODS
+    )
+
+
+def _nothing() -> None:
+    """Stands for a method that a class does not have."""

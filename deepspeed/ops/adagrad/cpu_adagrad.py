@@ -1,0 +1,47 @@
+"""Adagrad for parameters in host memory."""
+
+from __future__ import annotations
+
+from torch.optim.optimizer import ParamsT
+
+from deepspeed.ops.base import ElementwiseOptimizer
+from deepspeed.ops.checks import check_hyperparameters
+from deepspeed.ops.rules import AdagradRule, Rule
+
+
+class DeepSpeedCPUAdagrad(ElementwiseOptimizer):
+    """Adagrad with fp32 state, for offloaded parameters (it works on any device).
+
+    State (``sum``, ``step``) has the names and meaning of ``torch.optim.Adagrad``.
+
+    Args:
+        model_params: Parameters or group dictionaries; groups may carry keys of other optimizers.
+        lr: Step size; a tensor is allowed.
+        eps: Added to the root of the sum.
+        weight_decay: Added to the gradient, times the parameter.
+        amsgrad: Not available.
+        fp32_optimizer_states: Keep the sum of 16-bit parameters in fp32; False keeps the parameter's dtype.
+        adamw_mode: Without meaning for Adagrad; accepted because integrations pass it to every CPU optimizer.
+
+    Raises:
+        ValueError: ``amsgrad`` is asked for, or a number is out of range.
+    """
+
+    def __init__(
+        self,
+        model_params: ParamsT,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        fp32_optimizer_states: bool = True,
+        adamw_mode: bool | None = None,
+    ) -> None:
+        check_hyperparameters(self, lr=lr, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
+        self.fp32_optimizer_states = fp32_optimizer_states
+        super().__init__(model_params, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
+
+    @property
+    def rule(self) -> Rule:
+        """Adagrad's arithmetic."""
+        return AdagradRule()

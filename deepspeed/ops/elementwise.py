@@ -1,0 +1,93 @@
+"""Which optimizers may be given flat fragments instead of whole parameters.
+
+ZeRO cuts parameters anywhere. That is right only for an optimizer that treats every element by itself. There is no
+way to see that from outside, so the answer is a list: known to be elementwise, known to need whole tensors, ours that
+ask for the segment table, and everything else, which is unknown.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from deepspeed.ops.base import ElementwiseOptimizer
+from deepspeed.ops.flat import same_update
+
+
+class Kind(Enum):
+    """How an optimizer relates to the shape of its parameters."""
+
+    ELEMENTWISE = "elementwise"  #: each element by itself: fragments are right
+    SEGMENTS = "segments"  #: needs tensors, but works on fragments after ``attach_segments``
+    WHOLE = "whole"  #: needs whole tensors, or all of them together
+    UNKNOWN = "unknown"  #: not a class we know
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The answer for one optimizer.
+
+    Attributes:
+        kind: The answer.
+        reason: Why, as the rest of a sentence that starts with the optimizer's name; empty where it is elementwise.
+    """
+
+    kind: Kind
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        """True if fragments are right with nothing more than themselves."""
+        return self.kind is Kind.ELEMENTWISE
+
+
+_ELEMENTWISE_NAMES = (
+    *("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "ASGD", "RMSprop", "Rprop", "SGD"),
+)
+
+_WHOLE_NAMES = {
+    "Adafactor": "factors the second moment into rows and columns of each matrix",
+    "Muon": "orthogonalises each matrix as a whole (this package's own Muon works on fragments)",
+    "LBFGS": "needs the whole parameter vector for its dot products and line search",
+    "SparseAdam": "works on sparse gradients, which a flat buffer cannot hold",
+}
+
+
+def _torch_classes(names: tuple[str, ...]) -> tuple[type[torch.optim.Optimizer], ...]:
+    """Those of the names that this torch has."""
+    return tuple(getattr(torch.optim, name) for name in names if hasattr(torch.optim, name))
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer]) -> Verdict:
+    """Says whether ``optimizer`` may be given fragments.
+
+    A subclass counts as its parent as long as ``step`` and its inner halves are the parent's own functions; otherwise
+    it is unknown, whatever its parent was.
+
+    Args:
+        optimizer: An optimizer or its class.
+
+    Returns:
+        A verdict that is true if fragments are right.
+    """
+    cls = optimizer if isinstance(optimizer, type) else type(optimizer)
+    if callable(getattr(cls, "attach_segments", None)):
+        return Verdict(Kind.SEGMENTS, "needs the table of tensors; call attach_segments before the first step")
+    known = (*_torch_classes(_ELEMENTWISE_NAMES), ElementwiseOptimizer)
+    whole = _torch_classes(tuple(_WHOLE_NAMES))
+    parent = next((base for base in cls.__mro__ if base in whole or _is_known(base, known)), None)
+    if parent is None:
+        return Verdict(Kind.UNKNOWN, "is not a class known to treat every element by itself")
+    if parent in whole:
+        return Verdict(Kind.WHOLE, _WHOLE_NAMES[parent.__name__])
+    if not same_update(cls, parent):
+        return Verdict(Kind.UNKNOWN, f"overrides the step of {parent.__name__}, so what it does is unknown")
+    return Verdict(Kind.ELEMENTWISE)
+
+
+def _is_known(base: type, known: tuple[type, ...]) -> bool:
+    """Torch's classes by identity; of ours, every class this package defines."""
+    if base in known:
+        return True
+    return base.__module__.startswith("deepspeed.ops.") and issubclass(base, ElementwiseOptimizer)

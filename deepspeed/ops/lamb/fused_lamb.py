@@ -1,0 +1,264 @@
+"""LAMB on whole tensors and on fragments of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from deepspeed.errors import NotYetSupportedError
+from deepspeed.ops.base import check_supported, keep_saved_dtypes
+from deepspeed.ops.checks import check_hyperparameters
+from deepspeed.ops.chunks import default_chunk_numel, scratch
+from deepspeed.ops.lamb.blocks import BLOCK_NUMEL, BlockMap, block_squares, multiply_blocks
+from deepspeed.ops.segments import Segment, SegmentTable
+
+
+class FusedLamb(torch.optim.Optimizer):
+    """Adam whose step is rescaled per tensor by the ratio of weight norm to update norm.
+
+    `Large Batch Optimization for Deep Learning <https://arxiv.org/abs/1904.00962>`_, algorithm 2, with the ratio kept
+    within ``[min_coeff, max_coeff]``. Works on ordinary parameters, and after :meth:`attach_segments` on 1-D runs
+    that hold pieces of tensors: norms are then added over the ranks by one all-reduce per step of two numbers per
+    tensor. State (``exp_avg``, ``exp_avg_sq``, fp32, and ``step``) is elementwise, as Adam's.
+
+    The update direction is computed twice, for its norm and for the step, rather than stored: no buffer of the size
+    of the parameters.
+
+    Args:
+        params: Parameters or group dictionaries; groups may carry keys of other optimizers.
+        lr: Step size; a tensor is allowed.
+        bias_correction: Correct the moments for their start at zero.
+        betas: Decay of the first and the second moment.
+        eps: Added to the root of the second moment.
+        eps_inside_sqrt: Add ``eps`` before taking the root.
+        weight_decay: Decoupled weight decay, part of the direction whose norm counts.
+        max_grad_norm: Not available; clip with ``gradient_clipping`` or ``torch.nn.utils.clip_grad_norm_``.
+        max_coeff: Greatest ratio.
+        min_coeff: Least ratio.
+        amsgrad: Not available.
+
+    Raises:
+        ValueError: ``amsgrad`` is asked for, or a number is out of range.
+        NotYetSupportedError: ``max_grad_norm`` is above 0.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        amsgrad: bool = False,
+    ) -> None:
+        check_hyperparameters(self, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
+        if max_grad_norm:
+            raise NotYetSupportedError(
+                f"FusedLamb does not clip (max_grad_norm={max_grad_norm}); set gradient_clipping in the config, or "
+                "call torch.nn.utils.clip_grad_norm_ before the step"
+            )
+        if not 0 <= min_coeff <= max_coeff:
+            raise ValueError(f"FusedLamb needs 0 <= min_coeff <= max_coeff, but got {min_coeff} and {max_coeff}")
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": tuple(betas),
+            "eps": eps,
+            "eps_inside_sqrt": eps_inside_sqrt,
+            "weight_decay": weight_decay,
+            "max_coeff": max_coeff,
+            "min_coeff": min_coeff,
+        }
+        self._table: SegmentTable | None = None
+        self._maps: dict[int, BlockMap] = {}
+        self._coeffs: Tensor | None = None
+        super().__init__(params, defaults)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy starts without a segment table: the table names runs by identity."""
+        super().__setstate__(state)
+        self._table, self._maps, self._coeffs = None, {}, None
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group; keys of other optimizers are kept and without effect.
+
+        Raises:
+            ValueError: The group asks for AMSGrad.
+        """
+        if isinstance(param_group, dict) and param_group.get("amsgrad"):
+            raise ValueError("FusedLamb has no AMSGrad variant; remove amsgrad=True")
+        super().add_param_group(param_group)
+
+    def attach_segments(self, table: SegmentTable) -> None:
+        """Says which tensors the parameters (1-D runs) hold. Call again after the runs have changed.
+
+        Args:
+            table: Pieces start at multiples of 64 elements; padding must hold zeros. With a group, every rank of it
+                must attach, and from then on call :meth:`step` together.
+
+        Raises:
+            ValueError: A piece is not aligned.
+            KeyError: A parameter is not in the table.
+        """
+        self._maps = {
+            id(param): BlockMap(table.of(param), param.numel(), table.num_tensors, param.device)
+            for group in self.param_groups
+            for param in group["params"]
+        }
+        self._table = table
+
+    def get_lamb_coeffs(self) -> list[float]:
+        """The ratios of the latest step: one per tensor, in the numbering of the table or the order of parameters."""
+        return [] if self._coeffs is None else self._coeffs.tolist()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads like torch, but keeps fp32 state of 16-bit parameters."""
+        super().load_state_dict(state_dict)
+        keep_saved_dtypes(self, state_dict)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates every parameter that has a gradient. A collective when the tensors are cut over a group.
+
+        Args:
+            closure: Recomputes the loss; called with gradients enabled.
+
+        Returns:
+            What ``closure`` returned, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        num_tensors = self._table.num_tensors if self._table else sum(len(g["params"]) for g in self.param_groups)
+        updates = list(self._updates(num_tensors))
+        device = self.param_groups[0]["params"][0].device
+        squares = torch.zeros(2, num_tensors, dtype=torch.float64, device=device)
+        for update in updates:
+            squares += update.advance_moments().to(device)
+        if self._table is not None and self._table.group is not None:
+            from deepspeed import comm
+
+            comm.all_reduce(squares, group=self._table.group)
+        ratios = _ratios(squares)
+        self._coeffs = ratios.clamp(self.defaults["min_coeff"], self.defaults["max_coeff"])
+        for update in updates:
+            bounded = ratios.clamp(update.group["min_coeff"], update.group["max_coeff"])
+            if update.has_own_bounds(self.defaults):
+                self._coeffs = torch.where(update.holds().to(device), bounded, self._coeffs)
+            update.apply(bounded)
+        return loss
+
+    def _updates(self, num_tensors: int) -> Iterator[_Update]:
+        members = [(group, param) for group in self.param_groups for param in group["params"]]
+        for index, (group, param) in enumerate(members):
+            if param.grad is None:
+                continue
+            check_supported(self, param)
+            if self._table is None:
+                whole = Segment(f"parameter {index}", index, 0, param.numel(), 0, tuple(param.shape))
+                block_map = BlockMap((whole,), param.numel(), num_tensors, param.device)
+            else:
+                if id(param) not in self._maps:
+                    raise RuntimeError("FusedLamb: the runs have changed; call attach_segments again")
+                block_map = self._maps[id(param)]
+            state = self.state[param]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+                work = torch.promote_types(param.dtype, torch.float32)
+                for name in ("exp_avg", "exp_avg_sq"):
+                    state[name] = torch.zeros_like(param, dtype=work, memory_format=torch.contiguous_format)
+            state["step"] += 1
+            yield _Update(group, param, param.grad, state, block_map)
+
+
+def _ratios(squares: Tensor) -> Tensor:
+    """Weight norm over update norm per tensor, rounded to fp32; 1 where either is zero."""
+    weight_norm, update_norm = squares.sqrt().float()
+    usable = (weight_norm > 0) & (update_norm > 0)
+    return torch.where(usable, weight_norm / update_norm.where(usable, torch.ones_like(update_norm)), 1.0)
+
+
+@dataclass(frozen=True)
+class _Update:
+    """One step of one parameter, in its two halves around the reduction of norms."""
+
+    group: dict[str, Any]
+    param: Tensor
+    grad: Tensor
+    state: dict[str, Any]
+    block_map: BlockMap
+
+    def has_own_bounds(self, defaults: dict[str, Any]) -> bool:
+        """Whether the group limits the ratio differently from the rest."""
+        return any(self.group[name] != defaults[name] for name in ("min_coeff", "max_coeff"))
+
+    def holds(self) -> Tensor:
+        """Per tensor, whether this parameter holds a piece of it."""
+        ones = torch.ones(1, self.block_map.num_blocks, dtype=torch.float64, device=self.param.device)
+        return self.block_map.sums(ones)[0] > 0
+
+    def advance_moments(self) -> Tensor:
+        """Updates the moments; returns 2 x num_tensors fp64: the squared norms of weights and directions."""
+        beta1, beta2 = self.group["betas"]
+        squares = torch.zeros(2, self.block_map.num_blocks, dtype=torch.float64, device=self.param.device)
+        grad = self.grad.reshape(-1)
+        if self.group.get("maximize", False):
+            grad = -grad
+        for start, weight, exp_avg, exp_avg_sq in self._pieces():
+            piece = grad[start : start + weight.numel()].to(exp_avg.dtype)
+            exp_avg.lerp_(piece, 1 - beta1)
+            exp_avg_sq.mul_(beta2).addcmul_(piece, piece, value=1 - beta2)
+            blocks = slice(start // BLOCK_NUMEL, -(-(start + weight.numel()) // BLOCK_NUMEL))
+            block_squares(weight, squares[0, blocks])
+            block_squares(self._direction(weight, exp_avg, exp_avg_sq), squares[1, blocks])
+        return self.block_map.sums(squares)
+
+    def apply(self, ratios: Tensor) -> None:
+        """Moves the weights along the direction times the ratio of their tensor."""
+        factors = self.block_map.spread(ratios.to(self.param.device, torch.float32), fill=0.0)
+        lr = self.group["lr"]
+        lr = lr.item() if isinstance(lr, Tensor) else lr
+        flat = self.param.reshape(-1)
+        for start, weight, exp_avg, exp_avg_sq in self._pieces(flat):
+            direction = self._direction(weight, exp_avg, exp_avg_sq)
+            multiply_blocks(direction, factors[start // BLOCK_NUMEL :])
+            weight.add_(direction, alpha=-lr)  # in place, unless the weights had to be widened
+            if weight.dtype is not flat.dtype:
+                flat[start : start + weight.numel()].copy_(weight)
+        if not self.param.is_contiguous():
+            self.param.copy_(flat.view_as(self.param))
+
+    def _pieces(self, flat: Tensor | None = None) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+        """Start, weights in the dtype of the state, and moments of each cache-sized piece."""
+        flat = self.param.reshape(-1) if flat is None else flat
+        exp_avg, exp_avg_sq = (self.state[name].view(-1) for name in ("exp_avg", "exp_avg_sq"))
+        chunk = default_chunk_numel(self.param.device)
+        for start in range(0, flat.numel(), chunk):
+            piece = slice(start, start + chunk)
+            yield start, flat[piece].to(exp_avg.dtype), exp_avg[piece], exp_avg_sq[piece]
+
+    def _direction(self, weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> Tensor:
+        beta1, beta2 = self.group["betas"]
+        step = float(self.state["step"])
+        corrected = self.group.get("bias_correction", True)
+        correction1, correction2 = (1 - beta1**step, 1 - beta2**step) if corrected else (1.0, 1.0)
+        eps = self.group["eps"]
+        direction = scratch("lamb", weight.numel(), weight.dtype, weight.device)
+        torch.mul(exp_avg_sq, 1 / correction2, out=direction)
+        if self.group.get("eps_inside_sqrt", False):
+            direction.add_(eps).sqrt_()
+        else:
+            direction.sqrt_().add_(eps)
+        torch.div(exp_avg, direction, out=direction).div_(correction1)
+        return direction.add_(weight, alpha=self.group["weight_decay"])

@@ -1,0 +1,41 @@
+"""Lion for parameters in host memory."""
+
+from __future__ import annotations
+
+from torch.optim.optimizer import ParamsT
+
+from deepspeed.ops.base import ElementwiseOptimizer
+from deepspeed.ops.checks import check_hyperparameters
+from deepspeed.ops.rules import LionRule, Rule
+
+
+class DeepSpeedCPULion(ElementwiseOptimizer):
+    """Lion with fp32 state, for offloaded parameters (it works on any device).
+
+    Args:
+        model_params: Parameters or group dictionaries; groups may carry keys of other optimizers.
+        lr: Step size; a tensor is allowed.
+        betas: Interpolation of the direction, and decay of the momentum.
+        weight_decay: Decoupled weight decay.
+        fp32_optimizer_states: Keep the momentum of 16-bit parameters in fp32; False keeps the parameter's dtype.
+
+    Raises:
+        ValueError: A number is out of range.
+    """
+
+    def __init__(
+        self,
+        model_params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        check_hyperparameters(self, lr=lr, betas=betas, weight_decay=weight_decay)
+        self.fp32_optimizer_states = fp32_optimizer_states
+        super().__init__(model_params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
+
+    @property
+    def rule(self) -> Rule:
+        """Lion's arithmetic."""
+        return LionRule()

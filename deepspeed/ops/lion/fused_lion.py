@@ -1,0 +1,51 @@
+"""Lion on any device."""
+
+from __future__ import annotations
+
+from torch.optim.optimizer import ParamsT
+
+from deepspeed.ops.base import ElementwiseOptimizer
+from deepspeed.ops.checks import check_hyperparameters
+from deepspeed.ops.rules import LionRule, Rule
+
+
+class FusedLion(ElementwiseOptimizer):
+    """Lion: the sign of an interpolated momentum, with decoupled weight decay.
+
+    One momentum per element (``exp_avg``) is all the state there is. From `Symbolic Discovery of Optimization
+    Algorithms <https://arxiv.org/abs/2302.06675>`_.
+
+    Args:
+        params: Parameters or group dictionaries; groups may carry keys of other optimizers.
+        lr: Step size, usually 3 to 10 times smaller than Adam's; a tensor is allowed.
+        betas: Interpolation of the direction, and decay of the momentum.
+        weight_decay: Decoupled weight decay.
+        set_grad_none: ``zero_grad()`` drops gradients instead of zeroing them.
+
+    Raises:
+        ValueError: A number is out of range.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+    ) -> None:
+        check_hyperparameters(self, lr=lr, betas=betas, weight_decay=weight_decay)
+        self.set_grad_none = set_grad_none
+        super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
+
+    def _kept_attributes(self) -> tuple[str, ...]:
+        return (*super()._kept_attributes(), "set_grad_none")
+
+    @property
+    def rule(self) -> Rule:
+        """Lion's arithmetic."""
+        return LionRule()
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clears gradients; None does what ``set_grad_none`` said at construction."""
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)

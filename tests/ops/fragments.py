@@ -1,0 +1,125 @@
+"""Several ranks in one process, and tensors laid out over them in flat runs."""
+
+import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from deepspeed import comm
+from deepspeed.ops.segments import Segment, SegmentTable
+
+ALIGNMENT = 64
+
+
+class ThreadedGroup:
+    """Ranks as threads; each collective is two barriers around shared slots."""
+
+    def __init__(self, world_size):
+        self.world_size = world_size
+        self.calls = []
+        self._barrier = threading.Barrier(world_size, timeout=20)
+        self._slots = [None] * world_size
+        self._local = threading.local()
+
+    def run(self, fn):
+        """``fn(rank)`` on every rank; the results in rank order."""
+
+        def on_rank(rank):
+            self._local.rank = rank
+            torch.set_num_threads(1)
+            try:
+                return fn(rank)
+            except BaseException:
+                self._barrier.abort()
+                raise
+
+        with ThreadPoolExecutor(self.world_size) as pool:
+            futures = [pool.submit(on_rank, rank) for rank in range(self.world_size)]
+        errors = [future.exception() for future in futures if future.exception()]
+        for error in errors:
+            if not isinstance(error, threading.BrokenBarrierError):
+                raise error
+        return [future.result() for future in futures]
+
+    def exchange(self, name, value, numel):
+        rank = self._local.rank
+        if rank == 0:
+            self.calls.append((name, numel))
+        self._slots[rank] = value
+        self._barrier.wait()
+        values = list(self._slots)
+        self._barrier.wait()
+        return values
+
+    @property
+    def rank(self):
+        return self._local.rank
+
+
+def use_threaded_collectives(monkeypatch):
+    """Lets ``deepspeed.comm`` work on a :class:`ThreadedGroup`."""
+
+    def all_reduce(tensor, group=None):
+        total = sum(group.exchange("all_reduce", tensor.clone(), tensor.numel()))
+        tensor.copy_(total)
+
+    def all_gather_object(object_list, obj, group=None):
+        object_list[:] = group.exchange("all_gather_object", obj, 0)
+
+    def all_to_all_single(output, tensor, output_split_sizes=None, input_split_sizes=None, group=None):
+        parts = group.exchange("all_to_all_single", tensor.clone().split(input_split_sizes), tensor.numel())
+        received = [part[group.rank] for part in parts]
+        assert [part.numel() for part in received] == output_split_sizes
+        output.copy_(torch.cat(received))
+
+    monkeypatch.setattr(comm, "all_reduce", all_reduce)
+    monkeypatch.setattr(comm, "all_gather_object", all_gather_object)
+    monkeypatch.setattr(comm, "all_to_all_single", all_to_all_single)
+    monkeypatch.setattr(comm, "get_rank", lambda group=None: group.rank)
+    monkeypatch.setattr(comm, "get_world_size", lambda group=None: group.world_size)
+
+
+class Layout:
+    """Tensors end to end at multiples of 64, cut at ``cuts`` (multiples of 64; default equal parts) into runs."""
+
+    def __init__(self, shapes, world_size, cuts=None):
+        self.shapes = [tuple(shape) for shape in shapes]
+        self.starts = []
+        position = 0
+        for shape in self.shapes:
+            self.starts.append(position)
+            position += -(-math.prod(shape) // ALIGNMENT) * ALIGNMENT
+        block = ALIGNMENT * world_size
+        self.numel = -(-position // block) * block
+        equal = [self.numel // world_size * rank for rank in range(1, world_size)]
+        self.bounds = [0, *(equal if cuts is None else cuts), self.numel]
+        self.world_size = world_size
+
+    def flat(self, tensors):
+        buffer = torch.zeros(self.numel)
+        for start, tensor in zip(self.starts, tensors, strict=True):
+            buffer[start : start + tensor.numel()] = tensor.reshape(-1)
+        return buffer
+
+    def slice_of(self, tensors, rank):
+        return self.flat(tensors)[self.bounds[rank] : self.bounds[rank + 1]].clone()
+
+    def segments(self, rank):
+        first, last = self.bounds[rank], self.bounds[rank + 1]
+        found = []
+        for index, (start, shape) in enumerate(zip(self.starts, self.shapes, strict=True)):
+            begin, end = max(start, first), min(start + math.prod(shape), last)
+            if begin < end:
+                found.append(Segment(f"t{index}", index, begin - first, end - first, begin - start, shape))
+        return tuple(found)
+
+    def table(self, run, rank, group):
+        return SegmentTable({id(run): self.segments(rank)}, len(self.shapes), group)
+
+    def tensors(self, runs):
+        whole = torch.cat(list(runs))
+        return [
+            whole[start : start + math.prod(shape)].view(shape)
+            for start, shape in zip(self.starts, self.shapes, strict=True)
+        ]

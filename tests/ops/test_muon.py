@@ -1,0 +1,318 @@
+"""Muon: orthogonalisation, the division into parts, and fragments against whole matrices."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+from deepspeed.ops.adam import FusedAdam
+from deepspeed.ops.flat import supports_flat_update
+from deepspeed.ops.muon import Muon, set_optimizer_flags
+from deepspeed.ops.muon.newton_schulz import orthogonalize
+from deepspeed.ops.muon.plan import Piece, plan_rounds
+from deepspeed.ops.segments import Segment, SegmentTable
+from tests.harness import run_ranks
+from tests.ops.fragments import Layout, ThreadedGroup, use_threaded_collectives
+
+SHAPES = [(24, 10), (10, 24), (16, 16), (3, 2, 5, 5), (64, 3), (7, 9), (40, 5)]
+OPTIONS = {"lr": 0.1, "weight_decay": 0.1, "momentum": 0.9}
+STEPS = 3
+
+
+def data(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    weights = [torch.randn(shape, generator=generator) for shape in SHAPES]
+    return weights, [[torch.randn(shape, generator=generator) for shape in SHAPES] for _ in range(STEPS)]
+
+
+def whole(weights, gradients, **options):
+    params = [torch.nn.Parameter(weight.clone()) for weight in weights]
+    optimizer = Muon(params, **{**OPTIONS, **options})
+    for grads in gradients:
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad.clone()
+        optimizer.step()
+    return [param.detach() for param in params]
+
+
+@pytest.mark.parametrize("method", ["gram", "standard"])
+@pytest.mark.parametrize("shape", [(24, 10), (10, 24), (16, 16), (8, 200), (200, 8)])
+def test_singular_values_end_near_one(shape, method):
+    torch.manual_seed(0)
+    matrix = torch.randn(shape)
+    values = torch.linalg.svdvals(orthogonalize(matrix, method=method))
+    assert values.min() > 0.5 and values.max() < 1.4
+    left, _, right = torch.linalg.svd(matrix, full_matrices=False)
+    alignment = (orthogonalize(matrix, method=method) * (left @ right)).sum() / min(shape)
+    assert alignment > 0.7, "the singular vectors stay"
+
+
+@pytest.mark.parametrize("shape", [(24, 10), (10, 24), (8, 200), (3, 2, 5, 5)])
+def test_gram_is_the_same_polynomial(shape):
+    torch.manual_seed(0)
+    matrix = torch.randn(shape)
+    torch.testing.assert_close(
+        orthogonalize(matrix, method="gram"), orthogonalize(matrix, method="standard"), rtol=1e-3, atol=1e-4
+    )
+
+
+def test_gram_stands_rank_deficiency_and_zeros():
+    torch.manual_seed(0)
+    thin = torch.randn(32, 2) @ torch.randn(2, 64)
+    torch.testing.assert_close(
+        orthogonalize(thin, method="gram"), orthogonalize(thin, method="standard"), rtol=1e-2, atol=1e-3
+    )
+    assert orthogonalize(torch.zeros(4, 6)).abs().max() == 0
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon to compare with")
+def test_step_agrees_with_torch():
+    """Torch iterates in bf16, so the directions agree to bf16's precision."""
+    torch.manual_seed(0)
+    start = torch.randn(24, 10)
+    ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    optimizers = [
+        Muon([ours], lr=0.1, momentum=0.9, weight_decay=0.1),
+        torch.optim.Muon([theirs], lr=0.1, momentum=0.9, weight_decay=0.1, adjust_lr_fn="original"),
+    ]
+    for _ in range(3):
+        ours.grad = torch.randn_like(ours)
+        theirs.grad = ours.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    moved = (theirs - start).abs().max().item()
+    assert (ours - theirs).abs().max().item() < 0.03 * moved
+
+
+def test_one_step_by_hand():
+    torch.manual_seed(0)
+    param = torch.nn.Parameter(torch.randn(12, 4))
+    start, param.grad = param.detach().clone(), torch.randn(12, 4)
+    Muon([param], lr=0.1, momentum=0.9, weight_decay=0.5).step()
+    update = param.grad * (1 - 0.9) + 0.9 * (param.grad * (1 - 0.9))
+    expected = start * (1 - 0.05) - 0.1 * math.sqrt(12 / 4) * orthogonalize(update)
+    torch.testing.assert_close(param.detach(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_groups_are_divided():
+    matrix, vector, flagged_off = (torch.nn.Parameter(torch.ones(shape)) for shape in ((3, 4), (5,), (6, 7)))
+    flagged_off.use_muon = False
+    optimizer = Muon([matrix, vector, flagged_off], weight_decay=0.1)
+    parts = {group["use_muon"]: group for group in optimizer.param_groups}
+    assert parts[True]["params"] == [matrix] and parts[True]["lr"] == 0.02 and parts[True]["momentum"] == 0.95
+    assert len(parts[False]["params"]) == 2 and parts[False]["lr"] == 3e-4 and parts[False]["eps"] == 1e-10
+    assert parts[False]["betas"] == (0.9, 0.95)
+
+
+@pytest.mark.parametrize(
+    ("given", "matrix_lr", "rest_lr"),
+    [({}, 0.02, 3e-4), ({"lr": 0.5}, 0.5, 0.5), ({"muon_lr": 0.5}, 0.5, 3e-4), ({"lr": 0.1, "adam_lr": 0.2}, 0.1, 0.2)],
+)
+def test_learning_rates_of_the_parts(given, matrix_lr, rest_lr):
+    optimizer = Muon([torch.nn.Parameter(torch.ones(3, 4)), torch.nn.Parameter(torch.ones(4))], **given)
+    assert [group["lr"] for group in optimizer.param_groups] == [matrix_lr, rest_lr]
+
+
+def test_the_rest_is_adamw():
+    torch.manual_seed(0)
+    start = torch.randn(9)
+    ours, reference = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    optimizers = [
+        Muon([{"params": [ours], "use_muon": False, "weight_decay": 0.1}], lr=0.01),
+        FusedAdam([reference], lr=0.01, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.1),
+    ]
+    for _ in range(3):
+        ours.grad = torch.randn_like(ours)
+        reference.grad = ours.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert torch.equal(ours, reference)
+
+
+def fragment_steps(layout, weights, gradients, group, rank, **options):
+    run = torch.nn.Parameter(layout.slice_of(weights, rank))
+    optimizer = Muon([{"params": [run], "use_muon": True}], **{**OPTIONS, **options})
+    optimizer.attach_segments(layout.table(run, rank, group))
+    for grads in gradients:
+        run.grad = layout.slice_of(grads, rank)
+        optimizer.step()
+    return run.detach(), optimizer._exchange.owned
+
+
+@pytest.mark.parametrize("method", ["gram", "standard"])
+@pytest.mark.parametrize(
+    ("world_size", "cuts"),
+    [(2, None), (3, None), (4, None), (3, [64, 128]), (2, [0]), (4, [640, 640, 1024]), (2, [320])],
+)
+def test_fragments_equal_whole_matrices(monkeypatch, world_size, cuts, method):
+    use_threaded_collectives(monkeypatch)
+    weights, gradients = data()
+    expected = whole(weights, gradients, ns_method=method)
+    layout, group = Layout(SHAPES, world_size, cuts), ThreadedGroup(world_size)
+    results = group.run(lambda rank: fragment_steps(layout, weights, gradients, group, rank, ns_method=method))
+    for found, value in zip(layout.tensors(run for run, _ in results), expected, strict=True):
+        assert torch.equal(found, value)
+    assert sorted(index for _, owned in results for index in owned) == list(range(len(SHAPES)))
+    assert sum(name == "all_to_all_single" for name, _ in group.calls) == 2 * STEPS
+
+
+def test_several_rounds(monkeypatch):
+    use_threaded_collectives(monkeypatch)
+    monkeypatch.setattr("deepspeed.ops.muon.fragments.ROUND_NUMEL_PER_RANK", 128)
+    weights, gradients = data()
+    layout, group = Layout(SHAPES, 3), ThreadedGroup(3)
+    results = group.run(lambda rank: fragment_steps(layout, weights, gradients, group, rank))
+    for found, value in zip(layout.tensors(run for run, _ in results), whole(weights, gradients), strict=True):
+        assert torch.equal(found, value)
+    assert sum(name == "all_to_all_single" for name, _ in group.calls) > 2 * STEPS
+
+
+def test_one_rank_needs_no_group():
+    weights, gradients = data()
+    layout = Layout(SHAPES, 1)
+    run, _ = fragment_steps(layout, weights, gradients, None, 0)
+    for found, value in zip(layout.tensors([run]), whole(weights, gradients), strict=True):
+        assert torch.equal(found, value)
+
+
+def gloo_rank(cuts):
+    import torch.distributed as dist
+
+    weights, gradients = data()
+    layout = Layout(SHAPES, dist.get_world_size(), cuts)
+    return fragment_steps(layout, weights, gradients, dist.group.WORLD, dist.get_rank())[0]
+
+
+@pytest.mark.parametrize("cuts", [None, [0]])
+def test_fragments_over_gloo(cuts):
+    weights, gradients = data()
+    runs = run_ranks(gloo_rank, 2, cuts)
+    for found, value in zip(Layout(SHAPES, 2, cuts).tensors(runs), whole(weights, gradients), strict=True):
+        assert torch.equal(found, value)
+
+
+def test_a_rank_without_gradient_takes_part_unchanged(monkeypatch):
+    use_threaded_collectives(monkeypatch)
+    weights, gradients = data()
+    layout, group = Layout(SHAPES, 2), ThreadedGroup(2)
+
+    def rank_step(rank):
+        run = torch.nn.Parameter(layout.slice_of(weights, rank))
+        optimizer = Muon([{"params": [run], "use_muon": True}], **OPTIONS)
+        optimizer.attach_segments(layout.table(run, rank, group))
+        if rank == 0:
+            run.grad = layout.slice_of(gradients[0], rank)
+        optimizer.step()
+        return (run.detach() - layout.slice_of(weights, rank)).abs().max().item()
+
+    moved = group.run(rank_step)
+    assert moved[0] > 0 and moved[1] == 0
+
+
+def pieces_of(layout):
+    return [
+        [Piece(s.index, s.tensor_start, s.tensor_stop, s.shape, s.name) for s in layout.segments(rank)]
+        for rank in range(layout.world_size)
+    ]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
+def test_owners_are_balanced(world_size):
+    layout = Layout([(64, 64)] * 28, world_size)
+    (planned,) = plan_rounds(pieces_of(layout), 1 << 30)
+    load = [len(owned) for owned in planned.owned]
+    assert max(load) - min(load) <= 1
+
+
+def test_matrices_that_lie_on_one_rank_are_shared_out():
+    layout = Layout([(64, 64)] * 8, 2, [0])
+    (planned,) = plan_rounds(pieces_of(layout), 1 << 30)
+    assert [len(owned) for owned in planned.owned] == [4, 4]
+
+
+def test_uncut_balanced_matrices_do_not_travel():
+    layout = Layout([(64, 64)] * 8, 2)
+    (planned,) = plan_rounds(pieces_of(layout), 1 << 30)
+    assert planned.send_numels(0)[1] == planned.send_numels(1)[0] == 0
+
+
+def test_rounds_are_bounded():
+    rounds = plan_rounds(pieces_of(Layout([(64, 64)] * 8, 2)), 2 * 64 * 64)
+    assert [sum(len(owned) for owned in planned.owned) for planned in rounds] == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "message"),
+    [
+        ([[Piece(0, 0, 10, (4, 5), "w")], []], "hold 10 of its 20"),
+        ([[Piece(0, 0, 10, (4, 5), "w")], [Piece(0, 5, 20, (4, 5), "w")]], "by no rank or by two"),
+        ([[Piece(0, 0, 20, (20,), "b")]], "b has shape .*use_muon=False"),
+    ],
+)
+def test_tables_that_do_not_fit_are_refused(pieces, message):
+    with pytest.raises(ValueError, match=message):
+        plan_rounds(pieces, 1 << 30)
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed_tokens = torch.nn.Embedding(5, 4)
+        self.layer = torch.nn.Linear(4, 4)
+        self.frozen = torch.nn.Linear(4, 4).requires_grad_(False)
+        self.lm_head = torch.nn.Linear(4, 5, bias=False)
+
+
+@pytest.mark.parametrize("config", [{"optimizer": {"type": "Muon"}}, type("C", (), {"optimizer_name": "muon"})()])
+def test_flags(config):
+    model = Model()
+    set_optimizer_flags(config, model)
+    flags = {name: getattr(param, "use_muon", None) for name, param in model.named_parameters()}
+    assert flags == {
+        "embed_tokens.weight": False,
+        "layer.weight": True,
+        "layer.bias": False,
+        "frozen.weight": None,
+        "frozen.bias": None,
+        "lm_head.weight": False,
+    }
+
+
+@pytest.mark.parametrize("config", [{"optimizer": {"type": "Adam"}}, {}, {"optimizer": None}])
+def test_no_flags_for_other_optimizers(config):
+    model = Model()
+    set_optimizer_flags(config, model)
+    assert not any(hasattr(param, "use_muon") for param in model.parameters())
+
+
+def test_what_is_refused():
+    matrix, run = torch.nn.Parameter(torch.ones(3, 4)), torch.nn.Parameter(torch.ones(64))
+    for bad in ({"ns_method": "newton"}, {"momentum": 1.0}, {"ns_steps": 0}, {"lr": -1.0}):
+        with pytest.raises(ValueError):
+            Muon([matrix], **bad)
+    optimizer = Muon([{"params": [run], "use_muon": True}])
+    run.grad = torch.ones(64)
+    with pytest.raises(ValueError, match="attach_segments"):
+        optimizer.step()
+    table = SegmentTable({id(run): (Segment("w", 0, 0, 64, 0, (8, 8)),)}, 1)
+    optimizer.param_groups[0]["ns_method"] = "standard"
+    with pytest.raises(ValueError, match="ns_method must be the same"):
+        optimizer.attach_segments(table)
+    assert not supports_flat_update(optimizer)
+
+
+def test_state_travels():
+    weights, gradients = data()
+    expected = whole(weights, gradients)
+    params = [torch.nn.Parameter(weight.clone()) for weight in weights]
+    optimizer = Muon(params, **OPTIONS)
+    for step, grads in enumerate(gradients):
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad.clone()
+        if step == 1:
+            successor = Muon(params, lr=9.0)
+            successor.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            optimizer = copy.copy(successor)
+        optimizer.step()
+    assert all(torch.equal(param, value) for param, value in zip(params, expected, strict=True))
