@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from deepspeed.config.batch import BatchSizes, resolve_batch
+from deepspeed.config.config_object import DeepSpeedConfig
 from deepspeed.config.parsing import ParsedConfig, parse
 from deepspeed.config.sections.root import Root
 from deepspeed.config.source import load_ds_config
 
-__all__ = ["BatchSizes", "ParsedConfig", "Root", "load_ds_config", "parse", "resolve_batch"]
+__all__ = ["BatchSizes", "DeepSpeedConfig", "ParsedConfig", "Root", "load_ds_config", "parse", "resolve_batch"]

@@ -195,7 +195,7 @@ def translate_old_keys(data: dict[str, Any], findings: Findings) -> None:
         holder = _lookup(data, entry.old)
         if holder is None:
             continue
-        value = holder.pop(entry.old[-1])
+        value = holder.pop(str(entry.old[-1]))
         if isinstance(value, str) and value.strip().lower() == "auto":
             continue
         if value is None and entry.same_section:
@@ -232,11 +232,11 @@ def _report_both(
 ) -> None:
     holder = _lookup(data, present)
     assert holder is not None
-    if converted == holder[present[-1]]:
+    if converted == holder[str(present[-1])]:
         findings.notice(f"{findings.label(entry.old)} repeats {dotted(present)} under its old name; leave it out")
         return
     findings.problem(
         entry.old,
         f"{shown(value)} is given together with {dotted(present)}, its present name, which is "
-        f"{shown(holder[present[-1]])}; keep only {dotted(present)}",
+        f"{shown(holder[str(present[-1])])}; keep only {dotted(present)}",
     )

@@ -53,7 +53,7 @@ def _walk(section: Section, path: Path, findings: Findings) -> None:
     fields = type(section).model_fields
     switch = type(section).switch()
     off = switch is not None and getattr(section, switch) is False
-    for name, value in _changed(section):
+    for name, _ in _changed(section):
         here, facts = (*path, name), facts_of(fields[name])
         if facts.no_effect is not None:
             _line([here], facts.no_effect, findings)
@@ -91,7 +91,7 @@ def _stages(zero: ZeroOptimization, findings: Findings) -> None:
         if facts_of(ZeroOptimization.model_fields[name]).min_stage > zero.stage
         and facts_of(ZeroOptimization.model_fields[name]).no_effect is None
     ]
-    _line(list(idle), f"they belong to stage 3 and {ZERO}.stage is {zero.stage}", findings)
+    _line(list(idle), f"only stage 3 uses that, and {ZERO}.stage is {zero.stage}", findings)
 
 
 def _idle_offload(zero: ZeroOptimization, findings: Findings) -> None:

@@ -115,6 +115,6 @@ def read_scheduler(section: dict[str, Any], findings: Findings) -> None:
     total, warmup = read.get("total_num_steps"), read.get("warmup_num_steps", 1000)
     if total is not None and "warmup_num_steps" in models[name].model_fields and total < warmup:
         findings.notice(
-            f"{findings.label(('scheduler', 'params', 'total_num_steps'))}: {total} steps in all end before the rise of "
+            f"{findings.label(('scheduler', 'params', 'total_num_steps'))}: {total} steps end before the rise of "
             f"{warmup} steps (warmup_num_steps)"
         )

@@ -74,6 +74,9 @@ def clean(model: type[Section], data: dict[Any, Any], path: Path, findings: Find
             findings.spelled[here] = (*findings.written(path), written)
         field = model.model_fields[name]
         if is_auto(value) and not facts_of(field).own_auto:
+            if field.is_required():
+                findings.fail(here, f'"auto" is left in it and it has no default; expected {expectation(field)}')
+                continue
             if not (path == () and name in BATCH_KEYS):
                 findings.notice(f'{findings.label(here)}: "auto" became {_default_text(model, name)}')
             continue

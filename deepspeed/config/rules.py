@@ -62,8 +62,8 @@ def _offload(zero: ZeroOptimization, findings: Findings) -> None:
         if zero.stage < 3:
             findings.problem(
                 at,
-                f'"{param.device}" needs zero_optimization.stage 3, found stage {zero.stage}; set the stage to 3 or the '
-                'device to "none"',
+                f'"{param.device}" needs zero_optimization.stage 3, found stage {zero.stage}; set the stage to 3 or '
+                'the device to "none"',
                 STAGE,
             )
         if param.device == "nvme" and param.nvme_path is None:

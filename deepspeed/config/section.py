@@ -88,7 +88,7 @@ def key(default: Any, about: str, *, factory: Any = None, **facts: Any) -> Any:
         factory: Makes the default where that is an object.
         **facts: Fields of :class:`KeyFacts`.
     """
-    extra = {"facts": KeyFacts(about, **facts)}
+    extra: Any = {"facts": KeyFacts(about, **facts)}
     if factory is not None:
         return Field(default_factory=factory, description=about, json_schema_extra=extra)
     return Field(default, description=about, json_schema_extra=extra)

@@ -121,8 +121,8 @@ def _read_base64(text: str) -> Document:
         found = text if len(text) <= 120 else text[:117] + "..."
         raise configuration_error(
             (
-                "expected a dict, the path of an existing file, or URL-safe base64 of JSON; found the text "
-                f"{found!r}, which is neither a file nor base64.{hint}",
+                f"there is no file {found!r}, and it is no URL-safe base64 of JSON either; expected a dict, the path of "
+                f"an existing file, or such base64.{hint}",
             ),
             None,
         ) from None

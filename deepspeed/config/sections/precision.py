@@ -140,7 +140,7 @@ class DataTypes(Section):
         None,
         "Type in which gradients of several micro-batches are summed. Only with more than one micro-batch per step is "
         "there an accumulator at all.",
-        null_means="fp32, also under bf16 and fp16 (upstream takes the model's type there, which loses small gradients)",
+        null_means="fp32, also under bf16 and fp16 (upstream: the model's type, which loses small gradients)",
     )
     param_dtype: DType | None = key(
         None, "States the model's type and must agree with the enabled precision mode.", since="0.19.2"

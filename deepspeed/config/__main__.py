@@ -1,0 +1,82 @@
+"""``python -m deepspeed.config``: check a file, or write the schema or the reference page."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from deepspeed.config.parsing import ParsedConfig, parse
+from deepspeed.config.reference import reference_text
+from deepspeed.config.schema import schema_text
+from deepspeed.errors import DeepSpeedConfigError
+
+
+def _check(source: str, world_size: int | None, console: Console) -> int:
+    if not Path(source).is_file():
+        console.print(f"[red]there is no file {escape(source)}[/]")
+        return 1
+    try:
+        parsed = parse(source, dp_world_size=world_size)
+    except DeepSpeedConfigError as error:
+        count = len(error.problems)
+        console.print(f"[red]{escape(source)}: {count} problem{'s' if count != 1 else ''}[/]")
+        for number, problem in enumerate(error.problems, 1):
+            console.print(f"  {number}. {escape(problem)}", soft_wrap=True, highlight=False)
+        return 1
+    _show(source, parsed, world_size, console)
+    return 0
+
+
+def _show(source: str, parsed: ParsedConfig, world_size: int | None, console: Console) -> None:
+    root = parsed.root
+    console.print(f"[green]{escape(source)} is in order[/]")
+    for notice in parsed.notices:
+        console.print(f"  - {escape(notice)}", soft_wrap=True, highlight=False)
+    table = Table(show_header=False, box=None)
+    precision = "fp16" if root.fp16.enabled else "bf16" if root.bf16.enabled else "fp32"
+    table.add_row("ZeRO stage", str(root.zero_optimization.stage))
+    table.add_row("precision", precision + (" under torch.autocast" if root.torch_autocast.enabled else ""))
+    table.add_row("optimizer", (root.optimizer.type if root.optimizer else None) or "the client's")
+    table.add_row("schedule", (root.scheduler.type if root.scheduler else None) or "the client's, or none")
+    if parsed.batch is not None:
+        batch = parsed.batch
+        table.add_row(
+            "batch",
+            f"{batch.train_batch_size} = micro-batch {batch.micro_batch_size} x accumulation "
+            f"{batch.accumulation_steps} x {world_size} ranks",
+        )
+    else:
+        table.add_row("batch", "give --world-size to have it checked in full")
+    console.print(table)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Returns:
+        The exit code: 1 when the file has problems.
+    """
+    parser = argparse.ArgumentParser(prog="python -m deepspeed.config", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    check = commands.add_parser("check", help="check a configuration file")
+    check.add_argument("file", help="Hjson file")
+    check.add_argument("--world-size", type=int, help="number of data-parallel ranks, for the batch arithmetic")
+    commands.add_parser("schema", help="write the JSON Schema to standard output")
+    commands.add_parser("reference", help="write the reference page to standard output")
+    given = parser.parse_args(arguments)
+    if given.command == "check":
+        if given.world_size is not None and given.world_size < 1:
+            parser.error(f"--world-size must be at least 1, found {given.world_size}")
+        return _check(given.file, given.world_size, Console())
+    sys.stdout.write(schema_text() if given.command == "schema" else reference_text())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,176 @@
+"""``DeepSpeedConfig``: the object that programs build to read a configuration by upstream's attribute names."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from deepspeed.config.parsing import ParsedConfig, parse
+
+
+def _data_parallel_size(mpu: Any, mesh_device: Any) -> int:
+    """The number of data-parallel ranks that ``mpu``, a device mesh or else the environment tells."""
+    if mpu is not None:
+        return int(mpu.get_data_parallel_world_size())
+    if mesh_device is not None:
+        names = tuple(mesh_device.mesh_dim_names or ())
+        return int(mesh_device.size(names.index("data_parallel") if "data_parallel" in names else None))
+    return int(os.environ.get("WORLD_SIZE", "1") or 1)
+
+
+class DeepSpeedConfig:
+    """A checked configuration under the attribute names that programs read.
+
+    It holds nothing of its own: ``parsed`` is the whole of it, and each attribute is one key of ``parsed.root``.
+
+    Args:
+        config: A dict, a path to an Hjson file, or URL-safe base64 of JSON.
+        mpu: An object with ``get_data_parallel_world_size()``; decides the data-parallel size when given.
+        mesh_device: A device mesh, whose axis ``data_parallel`` decides it otherwise. Without both: ``WORLD_SIZE``.
+
+    Raises:
+        DeepSpeedConfigError: With every problem of the configuration.
+    """
+
+    def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
+        self.mpu = mpu
+        self.mesh_device = mesh_device
+        self.world_size = _data_parallel_size(mpu, mesh_device)
+        self.global_rank = int(os.environ.get("RANK", "0") or 0)
+        self.parsed: ParsedConfig = parse(config, dp_world_size=self.world_size)
+        assert self.parsed.batch is not None, "the number of ranks was given"
+        self._batch = self.parsed.batch
+        self._param_dict = self.parsed.raw
+
+    # What upstream calls otherwise than the key; every other attribute is the key itself (see __getattr__).
+
+    @property
+    def train_batch_size(self) -> int:
+        """Samples per optimizer step over all data-parallel ranks."""
+        return self._batch.train_batch_size
+
+    @property
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of one forward pass on one rank."""
+        return self._batch.micro_batch_size
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per optimizer step."""
+        return self._batch.accumulation_steps
+
+    @property
+    def zero_config(self) -> Any:
+        """The section ``zero_optimization``."""
+        return self.parsed.root.zero_optimization
+
+    @property
+    def zero_optimization_stage(self) -> int:
+        """The ZeRO stage."""
+        return self.parsed.root.zero_optimization.stage
+
+    @property
+    def zero_enabled(self) -> bool:
+        """Whether the stage is above 0."""
+        return self.zero_optimization_stage > 0
+
+    @property
+    def float16_config(self) -> Any:
+        """The section ``fp16``."""
+        return self.parsed.root.fp16
+
+    @property
+    def bfloat16_config(self) -> Any:
+        """The section ``bf16``."""
+        return self.parsed.root.bf16
+
+    @property
+    def fp16_enabled(self) -> bool:
+        """Whether the model trains in fp16."""
+        return self.parsed.root.fp16.enabled
+
+    @property
+    def bfloat16_enabled(self) -> bool:
+        """Whether the model trains in bf16."""
+        return self.parsed.root.bf16.enabled
+
+    @property
+    def fp16_auto_cast(self) -> bool:
+        """Whether inputs are cast to fp16."""
+        return self.parsed.root.fp16.auto_cast
+
+    @property
+    def loss_scale(self) -> float:
+        """The static loss scale, 0 when dynamic; 1 without fp16."""
+        return self.parsed.root.fp16.loss_scale if self.parsed.root.fp16.enabled else 1.0
+
+    @property
+    def initial_dynamic_scale(self) -> float:
+        """The value a dynamic loss scale starts at; 1 without fp16."""
+        return 2.0**self.parsed.root.fp16.initial_scale_power if self.parsed.root.fp16.enabled else 1.0
+
+    @property
+    def optimizer_name(self) -> str | None:
+        """The optimizer's name."""
+        section = self.parsed.root.optimizer
+        return section.type if section is not None else None
+
+    @property
+    def optimizer_params(self) -> dict[str, Any] | None:
+        """The optimizer's arguments as given."""
+        section = self.parsed.root.optimizer
+        return section.params if section is not None else None
+
+    @property
+    def scheduler_name(self) -> str | None:
+        """The schedule's name."""
+        section = self.parsed.root.scheduler
+        return section.type if section is not None else None
+
+    @property
+    def scheduler_params(self) -> dict[str, Any] | None:
+        """The schedule's arguments as given."""
+        section = self.parsed.root.scheduler
+        return section.params if section is not None else None
+
+    @property
+    def grad_accum_dtype(self) -> str | None:
+        """The type in which gradients are summed; None is fp32."""
+        return self.parsed.root.data_types.grad_accum_dtype
+
+    @property
+    def load_universal_checkpoint(self) -> bool:
+        """Whether checkpoints are loaded in the universal layout."""
+        return self.parsed.root.checkpoint.load_universal
+
+    @property
+    def use_node_local_storage(self) -> bool:
+        """Whether every node writes what it needs."""
+        return self.parsed.root.checkpoint.use_node_local_storage
+
+    @property
+    def checkpoint_tag_validation_enabled(self) -> bool:
+        """Whether tags are compared across ranks."""
+        return self.parsed.root.checkpoint.tag_validation != "Ignore"
+
+    @property
+    def checkpoint_tag_validation_fail(self) -> bool:
+        """Whether differing tags raise."""
+        return self.parsed.root.checkpoint.tag_validation == "Fail"
+
+    def __getattr__(self, name: str) -> Any:
+        """Any other key of the top level, or a section under upstream's name ``<section>_config``."""
+        parsed = self.__dict__.get("parsed")
+        if parsed is not None:
+            section = _SECTION_NAMES.get(name, name.removesuffix("_config"))
+            for candidate in (name, section):
+                if candidate in type(parsed.root).model_fields:
+                    return getattr(parsed.root, candidate)
+        raise AttributeError(f"the configuration has no key {name!r}")
+
+
+_SECTION_NAMES = {
+    "comms_config": "comms_logger",
+    "sparse_gradients_enabled": "sparse_gradients",
+    "zero_optimization_config": "zero_optimization",
+}

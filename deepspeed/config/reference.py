@@ -1,0 +1,212 @@
+"""Writes the reference page of the configuration from the declarations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from deepspeed.config.deprecated import OLD_KEYS, OldKey
+from deepspeed.config.describe import default_of, expectation, nested_in
+from deepspeed.config.findings import Path, dotted
+from deepspeed.config.section import Section, facts_of
+from deepspeed.config.sections.inference import Inference, RaggedInference
+from deepspeed.config.sections.optimizer import (
+    MISSING_OPTIMIZERS,
+    NOT_ELEMENTWISE,
+    OWN_OPTIMIZERS,
+    TORCH_OPTIMIZERS,
+    TorchAdamParams,
+    TorchAdamWParams,
+)
+from deepspeed.config.sections.root import Root
+from deepspeed.config.sections.scheduler import OWN_SCHEDULERS, TORCH_SCHEDULERS, UNUSABLE_SCHEDULERS
+from deepspeed.config.suggest import CONFUSIONS, WRAPPERS
+from deepspeed.config.unavailable import UNAVAILABLE
+
+HEAD = """\
+# Configuration reference
+
+Every key of a `ds_config`, generated from `deepspeed/config/sections` by `python -m deepspeed.config reference`.
+`docs/reference/ds_config.schema.json` is the same for editors; `python -m deepspeed.config check FILE` checks a file.
+
+## Reading
+
+- **Source**: a dict, the path of a file, or URL-safe base64 of JSON. A file is Hjson: JSON with comments (`#`, `//`,
+  `/* */`), trailing commas, unquoted keys and texts. A key that is there twice is refused.
+- **Unknown keys are refused**, at every level, all of them in one report with the nearest known key and the line. With
+  `DEEPSPEED_UNKNOWN_CONFIG_KEYS=warn` each is a warning instead. Keys that begin with `_` are comments. A top-level key
+  that spells a known path with dots (`"zero_optimization.stage"`) is let pass with one line and means nothing.
+- **Values**: a whole number may be written `5e8`, a number as text (`"500"`), a switch as true/false, 1/0, yes/no,
+  on/off, t/f, y/n in any case. Names of types: `fp32`, `fp16`, `bf16` and their longer forms.
+- **`"auto"`** is the default, and the log says what it became. In a batch key that nothing else determines it is
+  refused.
+- A null section is an absent one.
+- *No effect* marks keys that are accepted because files hold them, with the reason why nothing depends on them here; a
+  value other than the default gets one line in the log.
+
+## Batch sizes
+
+`train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data-parallel size`
+
+| Given | Derived |
+|---|---|
+| all three | nothing; the product is checked |
+| total, micro-batch | accumulation |
+| total, accumulation | micro-batch |
+| micro-batch, accumulation | total |
+| total | accumulation 1, micro-batch |
+| micro-batch | accumulation 1, total |
+| accumulation, or none | refused |
+"""
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _default(field: Any) -> str:
+    if field.is_required():
+        return "required"
+    value = default_of(field)
+    if isinstance(value, Section):
+        return "see below"
+    return f"`{json.dumps(value)}`"
+
+
+def _meaning(field: Any) -> str:
+    facts = facts_of(field)
+    parts = [facts.about]
+    if facts.null_means is not None:
+        parts.append(f"null: {facts.null_means}.")
+    if facts.min_stage:
+        parts.append(f"Stage {facts.min_stage} only.")
+    if facts.no_effect is not None:
+        parts.append(f"*No effect*: {facts.no_effect}.")
+    if facts.aliases:
+        parts.append(f"Also spelt {', '.join(f'`{alias}`' for alias in facts.aliases)}.")
+    if facts.since is not None:
+        parts.append(f"Since {facts.since}.")
+    if facts.removed is not None:
+        parts.append(f"Removed upstream in {facts.removed}.")
+    return " ".join(parts)
+
+
+def _table(model: type[Section]) -> Iterable[str]:
+    yield "| Key | Takes | Default | Unit | Meaning |"
+    yield "|---|---|---|---|---|"
+    for name, field in model.model_fields.items():
+        cells = (f"`{name}`", expectation(field), _default(field), facts_of(field).unit or "", _meaning(field))
+        yield f"| {' | '.join(_cell(cell) for cell in cells)} |"
+    yield ""
+
+
+def _section(model: type[Section], path: Path, level: int) -> Iterable[str]:
+    yield f"{'#' * level} `{dotted(path).replace('.[]', '[]')}`"
+    yield ""
+    yield " ".join((model.__doc__ or "").split())
+    yield ""
+    yield from _table(model)
+    yield from _inner(model, path, level)
+
+
+def _inner(model: type[Section], path: Path, level: int) -> Iterable[str]:
+    for name, field in model.model_fields.items():
+        nested = nested_in(field.annotation)
+        if nested is not None:
+            step = {"section": (), "list": ("[]",), "map": ("<name>",)}[nested.kind]
+            yield from _section(nested.model, (*path, name, *step), min(level + 1, 6))
+
+
+def _parameter_tables(title: str, models: Mapping[str, type[Section]]) -> Iterable[str]:
+    yield f"## {title}"
+    yield ""
+    done: dict[type[Section], str] = {}
+    for name, model in models.items():
+        if model in done:
+            continue
+        names = [each for each, other in models.items() if other is model]
+        done[model] = name
+        yield f"### {', '.join(f'`{each}`' for each in names)}"
+        yield ""
+        yield " ".join((model.__doc__ or "").split())
+        yield ""
+        yield from _table(model)
+
+
+def _two_columns(head: tuple[str, str], rows: Iterable[tuple[str, str]]) -> Iterable[str]:
+    yield f"| {head[0]} | {head[1]} |"
+    yield "|---|---|"
+    for left, right in rows:
+        yield f"| {_cell(left)} | {_cell(right)} |"
+    yield ""
+
+
+def _refused_names(title: str, reasons: Mapping[str, str]) -> Iterable[str]:
+    yield f"### {title}"
+    yield ""
+    yield from _two_columns(("Name", "Reason"), ((f"`{name}`", why) for name, why in reasons.items()))
+
+
+def _lines() -> Iterable[str]:
+    yield HEAD
+    yield "## Top level"
+    yield ""
+    yield from _table(Root)
+    yield from _inner(Root, (), 1)
+    torch_adam = {"Adam with torch_adam": TorchAdamParams, "AdamW with torch_adam": TorchAdamWParams}
+    yield from _parameter_tables("Parameters of optimizers", {**OWN_OPTIMIZERS, **torch_adam, **TORCH_OPTIMIZERS})
+    yield from _refused_names("Refused optimizers", {**MISSING_OPTIMIZERS, **NOT_ELEMENTWISE})
+    yield from _parameter_tables("Parameters of schedules", {**OWN_SCHEDULERS, **TORCH_SCHEDULERS})
+    yield from _refused_names("Refused schedules", UNUSABLE_SCHEDULERS)
+    yield "## Not there yet"
+    yield ""
+    yield "Switching one of these on is refused by name; the key may stand in the file switched off."
+    yield ""
+    yield from _two_columns(("Feature", "Key"), ((row.feature, f"`{row.key}`") for row in UNAVAILABLE))
+    yield "## Old names"
+    yield ""
+    yield "Each is translated, with one line in the log, and refused beside its present name."
+    yield ""
+    old = [
+        (f"`{dotted(entry.old)}`", ", ".join(f"`{dotted(new)}`" for new in entry.new), entry.about)
+        for entry in OLD_KEYS
+    ]
+    yield from _two_columns(("Old", "Now"), ((left, f"{right}. {about}") for left, right, about in old))
+    yield "`zero_optimization: true` is `{stage: 1}` and `false` is `{stage: 0}`;"
+    yield "a top-level `allgather_size` went with it."
+    yield ""
+    yield "## Known confusions"
+    yield ""
+    yield from _two_columns(("Written", "Meant"), ((f"`{left}`", f"`{right}`") for left, right in CONFUSIONS.items()))
+    yield f"{', '.join(f'`{name}`' for name in WRAPPERS)} are wrappers; what they hold belongs at the top level."
+    yield ""
+    yield "## Configuration of inference"
+    yield ""
+    yield "An object of its own, for `init_inference`, which does not exist yet."
+    yield ""
+    yield from _table(Inference)
+    yield from (
+        line for name in ("tensor_parallel", "moe", "quant", "checkpoint_config") for line in _named(Inference, name)
+    )
+    yield "## Configuration of ragged inference"
+    yield ""
+    yield from _table(RaggedInference)
+    for name in RaggedInference.model_fields:
+        yield from _named(RaggedInference, name)
+
+
+def _old_row(entry: OldKey) -> tuple[str, str]:
+    now = ", ".join(f"`{dotted(path)}`" for path in entry.new)
+    return f"`{dotted(entry.old)}`", f"{now}. {entry.about}"
+
+
+def _named(model: type[Section], name: str) -> Iterable[str]:
+    nested = nested_in(model.model_fields[name].annotation)
+    assert nested is not None
+    return _section(nested.model, (name,), 3)
+
+
+def reference_text() -> str:
+    """The text of ``docs/reference/config.md``."""
+    return "\n".join(_lines()).rstrip("\n") + "\n"

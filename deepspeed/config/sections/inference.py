@@ -1,0 +1,164 @@
+"""The configuration of ``init_inference``: an object of its own, not part of a training configuration."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
+
+from deepspeed.config.section import Section, key
+from deepspeed.config.sections.quantization import QuantType
+from deepspeed.config.sections.zero import ZeroOptimization
+from deepspeed.config.types import AnyCase, Bool, FilePath, Int, IntList, TextList, to_dtype
+
+
+def _to_inference_dtype(value: Any) -> Any:
+    name = str(value).strip().lower().removeprefix("torch.")
+    return "int8" if name == "int8" else to_dtype(value)
+
+
+class InferenceTp(Section):
+    """Tensor parallelism while generating."""
+
+    enabled: Bool = key(True, "Split the model.")
+    tp_size: Int = key(1, "Degree.", unit="ranks", above=0)
+    tp_grain_size: Int = key(64, "Granularity of uneven splits.", above=0)
+    mpu: Any = key(None, "Object that knows the groups; only from a program.")
+    tp_group: Any = key(None, "Process group; only from a program.")
+
+
+class InferenceMoe(Section):
+    """Mixture of experts."""
+
+    enabled: Bool = key(True, "The model has experts.")
+    ep_size: Int = key(1, "Expert-parallel degree.", unit="ranks", above=0)
+    num_experts: IntList = key(None, "Experts per layer.", factory=lambda: [1], above=0, aliases=("moe_experts",))
+    type: Annotated[Literal["standard", "residual"], AnyCase] = key("standard", "Kind of layer.")
+    ep_mp_group: Any = key(None, "Process group; only from a program.")
+    ep_group: Any = key(None, "Process group; only from a program.", aliases=("expert_group",))
+
+
+class QuantizedPart(Section):
+    """Quantization of activations."""
+
+    enabled: Bool = key(True, "Quantize.")
+    num_bits: Int = key(8, "Width.", unit="bits", above=0)
+    q_type: QuantType = key("symmetric", "Quantizer.")
+    q_groups: Int = key(1, "Number of groups.", above=0)
+
+
+class QuantizedWeights(QuantizedPart):
+    """Quantization of weights."""
+
+    quantized_initialization: dict[str, Any] = key(None, "Quantize while the model is built.", factory=dict)
+    post_init_quant: dict[str, Any] = key(None, "Quantize layers afterwards.", factory=dict)
+
+
+class QuantizedQkv(Section):
+    """Quantization of the attention projections."""
+
+    enabled: Bool = key(True, "Quantize.")
+
+
+class Quantization(Section):
+    """Quantized inference."""
+
+    enabled: Bool = key(True, "Quantize where dtype is int8.")
+    activation: QuantizedPart = key(None, "Activations.", factory=QuantizedPart)
+    weight: QuantizedWeights = key(None, "Weights.", factory=QuantizedWeights)
+    qkv: QuantizedQkv = key(None, "Attention projections.", factory=QuantizedQkv)
+
+
+class InferenceCheckpoint(Section):
+    """Where the weights lie."""
+
+    checkpoint_dir: FilePath = key(None, "Folder of the weights.")
+    save_mp_checkpoint_path: FilePath = key(None, "Folder for the split weights.")
+    base_dir: str = key("", "Folder that relative paths start from.")
+
+
+def _switch_as_moe(value: Any) -> Any:
+    return {"enabled": value} if isinstance(value, bool) else value
+
+
+class Inference(Section):
+    """The configuration of ``init_inference``."""
+
+    replace_with_kernel_inject: Bool = key(False, "Swap layers for fused ones.", aliases=("kernel_inject",))
+    dtype: Annotated[Literal["fp32", "fp16", "bf16", "int8"], BeforeValidator(_to_inference_dtype)] = key(
+        "fp16", "Type of the weights; all spellings of dtypes."
+    )
+    tensor_parallel: InferenceTp = key(None, "Tensor parallelism.", factory=InferenceTp, aliases=("tp",))
+    enable_cuda_graph: Bool = key(False, "Run through a CUDA graph.")
+    use_triton: Bool = key(False, "Triton kernels.")
+    triton_autotune: Bool = key(False, "Tune them.")
+    zero: ZeroOptimization = key(None, "ZeRO, as in training.", factory=ZeroOptimization)
+    triangular_masking: Bool = key(True, "Causal attention.", aliases=("tm",))
+    moe: Annotated[InferenceMoe, BeforeValidator(_switch_as_moe)] = key(
+        None, "Mixture of experts.", factory=InferenceMoe
+    )
+    keep_module_on_host: Bool = key(False, "Leave the model in host memory.")
+    quant: Quantization = key(None, "Quantization.", factory=Quantization)
+    checkpoint: str | dict[str, Any] | None = key(None, "Files to load.")
+    base_dir: str = key("", "Folder that relative paths start from.")
+    set_empty_params: Bool = key(False, "Build the model without weights.")
+    save_mp_checkpoint_path: FilePath = key(None, "Folder for the split weights.")
+    checkpoint_config: InferenceCheckpoint = key(
+        None, "Where the weights lie.", factory=InferenceCheckpoint, aliases=("ckpt_config",)
+    )
+    return_tuple: Bool = key(True, "Layers return tuples.")
+    training_mp_size: Int = key(1, "Model-parallel size of the training.", unit="ranks", above=0)
+    injection_policy: dict[Any, Any] | None = key(None, "Which layers are split, and how.", aliases=("injection_dict",))
+    injection_policy_tuple: TextList | None = key(None, "Names of row-parallel outputs.")
+    config: Any = key(None, "The model's configuration.", aliases=("args",))
+    max_out_tokens: Int = key(1024, "Length of the cache.", unit="tokens", above=0, aliases=("max_tokens",))
+    min_out_tokens: Int = key(1, "Least length of the cache.", unit="tokens", above=0, aliases=("min_tokens",))
+    transposed_mode: Bool = key(False, "Weights are stored transposed.")
+    replace_method: str = key("auto", "From early releases.", own_auto=True, no_effect="there is one method")
+    mp_size: Int | None = key(None, "Old name of tensor_parallel.tp_size.", unit="ranks", above=0)
+    mpu: Any = key(None, "Old name of tensor_parallel.mpu.")
+    ep_size: Int | None = key(None, "Old name of moe.ep_size.", unit="ranks", above=0)
+    ep_group: Any = key(None, "Old name of moe.ep_group.")
+    ep_mp_group: Any = key(None, "Old name of moe.ep_mp_group.")
+    moe_experts: IntList | None = key(None, "Old name of moe.num_experts.", above=0)
+    moe_type: Annotated[Literal["standard", "residual"] | None, AnyCase] = key(None, "Old name of moe.type.")
+
+
+class RaggedTp(Section):
+    """Tensor parallelism of the ragged engine."""
+
+    tp_size: Int = key(1, "Degree.", unit="ranks", above=0)
+
+
+class MemoryConfig(Section):
+    """How the cache gets its memory."""
+
+    mode: Annotated[Literal["reserve", "allocate"], AnyCase] = key(
+        "reserve", "Leave that much free, or take that much."
+    )
+    size: Int = key(1_000_000_000, "How much.", unit="bytes", above=0)
+
+
+class StateManager(Section):
+    """Limits of the ragged engine."""
+
+    max_tracked_sequences: Int = key(2048, "Sequences known.", unit="sequences", above=0)
+    max_ragged_batch_size: Int = key(768, "Tokens per pass.", unit="tokens", above=0)
+    max_ragged_sequence_count: Int = key(512, "Sequences per pass.", unit="sequences", above=0)
+    max_context: Int = key(8192, "Longest sequence.", unit="tokens", above=0)
+    memory_config: MemoryConfig = key(None, "Memory of the cache.", factory=MemoryConfig)
+    offload: Bool = key(False, "Cache in host memory.")
+
+
+class RaggedQuantization(Section):
+    """Quantization of the ragged engine."""
+
+    quantization_mode: Annotated[Literal["wf6af16"] | None, AnyCase] = key(None, "Kind.")
+
+
+class RaggedInference(Section):
+    """The configuration of the second-generation (ragged batching) inference engine."""
+
+    tensor_parallel: RaggedTp = key(None, "Tensor parallelism.", factory=RaggedTp, aliases=("tp",))
+    state_manager: StateManager = key(None, "Limits.", factory=StateManager, aliases=("manager",))
+    quantization: RaggedQuantization = key(None, "Quantization.", factory=RaggedQuantization)
