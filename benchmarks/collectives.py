@@ -1,0 +1,206 @@
+"""Times gloo's own collectives beside the send/receive forms that ``deepspeed.comm`` may use instead, on the CPU.
+
+Per size and number of ranks there is one flat bf16 buffer of that many bytes on each rank:
+
+- gather: ``all_gather_into_tensor``; tagged sends and receives straight into the slices of the output;
+- reduce-scatter: ``reduce_scatter_tensor``; ``all_reduce``, of which every rank keeps its slice; exchange of slices with
+  a local sum in rank order in fp32, at once and in cache-sized chunks while later slices arrive.
+
+The variants take turns, one round after the other, so that noise hits all alike. Run ``--help`` for the options.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+_CHUNK_NUMEL = 128 * 1024  # 256 KiB of bf16 and 512 KiB of fp32: fits a second-level cache
+
+
+def gather_native(full: Tensor, rank: int, world_size: int) -> None:
+    """``full`` [n] from everyone's slice; gloo gathers into buffers of its own and copies."""
+    numel = full.numel() // world_size
+    dist.all_gather_into_tensor(full, full[rank * numel : (rank + 1) * numel])
+
+
+def gather_tagged(full: Tensor, rank: int, world_size: int) -> None:
+    """``full`` [n] from everyone's slice, received in place."""
+    slices = full.chunk(world_size)
+    works = []
+    for distance in range(1, world_size):
+        source, target = (rank - distance) % world_size, (rank + distance) % world_size
+        works.append(dist.irecv(slices[source], source, tag=7))
+        works.append(dist.isend(slices[rank], target, tag=7))
+    for work in works:
+        assert work is not None
+        work.wait()
+
+
+def scatter_native(full: Tensor, rank: int, world_size: int) -> Tensor:
+    """Sum of everyone's slice number ``rank``, bf16."""
+    mine = torch.empty(full.numel() // world_size, dtype=full.dtype)
+    dist.reduce_scatter_tensor(mine, full)
+    return mine
+
+
+def scatter_all_reduce(full: Tensor, rank: int, world_size: int) -> Tensor:
+    """The same by summing everything everywhere."""
+    dist.all_reduce(full)
+    return full.chunk(world_size)[rank]
+
+
+def scatter_exchange(full: Tensor, rank: int, world_size: int) -> Tensor:
+    """The same by exchanging slices and adding them in rank order in fp32."""
+    slices = full.chunk(world_size)
+    arrived = {source: torch.empty_like(slices[0]) for source in range(world_size) if source != rank}
+    works = []
+    for distance in range(1, world_size):
+        source, target = (rank - distance) % world_size, (rank + distance) % world_size
+        works.append(dist.irecv(arrived[source], source, tag=8))
+        works.append(dist.isend(slices[target], target, tag=8))
+    for work in works:
+        assert work is not None
+        work.wait()
+    arrived[rank] = slices[rank]
+    total = arrived[0].float()
+    for source in range(1, world_size):
+        total += arrived[source]
+    return total.bfloat16()
+
+
+def scatter_exchange_chunked(full: Tensor, rank: int, world_size: int) -> Tensor:
+    """As :func:`scatter_exchange`, in pieces: a piece is added while it is in the cache and later ones arrive."""
+    slices = full.chunk(world_size)
+    arrived = {source: torch.empty_like(slices[0]) for source in range(world_size) if source != rank}
+    pieces = max(1, min(8, slices[0].numel() // _CHUNK_NUMEL))
+    bounds = [slices[0].numel() * index // pieces for index in range(pieces + 1)]
+    sends, receives = [], []
+    for index in range(pieces):
+        piece = slice(bounds[index], bounds[index + 1])
+        row = []
+        for distance in range(1, world_size):
+            source, target = (rank - distance) % world_size, (rank + distance) % world_size
+            row.append(dist.irecv(arrived[source][piece], source, tag=16 + index))
+            sends.append(dist.isend(slices[target][piece], target, tag=16 + index))
+        receives.append(row)
+    arrived[rank] = slices[rank]
+    result = torch.empty_like(slices[0])
+    scratch = torch.empty(_CHUNK_NUMEL)
+    for index, row in enumerate(receives):
+        for work in row:
+            assert work is not None
+            work.wait()
+        for start in range(bounds[index], bounds[index + 1], _CHUNK_NUMEL):
+            stop = min(start + _CHUNK_NUMEL, bounds[index + 1])
+            total = scratch[: stop - start].copy_(arrived[0][start:stop])
+            for source in range(1, world_size):
+                total += arrived[source][start:stop]
+            result[start:stop].copy_(total)
+    for work in sends:
+        assert work is not None
+        work.wait()
+    return result
+
+
+VARIANTS: dict[str, Callable[[Tensor, int, int], Tensor | None]] = {
+    "all_gather_into_tensor": gather_native,
+    "tagged send/recv": gather_tagged,
+    "reduce_scatter_tensor": scatter_native,
+    "all_reduce": scatter_all_reduce,
+    "exchange + fp32 sum": scatter_exchange,
+    "exchange + fp32 sum, chunked": scatter_exchange_chunked,
+}
+
+
+def _check(rank: int, world_size: int) -> None:
+    """Every variant must give the right answer before it is timed; small integers are exact in bf16."""
+    numel = 4 * world_size * 65536
+    for name, variant in VARIANTS.items():
+        full = torch.full((numel,), float(rank + 1), dtype=torch.bfloat16)
+        outcome = variant(full, rank, world_size)
+        if outcome is None:
+            wanted = torch.arange(1, world_size + 1).repeat_interleave(numel // world_size).bfloat16()
+            outcome = full
+        else:
+            wanted = torch.full((numel // world_size,), world_size * (world_size + 1) / 2, dtype=torch.bfloat16)
+        if not torch.equal(outcome, wanted):
+            raise RuntimeError(f"{name} gives a wrong result on rank {rank} of {world_size}")
+
+
+def _rank_main(rank: int, world_size: int, nbytes: int, rounds: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    warnings.filterwarnings(
+        "ignore", message=".*is deprecated", category=FutureWarning
+    )  # the old names are the baseline
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
+    _check(rank, world_size)
+    full = torch.zeros(nbytes // 2 // (64 * world_size) * 64 * world_size, dtype=torch.bfloat16)
+    seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    for index in range(rounds + 2):
+        for name, variant in VARIANTS.items():
+            dist.barrier()
+            start = time.perf_counter()
+            variant(full, rank, world_size)
+            mine = torch.tensor([time.perf_counter() - start])
+            dist.all_reduce(mine, op=dist.ReduceOp.MAX)
+            if index >= 2:  # the first two rounds open connections and touch memory
+                seconds[name].append(mine.item())
+    if rank == 0:
+        with open(f"{folder}/seconds.json", "w") as file:
+            json.dump(seconds, file)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(world_size: int, nbytes: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of every round of every variant, slowest rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank_main, (world_size, nbytes, rounds, folder), nprocs=world_size)
+        with open(f"{folder}/seconds.json") as file:
+            return json.load(file)
+
+
+def main() -> None:
+    """Prints one table (or JSON lines), a row per number of ranks and size."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--ranks", default="2,4", help="numbers of ranks, separated by commas (default 2,4)")
+    parser.add_argument("--megabytes", default="6,48", help="sizes of the flat bf16 buffer (default 6,48)")
+    parser.add_argument("--rounds", type=int, default=15, help="timed calls per variant (default 15)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per row instead of a table")
+    arguments = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    table = Table(title="median ms (quartiles), slowest rank", title_justify="left")
+    for column in ("", *VARIANTS):
+        table.add_column(column, justify="right")
+    for world_size in map(int, arguments.ranks.split(",")):
+        for megabytes in map(float, arguments.megabytes.split(",")):
+            seconds = measure(world_size, int(megabytes * 1e6), arguments.rounds)
+            if arguments.json:
+                row = {"ranks": world_size, "megabytes": megabytes, "seconds": seconds}
+                sys.stdout.write(json.dumps(row) + "\n")
+                continue
+            cells = []
+            for name in VARIANTS:
+                lower, middle, upper = (1e3 * value for value in statistics.quantiles(seconds[name], n=4))
+                cells.append(f"{middle:.1f} ({lower:.1f}-{upper:.1f})")
+            table.add_row(f"{world_size} ranks, {megabytes:g} MB", *cells)
+    if not arguments.json:
+        Console(width=max(Console().width, 150)).print(table)
+
+
+if __name__ == "__main__":
+    main()

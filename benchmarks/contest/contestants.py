@@ -1,0 +1,259 @@
+"""Who trains: each contestant turns a workload into one function, ``step(batch) -> loss``.
+
+All start from the same weights, see the same batches and use AdamW with the same settings, without clipping and
+accumulation. What differs in dtype is in the contestant's description. Needs torch only; `deepspeed` is imported by
+those that use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from contest.workloads import Batch, Workload
+
+Step = Callable[[Batch], float]
+ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One way of training.
+
+    Attributes:
+        name: How tables and the command line call it.
+        about: Dtypes and settings, one line.
+        build: Makes the step function inside the worker process.
+        peer: True if it runs in the environment of ``--peer-python``.
+    """
+
+    name: str
+    about: str
+    build: Callable[[Workload], Step]
+    peer: bool = False
+
+
+class _MasterUpdate:
+    """fp32 masters of a bf16 model with one fused AdamW over all of them: what a careful person writes by hand."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.params = list(module.parameters())
+        self.masters = [param.detach().float() for param in self.params]
+        self.gradients = [torch.empty_like(master) for master in self.masters]
+        for master, gradient in zip(self.masters, self.gradients, strict=True):
+            master.grad = gradient
+        self.optimizer = torch.optim.AdamW(self.masters, fused=True, **ADAMW)
+
+    def __call__(self) -> None:
+        gradients = [param.grad for param in self.params if param.grad is not None]
+        torch._foreach_copy_(self.gradients, gradients)
+        self.optimizer.step()
+        torch._foreach_copy_([param.detach() for param in self.params], self.masters)
+
+
+def _hand(workload: Workload) -> Step:
+    module = workload.build().bfloat16()
+    update = _MasterUpdate(module)
+
+    def step(batch: Batch) -> float:
+        loss = module(*batch)
+        loss.backward()
+        update()
+        module.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def _autocast(workload: Workload) -> Step:
+    module = workload.build()
+    optimizer = torch.optim.AdamW(module.parameters(), fused=True, **ADAMW)
+
+    def step(batch: Batch) -> float:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = module(*batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def _floor(workload: Workload) -> Step:
+    """Forward, backward and the update of this rank's share of the parameters; nothing is communicated.
+
+    The weights it computes with are wrong from the second step on, because only its own share moves; that costs the
+    same time.
+    """
+    module = workload.build().bfloat16()
+    params = list(module.parameters())
+    total = sum(param.numel() for param in params)
+    flat = torch.empty(total, dtype=torch.bfloat16)
+    gradients = torch.zeros_like(flat)
+    start = 0
+    for param in params:
+        stop = start + param.numel()
+        flat[start:stop].copy_(param.detach().flatten())
+        param.data = flat[start:stop].view(param.shape)
+        param.grad = gradients[start:stop].view(param.shape)
+        start = stop
+    own = slice(0, total // workload.world_size)
+    master = flat[own].float()
+    own_gradient = master.grad = torch.empty_like(master)
+    optimizer = torch.optim.AdamW([master], fused=True, **ADAMW)
+
+    def step(batch: Batch) -> float:
+        loss = module(*batch)
+        for param in params:
+            param.grad = None  # the first gradient is stored, not added
+        loss.backward()
+        start = 0
+        for param in params:
+            stop = start + param.numel()
+            assert param.grad is not None
+            gradients[start:stop].copy_(param.grad.flatten())
+            start = stop
+        own_gradient.copy_(gradients[own])
+        optimizer.step()
+        flat[own].copy_(master)
+        return loss.item()
+
+    return step
+
+
+def _ddp(workload: Workload) -> Step:
+    module = nn.parallel.DistributedDataParallel(workload.build(), gradient_as_bucket_view=True)
+    optimizer = torch.optim.AdamW(module.parameters(), fused=True, **ADAMW)
+
+    def step(batch: Batch) -> float:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = module(*batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def _ddp_bf16(workload: Workload) -> Step:
+    module = nn.parallel.DistributedDataParallel(workload.build().bfloat16(), gradient_as_bucket_view=True)
+    update = _MasterUpdate(module)
+
+    def step(batch: Batch) -> float:
+        loss = module(*batch)
+        loss.backward()
+        update()
+        module.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def _fsdp2(workload: Workload) -> Step:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    module = workload.build()
+    mesh = init_device_mesh("cpu", (workload.world_size,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    for block in module.blocks:  # type: ignore[union-attr]
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(module, mesh=mesh, mp_policy=policy)
+    optimizer = torch.optim.AdamW(module.parameters(), fused=True, **ADAMW)
+
+    def step(batch: Batch) -> float:
+        loss = module(*batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def engine_config(stage: int, micro_batch: int) -> dict[str, Any]:
+    """The ``ds_config`` of both packages: defaults, but no clipping, and stage 3 may not keep small tensors whole."""
+    zero: dict[str, Any] = {"stage": stage}
+    if stage == 3:
+        zero["stage3_param_persistence_threshold"] = 0
+    return {
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "bf16": {"enabled": True},
+        "gradient_clipping": 0.0,
+        "zero_optimization": zero,
+        "optimizer": {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},
+    }
+
+
+def _run_engine(module: nn.Module, config: dict[str, Any], optimizer: torch.optim.Optimizer | None) -> Step:
+    import deepspeed
+
+    engine, *_ = deepspeed.initialize(
+        model=module, model_parameters=list(module.parameters()), optimizer=optimizer, config=config
+    )
+
+    def step(batch: Batch) -> float:
+        loss: Tensor = engine(*batch)
+        engine.backward(loss)
+        engine.step()
+        return loss.item()
+
+    return step
+
+
+def _ours(stage: int) -> Callable[[Workload], Step]:
+    return lambda workload: _run_engine(workload.build(), engine_config(stage, workload.micro_batch), None)
+
+
+def _upstream(stage: int, *, own_optimizer: bool = False) -> Callable[[Workload], Step]:
+    """The published package with torch's fused AdamW, or with what it builds itself for "AdamW" (``own_optimizer``)."""
+
+    def build(workload: Workload) -> Step:
+        module = workload.build()
+        config = engine_config(stage, workload.micro_batch)
+        if own_optimizer:
+            return _run_engine(module, config, None)
+        del config["optimizer"]
+        config["zero_allow_untested_optimizer"] = True
+        return _run_engine(module, config, torch.optim.AdamW(module.parameters(), fused=True, **ADAMW))
+
+    return build
+
+
+CONTESTANTS = {
+    contestant.name: contestant
+    for contestant in (
+        Contestant("floor", "arithmetic alone: forward, backward, update of 1/ranks of the parameters", _floor),
+        Contestant("hand", "bf16 weights, fp32 masters, fused AdamW, no autocast, no communication", _hand),
+        Contestant("autocast", "fp32 weights, bf16 autocast, fused AdamW, no communication", _autocast),
+        Contestant("ddp", "DDP, fp32 weights and gradients, bf16 autocast, fused AdamW", _ddp),
+        Contestant("ddp-bf16", "DDP, bf16 weights and gradients, fp32 masters, fused AdamW", _ddp_bf16),
+        Contestant("fsdp2", "fully_shard per block and root, fp32 shards, bf16 compute and reduction", _fsdp2),
+        *(
+            Contestant(f"upstream-{s}", f"published deepspeed, ZeRO {s}, torch fused AdamW", _upstream(s), peer=True)
+            for s in range(4)
+        ),
+        *(
+            Contestant(
+                f"upstream-config-{s}",
+                f"published deepspeed, ZeRO {s}, the AdamW that its config builds",
+                _upstream(s, own_optimizer=True),
+                peer=True,
+            )
+            for s in range(4)
+        ),
+        *(Contestant(f"ours-{s}", f"this project, ZeRO {s}", _ours(s)) for s in range(4)),
+    )
+}
+
+
+def join_group(workload: Workload, rank: int, rendezvous: str) -> None:
+    """Opens the gloo group of one contestant by file rendezvous; every rank of the contestant must call it."""
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=workload.world_size)

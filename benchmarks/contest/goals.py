@@ -1,0 +1,110 @@
+"""Ratios between contestants, and the project's goals beside them. Pure arithmetic on :class:`contest.arena.Result`."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from contest.arena import Result
+
+IMPORT_SECONDS_AT_MOST = 0.3
+LOSS_TOLERANCE = 0.02  # relative; bf16 rounding and another order of sums, seen over ten steps: below 0.005
+_LOSS_STEPS = 10
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A wanted ratio of step times; ``at_most`` None is a ratio worth showing without a goal."""
+
+    ours: str
+    other: str
+    at_most: float | None
+
+
+def _pairs(ours: str, **at_most: float | None) -> tuple[Goal, ...]:
+    return tuple(Goal(ours, other.replace("_", "-"), value) for other, value in at_most.items())
+
+
+# "DDP" is judged in both forms: autocast over fp32 weights; bf16 weights with fp32 masters, the dtypes of our engine.
+GOALS: Mapping[str, tuple[Goal, ...]] = {
+    "gpt": (
+        *_pairs("ours-3", fsdp2=0.70, upstream_3=0.58, ddp=0.90, ddp_bf16=0.90, floor=None),
+        *_pairs("ours-2", upstream_2=0.70, ddp=0.95, ddp_bf16=0.95, floor=None),
+        *_pairs("ours-1", upstream_1=0.65, ddp=0.95, ddp_bf16=0.95, floor=None),
+        *_pairs("ours-0", upstream_0=0.75, ddp=0.95, ddp_bf16=0.95, floor=None),
+        *_pairs("fsdp2", ddp=None, ddp_bf16=None, floor=None),
+    ),
+    "thin": (
+        *_pairs("ours-3", fsdp2=0.58, upstream_3=0.38, hand=1.05),
+        *_pairs("ours-2", upstream_2=None, hand=None),
+        *_pairs("ours-1", upstream_1=None, hand=None),
+        *_pairs("ours-0", upstream_0=None, hand=None),
+        *_pairs("fsdp2", hand=None),
+    ),
+    "small": (
+        *_pairs("ours-3", fsdp2=1.00, upstream_3=None),
+        *_pairs("ours-2", ddp=1.15, ddp_bf16=1.15, upstream_2=None),
+        *_pairs("ours-1", ddp=1.15, ddp_bf16=1.15, upstream_1=None),
+        *_pairs("ours-0", ddp=None, ddp_bf16=None, upstream_0=None),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One measured pair.
+
+    Attributes:
+        goal: What was wanted.
+        ratio: Median step time of ours over the other's.
+        spread: Quartiles of the ratios of single rounds.
+        memory: Ratio of peak resident memory in steady training.
+        memory_above_import: The same without what importing torch costs.
+    """
+
+    goal: Goal
+    ratio: float
+    spread: tuple[float, float]
+    memory: float
+    memory_above_import: float
+
+    @property
+    def met(self) -> bool | None:
+        """None where there is no goal."""
+        return None if self.goal.at_most is None else self.ratio <= self.goal.at_most
+
+    @property
+    def words(self) -> str:
+        """ "met", or by how much of the other's step the goal was missed."""
+        if self.goal.at_most is None:
+            return ""
+        return "met" if self.met else f"missed by {self.ratio - self.goal.at_most:.2f}"
+
+
+def judge(workload: str, results: Mapping[str, Result]) -> list[Verdict]:
+    """Verdicts on the pairs of ``workload`` of which both took part to the end."""
+    verdicts = []
+    for goal in GOALS[workload]:
+        ours, other = results.get(goal.ours), results.get(goal.other)
+        if ours is None or other is None or ours.failure or other.failure:
+            continue
+        rounds = [statistics.median(a) / statistics.median(b) for a, b in zip(ours.rounds, other.rounds, strict=True)]
+        lower, _, upper = statistics.quantiles(rounds, n=4) if len(rounds) > 1 else (rounds[0],) * 3
+        above = [result.memory["steady_peak_mib"] - result.memory["imported_mib"] for result in (ours, other)]
+        verdicts.append(
+            Verdict(
+                goal=goal,
+                ratio=ours.median / other.median,
+                spread=(lower, upper),
+                memory=ours.memory["steady_peak_mib"] / other.memory["steady_peak_mib"],
+                memory_above_import=above[0] / above[1],
+            )
+        )
+    return verdicts
+
+
+def loss_distance(result: Result, reference: Result) -> float:
+    """Largest relative difference of the mean loss over the first ten steps."""
+    pairs = list(zip(result.losses, reference.losses, strict=False))[:_LOSS_STEPS]
+    return max(abs(a - b) / abs(b) for a, b in pairs)

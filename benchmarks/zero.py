@@ -1,0 +1,154 @@
+"""Times ZeRO 0-3 of this project beside DDP, FSDP2 and the published package, interleaved in one run, on the CPU.
+
+Run ``python benchmarks/zero.py --help``; ``benchmarks/README.md`` says what is measured and how to read it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from contest import report
+from contest.arena import Arena
+from contest.contestants import CONTESTANTS
+from contest.workloads import WORKLOADS
+from rich.console import Console
+
+_HERE = Path(__file__).resolve().parent
+_STAGES = range(4)
+_ENGINES = [*(f"upstream-{stage}" for stage in _STAGES), *(f"ours-{stage}" for stage in _STAGES)]
+DEFAULT_ENTRIES = {
+    "gpt": ["floor", "ddp", "ddp-bf16", "fsdp2", *_ENGINES],
+    "thin": ["hand", "autocast", "fsdp2", *_ENGINES],
+    "small": ["hand", "ddp", "ddp-bf16", "fsdp2", *_ENGINES],
+}
+_IMPORT_CODE = """
+import pathlib, sys, time, torch
+start = time.perf_counter()
+import deepspeed
+pathlib.Path(sys.argv[1]).write_text(str(time.perf_counter() - start))
+"""
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument(
+        "--workload",
+        action="append",
+        choices=[*WORKLOADS, "import"],
+        help="what to run; may be repeated; all by default",
+    )
+    parser.add_argument("--only", help=f"contestants, separated by commas; known: {', '.join(CONTESTANTS)}")
+    parser.add_argument(
+        "--peer-python", help="Python of an environment with the published deepspeed; without it no upstream-*"
+    )
+    parser.add_argument("--rounds", type=int, default=10, help="blocks per contestant (default 10)")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps per block (default 5)")
+    parser.add_argument("--warmup", type=int, default=6, help="steps before the first round (default 6)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument(
+        "--write-report", action="store_true", help="also write benchmarks/results/zero-DATE.md and .json"
+    )
+    parser.add_argument("--check", action="store_true", help="exit with code 1 if any goal is missed")
+    parser.add_argument(
+        "--profile", metavar="CONTESTANT", help="profile this one (rank 0, five steps) instead of timing"
+    )
+    arguments = parser.parse_args()
+    names = arguments.only.split(",") if arguments.only else []
+    names += [arguments.profile] if arguments.profile else []
+    if unknown := [name for name in names if name not in CONTESTANTS]:
+        parser.error(f"unknown contestant {', '.join(unknown)}; known: {', '.join(CONTESTANTS)}")
+    if not arguments.peer_python and any(CONTESTANTS[name].peer for name in names):
+        parser.error("upstream-* runs in its own environment: give its interpreter with --peer-python")
+    return arguments
+
+
+def measure_import(repeats: int = 5) -> report.ImportCost:
+    """Imports the package in fresh processes, one more time than counted (the first one warms the file cache)."""
+    seconds, printed = [], ""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(_HERE.parent)}
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(repeats + 1):
+            command = [sys.executable, "-c", _IMPORT_CODE, f"{folder}/seconds"]
+            done = subprocess.run(command, env=environment, capture_output=True, text=True)
+            if done.returncode:
+                raise RuntimeError(f"import deepspeed failed:\n{done.stderr}")
+            seconds.append(float(Path(folder, "seconds").read_text()))
+            printed += done.stdout + done.stderr
+    return report.ImportCost(seconds[1:], printed)
+
+
+def _entries(workload: str, arguments: argparse.Namespace) -> list[str]:
+    names = arguments.only.split(",") if arguments.only else DEFAULT_ENTRIES[workload]
+    return [name for name in names if arguments.peer_python or not CONTESTANTS[name].peer]
+
+
+def _profile(workload: str, arguments: argparse.Namespace, console: Console) -> None:
+    contestant = CONTESTANTS[arguments.profile]
+    with Arena(WORKLOADS[workload], [contestant], peer_python=arguments.peer_python, tell=console.log) as arena:
+        arena.play(rounds=1, steps=2, warmup=arguments.warmup)
+        if failure := arena.results[contestant.name].failure:
+            sys.exit(failure)
+        texts = arena.profile(contestant.name, 5)
+    sys.stdout.write(f"{texts['operators']}\n{texts['functions']}\n")
+
+
+def main() -> int:
+    """Runs what the command line asks for; the exit code says whether goals were met (with ``--check``)."""
+    arguments = _arguments()
+    progress = Console(stderr=True)
+    chosen = arguments.workload or [*WORKLOADS, "import"]
+    if arguments.profile:
+        for workload in chosen:
+            _profile(workload, arguments, progress)
+        return 0
+    facts = {"date": datetime.date.today().isoformat(), "hardware": report.hardware()}
+    imported = measure_import() if "import" in chosen else None
+    contests = []
+    for workload in (name for name in chosen if name in WORKLOADS):
+        entered = [CONTESTANTS[name] for name in _entries(workload, arguments)]
+        with (
+            progress.status(workload) as line,
+            Arena(
+                WORKLOADS[workload],
+                entered,
+                peer_python=arguments.peer_python,
+                tell=lambda text, line=line, workload=workload: line.update(f"{workload}: {text}"),  # type: ignore[misc]
+            ) as arena,
+        ):
+            arena.play(rounds=arguments.rounds, steps=arguments.steps, warmup=arguments.warmup)
+        contests.append(report.Contest(workload, arena.results))
+    versions = {"python": platform.python_version()}
+    for contest in contests:
+        for result in contest.results.values():
+            if result.versions:
+                versions["torch of peers" if CONTESTANTS[result.name].peer else "torch"] = result.versions["torch"]
+            if result.versions.get("deepspeed"):
+                versions["upstream" if CONTESTANTS[result.name].peer else "ours"] = result.versions["deepspeed"]
+    facts["versions"] = versions
+    facts["settings"] = report.settings(rounds=arguments.rounds, steps=arguments.steps, warmup=arguments.warmup)
+    console = Console(width=max(Console().width, 132))
+    if arguments.json:
+        sys.stdout.write(json.dumps(report.as_dict(contests, imported, facts)) + "\n")
+    else:
+        for contest in contests:
+            report.show(console, contest)
+        if imported is not None:
+            console.print(imported.words, style=None if imported.met else "red")
+    if arguments.write_report:
+        progress.print(f"wrote {report.write(_HERE / 'results', contests, imported, facts)}")
+    failed = any(result.failure for contest in contests for result in contest.results.values())
+    missed = any(verdict.met is False for contest in contests for verdict in contest.verdicts)
+    missed = missed or (imported is not None and not imported.met)
+    return 1 if failed or (arguments.check and missed) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
