@@ -176,8 +176,8 @@ def _is_dense(tensor: Tensor) -> bool:
 def _update_alone(kernel: Any, param: Tensor, grad: Tensor, states: list[Tensor]) -> None:
     """Updates one parameter of any layout and dtypes through contiguous 1-D views, copies where there is none."""
     targets = [param, *states]
-    flats = [target.detach().reshape(-1) for target in targets]
-    run_in_chunks(kernel, flats[0], grad.detach().reshape(-1), flats[1:])
+    flats = [target.detach().contiguous().view(-1) for target in targets]
+    run_in_chunks(kernel, flats[0], grad.detach().contiguous().view(-1), flats[1:])
     for target, flat in zip(targets, flats, strict=True):
         if not target.is_contiguous():
             target.copy_(flat.view(target.shape))

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from deepspeed.ops.base import ElementwiseOptimizer
+from deepspeed.ops.adam.base import AdamOptimizer
 from deepspeed.ops.checks import check_hyperparameters
-from deepspeed.ops.rules import AdamRule, Rule
 
 
-class DeepSpeedCPUAdam(ElementwiseOptimizer):
+class DeepSpeedCPUAdam(AdamOptimizer):
     """Adam or AdamW with fp32 state, for offloaded parameters (it works on any device).
 
     Args:
@@ -55,14 +54,6 @@ class DeepSpeedCPUAdam(ElementwiseOptimizer):
             "bias_correction": bias_correction,
         }
         super().__init__(model_params, defaults)
-
-    def _kept_attributes(self) -> tuple[str, ...]:
-        return (*super()._kept_attributes(), "adam_w_mode")
-
-    @property
-    def rule(self) -> Rule:
-        """Adam's arithmetic with this optimizer's kind of weight decay."""
-        return AdamRule(decoupled=bool(self.adam_w_mode))
 
     @torch.no_grad()
     def step_subgroup(self, subgroup_id: int, closure: Callable[[], Any] | None = None) -> Any:

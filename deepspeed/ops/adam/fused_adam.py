@@ -7,12 +7,11 @@ from typing import Any
 
 from torch.optim.optimizer import ParamsT
 
-from deepspeed.ops.base import ElementwiseOptimizer
+from deepspeed.ops.adam.base import AdamOptimizer
 from deepspeed.ops.checks import check_hyperparameters
-from deepspeed.ops.rules import AdamRule, Rule
 
 
-class FusedAdam(ElementwiseOptimizer):
+class FusedAdam(AdamOptimizer):
     """Adam or AdamW, one kernel per list of parameters, on any device for which torch has the kernel.
 
     State (``exp_avg``, ``exp_avg_sq``, ``step``) has the names and meaning of ``torch.optim.AdamW``, so that state
@@ -58,12 +57,7 @@ class FusedAdam(ElementwiseOptimizer):
         super().__init__(params, defaults)
 
     def _kept_attributes(self) -> tuple[str, ...]:
-        return (*super()._kept_attributes(), "adam_w_mode", "set_grad_none")
-
-    @property
-    def rule(self) -> Rule:
-        """Adam's arithmetic with this optimizer's kind of weight decay."""
-        return AdamRule(decoupled=bool(self.adam_w_mode))
+        return (*super()._kept_attributes(), "set_grad_none")
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clears gradients; None does what ``set_grad_none`` said at construction."""

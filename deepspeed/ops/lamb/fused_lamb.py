@@ -212,7 +212,7 @@ class _Update:
         """Updates the moments; returns 2 x num_tensors fp64: the squared norms of weights and directions."""
         beta1, beta2 = self.group["betas"]
         squares = torch.zeros(2, self.block_map.num_blocks, dtype=torch.float64, device=self.param.device)
-        grad = self.grad.reshape(-1)
+        grad = self.grad.contiguous().view(-1)
         if self.group.get("maximize", False):
             grad = -grad
         for start, weight, exp_avg, exp_avg_sq in self._pieces():
@@ -229,7 +229,7 @@ class _Update:
         factors = self.block_map.spread(ratios.to(self.param.device, torch.float32), fill=0.0)
         lr = self.group["lr"]
         lr = lr.item() if isinstance(lr, Tensor) else lr
-        flat = self.param.reshape(-1)
+        flat = self.param.contiguous().view(-1)
         for start, weight, exp_avg, exp_avg_sq in self._pieces(flat):
             direction = self._direction(weight, exp_avg, exp_avg_sq)
             multiply_blocks(direction, factors[start // BLOCK_NUMEL :])
@@ -241,7 +241,7 @@ class _Update:
 
     def _pieces(self, flat: Tensor | None = None) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
         """Start, weights in the dtype of the state, and moments of each cache-sized piece."""
-        flat = self.param.reshape(-1) if flat is None else flat
+        flat = self.param.contiguous().view(-1) if flat is None else flat
         exp_avg, exp_avg_sq = (self.state[name].view(-1) for name in ("exp_avg", "exp_avg_sq"))
         chunk = default_chunk_numel(self.param.device)
         for start in range(0, flat.numel(), chunk):
