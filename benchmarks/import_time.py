@@ -1,0 +1,48 @@
+"""What `import deepspeed` costs over `import torch`: median of fresh processes, warm file cache.
+
+    python benchmarks/import_time.py [--repeats 5]
+
+Prints both medians and the difference; exits with 1 if the difference is above the goal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+
+GOAL = 0.3
+
+MEASURE = """
+import time
+start = time.perf_counter()
+import torch
+middle = time.perf_counter()
+import deepspeed
+end = time.perf_counter()
+print(middle - start, end - middle)
+"""
+
+
+def measure() -> tuple[float, float]:
+    """One fresh process: seconds for torch, seconds for deepspeed after it."""
+    done = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, check=True)
+    torch_seconds, own_seconds = done.stdout.split()
+    return float(torch_seconds), float(own_seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = parser.parse_args()
+    measure()  # fills the file cache
+    runs = [measure() for _ in range(arguments.repeats)]
+    torch_median, own_median = (statistics.median(column) for column in zip(*runs, strict=True))
+    print(f"import torch                 {torch_median:.3f} s")
+    print(f"import deepspeed after it    {own_median:.3f} s   (goal: at most {GOAL} s)")
+    sys.exit(own_median > GOAL)
+
+
+if __name__ == "__main__":
+    main()

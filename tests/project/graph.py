@@ -1,0 +1,136 @@
+"""The import graph of the package, read from the sources without importing anything."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "deepspeed"
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import of a module by a module of the package.
+
+    Attributes:
+        importer: Dotted name of the module with the statement.
+        imported: Dotted name of the module it imports.
+        line: Line of the statement.
+        eager: The statement runs when ``importer`` is imported (not inside a function).
+    """
+
+    importer: str
+    imported: str
+    line: int
+    eager: bool
+
+    def __str__(self) -> str:
+        return f"{path_of(self.importer).relative_to(ROOT)}:{self.line} imports {self.imported}"
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Dotted name -> file, for every module of the package."""
+    found: dict[str, Path] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def path_of(module: str) -> Path:
+    return modules()[module]
+
+
+@cache
+def tree_of(module: str) -> ast.Module:
+    return ast.parse(path_of(module).read_text(encoding="utf-8"))
+
+
+@cache
+def imports() -> tuple[Import, ...]:
+    """All imports in the package, of any module; those only for type checkers are left out."""
+    return tuple(entry for module in modules() for entry in _imports_of(module))
+
+
+def _imports_of(module: str) -> Iterator[Import]:
+    for node, eager in _statements(tree_of(module).body, True):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(module, alias.name, node.lineno, eager)
+        elif isinstance(node, ast.ImportFrom):
+            base = _base(module, node)
+            for alias in node.names:
+                full = f"{base}.{alias.name}"
+                is_module = full in modules() or full == "torch.distributed"
+                yield Import(module, full if is_module else base, node.lineno, eager)
+
+
+def _base(module: str, node: ast.ImportFrom) -> str:
+    if not node.level:
+        return node.module or ""
+    is_package = path_of(module).name == "__init__.py"
+    parts = module.split(".")
+    parts = parts[: len(parts) - node.level + is_package]
+    return ".".join(parts + ([node.module] if node.module else []))
+
+
+def _statements(body: list[ast.stmt], eager: bool) -> Iterator[tuple[ast.stmt, bool]]:
+    for node in body:
+        yield node, eager
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            yield from _statements(node.orelse, eager)
+            continue
+        inside = eager and not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for name in ("body", "orelse", "finalbody"):
+            yield from _statements(getattr(node, name, []), inside)
+        for part in [*getattr(node, "handlers", []), *getattr(node, "cases", [])]:
+            yield from _statements(part.body, inside)
+
+
+def eager_edges() -> dict[str, set[str]]:
+    """Module -> modules of the package that importing it imports, packages on the way included."""
+    edges: dict[str, set[str]] = {module: set() for module in modules()}
+    for entry in imports():
+        if not entry.eager or entry.imported not in modules():
+            continue
+        edges[entry.importer].add(entry.imported)
+        # `import a.b.c` also runs the __init__ of a and a.b, unless the importer lives in them (the root never counts).
+        parts = entry.imported.split(".")
+        for length in range(2, len(parts)):
+            package = ".".join(parts[:length])
+            if not (entry.importer + ".").startswith(package + "."):
+                edges[entry.importer].add(package)
+    return edges
+
+
+def cycles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """The knots of the graph: sets of modules each of which imports, in the end, all of the set (Tarjan 1972)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    knots: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for other in sorted(edges[node]):
+            if other not in index:
+                visit(other)
+                low[node] = min(low[node], low[other])
+            elif other in stack:
+                low[node] = min(low[node], index[other])
+        if low[node] == index[node]:
+            knot = stack[stack.index(node) :]
+            del stack[stack.index(node) :]
+            if len(knot) > 1 or node in edges[node]:
+                knots.append(sorted(knot))
+
+    for node in edges:
+        if node not in index:
+            visit(node)
+    return knots

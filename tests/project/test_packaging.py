@@ -1,0 +1,114 @@
+"""The distribution: a pure-Python wheel that installs from a folder of wheels into an empty environment."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+import deepspeed
+from tests.project.graph import PACKAGE, ROOT
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    tomllib = None
+
+COMMANDS = [
+    "deepspeed",
+    "deepspeed.pt",
+    "ds",
+    "ds_report",
+    "dsr",
+    "ds_ssh",
+    "ds_bench",
+    "ds_io",
+    "ds_nvme_tune",
+    "ds_elastic",
+]
+SOURCES_TO_COMPILE = {".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".so", ".pyx", ".pyd", ".dll", ".hip"}
+
+
+def test_torch_is_pinned_exactly_and_bounded_only_from_below():
+    pins = (ROOT / "constraints.txt").read_text().splitlines()
+    assert [line for line in pins if line.startswith("torch")] == ["torch==2.13.0"]
+    if tomllib is None:
+        pytest.skip("reading pyproject.toml needs the tomllib of Python 3.11")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert [line for line in project["dependencies"] if line.startswith("torch")] == ["torch>=2.11"]
+    assert sorted(project["scripts"]) == sorted(COMMANDS)
+    assert all("<" not in line for line in project["dependencies"])
+
+
+def test_nothing_needs_a_compiler():
+    found = [path for path in PACKAGE.rglob("*") if path.suffix in SOURCES_TO_COMPILE]
+    assert not found
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """Built from a copy, so that no build folder appears in the checkout."""
+    copy = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, copy)
+    shutil.copytree(PACKAGE, copy / "deepspeed", ignore=shutil.ignore_patterns("__pycache__"))
+    target = tmp_path_factory.mktemp("wheels")
+    _run([sys.executable, "-m", "pip", "wheel", "--no-deps", "-w", str(target), str(copy)])
+    (built,) = target.iterdir()
+    return built
+
+
+@pytest.mark.slow
+def test_the_wheel_is_pure_python(wheel):
+    assert wheel.name == f"deepspeed-{deepspeed.__version__}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        metadata = Parser().parsestr(archive.read(_only(names, "METADATA")).decode())
+        entry_points = archive.read(_only(names, "entry_points.txt")).decode()
+    assert (metadata["Name"], metadata["Version"]) == ("deepspeed", "1.0.0")
+    assert {name.split("/")[0] for name in names} == {"deepspeed", "deepspeed-1.0.0.dist-info"}
+    assert not [name for name in names if Path(name).suffix in SOURCES_TO_COMPILE]
+    packed = {name for name in names if name.startswith("deepspeed/") and name.endswith(".py")}
+    assert packed == {str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*.py")}
+    assert all(f"{command} = " in entry_points for command in COMMANDS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_wheel_installs_without_an_index(wheel, tmp_path):
+    """Downloads the dependencies into a folder, then installs from that folder alone."""
+    folder = tmp_path / "wheels"
+    download = [sys.executable, "-m", "pip", "download", "-q", "-d", str(folder), "-c", str(ROOT / "constraints.txt")]
+    done = subprocess.run([*download, "--only-binary=:all:", str(wheel)], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"the dependencies cannot be downloaded here: {done.stderr.strip().splitlines()[-1]}")
+    environment = tmp_path / "environment"
+    venv.create(environment, with_pip=True)
+    python = environment / "bin" / "python"
+    isolated = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON"))}
+    isolated["PIP_CONFIG_FILE"] = os.devnull
+    _run([str(python), "-m", "pip", "install", "-q", "--no-index", "--find-links", str(folder), "deepspeed"], isolated)
+    shown = _run([str(python), "-c", "import deepspeed; print(deepspeed.__version__, deepspeed.__file__)"], isolated)
+    assert shown.startswith("1.0.0 " + str(environment))
+    for command in COMMANDS:
+        assert (environment / "bin" / command).exists(), command
+    assert "usage" in _run([str(environment / "bin" / "deepspeed"), "--help"], isolated).lower()
+    assert "torch" in _run([str(environment / "bin" / "ds_report")], isolated)
+
+
+def _only(names: list[str], ending: str) -> str:
+    (found,) = [name for name in names if name.endswith(ending)]
+    return found
+
+
+def _run(command: list[str], environ: dict[str, str] | None = None) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, cwd=os.sep, timeout=900)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
