@@ -17,7 +17,7 @@ BINARY = {".png", ".jpg", ".gif", ".pt", ".safetensors", ".bin"}
 
 # Each pattern is spelt so that this file does not contain what it looks for.
 MACHINE = {
-    "a path of the machine it was written on": r"/wor[k]/(main|shared|notes)|/op[t]/pypi|/op[t]/wheels|/hom[e]/\w+/|/User[s]/",
+    "a path of the machine it was written on": r"/wor[k]/(main|shared|notes)|/op[t]/(pypi|whe)|/hom[e]/\w+/|/User[s]/",
     "the address of a package registry": r"index-ur[l]\s*[= ]|pypi\.or[g]/simple|files\.pythonhoste[d]|artifactor[y]",
 }
 
