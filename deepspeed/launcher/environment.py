@@ -1,0 +1,135 @@
+"""What each rank finds in its environment."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepspeed.launcher.resources import LauncherError
+
+DEFAULT_PORT = 29500
+
+
+@dataclass(frozen=True)
+class World:
+    """Where the ranks of this machine stand among all ranks.
+
+    Attributes:
+        first_rank: Global rank of this machine's local rank 0.
+        local_size: Ranks on this machine.
+        world_size: Ranks in all.
+        node_rank: Index of this machine.
+        num_nodes: Machines in all.
+        master_addr: Where rank 0 is reached.
+        master_port: Its port.
+    """
+
+    first_rank: int
+    local_size: int
+    world_size: int
+    node_rank: int
+    num_nodes: int
+    master_addr: str
+    master_port: int
+
+    def variables(self, local_rank: int) -> dict[str, str]:
+        """The variables that tell one rank its place."""
+        return {
+            "RANK": str(self.first_rank + local_rank),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_SIZE": str(self.local_size),
+            "CROSS_RANK": str(self.node_rank),
+            "CROSS_SIZE": str(self.num_nodes),
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": str(self.master_port),
+        }
+
+
+def read_environment_files(name: str) -> dict[str, str]:
+    """Reads ``KEY=value`` lines of the file ``name`` in the home and the current directory (which wins).
+
+    Raises:
+        LauncherError: A line is neither blank, a ``#`` comment nor ``KEY=value``.
+    """
+    found: dict[str, str] = {}
+    for folder in dict.fromkeys((Path.home(), Path.cwd())):
+        path = folder / name
+        if not path.is_file():
+            continue
+        for number, raw in enumerate(path.read_text().splitlines(), 1):
+            line = raw.strip()
+            if not line or line.startswith("#"):
+                continue
+            key, equals, value = line.partition("=")
+            if not equals or not key.strip():
+                raise LauncherError(f"{path}, line {number}: expected KEY=value, found {line!r}")
+            found[key.strip()] = value.strip()
+    return found
+
+
+def choose_port(address: str, requested: int | None) -> int:
+    """The port for the ranks' meeting point on this machine.
+
+    Args:
+        address: Where rank 0 will listen.
+        requested: The user's choice; None means the default, or a free one if the default is taken.
+
+    Raises:
+        LauncherError: The user's choice is taken.
+    """
+    if not _is_local(address):
+        return requested or DEFAULT_PORT
+    if requested is not None:
+        if not _is_free(requested):
+            raise LauncherError(
+                f"--master_port {requested}: the port is taken on this machine (or not permitted); "
+                "choose another one, or leave the option out to get a free one"
+            )
+        return requested
+    return DEFAULT_PORT if _is_free(DEFAULT_PORT) else _free_port()
+
+
+def _is_local(address: str) -> bool:
+    return address in ("localhost", "127.0.0.1", "::1", socket.gethostname())
+
+
+def _is_free(port: int) -> bool:
+    for family, anywhere in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                probe.bind((anywhere, port))
+        except OSError as error:
+            if family == socket.AF_INET or error.errno == errno.EADDRINUSE:
+                return False
+            # Any other error of the second family: this machine has no IPv6.
+    return True
+
+
+def _free_port() -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def threads_per_rank(environment: Mapping[str, str], cores: int, ranks: int) -> dict[str, str]:
+    """``OMP_NUM_THREADS`` for ranks that share the processors, unless the user has set it."""
+    if "OMP_NUM_THREADS" in environment:
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, cores // ranks))}
+
+
+def screen_width(label: int) -> dict[str, str]:
+    """``COLUMNS`` for ranks whose output passes through our pipe, so that progress bars fit beside the label."""
+    for descriptor in (2, 1):
+        if os.isatty(descriptor):
+            columns = os.get_terminal_size(descriptor).columns
+            return {"COLUMNS": str(max(20, columns - label))} if columns else {}
+    return {}

@@ -1,0 +1,266 @@
+"""Who failed first, why, and what of the others' error output is worth showing.
+
+When one rank fails, its peers fail a moment later because it is gone, and their tracebacks are longer and louder than
+the cause. So a traceback is held back until it is known whether its rank dies of it and whether another one died
+before: the first is then shown whole, the others in one line each.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from deepspeed.launcher.screen import RankStream, Screen
+
+# A traceback whose rank lives on this long was only logged, and is shown after all.
+HOLD_SECONDS = 3.0
+# What identifies the start of a report by Python, faulthandler or the C++ runtime.
+_REPORT_START = re.compile(
+    rb"Traceback \(most recent call last\):|Fatal Python error:|terminate called|"
+    rb"^(\[rank\d+\]:)?\s{2}File \".*\", line \d+"
+)
+# torch prefixes each line of a traceback with the rank once its process group exists.
+_TORCH_LABEL = re.compile(rb"^\[rank\d+\]:\s?")
+_FRAME = re.compile(rb"^\s*File \"(?P<file>.*)\", line (?P<line>\d+)(, in (?P<function>.*))?")
+_EXCEPTION = re.compile(rb"^[A-Za-z_][\w.]*(:|$)")
+# Errors that a rank gets because another one is gone.
+_LOST_PEER = re.compile(
+    rb"Connection (closed|reset) by peer|Broken pipe|Connection refused|CommunicationError|DistNetworkError|"
+    rb"DistStoreError|DistBackendError|remote process exited|NCCL communicator was aborted|KeyboardInterrupt|recvBytes|"
+    rb"recvValue|Socket Timeout|Timed out waiting|gloo.*[Tt]imeout",
+)
+_KEPT_LINES = 400
+# A traceback older than this at the end of its rank was survived, and is not the reason.
+_FRESH_SECONDS = 30.0
+
+
+class ErrorStream(RankStream):
+    """The stderr of one rank, with tracebacks held back until somebody decides.
+
+    Attributes:
+        report_time: When the newest traceback started (monotonic seconds); None if there was none.
+    """
+
+    def __init__(self, rank: int, label: bytes, screen: Screen) -> None:
+        super().__init__(rank, 2, label, screen)
+        self.report_time: float | None = None
+        self._tail: deque[bytes] = deque(maxlen=_KEPT_LINES)
+        self._held: list[bytes] | None = None
+        self._hold_for_good = False
+
+    @property
+    def is_reporting(self) -> bool:
+        """Whether a traceback is being held."""
+        return self._held is not None
+
+    def emit(self, text: bytes) -> None:
+        """Shows a line, or holds it."""
+        self._tail.append(text)
+        if _REPORT_START.search(text):
+            if self._held is None:
+                self.report_time = time.monotonic()
+                self._held = []
+            elif b"Traceback" in text and not _is_chained(self._held):
+                self.report_time = time.monotonic()
+        if self._held is None:
+            super().emit(text)
+        else:
+            self._held.append(text)
+
+    def emit_partial(self, text: bytes) -> None:
+        """Shows an unfinished line unless lines before it are held."""
+        if self._held is None:
+            super().emit_partial(text)
+
+    def tick(self, now: float) -> None:
+        """Shows what was held too long: the rank has survived it."""
+        super().tick(now)
+        if self._held is not None and not self._hold_for_good and self.report_time is not None:
+            if now - self.report_time > HOLD_SECONDS:
+                self.release()
+
+    def release(self) -> None:
+        """Shows everything held, and from now on every line at once."""
+        held, self._held, self._hold_for_good = self._held or [], None, False
+        for text in held:
+            super().emit(text)
+
+    def hold(self) -> None:
+        """Holds everything from now on until :meth:`release` or :meth:`shorten`: another rank has failed."""
+        self._held = self._held or []
+        self._hold_for_good = True
+
+    def shorten(self, reason: str) -> None:
+        """Shows held lines, with a traceback reduced to its exception, its place and ``reason``."""
+        held, self._held, self._hold_for_good = self._held or [], None, False
+        start = next((number for number, text in enumerate(held) if _REPORT_START.search(text)), len(held))
+        for text in held[:start]:
+            super().emit(text)
+        if report := held[start:]:
+            what = describe(report) or Report(report[-1], None)
+            place = f"at {what.place}; " if what.place else ""
+            note = f" ({place}{reason}; {len(report)} lines shortened to this one)"
+            super().emit(what.exception + note.encode())
+
+    def report(self) -> Report | None:
+        """The newest traceback among the last lines; None if there is none."""
+        return describe(list(self._tail))
+
+    def last_line(self) -> bytes:
+        """The last line that is not blank."""
+        return next((text for text in reversed(self._tail) if text.strip()), b"")
+
+
+def _is_chained(held: list[bytes]) -> bool:
+    """Whether a traceback that starts now continues the one held ("During handling of the above exception ...")."""
+    above = b" ".join(held[-4:])
+    return b"During handling of" in above or b"The above exception was" in above
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a traceback says.
+
+    Attributes:
+        exception: Its exception line, such as ``b"ValueError: no"``.
+        place: File, line and function of its innermost frame.
+    """
+
+    exception: bytes
+    place: str | None
+
+
+def describe(lines: list[bytes]) -> Report | None:
+    """The last exception in ``lines`` and where it was raised.
+
+    The exception is the first line after the frames that is not indented; more lines of the same message may follow.
+    """
+    exception: bytes | None = None
+    place: str | None = None
+    inside = False
+    frame: str | None = None
+    for raw in lines:
+        text = _TORCH_LABEL.sub(b"", raw)
+        if b"Traceback (most recent call last):" in text:
+            inside, frame = True, None
+        elif match := _FRAME.match(text):
+            where = f"{os.path.basename(match['file'].decode(errors='replace'))}:{int(match['line'])}"
+            function = match["function"]
+            frame = f"{where} in {function.decode(errors='replace')}" if function else where
+            inside = True
+        elif text.startswith(b"Fatal Python error:") or text.startswith(b"terminate called"):
+            exception, place = text.strip(), None
+        elif inside and text[:1].strip() and _EXCEPTION.match(text):
+            exception, place, inside = text.strip(), frame, False
+    return None if exception is None else Report(exception, place)
+
+
+@dataclass
+class RankState:
+    """What is known of one rank.
+
+    Attributes:
+        rank: Global rank.
+        errors: Its stderr.
+        pid: Process id; None before it was started.
+        status: As from ``subprocess``: exit code, or minus a signal's number; None while it runs.
+        ended: When it ended (monotonic seconds).
+        refusal: Why it could not be started.
+    """
+
+    rank: int
+    errors: ErrorStream = field(repr=False)
+    pid: int | None = None
+    status: int | None = None
+    ended: float = 0.0
+    refusal: str | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it ended badly or could not be started."""
+        return self.refusal is not None or (self.status is not None and self.status != 0)
+
+    @property
+    def report(self) -> Report | None:
+        """The traceback that it died of."""
+        started = self.errors.report_time
+        return self.errors.report() if started is not None and self.ended - started < _FRESH_SECONDS else None
+
+    @property
+    def failure_time(self) -> float:
+        """When it failed: its traceback starts before the end of its process, sometimes seconds before."""
+        started = self.errors.report_time
+        return self.ended if started is None or self.report is None else min(started, self.ended)
+
+    @property
+    def lost_a_peer(self) -> bool:
+        """Whether its error looks like the consequence of another rank's end."""
+        report = self.report
+        return report is not None and _LOST_PEER.search(report.exception) is not None
+
+    @property
+    def exit_code(self) -> int:
+        """The code that a shell would show: 128 + n for signal n."""
+        if self.refusal is not None:
+            return 127
+        status = self.status or 0
+        return status if status >= 0 else 128 - status
+
+    def cause(self) -> str:
+        """Why it failed, in one line."""
+        if self.refusal is not None:
+            return f"could not be started: {self.refusal}"
+        report = self.report
+        if self.status is not None and self.status < 0:
+            text = f"ended by {signal_cause(-self.status)}"
+            return f"{text} [{report.exception.decode(errors='replace')}]" if report else text
+        if report:
+            place = f" ({report.place})" if report.place else ""
+            return report.exception.decode(errors="replace") + place
+        last = self.errors.last_line().decode(errors="replace").strip()
+        return f"exited without a traceback; its last error line: {last}" if last else "exited without an error message"
+
+
+def first_failure(failed: list[RankState]) -> RankState:
+    """The rank to blame: the earliest, but one that only lost a peer yields to one that did not."""
+    return min(failed, key=lambda state: (state.lost_a_peer, state.failure_time))
+
+
+_SIGNAL_CAUSES = {
+    signal.SIGKILL: "killed from outside; usually the system ran out of memory (see dmesg, or the container's limit)",
+    signal.SIGSEGV: "segmentation fault in native code; PYTHONFAULTHANDLER=1 shows the Python line it came from",
+    signal.SIGABRT: "native code gave up; its reason is in the lines above",
+    signal.SIGILL: "illegal instruction: a library was built for a newer processor",
+    signal.SIGFPE: "arithmetic error in native code",
+    signal.SIGTERM: "terminated from outside, by a scheduler, an administrator or another program",
+    signal.SIGINT: "interrupted",
+    signal.SIGHUP: "its terminal or connection was closed",
+    signal.SIGPIPE: "wrote to a pipe that nobody reads any more",
+    signal.SIGXCPU: "used more processor time than its limit (ulimit -t)",
+    signal.SIGXFSZ: "wrote a file larger than its limit (ulimit -f)",
+}
+
+
+def signal_cause(number: int) -> str:
+    """Names a signal and its likely cause."""
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+    if number == signal.SIGBUS:
+        return f"signal {number} (SIGBUS): {_bus_error_cause()}"
+    cause = _SIGNAL_CAUSES.get(signal.Signals(number))
+    return f"signal {number} ({name}): {cause}" if cause else f"signal {number} ({name})"
+
+
+def _bus_error_cause() -> str:
+    advice = "usually /dev/shm is full: give it more room (docker: --shm-size) or use fewer data-loader workers"
+    if not os.path.isdir("/dev/shm"):
+        return advice
+    shm = os.statvfs("/dev/shm")
+    free, total = shm.f_bavail * shm.f_frsize / 2**20, shm.f_blocks * shm.f_frsize / 2**20
+    return f"{advice}; now {free:.0f} of {total:.0f} MiB are free"

@@ -1,0 +1,135 @@
+"""Hosts and their device slots: the host file, what is included and excluded, and how a selection is passed on."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from deepspeed.errors import DeepSpeedConfigError
+
+Slots = Mapping[str, int]
+Selection = dict[str, list[int]]
+
+_HOST_LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>\d+)")
+
+
+class LauncherError(DeepSpeedConfigError):
+    """What the command line asks for cannot be started."""
+
+
+def fetch_hostfile(hostfile_path: str | None) -> OrderedDict[str, int] | None:
+    """Reads ``host slots=N`` lines.
+
+    Args:
+        hostfile_path: The file; lines that are blank or start with ``#`` count for nothing.
+
+    Returns:
+        Slots per host in the order of the file; None if there is no such file (the text ``None`` included).
+
+    Raises:
+        LauncherError: A line is malformed, a host comes twice, or there is no host at all.
+    """
+    if hostfile_path is None or not Path(hostfile_path).is_file():
+        return None
+    hosts: OrderedDict[str, int] = OrderedDict()
+    for number, raw in enumerate(Path(hostfile_path).read_text().splitlines(), 1):
+        line = raw.partition("#")[0].strip()
+        if not line:
+            continue
+        match = _HOST_LINE.fullmatch(line)
+        if match is None:
+            raise LauncherError(f"{hostfile_path}, line {number}: expected 'host slots=N', found {line!r}")
+        if match["host"] in hosts:
+            raise LauncherError(
+                f"{hostfile_path}, line {number}: host {match['host']!r} comes a second time; keep one line"
+            )
+        hosts[match["host"]] = int(match["slots"])
+    if not hosts:
+        raise LauncherError(f"{hostfile_path}: no host in the file; write lines 'host slots=N' or remove the file")
+    return hosts
+
+
+def parse_inclusion_exclusion(resource_pool: Slots, inclusion: str, exclusion: str) -> Selection:
+    """Applies ``--include`` or ``--exclude`` to hosts with slot counts; see :func:`parse_resource_filter`."""
+    available = {host: list(range(slots)) for host, slots in resource_pool.items()}
+    return parse_resource_filter(available, include_str=inclusion, exclude_str=exclusion)
+
+
+def parse_resource_filter(
+    host_info: Mapping[str, list[int]], include_str: str = "", exclude_str: str = ""
+) -> Selection:
+    """Selects slots.
+
+    Args:
+        host_info: Slots per host.
+        include_str: ``host[:slot,...]@host...`` to use; a host without slots means all of its slots.
+        exclude_str: The same, to leave out.
+
+    Returns:
+        The selected slots per host, in the order of ``host_info``; hosts without a slot are left out.
+
+    Raises:
+        LauncherError: Both strings are given, or one names a host or slot that is not there.
+    """
+    if include_str and exclude_str:
+        raise LauncherError("--include and --exclude exclude each other; use one of them")
+    if not include_str and not exclude_str:
+        return {host: list(slots) for host, slots in host_info.items()}
+    option = "--include" if include_str else "--exclude"
+    named = _parse_filter(option, include_str or exclude_str, host_info)
+    selected = {}
+    for host, slots in host_info.items():
+        chosen = named.get(host, set())
+        kept = [slot for slot in slots if (slot in chosen) == bool(include_str)]
+        if kept:
+            selected[host] = kept
+    return selected
+
+
+def _parse_filter(option: str, text: str, host_info: Mapping[str, list[int]]) -> dict[str, set[int]]:
+    """The slots that a filter names, per host."""
+    named: dict[str, set[int]] = {}
+    for part in text.split("@"):
+        host, colon, numbers = (piece.strip() for piece in part.partition(":"))
+        if host not in host_info:
+            raise LauncherError(f"{option} {text}: host {host!r} is not among {', '.join(host_info)}")
+        slots = set(host_info[host])
+        if colon:
+            pieces = [piece.strip() for piece in numbers.split(",")]
+            if not all(piece.isdecimal() for piece in pieces):
+                raise LauncherError(f"{option} {text}: expected slot numbers like {host}:0,2 but found {part!r}")
+            wanted = {int(piece) for piece in pieces}
+            if missing := sorted(wanted - slots):
+                raise LauncherError(f"{option} {text}: host {host!r} has slots {sorted(slots)}, not {missing}")
+            slots = wanted
+        named[host] = named.get(host, set()) | slots
+    return named
+
+
+def encode_world_info(world_info: Mapping[str, Sequence[int | str]]) -> str:
+    """Packs ``{host: [slots]}`` into URL-safe base64."""
+    return base64.urlsafe_b64encode(json.dumps(world_info).encode()).decode()
+
+
+def decode_world_info(text: str) -> dict[str, list[int | str]]:
+    """Unpacks :func:`encode_world_info`.
+
+    Raises:
+        LauncherError: The text is not what it produces.
+    """
+    try:
+        world = json.loads(base64.urlsafe_b64decode(text))
+    except (binascii.Error, ValueError) as error:
+        raise LauncherError(f"--world_info={text}: expected URL-safe base64 of JSON like {{'host': [0, 1]}}") from error
+    if (
+        not isinstance(world, dict)
+        or not world
+        or not all(isinstance(slots, list) and slots for slots in world.values())
+    ):
+        raise LauncherError(f"--world_info: expected hosts with lists of devices, found {world!r}")
+    return world

@@ -1,0 +1,213 @@
+r"""What many ranks write, as whole labelled lines on one screen.
+
+A line appears when it is complete. Rank 0 is also shown while a line is still being written: a progress bar that
+returns to the start of its line (``\r``) or a prompt. Another rank's line that arrives meanwhile is never mixed into
+it. Everything is bytes: ranks may write any encoding.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections import deque
+
+_CLEAR_TO_END = b"\x1b[K"
+# A write of this size to a pipe that poll calls writable never blocks (POSIX guarantees 512, Linux 4096).
+_CHUNK = 512 if select.PIPE_BUF < 4096 else 4096
+# Unwritten bytes above which the ranks are not read any more: they then block as they would on a slow terminal.
+_BACKLOG = 1 << 20
+# An unfinished line without carriage return is shown after this long; Python writes text and newline separately.
+_PARTIAL_SECONDS = 0.15
+# An unfinished line is cut here, so that binary output cannot fill the memory.
+_LONGEST_LINE = 1 << 20
+
+
+class Output:
+    """Bytes on their way to stdout and stderr, in order, without ever blocking on a pipe.
+
+    A blocked launcher could not stop its ranks, so a write happens only when the descriptor takes it.
+    """
+
+    def __init__(self) -> None:
+        self._queue: deque[tuple[int, bytes]] = deque()
+        self._queued = 0
+        self._broken: set[int] = set()
+
+    def put(self, descriptor: int, data: bytes) -> None:
+        """Queues ``data`` and writes what can be written now."""
+        if descriptor not in self._broken:
+            self._queue.append((descriptor, data))
+            self._queued += len(data)
+        self.flush()
+
+    def flush(self, seconds: float = 0.0) -> None:
+        """Writes until the queue is empty, or until nothing could be written for ``seconds``."""
+        while self._queue:
+            descriptor, data = self._queue[0]
+            if not select.select([], [descriptor], [], seconds)[1]:
+                return
+            try:
+                written = os.write(descriptor, data[:_CHUNK])
+            except BrokenPipeError:
+                self._give_up(descriptor)
+                continue
+            except BlockingIOError:  # somebody else made the descriptor non-blocking and filled it first
+                return
+            self._queued -= written
+            if written == len(data):
+                self._queue.popleft()
+            else:
+                self._queue[0] = (descriptor, data[written:])
+
+    def finish(self, seconds: float) -> None:
+        """Writes what is left; a descriptor that takes nothing for ``seconds`` loses its rest."""
+        while self._queue:
+            blocked = self._queue[0][0]
+            self.flush(seconds)
+            if self._queue and self._queue[0][0] == blocked:
+                self._give_up(blocked)
+
+    def _give_up(self, descriptor: int) -> None:
+        self._broken.add(descriptor)
+        self._queue = deque(item for item in self._queue if item[0] != descriptor)
+        self._queued = sum(len(data) for _, data in self._queue)
+
+    @property
+    def waiting_for(self) -> int | None:
+        """The descriptor that must become writable before more can be written."""
+        return self._queue[0][0] if self._queue else None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether ranks should not be read for now."""
+        return self._queued > _BACKLOG
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a reader of our output has gone away."""
+        return bool(self._broken)
+
+
+class Screen:
+    """Places lines of several sources below each other.
+
+    At most one line per surface is *open* (shown but not finished). A surface is what a person sees: stdout and stderr
+    are one when both lead to the same terminal or file.
+
+    Args:
+        output: Where the bytes go.
+    """
+
+    def __init__(self, output: Output) -> None:
+        self._output = output
+        self._surface = {descriptor: _surface(descriptor) for descriptor in (1, 2)}
+        self._clear = {descriptor: _CLEAR_TO_END if os.isatty(descriptor) else b"" for descriptor in (1, 2)}
+        self._open: dict[tuple[int, int, int], tuple[RankStream, bytes]] = {}
+
+    def line(self, source: RankStream | None, descriptor: int, text: bytes) -> None:
+        """Shows a complete line (of the launcher itself if ``source`` is None); ends the open line of the source."""
+        surface, clear = self._surface[descriptor], self._clear[descriptor]
+        labelled = (source.label if source else b"") + text
+        owner, shown = self._open.pop(surface, (None, b""))
+        if owner is None:
+            data = labelled + b"\n"
+        elif owner is source and text.startswith(shown):
+            data = text[len(shown) :] + b"\n"
+        elif owner is source:
+            data = b"\r" + labelled + clear + b"\n"
+        elif clear:  # a terminal: take the open line away, put this one there, draw the open one again below
+            self._open[surface] = (owner, shown)
+            data = b"\r" + clear + labelled + b"\n" + owner.label + shown
+        else:
+            data = b"\n" + labelled + b"\n"
+        self._output.put(descriptor, data)
+
+    def open(self, source: RankStream, descriptor: int, text: bytes) -> None:
+        """Shows the present state of a line that is not finished."""
+        surface = self._surface[descriptor]
+        owner, shown = self._open.get(surface, (None, b""))
+        if owner is source and text.startswith(shown):
+            data = text[len(shown) :]
+        elif owner is source:
+            data = b"\r" + source.label + text + self._clear[descriptor]
+        else:
+            data = (b"" if owner is None else b"\n") + source.label + text
+        self._open[surface] = (source, text)
+        if data:
+            self._output.put(descriptor, data)
+
+    def close(self) -> None:
+        """Finishes every open line."""
+        for descriptor in (2, 1):
+            if self._open.pop(self._surface[descriptor], None) is not None:
+                self._output.put(descriptor, b"\n")
+
+
+def _surface(descriptor: int) -> tuple[int, int, int]:
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino, status.st_rdev
+
+
+class RankStream:
+    """Cuts one output stream of one rank into lines.
+
+    Args:
+        rank: Global rank; rank 0 is shown live.
+        descriptor: 1 or 2, where its lines go.
+        label: What stands before each of its lines.
+        screen: Where complete lines go.
+    """
+
+    def __init__(self, rank: int, descriptor: int, label: bytes, screen: Screen) -> None:
+        self.rank = rank
+        self.descriptor = descriptor
+        self.label = label
+        self._screen = screen
+        self._pending = b""
+        self._partial_due: float | None = None
+
+    def feed(self, data: bytes) -> None:
+        """Takes what the rank wrote."""
+        *lines, self._pending = (self._pending + data).split(b"\n")
+        for line in lines:
+            self.emit(_last_rewrite(line))
+        self._partial_due = None
+        if b"\r" in self._pending:
+            # Only the newest state of a line that is rewritten matters, also for the memory.
+            kept = _last_rewrite(self._pending)
+            self._pending = kept + (b"\r" if self._pending.endswith(b"\r") else b"")
+            self.emit_partial(kept)
+        elif len(self._pending) > _LONGEST_LINE:
+            self.finish()
+        elif self._pending:
+            self._partial_due = time.monotonic() + _PARTIAL_SECONDS
+
+    def tick(self, now: float) -> None:
+        """Shows an unfinished line that has waited long enough."""
+        if self._partial_due is not None and now >= self._partial_due:
+            self._partial_due = None
+            self.emit_partial(self._pending)
+
+    def finish(self) -> None:
+        """Takes what is pending for a complete line: the stream has ended."""
+        text, self._pending, self._partial_due = _last_rewrite(self._pending), b"", None
+        if text:
+            self.emit(text)
+
+    def emit(self, text: bytes) -> None:
+        """Shows a complete line."""
+        self._screen.line(self, self.descriptor, text)
+
+    def emit_partial(self, text: bytes) -> None:
+        """Shows an unfinished line, if this stream is shown live."""
+        if self.rank == 0:
+            self._screen.open(self, self.descriptor, text)
+
+
+def _last_rewrite(line: bytes) -> bytes:
+    """What a terminal would show of a line with carriage returns: its last non-empty part."""
+    if b"\r" not in line:
+        return line
+    parts = [part for part in line.split(b"\r") if part]
+    return parts[-1] if parts else b""

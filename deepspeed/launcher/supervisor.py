@@ -1,0 +1,196 @@
+"""The process that owns the ranks: it starts them, reports how each ended, and stops them.
+
+It never writes to the terminal (a blocked terminal must not keep it from stopping ranks) and it lives in a session of
+its own (a signal to the front's process group must not reach it). It ends when the front says so, when the front is
+gone, or when all ranks have ended; in each case nothing below it is left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import selectors
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+
+from deepspeed.launcher import processes
+
+# Seconds that ranks get between the first signal and KILL. A user's signal leaves time for handlers; after a failure
+# the other ranks mostly wait for a peer that is gone. With what follows, all stay well below 10 seconds.
+GRACE_AFTER_SIGNAL = 5.0
+GRACE_AFTER_FAILURE = 3.0
+_GRACE_FOR_LEFTOVERS = 1.0
+_POLL_SECONDS = 0.02
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One rank to start.
+
+    Attributes:
+        rank: Global rank.
+        local_rank: Rank on this machine.
+        command: Program and arguments.
+        environment: The complete environment.
+    """
+
+    rank: int
+    local_rank: int
+    command: tuple[str, ...]
+    environment: dict[str, str] = field(repr=False)
+
+
+class Supervisor:
+    """Starts and stops workers, and tells the front what happens to them.
+
+    Messages are JSON objects, one per line. To the front, by ``event``: ``started`` (rank, pid), ``failed_to_start``
+    (rank, reason), ``exited`` (rank, time, and status as from ``subprocess``: minus the signal's number for a signal),
+    ``signalled`` (signal: this process itself got one), ``done`` (leftovers, stuck). From the front: what to send the
+    ranks (signal) and how long they may take (grace, seconds).
+
+    Args:
+        workers: The ranks.
+        pipes: (stdout, stderr) write ends per worker; closed here once the workers have them.
+        channel: The socket to the front.
+    """
+
+    def __init__(self, workers: Sequence[Worker], pipes: Sequence[tuple[int, int]], channel: socket.socket) -> None:
+        self._workers = workers
+        self._pipes = pipes
+        self._channel = channel
+        self._received = b""
+        self._running: dict[int, int] = {}  # pid -> rank
+        self._sessions: set[int] = set()
+        self._front_is_alive = True
+
+    def run(self) -> None:
+        """Runs the workers to their end."""
+        processes.adopt_orphans()
+        wake_reader, wake_writer = os.pipe()
+        for end in (wake_reader, wake_writer):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, _ignore)
+        received: list[int] = []
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, lambda number, _frame: received.append(number))
+        self._start_all()
+        stop: tuple[int, float] | None = None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._channel, selectors.EVENT_READ)
+            selector.register(wake_reader, selectors.EVENT_READ)
+            while self._running and stop is None:
+                ready = [key.fileobj for key, _ in selector.select()]
+                if wake_reader in ready:
+                    os.read(wake_reader, 4096)
+                self._reap()
+                if self._channel in ready:
+                    stop = self._read_command()
+                if received:
+                    self._tell(event="signalled", signal=received[0])
+                    stop = (received[0], GRACE_AFTER_SIGNAL)
+        if stop is not None:
+            self._stop_workers(*stop)
+        self._finish()
+
+    # --- start ------------------------------------------------------------------------------------------------------
+
+    def _start_all(self) -> None:
+        me = os.getpid()
+
+        def prepare() -> None:
+            # Started from a background job, Ctrl-C would be ignored for good.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            processes.die_with_parent(me)
+
+        for worker, (out, err) in zip(self._workers, self._pipes, strict=True):
+            try:
+                process = subprocess.Popen(
+                    worker.command,
+                    env=worker.environment,
+                    stdin=None if worker.local_rank == 0 else subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=err,
+                    start_new_session=True,
+                    preexec_fn=prepare,
+                )
+            except OSError as error:
+                self._tell(event="failed_to_start", rank=worker.rank, reason=f"{worker.command[0]}: {error.strerror}")
+                break
+            self._running[process.pid] = worker.rank
+            self._sessions.add(process.pid)
+            self._tell(event="started", rank=worker.rank, pid=process.pid)
+            process.returncode = 0  # we reap it ourselves, with its orphans; the object must not try to
+        for pair in self._pipes:
+            for end in pair:
+                os.close(end)
+        # A worker that could not be started leaves the others waiting for it; the front tells us to stop.
+
+    # --- watch ------------------------------------------------------------------------------------------------------
+
+    def _reap(self) -> None:
+        """Collects every ended child, adopted ones included, and reports the workers among them."""
+        while True:
+            try:
+                pid, wait_status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            rank = self._running.pop(pid, None)
+            if rank is not None:
+                status = os.waitstatus_to_exitcode(wait_status)
+                self._tell(event="exited", rank=rank, status=status, time=time.monotonic())
+
+    def _read_command(self) -> tuple[int, float] | None:
+        data = self._channel.recv(4096)
+        if not data:
+            self._front_is_alive = False
+            return signal.SIGTERM, GRACE_AFTER_FAILURE
+        self._received += data
+        if b"\n" not in self._received:
+            return None
+        line, self._received = self._received.split(b"\n", 1)
+        command = json.loads(line)
+        return command["signal"], command["grace"]
+
+    def _tell(self, **message: object) -> None:
+        if not self._front_is_alive:
+            return
+        try:
+            self._channel.sendall(json.dumps(message).encode() + b"\n")
+        except (BrokenPipeError, ConnectionResetError):  # the front is gone; its end-of-file makes us stop
+            self._front_is_alive = False
+
+    # --- stop -------------------------------------------------------------------------------------------------------
+
+    def _stop_workers(self, number: int, grace: float) -> None:
+        """Signals every worker and its children, then waits for the workers; a second command ends the wait."""
+        processes.send_groups(self._sessions, number)
+        deadline = time.monotonic() + grace
+        self._reap()
+        while self._running and time.monotonic() < deadline:
+            if not self._front_is_alive:
+                time.sleep(_POLL_SECONDS)
+            elif select.select([self._channel], [], [], _POLL_SECONDS)[0]:
+                insisted = self._read_command() is not None
+                if insisted and self._front_is_alive:
+                    break
+            self._reap()
+
+    def _finish(self) -> None:
+        """Ends whatever is left below this process and reports it."""
+        leftovers = processes.find_processes(self._sessions) - self._running.keys()
+        patience = 0.0 if self._running else _GRACE_FOR_LEFTOVERS
+        stuck = processes.end_processes(lambda: processes.find_processes(self._sessions), self._reap, patience)
+        self._tell(event="done", leftovers=len(leftovers), stuck=sorted(stuck))
+
+
+def _ignore(_number: int, _frame: FrameType | None) -> None:
+    """Lets the signal wake the loop and does nothing else."""

@@ -1,0 +1,276 @@
+"""Nothing that came from a run outlives it, whatever is killed and however the ranks' children behave."""
+
+import os
+import signal
+import subprocess
+import time
+
+import psutil
+import pytest
+
+from tests.launcher.processes import Launcher, wait_until
+
+pytestmark = pytest.mark.timeout(90)
+
+LIMIT = 10.0
+
+# Each rank has a child that ignores TERM and INT, a grandchild in a session of its own that does so too, and a
+# grandchild whose parent is gone; then the rank itself waits, as in a collective.
+FAMILY = """
+    import signal, subprocess
+    STUBBORN = "import signal, time\\nfor n in (15, 2, 1): signal.signal(n, signal.SIG_IGN)\\n"
+    READY = "import pathlib; pathlib.Path({0!r}).touch()\\n"
+    WAIT = "time.sleep(300)\\n"
+    def start(name, **more):
+        return subprocess.Popen([sys.executable, "-c", STUBBORN + READY.format(f"{name}{rank}") + WAIT], **more)
+    start("child")
+    start("session", start_new_session=True)
+    orphan_maker = (
+        "import subprocess, sys; "
+        f"code = {STUBBORN + READY.format(f'orphan{rank}') + WAIT!r}; "
+        "subprocess.Popen([sys.executable, '-c', code], start_new_session=True)"
+    )
+    subprocess.run([sys.executable, "-c", orphan_maker])
+    import pathlib
+    while not all(pathlib.Path(f"{name}{rank}").exists() for name in ("child", "session", "orphan")): time.sleep(0.02)
+"""
+WAITING = (
+    FAMILY
+    + """
+    pathlib.Path(f"ready{rank}").touch()
+    time.sleep(300)
+"""
+)
+STUBBORN_RANK = """
+    import pathlib, signal
+    for number in (15, 2, 1): signal.signal(number, signal.SIG_IGN)
+    pathlib.Path(f"ready{rank}").touch()
+    time.sleep(300)
+"""
+
+
+@pytest.fixture
+def launch(tmp_path):
+    started = []
+
+    def start(script, *options, **more):
+        launcher = Launcher(tmp_path, script, *options, **more)
+        started.append(launcher)
+        return launcher
+
+    yield start
+    for launcher in started:
+        launcher.kill_all()
+
+
+def supervisor_of(launcher):
+    (child,) = psutil.Process(launcher.process.pid).children()
+    return child
+
+
+def all_gone(launcher):
+    return wait_until(lambda: not launcher.processes(), LIMIT, "end of all processes")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL, signal.SIGHUP])
+def test_a_signal_to_the_launcher(launch, number):
+    launcher = launch(WAITING, "--num_gpus=2", "-q")
+    launcher.wait_for_files("ready0", "ready1")
+    assert len(launcher.processes()) == 2 + 2 * 4  # front, supervisor, and rank, child, session, orphan twice
+    launcher.process.send_signal(number)
+    all_gone(launcher)
+    code, _, err = launcher.finish(5)
+    if number == signal.SIGKILL:
+        assert code == -signal.SIGKILL
+    else:
+        assert code == 128 + number
+        assert err.splitlines()[-1].startswith(f"deepspeed: exit code {128 + number}")
+        assert f"signal {int(number)} ({number.name})" in err.splitlines()[-2]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_ranks_that_ignore_the_signal(launch, number):
+    launcher = launch(STUBBORN_RANK, "--num_gpus=2", "-q")
+    launcher.wait_for_files("ready0", "ready1")
+    launcher.process.send_signal(number)
+    all_gone(launcher)
+    launcher.finish(5)
+
+
+def test_a_second_interrupt_does_not_wait(launch):
+    launcher = launch(STUBBORN_RANK, "--num_gpus=2", "-q")
+    launcher.wait_for_files("ready0", "ready1")
+    launcher.process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    started = time.monotonic()
+    launcher.process.send_signal(signal.SIGINT)
+    code, _, _ = launcher.finish(10)
+    assert code == 130
+    assert time.monotonic() - started < 4
+    assert not launcher.processes()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_to_the_supervisor(launch, number):
+    launcher = launch(WAITING, "--num_gpus=2", "-q")
+    launcher.wait_for_files("ready0", "ready1")
+    supervisor_of(launcher).send_signal(number)
+    all_gone(launcher)
+    code, _, err = launcher.finish(5)
+    assert code == 128 + number, err
+
+
+def test_front_and_supervisor_killed_together(launch):
+    launcher = launch(STUBBORN_RANK, "--num_gpus=2", "-q")
+    launcher.wait_for_files("ready0", "ready1")
+    supervisor = supervisor_of(launcher)
+    launcher.process.send_signal(signal.SIGSTOP)
+    supervisor.kill()
+    launcher.process.kill()
+    all_gone(launcher)
+    launcher.finish(5)
+
+
+def test_the_whole_process_group_killed(launch):
+    launcher = launch(WAITING, "--num_gpus=2", "-q", start_new_session=True)
+    launcher.wait_for_files("ready0", "ready1")
+    os.killpg(launcher.process.pid, signal.SIGKILL)
+    all_gone(launcher)
+    launcher.finish(5)
+
+
+def test_the_launcher_killed_while_nobody_reads_its_output(launch):
+    script = STUBBORN_RANK.replace("time.sleep(300)", "while True: print('x' * 1000)")
+    launcher = launch(script, "--num_gpus=2", "-q")
+    launcher.wait_for_files("ready0", "ready1")
+    time.sleep(1)  # by now every pipe is full
+    launcher.process.kill()
+    all_gone(launcher)
+    launcher.finish(5)
+
+
+def test_the_launcher_terminated_while_nobody_reads_its_output(launch):
+    launcher = launch("while True: print('x' * 1000)", "--num_gpus=2", "-q")
+    time.sleep(2)
+    launcher.process.terminate()
+    all_gone(launcher)
+    code, _, err = launcher.finish(5)
+    assert code == 143
+    assert "exit code 143" in err.splitlines()[-1]
+
+
+def test_a_reader_that_goes_away(launch):
+    launcher = launch("while True: print('line', rank)", "--num_gpus=2", "-q")
+    assert launcher.process.stdout.readline().startswith("[rank ")
+    launcher.process.stdout.close()
+    assert launcher.process.wait(timeout=15) == 128 + signal.SIGPIPE
+    assert not launcher.processes()
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        ("raise ValueError('boom')", 1),
+        ("os._exit(9)", 9),
+        ("os.kill(os.getpid(), 9)", 137),
+        ("os.kill(os.getpid(), 15)", 143),
+    ],
+)
+def test_the_death_of_a_rank(launch, end, code):
+    script = (
+        FAMILY
+        + f"""
+    pathlib.Path(f"ready{{rank}}").touch()
+    while not pathlib.Path("ready0").exists() or not pathlib.Path("ready1").exists(): time.sleep(0.02)
+    if rank == 1: {end}
+    time.sleep(300)
+"""
+    )
+    launcher = launch(script, "--num_gpus=2", "-q")
+    launcher.wait_for_files("ready0", "ready1")
+    found, _, err = launcher.finish(LIMIT)
+    assert found == code
+    assert not launcher.processes()
+    lines = err.splitlines()
+    assert "rank 1 (local rank 1, pid" in lines[-2] and lines[-1].startswith(f"deepspeed: exit code {code};")
+
+
+def test_a_rank_killed_from_outside(launch):
+    launcher = launch(WAITING, "--num_gpus=2", "-q")
+    launcher.wait_for_files("ready0", "ready1")
+    workers = supervisor_of(launcher).children()
+    victim = next(
+        process for process in workers if process.environ().get("RANK") == "1" and "job.py" in str(process.cmdline())
+    )
+    victim.kill()
+    code, _, err = launcher.finish(LIMIT)
+    assert code == 137 and not launcher.processes()
+    assert "rank 1 (local rank 1" in err and "ran out of memory" in err
+
+
+def test_what_a_finished_run_leaves_behind_is_ended(launch):
+    launcher = launch(FAMILY, "--num_gpus=2", "-q")
+    code, _, err = launcher.finish(LIMIT + 5)
+    assert code == 0
+    assert not launcher.processes()
+    assert err.splitlines()[-1] == "deepspeed: ended 6 process(es) that the ranks had left running"
+
+
+def test_a_stopped_rank_is_ended_too(launch):
+    launcher = launch(
+        "import pathlib, signal\npathlib.Path(f'ready{rank}').touch()\nos.kill(os.getpid(), signal.SIGSTOP)", "-q"
+    )
+    launcher.wait_for_files("ready0")
+    launcher.process.terminate()
+    assert launcher.finish(LIMIT)[0] == 143
+    assert not launcher.processes()
+
+
+def test_nohup_survives_the_terminal(launch):
+    launcher = launch(
+        "import pathlib\npathlib.Path('ready').touch()\ntime.sleep(1)\nprint('done')",
+        "-q",
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+    )
+    launcher.wait_for_files("ready")
+    launcher.process.send_signal(signal.SIGHUP)
+    code, out, _ = launcher.finish(10)
+    assert (code, out) == (0, "done\n")
+
+
+def test_a_handler_may_finish_its_work(launch):
+    script = """
+        import pathlib, signal
+        def save(*_):
+            time.sleep(1); print("saved"); sys.exit(0)
+        signal.signal(signal.SIGTERM, save)
+        pathlib.Path(f"ready{rank}").touch()
+        time.sleep(300)
+    """
+    launcher = launch(script, "--num_gpus=2", "-q")
+    launcher.wait_for_files("ready0", "ready1")
+    launcher.process.terminate()
+    code, out, _ = launcher.finish(LIMIT)
+    assert code == 143
+    assert sorted(out.splitlines()) == ["[rank 0] saved", "[rank 1] saved"]
+
+
+def test_a_program_that_calls_the_launcher_keeps_its_own_children(launch, tmp_path):
+    script = tmp_path / "caller.py"
+    script.write_text(
+        "import os, signal, subprocess, sys\n"
+        "from deepspeed.launcher import runner\n"
+        "mine = subprocess.Popen(['sleep', '300'])\n"
+        "handler = signal.getsignal(signal.SIGTERM)\n"
+        "try:\n"
+        "    runner.main(['-q', '--no_python', '--no_local_rank', 'sh', '-c', 'kill -9 $PPID; sleep 300'])\n"
+        "except SystemExit as stop:\n"
+        "    print('code', stop.code)\n"
+        "print(mine.poll(), signal.getsignal(signal.SIGTERM) is handler)\n"
+        "mine.kill()\n"
+    )
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(
+        [os.sys.executable, str(script)], capture_output=True, text=True, timeout=30, env=environment, cwd=tmp_path
+    )
+    assert done.stdout.splitlines() == ["code 137", "None True"], done.stderr

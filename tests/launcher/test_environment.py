@@ -1,0 +1,117 @@
+"""Ports, environment files, threads, and the devices of this machine."""
+
+import socket
+import sys
+
+import pytest
+
+from deepspeed.launcher import devices, environment
+from deepspeed.launcher.devices import find_devices, visible_ids
+from deepspeed.launcher.environment import World, choose_port, read_environment_files, threads_per_rank
+from deepspeed.launcher.resources import LauncherError
+
+
+@pytest.fixture
+def taken_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+def test_world_variables():
+    world = World(first_rank=4, local_size=2, world_size=6, node_rank=1, num_nodes=2, master_addr="a", master_port=9)
+    assert world.variables(1) == {
+        "RANK": "5",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "6",
+        "LOCAL_SIZE": "2",
+        "CROSS_RANK": "1",
+        "CROSS_SIZE": "2",
+        "MASTER_ADDR": "a",
+        "MASTER_PORT": "9",
+    }
+
+
+def test_a_taken_default_port_is_replaced(monkeypatch, taken_port):
+    monkeypatch.setattr(environment, "DEFAULT_PORT", taken_port)
+    chosen = choose_port("127.0.0.1", None)
+    assert chosen != taken_port
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", chosen))
+
+
+def test_a_free_default_port_is_kept(monkeypatch):
+    free = environment._free_port()
+    monkeypatch.setattr(environment, "DEFAULT_PORT", free)
+    assert choose_port("127.0.0.1", None) == free
+
+
+def test_a_taken_port_of_the_users_choice_is_an_error(taken_port):
+    with pytest.raises(LauncherError, match=f"--master_port {taken_port}: the port is taken"):
+        choose_port("localhost", taken_port)
+
+
+def test_a_port_elsewhere_is_not_probed(taken_port):
+    assert choose_port("other-host.invalid", taken_port) == taken_port
+
+
+def test_environment_files(tmp_path, monkeypatch):
+    home, here = tmp_path / "home", tmp_path / "here"
+    home.mkdir(), here.mkdir()
+    (home / ".deepspeed_env").write_text("A=home\nB=home\n")
+    (here / ".deepspeed_env").write_text("# comment\n\nB = x=y \nC=\n")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(here)
+    assert read_environment_files(".deepspeed_env") == {"A": "home", "B": "x=y", "C": ""}
+    (here / "other").write_text("export A 1\n")
+    with pytest.raises(LauncherError, match=r"other, line 1: expected KEY=value, found 'export A 1'"):
+        read_environment_files("other")
+
+
+@pytest.mark.parametrize(("cores", "ranks", "threads"), [(8, 2, "4"), (2, 3, "1"), (7, 2, "3")])
+def test_threads(cores, ranks, threads):
+    assert threads_per_rank({}, cores, ranks) == {"OMP_NUM_THREADS": threads}
+    assert threads_per_rank({"OMP_NUM_THREADS": "9"}, cores, ranks) == {}
+
+
+@pytest.mark.parametrize(
+    ("value", "count", "expected"),
+    [
+        (None, 3, (0, 1, 2)),
+        ("", 0, ()),
+        ("2,3", 2, (2, 3)),
+        (" 5 , 1", 2, (5, 1)),
+        ("GPU-1a,MIG-2b", 2, ("GPU-1a", "MIG-2b")),
+        ("4,5,99", 2, (4, 5)),  # torch stops at the first device that does not exist
+    ],
+)
+def test_visible_devices(value, count, expected):
+    variables = {} if value is None else {"CUDA_VISIBLE_DEVICES": value}
+    assert visible_ids(variables, ("CUDA_VISIBLE_DEVICES",), count) == expected
+
+
+def test_the_cpu_is_found_without_torch(monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr(devices, "_has_signs", lambda: False)
+    assert find_devices({}).is_cpu
+    assert find_devices({"DS_ACCELERATOR": "CPU"}).ids == ()
+
+
+def test_devices_come_from_the_accelerator(monkeypatch):
+    class Accelerator:
+        def device_name(self):
+            return "cuda"
+
+        def visible_devices_envs(self):
+            return ["CUDA_VISIBLE_DEVICES"]
+
+        def device_count(self):
+            return 2
+
+    monkeypatch.setattr("deepspeed.accelerator.get_accelerator", Accelerator)
+    variables = {"CUDA_VISIBLE_DEVICES": "6,7"}
+    assert find_devices(variables | {"DS_ACCELERATOR": "cuda"}).ids == (6, 7)
+    variables["DS_ACCELERATOR"] = "cuda"
+    assert find_devices(variables, ignore_visible=True).ids == (0, 1)
+    assert "CUDA_VISIBLE_DEVICES" not in variables

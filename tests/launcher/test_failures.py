@@ -1,0 +1,194 @@
+"""Who is blamed, with which words, and what is held back meanwhile."""
+
+import signal
+import time
+
+import pytest
+
+from deepspeed.launcher.failures import (
+    HOLD_SECONDS,
+    ErrorStream,
+    RankState,
+    describe,
+    first_failure,
+    signal_cause,
+)
+
+TRACEBACK = [
+    b"Traceback (most recent call last):",
+    b'  File "/job/train.py", line 9, in main',
+    b"    step()",
+    b'  File "/lib/model.py", line 42, in step',
+    b"    raise ValueError(x)",
+    b"ValueError: bad shape:",
+    b"  expected 3",
+]
+
+
+class Lines:
+    """A screen that keeps lines."""
+
+    def __init__(self):
+        self.shown = []
+
+    def line(self, source, descriptor, text):
+        self.shown.append((source.rank, text))
+
+    def open(self, source, descriptor, text):
+        self.shown.append((source.rank, b"~" + text))
+
+
+def make(count=2):
+    screen = Lines()
+    states = [RankState(rank, ErrorStream(rank, b"", screen), pid=100 + rank) for rank in range(count)]
+    return screen, states
+
+
+def feed(state, lines):
+    state.errors.feed(b"\n".join(lines) + b"\n")
+
+
+def fail(state, at, status=1):
+    state.status, state.ended = status, at
+
+
+@pytest.mark.parametrize(
+    ("lines", "exception", "place"),
+    [
+        (TRACEBACK, b"ValueError: bad shape:", "model.py:42 in step"),
+        ([b"[rank1]: " + line for line in TRACEBACK], b"ValueError: bad shape:", "model.py:42 in step"),
+        (
+            [b'  File "/job/t.py", line 3', b"    x = (", b"        ^", b"SyntaxError: '(' was never closed"],
+            b"SyntaxError: '(' was never closed",
+            "t.py:3",
+        ),
+        (
+            [
+                *TRACEBACK,
+                b"",
+                b"During handling of the above exception, another exception occurred:",
+                b"",
+                b"Traceback (most recent call last):",
+                b'  File "/a/b.py", line 1, in f',
+                b"    g()",
+                b"KeyboardInterrupt",
+            ],
+            b"KeyboardInterrupt",
+            "b.py:1 in f",
+        ),
+        (
+            [b"Fatal Python error: Segmentation fault", b"", b'  File "x.py", line 1 in <module>'],
+            b"Fatal Python error: Segmentation fault",
+            None,
+        ),
+    ],
+)
+def test_describe(lines, exception, place):
+    report = describe([b"some log", *lines])
+    assert (report.exception, report.place) == (exception, place)
+
+
+def test_nothing_to_describe():
+    assert describe([b"ValueError: only a log line", b"other"]) is None
+
+
+def test_ordinary_lines_pass_and_tracebacks_wait():
+    screen, (zero, one) = make()
+    feed(one, [b"warning"])
+    feed(one, TRACEBACK)
+    one.errors.feed(b"\rprogress")
+    assert screen.shown == [(1, b"warning")]
+    one.errors.release()
+    assert [text for _, text in screen.shown] == [b"warning", *TRACEBACK]
+
+
+def test_a_traceback_that_is_survived_is_shown():
+    screen, (zero, _) = make()
+    feed(zero, TRACEBACK)
+    zero.errors.tick(time.monotonic() + HOLD_SECONDS - 1)
+    assert screen.shown == []
+    zero.errors.tick(time.monotonic() + HOLD_SECONDS + 1)
+    feed(zero, [b"step 2"])
+    assert [text for _, text in screen.shown] == [*TRACEBACK, b"step 2"]
+
+
+def test_after_a_failure_elsewhere_everything_waits_and_is_shortened():
+    screen, (_, one) = make()
+    one.errors.hold()
+    feed(one, [b"a log line", *TRACEBACK])
+    one.errors.tick(time.monotonic() + 100)
+    assert screen.shown == []
+    one.errors.shorten("stopped after the failure above")
+    (_, log), (_, short) = screen.shown
+    assert log == b"a log line"
+    assert short == (
+        b"ValueError: bad shape: "
+        b"(at model.py:42 in step; stopped after the failure above; 7 lines shortened to this one)"
+    )
+
+
+def test_the_earlier_traceback_is_to_blame_even_if_its_process_ends_later():
+    _, (zero, one) = make()
+    now = time.monotonic()
+    for state, began, ended in ((one, now, now + 3), (zero, now + 1, now + 2)):
+        feed(state, TRACEBACK)
+        state.errors.report_time = began
+        fail(state, ended)
+    assert first_failure([zero, one]) is one
+
+
+def test_who_lost_a_peer_is_not_to_blame():
+    _, (zero, one) = make()
+    now = time.monotonic()
+    feed(zero, [*TRACEBACK[:-2], b"RuntimeError: [gloo/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:123"])
+    zero.errors.report_time = now
+    fail(zero, now + 1)
+    fail(one, now + 2, status=-9)
+    assert zero.lost_a_peer and not one.lost_a_peer
+    assert first_failure([zero, one]) is one
+
+
+def test_an_old_traceback_is_not_the_cause():
+    _, (zero, _) = make()
+    feed(zero, [*TRACEBACK, b"last words"])
+    zero.errors.report_time = 0.0
+    fail(zero, 1000.0, status=3)
+    assert zero.report is None and zero.failure_time == 1000.0
+    assert zero.cause() == "exited without a traceback; its last error line: last words"
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "words"),
+    [
+        (3, 3, "exited without an error message"),
+        (-signal.SIGKILL, 137, "ran out of memory"),
+        (-signal.SIGBUS, 135, "/dev/shm is full"),
+        (-signal.SIGSEGV, 139, "segmentation fault"),
+        (-signal.SIGABRT, 134, "native code gave up"),
+        (-signal.SIGTERM, 143, "terminated from outside"),
+        (-signal.SIGUSR1, 128 + signal.SIGUSR1, "SIGUSR1"),
+    ],
+)
+def test_exit_codes_and_causes(status, code, words):
+    _, (zero, _) = make()
+    fail(zero, 5.0, status)
+    assert zero.exit_code == code
+    assert words in zero.cause()
+
+
+def test_a_signal_names_the_report_too():
+    _, (zero, _) = make()
+    feed(zero, [b"terminate called after throwing an instance of 'c10::Error'"])
+    fail(zero, time.monotonic(), -signal.SIGABRT)
+    assert "signal 6 (SIGABRT)" in zero.cause() and "c10::Error" in zero.cause()
+
+
+def test_a_program_that_could_not_be_started():
+    _, (zero, _) = make()
+    zero.refusal = "nothing: No such file or directory"
+    assert zero.has_failed and zero.exit_code == 127
+    assert zero.cause() == "could not be started: nothing: No such file or directory"
+
+
+def test_real_time_signals_have_a_number():
+    assert signal_cause(signal.SIGRTMIN + 3) == f"signal {signal.SIGRTMIN + 3}"

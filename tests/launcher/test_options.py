@@ -1,0 +1,179 @@
+"""What the command line refuses, each in one sentence that names the option."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from deepspeed.launcher import devices, launch, runner
+from deepspeed.launcher.devices import LocalDevices
+from deepspeed.launcher.resources import decode_world_info
+
+SCRIPT = __file__  # any file that exists
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    found = LocalDevices("cuda", (4, 5, 6), ("CUDA_VISIBLE_DEVICES",))
+    monkeypatch.setattr(runner, "find_devices", lambda environment, ignore_visible=False: found)
+
+
+@pytest.fixture(autouse=True)
+def no_torch_needed(monkeypatch):
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+
+
+def world(*options):
+    arguments = runner._launch_arguments(runner.parse_args([*options, SCRIPT]))
+    return decode_world_info(launch.parse_args(arguments).world_info)
+
+
+@pytest.mark.parametrize(
+    ("options", "slots"),
+    [
+        ([], [4, 5, 6]),
+        (["--num_gpus", "2"], [4, 5]),
+        (["--num_accelerators=1"], [4]),
+        (["--include=localhost:0,2"], [0, 2]),
+        (["--exclude=localhost:1"], [0, 2]),
+        (["--hostfile", "None", "--num_nodes=1"], [4, 5, 6]),
+    ],
+)
+def test_devices_of_this_machine(gpus, options, slots):
+    assert world(*options) == {"localhost": slots}
+
+
+@pytest.mark.parametrize(("options", "ranks"), [([], 1), (["--num_gpus=5"], 5), (["-i", "localhost:0,7"], 2)])
+def test_ranks_on_the_cpu(options, ranks):
+    assert len(world(*options)["localhost"]) == ranks
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--num_gpus=4"], "--num_gpus 4: this machine shows 3 cuda device"),
+        (["--num_gpus=0"], "--num_gpus 0: expected at least 1"),
+        (["--num_nodes=2"], "--num_nodes 2: only this machine is known"),
+        (["--include=localhost:0", "--num_gpus=1"], "--num_gpus and --include/--exclude exclude each other"),
+        (["--exclude=localhost:0", "--num_nodes=1"], "--num_nodes and --include/--exclude exclude each other"),
+        (["--include=a", "--exclude=b"], "--include and --exclude exclude each other"),
+        (["--include=localhost:3"], r"host 'localhost' has slots \[0, 1, 2\], not \[3\]"),
+        (["--exclude=localhost"], "no device is left"),
+        (["--include=elsewhere"], "host 'elsewhere' is not among localhost"),
+    ],
+)
+def test_wrong_selections_are_value_errors(gpus, options, message):
+    with pytest.raises(ValueError, match=message):
+        runner.main([*options, SCRIPT])
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        ("localhost slots=4\n", [], "counts on device 3, but this machine shows 3 cuda"),
+        ("localhost slots=2\n", ["--num_gpus=3"], r"gives this machine 2 slot"),
+        ("localhost slots=2\n", ["--num_nodes=2"], "has 1 host"),
+    ],
+)
+def test_wrong_hostfiles(gpus, tmp_path, text, options, message):
+    (tmp_path / "hosts").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        runner.main(["-H", str(tmp_path / "hosts"), *options, SCRIPT])
+
+
+def test_hosts_are_refused_unless_one_is_left(gpus, tmp_path):
+    hosts = tmp_path / "hosts"
+    hosts.write_text("localhost slots=2\nworker-1 slots=2\n")
+    with pytest.raises(
+        NotImplementedError, match="names localhost, worker-1: ranks on other machines .* later release"
+    ):
+        runner.main(["-H", str(hosts), SCRIPT])
+    assert world("-H", str(hosts), "--num_nodes=1") == {"localhost": [4, 5]}
+    assert world("-H", str(hosts), "-i", "localhost:1") == {"localhost": [5]}
+    hosts.write_text("worker-1 slots=2\n")
+    with pytest.raises(NotImplementedError, match="worker-1"):
+        runner.main(["-H", str(hosts), SCRIPT])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--autotuning", "run"],
+        ["--bind_cores_to_rank"],
+        ["--bind_core_list", "1,3-5"],
+        ["--force_multi"],
+        ["--elastic_training"],
+        ["--min_elastic_nodes=1"],
+        ["--max_elastic_nodes=2"],
+        *(["--launcher", name] for name in ("openmpi", "mpich", "impi", "mvapich", "slurm")),
+    ],
+)
+def test_later_features_are_refused_by_name(options):
+    with pytest.raises(NotImplementedError) as raised:
+        runner.main([*options, SCRIPT])
+    assert options[0].split("=")[0] in str(raised.value) and "later release" in str(raised.value)
+
+
+def test_options_for_other_machines_are_accepted_with_one_line(capfd):
+    world("--launcher=pdsh", "--no_ssh_check", "--ssh_port=22", "--launcher_args=-x", "--log_level=warning")
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "--launcher_args, --no_ssh_check, --ssh_port: without effect" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no-such-script.py"], "no-such-script.py: no such script in"),
+        (["--module", "--no_python", "x"], "--module and --no_python exclude each other"),
+    ],
+)
+def test_wrong_scripts(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        runner.main(arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([SCRIPT], "--world_info is missing"),
+        (["--world_info=eyJhIjogWzBdfQ==", "--node_rank=1", SCRIPT], r"--world_info has 1 host\(s\)"),
+        (["--world_info=eyJhIjogWzBdfQ==", "--bind_cores_to_rank", SCRIPT], "--bind_cores_to_rank"),
+    ],
+)
+def test_wrong_node_launches(arguments, message):
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        launch.main(arguments)
+
+
+def test_on_the_command_line_a_mistake_is_one_sentence():
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--launcher", "slurm", SCRIPT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 1
+    assert done.stderr.startswith("deepspeed: --launcher slurm:") and done.stderr.count("\n") == 1
+
+
+def test_names_that_tools_import():
+    assert runner.DLTS_HOSTFILE == "/job/hostfile"
+    assert runner.EXPORT_ENVS == ["MLFLOW", "PYTHON", "MV2", "UCX"]
+    assert runner.DEEPSPEED_ENVIRONMENT_NAME == ".deepspeed_env"
+    assert all(hasattr(runner, name) for name in runner.__all__)
+
+
+def test_nothing_of_the_launcher_needs_torch():
+    modules = "runner, launch, job, supervisor, screen, failures, resources, environment, devices, processes"
+    script = (
+        "import sys; import deepspeed; before = 'torch' in sys.modules; "
+        f"from deepspeed.launcher import {modules}; "
+        "assert before or 'torch' not in sys.modules"
+    )
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - started < 20
+
+
+def test_a_machine_with_a_device_file_asks_torch(monkeypatch):
+    monkeypatch.delenv("DS_ACCELERATOR")
+    monkeypatch.setattr(devices.glob, "glob", lambda pattern: ["/dev/nvidia0"] if "nvidia[" in pattern else [])
+    assert devices._has_signs()
