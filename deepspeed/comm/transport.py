@@ -1,0 +1,478 @@
+"""How slices of flat buffers travel between the ranks of one group.
+
+Numeric code asks for three things: fill a buffer from everybody's slice (*gather*), reduce a buffer to the owner of each
+slice (*reduce-scatter*), reduce a buffer to everybody (*all-reduce*). Each returns a ``Work``, whose ``wait`` may be
+called more than once. A transport is chosen once per group:
+
+- ``LocalTransport``: a group of one.
+- ``GlooTransport``: tagged sends and receives straight into the slices, and reductions as an exchange of slices with a
+  local sum in rank order in fp32. Both move the bytes of the collective, need no copy of the whole output, and give
+  sums that do not depend on timing.
+- ``NativeTransport``: the backend's own collectives (NCCL and its kin).
+
+Every rank of the group must make the same calls with the same keys; on gloo the order may differ, elsewhere it may not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from deepspeed.comm.counters import traffic
+
+_CHUNK = 65536  # elements of a local sum: 256 KiB of fp32, so that operands stay in cache
+_SMALL_TAG = 1 << 30
+_ABORT_TAG = _SMALL_TAG + 1
+
+
+class Work(Protocol):
+    """A transfer on its way. It keeps its buffers alive."""
+
+    def wait(self) -> None:
+        """Blocks (host or current stream) until the result is in place. Later calls return at once."""
+
+
+class DoneWork:
+    """A transfer that needed nothing."""
+
+    def wait(self) -> None:
+        return
+
+
+WaitGuard = Callable[[Callable[[], Any], str], None]
+"""Runs a blocking wait under supervision; the second argument says what is waited for."""
+
+
+def _unguarded(wait: Callable[[], Any], _label: str) -> None:
+    wait()
+
+
+class Transport:
+    """Moves slices inside one group.
+
+    Attributes:
+        group: The torch process group, or None for the transport of one rank.
+        rank: This rank in the group.
+        size: Ranks in the group.
+        guard: Supervises blocking waits (see ``comm.agreement``).
+    """
+
+    name = "local"
+
+    def __init__(self, group: Any, rank: int, size: int) -> None:
+        self.group = group
+        self.rank = rank
+        self.size = size
+        self.guard: WaitGuard = _unguarded
+
+    def my_slice(self, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's slice of a flat buffer, as a view."""
+        length = flat.numel() // self.size
+        return flat.narrow(0, self.rank * length, length)
+
+    def all_gather(self, flat: torch.Tensor, *, key: int, label: str) -> Work:
+        """Fills ``flat`` (1-D, any dtype) from the slices; this rank's own slice must be in place.
+
+        Args:
+            flat: Buffer of ``size`` equal slices.
+            key: Number that is equal on all ranks for this gather and for no other one in flight.
+            label: What travels, for error messages.
+        """
+        raise NotImplementedError
+
+    def reduce_scatter(
+        self, flat: torch.Tensor, out: torch.Tensor, *, scale: float, key: int, label: str, limit: int
+    ) -> Work:
+        """Sums everybody's ``flat`` and leaves ``scale`` times this rank's slice of the sum in ``out``.
+
+        Args:
+            flat: 1-D buffer of ``size`` equal slices in the reduce dtype; unchanged afterwards unless documented.
+            out: 1-D fp32 buffer of one slice.
+            scale: Factor on the sum (1 / size for a mean).
+            key: As in :meth:`all_gather`.
+            label: What travels.
+            limit: Most elements of ``flat`` that may travel at once.
+        """
+        raise NotImplementedError
+
+    def all_reduce(
+        self, flat: torch.Tensor, out: torch.Tensor, *, scale: float, key: int, label: str, limit: int
+    ) -> Work:
+        """Sums everybody's ``flat`` and leaves ``scale`` times the sum in ``out`` (fp32, same length) on all ranks."""
+        raise NotImplementedError
+
+    def all_reduce_small(self, tensor: torch.Tensor) -> None:
+        """Sums a small tensor in place over the group, the same bits on every rank; blocks."""
+        raise NotImplementedError
+
+    def gather_small(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Everybody's small 1-D tensor as rows of a 2-D one; blocks."""
+        raise NotImplementedError
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """Overwrites ``tensor`` with that of group rank ``source``; blocks."""
+        raise NotImplementedError
+
+    def abort(self) -> None:
+        """Makes every pending and later wait of the group raise. Called from a watching thread."""
+
+
+def scaled_sum(parts: list[torch.Tensor], out: torch.Tensor, scale: float) -> None:
+    """``out = scale * (parts[0] + parts[1] + ...)`` in fp32, left to right, in cache-sized chunks.
+
+    Args:
+        parts: 1-D tensors of equal length and any floating dtype.
+        out: 1-D fp32 tensor of that length; may be ``parts[0]``.
+        scale: Factor on the sum.
+    """
+    numel = out.numel()
+    chunk = _CHUNK if out.device.type == "cpu" else numel
+    for start in range(0, numel, max(chunk, 1)):
+        stop = min(start + chunk, numel)
+        total = out[start:stop]
+        first = parts[0][start:stop]
+        if len(parts) > 1 and first.dtype == torch.float32 and parts[1].dtype == torch.float32:
+            torch.add(first, parts[1][start:stop], out=total)
+            rest = parts[2:]
+        else:
+            if total.data_ptr() != first.data_ptr():
+                total.copy_(first)
+            rest = parts[1:]
+        for part in rest:
+            total.add_(part[start:stop])
+        if scale != 1.0:
+            total.mul_(scale)
+
+
+class LocalTransport(Transport):
+    """A group of one rank: nothing travels."""
+
+    name = "local"
+
+    def __init__(self) -> None:
+        super().__init__(None, 0, 1)
+
+    def all_gather(self, flat: torch.Tensor, *, key: int, label: str) -> Work:
+        return DoneWork()
+
+    def reduce_scatter(
+        self, flat: torch.Tensor, out: torch.Tensor, *, scale: float, key: int, label: str, limit: int
+    ) -> Work:
+        scaled_sum([flat], out, scale)
+        return DoneWork()
+
+    all_reduce = reduce_scatter
+
+    def all_reduce_small(self, tensor: torch.Tensor) -> None:
+        return
+
+    def gather_small(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.unsqueeze(0)
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        return
+
+
+class _GlooGather:
+    def __init__(self, transport: GlooTransport, works: list[Any], flat: torch.Tensor, label: str) -> None:
+        self._transport = transport
+        self._works = works
+        self._flat = flat
+        self._label = label
+
+    def wait(self) -> None:
+        works, self._works = self._works, []
+        for work in works:
+            self._transport.guard(work.wait, self._label)
+
+
+class _GlooReduce:
+    """An exchange of slices piece by piece; the sum of a piece runs while the next one travels."""
+
+    def __init__(
+        self,
+        transport: GlooTransport,
+        flat: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        whole: bool,
+        scale: float,
+        key: int,
+        label: str,
+        limit: int,
+    ) -> None:
+        self._transport = transport
+        self._flat = flat
+        self._out = out
+        self._whole = whole
+        self._scale = scale
+        self._key = key
+        self._label = label
+        # A rank holds (size - 1) foreign copies of the elements that are on the wire.
+        slices = 1 if whole else transport.size
+        per_piece = max(limit // slices, 1) // 64 * 64 or 64
+        self._bounds = [(a, min(a + per_piece, out.numel())) for a in range(0, out.numel(), per_piece)]
+        self._pieces: list[tuple[list[torch.Tensor], list[Any]]] = []
+        if self._bounds:
+            self._post(0)
+
+    def _post(self, index: int) -> None:
+        transport, (start, stop) = self._transport, self._bounds[index]
+        parts, works = [], []
+        length = self._out.numel()
+        for peer in range(transport.size):
+            if peer == transport.rank:
+                base = 0 if self._whole else transport.rank * length
+                parts.append(self._flat[base + start : base + stop])
+                continue
+            staging = torch.empty(stop - start, dtype=self._flat.dtype, device=self._flat.device)
+            parts.append(staging)
+            works.append(transport.receive(staging, peer, self._key))
+        for peer in range(transport.size):
+            if peer != transport.rank:
+                base = 0 if self._whole else peer * length
+                works.append(transport.send(self._flat[base + start : base + stop], peer, self._key))
+        self._pieces.append((parts, works))
+
+    def wait(self) -> None:
+        while self._bounds:
+            start, stop = self._bounds.pop(0)
+            parts, works = self._pieces.pop(0)
+            if self._bounds:
+                self._post(0)
+            for work in works:
+                self._transport.guard(work.wait, self._label)
+            scaled_sum(parts, self._out[start:stop], self._scale)
+        self._flat = self._out = torch.empty(0)
+
+
+class _GlooAllReduce:
+    """More than two ranks: reduce-scatter into this rank's slice of the result, then gather the fp32 slices."""
+
+    def __init__(
+        self,
+        transport: GlooTransport,
+        flat: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        scale: float,
+        key: int,
+        label: str,
+        limit: int,
+    ) -> None:
+        self._transport = transport
+        self._out: torch.Tensor | None = out
+        self._key = key
+        self._label = label
+        self._reduce = _GlooReduce(
+            transport, flat, transport.my_slice(out), whole=False, scale=scale, key=key, label=label, limit=limit
+        )
+
+    def wait(self) -> None:
+        if self._out is None:
+            return
+        out, self._out = self._out, None
+        self._reduce.wait()
+        self._transport.gather_slices(out, self._key, self._label).wait()
+
+
+class GlooTransport(Transport):
+    """Sends and receives of slices, matched by tag."""
+
+    name = "gloo"
+
+    def send(self, tensor: torch.Tensor, peer: int, key: int) -> Any:
+        traffic.record_ran("send", tensor.numel() * tensor.element_size())
+        return self.group.send([tensor], peer, key)
+
+    def receive(self, tensor: torch.Tensor, peer: int, key: int) -> Any:
+        return self.group.recv([tensor], peer, key)
+
+    def gather_slices(self, flat: torch.Tensor, key: int, label: str) -> Work:
+        """The gather itself, not counted as asked for."""
+        length = flat.numel() // self.size
+        mine = self.my_slice(flat)
+        peers = [(self.rank + step) % self.size for step in range(1, self.size)]
+        works = [self.receive(flat.narrow(0, peer * length, length), peer, key) for peer in peers]
+        works += [self.send(mine, peer, key) for peer in reversed(peers)]
+        return _GlooGather(self, works, flat, label)
+
+    def all_gather(self, flat: torch.Tensor, *, key: int, label: str) -> Work:
+        traffic.record_asked("all_gather", flat.numel() * flat.element_size())
+        if flat.numel() == 0:
+            return DoneWork()
+        return self.gather_slices(flat, key, label)
+
+    def reduce_scatter(
+        self, flat: torch.Tensor, out: torch.Tensor, *, scale: float, key: int, label: str, limit: int
+    ) -> Work:
+        traffic.record_asked("reduce_scatter", flat.numel() * flat.element_size())
+        return _GlooReduce(self, flat, out, whole=False, scale=scale, key=key, label=label, limit=limit)
+
+    def all_reduce(
+        self, flat: torch.Tensor, out: torch.Tensor, *, scale: float, key: int, label: str, limit: int
+    ) -> Work:
+        traffic.record_asked("all_reduce", 2 * flat.numel() * flat.element_size())
+        if self.size == 2:  # exchanging everything moves the same bytes as reduce-scatter and gather
+            return _GlooReduce(self, flat, out, whole=True, scale=scale, key=key, label=label, limit=limit)
+        return _GlooAllReduce(self, flat, out, scale=scale, key=key, label=label, limit=limit)
+
+    def gather_small(self, tensor: torch.Tensor) -> torch.Tensor:
+        rows = torch.empty((self.size, tensor.numel()), dtype=tensor.dtype)
+        flat = rows.view(-1)
+        self.my_slice(flat).copy_(tensor)
+        self.gather_slices(flat, _SMALL_TAG, "a small exchange").wait()
+        return rows
+
+    def all_reduce_small(self, tensor: torch.Tensor) -> None:
+        tensor.copy_(self.gather_small(tensor.reshape(-1)).sum(dim=0).view_as(tensor))
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        dist.broadcast(tensor, group_src=source, group=self.group)
+
+    def abort(self) -> None:
+        # gloo cannot cancel a receive; a receive that times out closes every pair, which wakes all pending waits.
+        peer = (self.rank + 1) % self.size
+        try:
+            self.group.recv([torch.empty(1)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
+        except RuntimeError:
+            return  # the time-out is the purpose
+
+
+class _NativeWork:
+    def __init__(self, work: Any, label: str, finish: Callable[[], None] | None, keep: Any, guard: WaitGuard) -> None:
+        self._work = work
+        self._label = label
+        self._finish = finish
+        self._keep = keep
+        self._guard = guard
+
+    def wait(self) -> None:
+        if self._work is None:
+            return
+        work, self._work = self._work, None
+        self._guard(work.wait, self._label)
+        if self._finish is not None:
+            self._finish()
+        self._keep = None
+
+
+class NativeTransport(Transport):
+    """The backend's own collectives. Calls must be made in the same order on all ranks of the group."""
+
+    name = "native"
+
+    def _work(self, work: Any, label: str, finish: Callable[[], None] | None, keep: Any) -> Work:
+        return _NativeWork(work, label, finish, keep, self.guard)
+
+    def all_gather(self, flat: torch.Tensor, *, key: int, label: str) -> Work:
+        nbytes = flat.numel() * flat.element_size()
+        traffic.record_asked("all_gather", nbytes)
+        if flat.numel() == 0:
+            return DoneWork()
+        traffic.record_ran("all_gather_into_tensor", nbytes // self.size)
+        work = self.group._allgather_base(flat, self.my_slice(flat))
+        return self._work(work, label, None, flat)
+
+    def reduce_scatter(
+        self, flat: torch.Tensor, out: torch.Tensor, *, scale: float, key: int, label: str, limit: int
+    ) -> Work:
+        nbytes = flat.numel() * flat.element_size()
+        traffic.record_asked("reduce_scatter", nbytes)
+        if flat.numel() == 0:
+            return DoneWork()
+        traffic.record_ran("reduce_scatter_tensor", nbytes)
+        target = out if out.dtype == flat.dtype else torch.empty_like(self.my_slice(flat))
+        work = self.group._reduce_scatter_base(target, flat)
+        return self._work(work, label, lambda: scaled_sum([target], out, scale), (flat, out))
+
+    def all_reduce(
+        self, flat: torch.Tensor, out: torch.Tensor, *, scale: float, key: int, label: str, limit: int
+    ) -> Work:
+        nbytes = flat.numel() * flat.element_size()
+        traffic.record_asked("all_reduce", 2 * nbytes)
+        if flat.numel() == 0:
+            return DoneWork()
+        traffic.record_ran("all_reduce", 2 * nbytes)
+        work = self.group.allreduce([flat])
+        return self._work(work, label, lambda: scaled_sum([flat], out, scale), (flat, out))
+
+    def gather_small(self, tensor: torch.Tensor) -> torch.Tensor:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else tensor.device
+        mine = tensor.to(device)
+        rows = torch.empty((self.size, tensor.numel()), dtype=tensor.dtype, device=device)
+        work = self.group._allgather_base(rows.view(-1), mine)
+        self.guard(work.wait, "a small exchange")
+        return rows.to(tensor.device)
+
+    def all_reduce_small(self, tensor: torch.Tensor) -> None:
+        tensor.copy_(self.gather_small(tensor.reshape(-1)).sum(dim=0).view_as(tensor))
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        dist.broadcast(tensor, group_src=source, group=self.group)
+
+    def abort(self) -> None:
+        self.group.abort()
+
+
+def create_transport(
+    group: Any = None,
+    *,
+    device: torch.device | None = None,
+    timeout: timedelta | None = None,
+    separate: bool = False,
+) -> Transport:
+    """The transport of ``group``; every rank of the default group must call it in the same order.
+
+    Args:
+        group: A torch process group; None is the default group. Without an initialised process group the result is the
+            transport of one rank.
+        device: Where the buffers live; a group with several backends is used through the one of this device.
+        timeout: Time limit of a separate communicator.
+        separate: Make a communicator of its own where order matters (not gloo), so that gathers and reductions do not
+            wait for each other.
+    """
+    if not dist.is_initialized():
+        return LocalTransport()
+    group = group if group is not None else dist.group.WORLD
+    size = dist.get_world_size(group)
+    if size == 1:
+        return LocalTransport()
+    rank = dist.get_rank(group)
+    backend = _backend_for(group, device)
+    if backend == "gloo":
+        return GlooTransport(group, rank, size)
+    if separate:
+        group = dist.new_group(dist.get_process_group_ranks(group), timeout=timeout, backend=backend)
+    return NativeTransport(group, rank, size)
+
+
+def _backend_for(group: Any, device: torch.device | None) -> str:
+    """Name of the backend that carries tensors of ``device``, such as ``gloo`` for the CPU of ``cpu:gloo,cuda:nccl``."""
+    kind = device.type if device is not None else "cpu"
+    by_device = dict(
+        entry.split(":", 1) for entry in dist.get_backend_config(group).split(",") if ":" in entry
+    )
+    return by_device.get(kind) or dist.get_backend(group)
+
+
+def warm_up(transport: Transport) -> None:
+    """Connects every pair of ranks once, so that the first step does not pay for it."""
+    transport.gather_small(torch.zeros(1, dtype=torch.int64))
+
+
+__all__ = [
+    "DoneWork",
+    "GlooTransport",
+    "LocalTransport",
+    "NativeTransport",
+    "Transport",
+    "Work",
+    "create_transport",
+    "scaled_sum",
+    "warm_up",
+]

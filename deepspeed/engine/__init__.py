@@ -1,0 +1,7 @@
+"""The engine: ``deepspeed.initialize`` and what it returns."""
+
+from deepspeed.engine.engine import DeepSpeedEngine
+from deepspeed.engine.initialize import add_config_arguments, initialize
+from deepspeed.zero.base_optimizer import DeepSpeedOptimizer, ZeROOptimizer
+
+__all__ = ["DeepSpeedEngine", "DeepSpeedOptimizer", "ZeROOptimizer", "add_config_arguments", "initialize"]

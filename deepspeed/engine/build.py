@@ -1,0 +1,266 @@
+"""Puts an engine together: configuration, process group, optimizer, precision, ZeRO runtime, schedule."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed import comm
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.store import rendezvous_store
+from deepspeed.comm.transport import create_transport, warm_up
+from deepspeed.config import ParsedConfig, parse
+from deepspeed.config.sections.root import Root
+from deepspeed.engine.optimizers import (
+    choose_optimizer,
+    group_indices,
+    model_parameter_groups,
+    move_to_runs,
+    needs_whole_tensors,
+)
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.logging import log_dist, set_log_level_from_string
+from deepspeed.precision.policy import PrecisionPolicy, create_loss_scaler
+from deepspeed.schedulers import build_scheduler
+from deepspeed.zero.gradients import ReductionPolicy
+from deepspeed.zero.layout import Limits
+from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3
+from deepspeed.zero.placement import Placement
+from deepspeed.zero.runtime import Channels, RuntimeOptions, ZeroRuntime
+from deepspeed.zero.schedule import GatherLimits
+
+
+@dataclass(frozen=True)
+class Client:
+    """What the caller of ``initialize`` handed in."""
+
+    args: Any
+    model: nn.Module
+    optimizer: Any
+    model_parameters: Any
+    training_data: Any
+    lr_scheduler: Any
+    mpu: Any
+    collate_fn: Any
+
+
+@dataclass
+class EngineParts:
+    """Everything an engine drives, ready to be driven."""
+
+    client: Client
+    model: nn.Module
+    parsed: ParsedConfig
+    precision: PrecisionPolicy
+    placement: Placement
+    runtime: ZeroRuntime
+    torch_optimizer: torch.optim.Optimizer | None
+    device: torch.device
+    channels: Channels
+    dp_group: Any
+    dp_rank: int
+    dp_world_size: int
+    local_rank: int
+    global_rank: int
+    world_size: int
+
+    def make_optimizer(
+        self, backward: Callable[..., Any], before_update: Callable[[], None]
+    ) -> DeepSpeedZeroOptimizer | None:
+        """The ZeRO optimizer, or None without a torch optimizer."""
+        if self.torch_optimizer is None:
+            return None
+        root = self.parsed.root
+        kind = DeepSpeedZeroOptimizer_Stage3 if self.placement.shard_params else DeepSpeedZeroOptimizer
+        assert self.runtime.reducer is not None
+        return kind(
+            self.torch_optimizer,
+            self.runtime.masters,
+            self.runtime.reducer,
+            placement=self.placement,
+            transport=self.channels.reduce,
+            agreement=self.runtime.agreement,
+            ledger=self.runtime.ledger,
+            loss_scaler=create_loss_scaler(root, self.precision),
+            clip_grad=root.gradient_clipping,
+            max_skipped=root.max_consecutive_skipped_steps,
+            skip_non_finite=self.precision.skip_non_finite,
+            before_update=before_update,
+            backward=backward,
+        )
+
+    def make_scheduler(self) -> Any:
+        """The schedule: the client's object, what its callable builds on the torch optimizer, the configured one."""
+        given = self.client.lr_scheduler
+        if given is not None:
+            is_object = hasattr(given, "step") and not isinstance(given, type)
+            return given if is_object or self.torch_optimizer is None else given(self.torch_optimizer)
+        section = self.parsed.root.scheduler
+        if section is None or section.type is None or self.torch_optimizer is None:
+            return None
+        return build_scheduler(section.type, dict(section.params), self.torch_optimizer)
+
+
+def build_parts(client: Client, config: Any, distributed_port: int, dist_init_required: bool | None) -> EngineParts:
+    """Builds everything below the engine. Every rank must call it.
+
+    Args:
+        client: What the caller handed in.
+        config: Dict, path or base64.
+        distributed_port: Port of rank 0 if a process group must be started.
+        dist_init_required: False: a process group must exist already.
+    """
+    if not isinstance(client.model, nn.Module):
+        raise DeepSpeedConfigError(
+            f"initialize(model=...): expected a torch.nn.Module, found {type(client.model).__name__}"
+        )
+    if not comm.is_initialized():
+        if dist_init_required is False:
+            raise DeepSpeedConfigError(
+                "initialize(dist_init_required=False): no process group exists; call deepspeed.init_distributed() first, "
+                "or leave the argument out"
+            )
+        comm.init_distributed(distributed_port=distributed_port)
+    dp_group = client.mpu.get_data_parallel_group() if client.mpu is not None else None
+    dp_world_size, dp_rank = comm.get_world_size(dp_group), comm.get_rank(dp_group)
+    parsed = parse(config, dp_world_size=dp_world_size)
+    root = parsed.root
+    if root.log_level:
+        set_log_level_from_string(root.log_level)
+    for notice in parsed.notices:
+        log_dist(f"config: {notice}")
+
+    local_rank = _local_rank(client.args)
+    device = _device(local_rank)
+    placement = Placement.of_stage(root.zero_optimization.stage)
+    precision = PrecisionPolicy.from_config(root, device.type, client.model)
+    _check_device_supports(precision)
+    torch_optimizer = choose_optimizer(root, client.model, client.optimizer, client.model_parameters)
+    _check_trains(placement, torch_optimizer)
+    separate = device.type != "cpu"
+    channels = Channels(
+        gather=create_transport(dp_group, device=device, separate=separate, timeout=comm.default_timeout()),
+        reduce=create_transport(dp_group, device=device, separate=separate, timeout=comm.default_timeout()),
+        store=rendezvous_store(),
+    )
+    warm_up(channels.gather)
+    runtime = ZeroRuntime(
+        client.model,
+        _options(root, placement, precision, device, dp_world_size, torch_optimizer),
+        channels,
+        group_indices(torch_optimizer),
+    )
+    precision.cast_buffers(client.model, device)
+    for buffer in client.model.buffers():
+        channels.gather.broadcast(buffer, 0)
+    if torch_optimizer is not None:
+        move_to_runs(torch_optimizer, runtime.masters, lambda parameter: torch_optimizer.state.pop(parameter, None))
+    return EngineParts(
+        client=client,
+        model=client.model,
+        parsed=parsed,
+        precision=precision,
+        placement=placement,
+        runtime=runtime,
+        torch_optimizer=torch_optimizer,
+        device=device,
+        channels=channels,
+        dp_group=dp_group,
+        dp_rank=dp_rank,
+        dp_world_size=dp_world_size,
+        local_rank=local_rank,
+        global_rank=comm.get_rank(),
+        world_size=comm.get_world_size(),
+    )
+
+
+def _options(
+    root: Root,
+    placement: Placement,
+    precision: PrecisionPolicy,
+    device: torch.device,
+    ranks: int,
+    optimizer: torch.optim.Optimizer | None,
+) -> RuntimeOptions:
+    zero = root.zero_optimization
+    return RuntimeOptions(
+        placement=placement,
+        layout=Limits(
+            persistence=zero.stage3_param_persistence_threshold,
+            model_persistence=zero.stage3_model_persistence_threshold,
+            joined=max(zero.reduce_bucket_size, 1),
+            unit=max(zero.reduce_bucket_size, 1),
+        ),
+        gathers=GatherLimits(
+            prefetch=zero.stage3_prefetch_bucket_size,
+            max_live=zero.stage3_max_live_parameters,
+            max_reuse_distance=zero.stage3_max_reuse_distance,
+        ),
+        reduction=None if optimizer is None else _reduction(root, placement, precision, ranks),
+        granularity=max(zero.stage3_prefetch_bucket_size, zero.stage3_module_granularity_threshold),
+        compute_dtype=precision.dtype_for,
+        whole_tensors=optimizer is not None and needs_whole_tensors(optimizer, placement, root),
+        device=device,
+    )
+
+
+def _reduction(root: Root, placement: Placement, precision: PrecisionPolicy, ranks: int) -> ReductionPolicy:
+    """Where the division by the number of ranks happens: before the reduction, after it, or in two parts."""
+    mean = 1.0 if root.gradient_allreduce_op == "sum" else 1.0 / ranks
+    if root.prescale_gradients:
+        before = mean
+    elif root.gradient_predivide_factor != 1.0:
+        before = 1.0 / root.gradient_predivide_factor
+    else:
+        before = 1.0
+    return ReductionPolicy(
+        every_micro_batch=placement.shard_gradients,
+        to_owner=placement.shard_master,
+        reduce_dtype=precision.reduce_dtype,
+        accumulate_dtype=precision.accumulate_dtype,
+        scale=mean / before,
+        prescale=before,
+        bucket_numel=max(root.zero_optimization.reduce_bucket_size, 1),
+        overlap=root.zero_optimization.overlap_comm is not False,
+    )
+
+
+def _local_rank(args: Any) -> int:
+    given = getattr(args, "device_rank", None)
+    return int(given) if given is not None else int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def _device(local_rank: int) -> torch.device:
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        return torch.device("cpu")
+    accelerator.set_device(local_rank)
+    return torch.device(accelerator.device_name(local_rank))
+
+
+def _check_device_supports(precision: PrecisionPolicy) -> None:
+    accelerator = get_accelerator()
+    for dtype, key, supported in (
+        (torch.float16, "fp16.enabled", accelerator.is_fp16_supported),
+        (torch.bfloat16, "bf16.enabled", accelerator.is_bf16_supported),
+    ):
+        if precision.compute_dtype is dtype and not supported():
+            raise DeepSpeedConfigError(
+                f"{key}: the device {accelerator.device_name()} does not support {dtype}; set {key} to false"
+            )
+
+
+def _check_trains(placement: Placement, optimizer: torch.optim.Optimizer | None) -> None:
+    if optimizer is None and placement.shard_master and not placement.shard_params:
+        raise DeepSpeedConfigError(
+            f"zero_optimization.stage {placement.stage} shards optimizer states, but there is no optimizer; give "
+            "initialize an optimizer or an `optimizer` section, or use stage 0, or stage 3 to shard the parameters"
+        )
+
+
+__all__ = ["Client", "EngineParts", "build_parts", "model_parameter_groups"]

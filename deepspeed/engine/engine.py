@@ -1,0 +1,486 @@
+"""The engine: forward, backward and step of one model under ZeRO, each delegating to the part that owns the work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.config import ParsedConfig
+from deepspeed.engine.accessors import ConfigAccessors
+from deepspeed.engine.build import EngineParts, build_parts
+from deepspeed.engine.outputs import tensors_in
+from deepspeed.engine.progress import ProgressLog
+from deepspeed.engine.reports import memory_rows, precision_rows
+from deepspeed.errors import CallOrderError, DeepSpeedConfigError, NotYetSupportedError
+from deepspeed.logging import log_dist, log_dist_once, logger
+from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer
+from deepspeed.zero.runtime import ZeroRuntime
+
+
+class DeepSpeedEngine(ConfigAccessors, nn.Module):
+    """Wraps a model for training. Made by ``deepspeed.initialize``.
+
+    Attributes unknown to the engine are those of the wrapped model.
+
+    Attributes:
+        module: The model.
+        optimizer: The ZeRO optimizer, or None.
+        basic_optimizer: The torch optimizer underneath, or None.
+        lr_scheduler: The schedule that ``step`` advances; may be set to None.
+        training_dataloader: Loader over ``training_data``, or None.
+        config: The configuration dict as it was given.
+        global_steps: Updates so far, skipped ones included.
+        global_samples: Samples of those updates, over all ranks.
+        micro_steps: Calls of ``step`` so far.
+        skipped_steps: Updates that were skipped because a gradient was not finite.
+        device: Where the model computes.
+    """
+
+    def __init__(self, parts: EngineParts) -> None:
+        super().__init__()
+        self.module = parts.model
+        self._parts = parts
+        self._parsed: ParsedConfig = parts.parsed
+        self._root = parts.parsed.root
+        self._precision = parts.precision
+        assert parts.parsed.batch is not None
+        self._batch = parts.parsed.batch
+        self._accumulation_steps = self._batch.accumulation_steps
+        self._runtime: ZeroRuntime = parts.runtime
+        self.optimizer: DeepSpeedZeroOptimizer | None = parts.make_optimizer(self.backward, self._before_update)
+        self.basic_optimizer = parts.torch_optimizer
+        self.client_optimizer = parts.client.optimizer
+        self.client_lr_scheduler = parts.client.lr_scheduler
+        self.training_data = parts.client.training_data
+        self.collate_fn = parts.client.collate_fn
+        self.mpu = parts.client.mpu
+        self.lr_scheduler = parts.make_scheduler()
+        self.training_dataloader = self.deepspeed_io(self.training_data) if self.training_data is not None else None
+        self.config: dict[str, Any] = parts.parsed.raw
+        self.device = parts.device
+        self.local_rank, self.global_rank = parts.local_rank, parts.global_rank
+        self.world_size = parts.world_size
+        self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
+        self.enable_backward_allreduce = True
+        self.loaded_checkpoint_dp_world_size: int | None = None
+        self.loaded_checkpoint_mp_world_size: int | None = None
+        self._boundary_override: bool | None = None
+        self._sync = True
+        self._managed_backward = False
+        self._scaled_losses = 0
+        self._saw_unscaled_backward = False
+        self._step_applied = False
+        self._progress = ProgressLog(self._root, self._batch.train_batch_size)
+        self._runtime.on_stray_backward = self._open_backward
+        log_dist(self._summary())
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is not None and hasattr(module, name):
+                return getattr(module, name)
+            raise AttributeError(f"neither the engine nor the wrapped {type(module).__name__} has {name!r}") from None
+
+    # -- forward -----------------------------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Runs the model; floating inputs are cast only where ``fp16.auto_cast`` asks for it."""
+        if self._runtime.drop_open_work():
+            self._managed_backward = False
+            logger.warning("the last forward or backward ended in an exception; what it had half done was dropped")
+        if self._precision.cast_inputs:
+            inputs, kwargs = self._precision.cast_arguments(inputs), self._precision.cast_arguments(kwargs)
+        self._progress.before("forward")
+        with self._precision.forward_context(self.device.type):
+            outputs = self.module(*inputs, **kwargs)
+        self._progress.after("forward")
+        if torch.is_grad_enabled():
+            self._watch(outputs)
+        return outputs
+
+    def _watch(self, outputs: Any) -> None:
+        """Lets a backward through ``outputs`` announce itself, so that the user's own ``loss.backward()`` works."""
+        for tensor in tensors_in(outputs):
+            if tensor.requires_grad:
+                tensor.register_hook(self._backward_reached_outputs)
+
+    def _backward_reached_outputs(self, _gradient: torch.Tensor) -> None:
+        self._open_backward()
+
+    # -- backward ----------------------------------------------------------------------------------------------------
+
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **kwargs: Any
+    ) -> torch.Tensor:
+        """Backpropagates ``loss`` and reduces gradients as the ZeRO stage says. Every rank must call it.
+
+        Args:
+            loss: Scalar; it is divided by ``gradient_accumulation_steps`` and multiplied by the loss scale.
+            retain_graph: As in torch.
+            scale_wrt_gas: False: do not divide.
+            **kwargs: Further arguments of ``Tensor.backward``.
+
+        Returns:
+            The loss divided by the accumulation steps, without the loss scale.
+        """
+        if self._runtime.reducer is None:
+            raise CallOrderError(
+                "engine.backward: this engine has no optimizer, so nothing is trained; give initialize an optimizer or "
+                "an `optimizer` section with trainable model_parameters"
+            )
+        if loss.numel() != 1 and kwargs.get("gradient") is None:
+            raise CallOrderError(
+                f"engine.backward: the loss has shape {tuple(loss.shape)}; expected one element. Reduce it (mean or sum), "
+                "or pass gradient= as to Tensor.backward"
+            )
+        if self._runtime.drop_open_work():
+            logger.warning("an earlier backward was left open by an exception; its gradients were dropped")
+        if scale_wrt_gas and self._accumulation_steps > 1:
+            loss = loss / self._accumulation_steps
+        scaler = self.optimizer.loss_scaler if self.optimizer is not None else None
+        scaled = scaler.scale_loss(loss) if scaler is not None else loss
+        self._progress.before("backward")
+        self._managed_backward = True
+        self._open_backward()
+        scaled.backward(retain_graph=retain_graph, **kwargs)
+        self._close_backward()
+        self._progress.after("backward")
+        return loss
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the loss scale, for a ``loss.backward()`` of one's own (unchanged unless fp16)."""
+        self._scaled_losses += 1
+        scaler = self.optimizer.loss_scaler if self.optimizer is not None else None
+        return scaler.scale_loss(loss) if scaler is not None else loss
+
+    def _open_backward(self) -> None:
+        """A backward has begun: by ``engine.backward``, or seen at the outputs of forward."""
+        if self._runtime.in_backward or self._runtime.reducer is None:
+            return
+        self._runtime.begin_backward(
+            boundary=self.is_gradient_accumulation_boundary(), sync=self._sync and self.enable_backward_allreduce
+        )
+        if self._managed_backward:
+            return
+        if self.optimizer is not None and self.optimizer.loss_scaler is not None:
+            if self._scaled_losses > 0:
+                self._scaled_losses -= 1
+            else:
+                self._saw_unscaled_backward = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._close_backward)
+
+    def _close_backward(self) -> None:
+        if self._runtime.in_backward:
+            self._runtime.end_backward()
+        self._managed_backward = False
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the present micro-step ends in an update."""
+        if self._boundary_override is not None:
+            return self._boundary_override
+        if not self._root.managed_gradient_accumulation:
+            return True
+        return (self.micro_steps + 1) % self._accumulation_steps == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Decides from outside, until called again, whether micro-steps end in an update."""
+        self._boundary_override = is_boundary
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside reduce nothing at any stage; each rank keeps whole gradients until the next one outside."""
+        if not self._sync:
+            raise CallOrderError("engine.no_sync: it is already open; do not nest it")
+        whole = sum(bucket.layout.numel for bucket in self._runtime.buckets if bucket.layout.trainable)
+        size = whole * self._precision.accumulate_dtype.itemsize
+        log_dist_once(f"no_sync keeps whole gradients on every rank until the boundary: {size / 2**20:,.0f} MiB")
+        self._sync = False
+        try:
+            yield
+        finally:
+            self._sync = True
+
+    # -- step --------------------------------------------------------------------------------------------------------
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """At the boundary updates the parameters and advances the schedule; otherwise only counts.
+
+        Args:
+            lr_kwargs: Arguments for the schedule's ``step``.
+        """
+        if self.optimizer is None:
+            raise CallOrderError("engine.step: this engine has no optimizer; see initialize(optimizer=...)")
+        if not self._sync:
+            raise CallOrderError("engine.step: called inside no_sync; leave it before the update")
+        self._step_applied = False
+        if self.is_gradient_accumulation_boundary():
+            self._progress.before("step")
+            self._update(lr_kwargs)
+            self._progress.after("step")
+        self.micro_steps += 1
+
+    def _update(self, lr_kwargs: dict[str, Any] | None) -> None:
+        assert self.optimizer is not None
+        self.optimizer.step()
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size()
+        if self.optimizer.overflow:
+            self.skipped_steps += 1
+        else:
+            self._step_applied = True
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step(**(lr_kwargs or {}))
+        self._progress.step(self.global_steps, self.skipped_steps, self.get_lr(), self.get_global_grad_norm())
+
+    def _before_update(self) -> None:
+        """Called by the optimizer's own ``step``, whoever calls that."""
+        if self._saw_unscaled_backward:
+            self._saw_unscaled_backward = False
+            self._runtime.reducer.clear()  # type: ignore[union-attr]
+            raise CallOrderError(
+                "fp16: the gradients come from a loss.backward() whose loss was not scaled; small gradients would have "
+                "become zero. Write engine.scale(loss).backward(), or engine.backward(loss)"
+            )
+        self._scaled_losses = 0
+        self._runtime.free_gathered()
+
+    def was_step_applied(self) -> bool:
+        """Whether the latest ``step`` changed the parameters."""
+        return self._step_applied
+
+    def get_global_grad_norm(self) -> float | None:
+        """Unscaled norm of the gradients of the latest update, before clipping; None before the first."""
+        if self.optimizer is None or self.optimizer.last_report is None:
+            return None
+        return self.optimizer.last_report.norm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Throws away every gradient."""
+        if self._runtime.reducer is not None:
+            self._runtime.reducer.clear()
+
+    def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
+        """Reduces gradients that no boundary has reduced yet. Every rank must call it."""
+        if self._runtime.reducer is not None:
+            self._runtime.reducer.settle()
+
+    # -- batch sizes -------------------------------------------------------------------------------------------------
+
+    def train_batch_size(self) -> int:
+        """Samples per update over all ranks."""
+        return self._batch.micro_batch_size * self._accumulation_steps * self.dp_world_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples per forward on one rank."""
+        return self._batch.micro_batch_size
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per update."""
+        return self._accumulation_steps
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Global batch, micro-batch, accumulation steps."""
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Changes the global batch by changing the accumulation steps.
+
+        Raises:
+            DeepSpeedConfigError: It is not a multiple of micro-batch times ranks.
+        """
+        per_pass = self._batch.micro_batch_size * self.dp_world_size
+        if train_batch_size <= 0 or train_batch_size % per_pass:
+            raise DeepSpeedConfigError(
+                f"set_train_batch_size({train_batch_size}): expected a positive multiple of micro-batch "
+                f"{self._batch.micro_batch_size} x ranks {self.dp_world_size} = {per_pass}"
+            )
+        self._accumulation_steps = train_batch_size // per_pass
+
+    # -- data --------------------------------------------------------------------------------------------------------
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Any = None,
+        num_local_io_workers: int | None = None,
+    ) -> Any:
+        """A loader that gives each rank its share of ``dataset``."""
+        from deepspeed.data import DeepSpeedDataLoader
+
+        return DeepSpeedDataLoader(
+            dataset=dataset,
+            batch_size=batch_size or self._batch.micro_batch_size,
+            pin_memory=pin_memory and self._parts.device.type != "cpu",
+            data_sampler=data_sampler,
+            collate_fn=collate_fn or self.collate_fn,
+            num_local_io_workers=num_local_io_workers,
+            data_parallel_rank=self._parts.dp_rank,
+            data_parallel_world_size=self.dp_world_size,
+            drop_last=self._root.dataloader_drop_last,
+            shuffle=route == "train",
+        )
+
+    # -- topology ----------------------------------------------------------------------------------------------------
+
+    @property
+    def dp_world_size(self) -> int:
+        """Data-parallel ranks."""
+        return self._parts.dp_world_size
+
+    seq_dp_world_size = dp_world_size
+
+    @property
+    def mp_world_size(self) -> int:
+        """Model-parallel ranks."""
+        return 1 if self.mpu is None else int(self.mpu.get_model_parallel_world_size())
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        return 1
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """The torch process group of the data-parallel ranks; None for the default group."""
+        return self._parts.dp_group
+
+    seq_data_parallel_group = data_parallel_group
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank among the data-parallel ranks."""
+        return self._parts.dp_rank
+
+    def get_model_parallel_rank(self) -> int:
+        """This rank among the model-parallel ranks."""
+        return 0 if self.mpu is None else int(self.mpu.get_model_parallel_rank())
+
+    get_tensor_parallel_rank = get_model_parallel_rank
+
+    def get_sequence_parallel_group(self) -> None:
+        """None: there is no sequence parallelism."""
+        return
+
+    # -- optimizer queries -------------------------------------------------------------------------------------------
+
+    def get_lr(self) -> list[float]:
+        """Learning rate of each param group."""
+        return [] if self.basic_optimizer is None else [group["lr"] for group in self.basic_optimizer.param_groups]
+
+    def get_mom(self) -> list[Any]:
+        """Momentum, or betas, of each param group."""
+        groups = [] if self.basic_optimizer is None else self.basic_optimizer.param_groups
+        return [group["momentum"] if "momentum" in group else group.get("betas", 0.0) for group in groups]
+
+    def get_type(self) -> list[Any]:
+        """The ``type`` entry of each param group, where there is one."""
+        groups = [] if self.basic_optimizer is None else self.basic_optimizer.param_groups
+        return [group.get("type") for group in groups]
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """Compute dtype and gradient accumulation dtype."""
+        return self._precision.compute_dtype or torch.float32, self._precision.accumulate_dtype
+
+    @property
+    def param_names(self) -> dict[nn.Parameter, str]:
+        """Parameter to qualified name."""
+        return self._runtime.param_names
+
+    # -- modes -------------------------------------------------------------------------------------------------------
+
+    def train(self, mode: bool = True) -> DeepSpeedEngine:
+        """Training mode, for the model too."""
+        super().train(mode)
+        return self
+
+    def eval(self) -> DeepSpeedEngine:
+        """Evaluation mode, for the model too."""
+        return self.train(False)
+
+    def compile(
+        self,
+        backend: Any = None,
+        compile_kwargs: dict[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compiles the model in place by ``torch.compile``.
+
+        Args:
+            backend: Of ``torch.compile``; None is torch's default.
+            compile_kwargs: Further arguments.
+            schedule: DeepCompile schedule; not supported.
+            compiled_autograd_enabled: Compiled autograd; not supported.
+        """
+        if schedule is not None or compiled_autograd_enabled:
+            raise NotYetSupportedError(
+                "engine.compile: schedule and compiled_autograd_enabled belong to DeepCompile, which this release does "
+                "not have; leave them out"
+            )
+        arguments = dict(compile_kwargs or {})
+        if backend is not None:
+            arguments["backend"] = backend
+        self.module.compile(**arguments)
+        self._is_compiled = True
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether :meth:`compile` was called."""
+        return self.__dict__.get("_is_compiled", False)
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """The model's ``state_dict``; sharded parameters are empty tensors in it."""
+        state = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if exclude_frozen_parameters:
+            for name, parameter in self.module.named_parameters():
+                if not parameter.requires_grad:
+                    state.pop(prefix + name, None)
+        return state
+
+    # -- reports -----------------------------------------------------------------------------------------------------
+
+    def memory_report(self) -> list[tuple[str, int, int, str]]:
+        """Model-state bytes of this rank now: ``(kind, counted, by formula, formula)`` for each kind."""
+        return memory_rows(self._runtime, self.optimizer, self._precision)
+
+    def precision_report(self) -> list[dict[str, Any]]:
+        """Dtypes per param group: ``compute``, ``accumulate``, ``reduce``, ``master`` and ``state``."""
+        return precision_rows(self._runtime, self.basic_optimizer, self._precision)
+
+    def _summary(self) -> str:
+        layout = self._runtime.layout
+        numel = sum(bucket.used_numel for bucket in layout.buckets)
+        sharded = sum(bucket.layout.used_numel for bucket in self._runtime.buckets if bucket.is_sharded)
+        return (
+            f"ZeRO stage {self.zero_optimization_stage()} on {self.dp_world_size} rank(s): {numel:,} parameters in "  # type: ignore[attr-defined]
+            f"{len(layout.buckets)} buckets, {sharded:,} of them sharded between uses; batch "
+            f"{self.train_batch_size()} = {self._batch.micro_batch_size} x {self._accumulation_steps} x "
+            f"{self.dp_world_size} (micro-batch x accumulation x ranks)"
+        )
+
+    def empty_partition_cache(self) -> None:
+        """Frees every gathered parameter that is not in use."""
+        self._runtime.free_gathered()
+
+    def destroy(self) -> None:
+        """Takes all hooks from the model and frees buffers. May be called in any state, more than once."""
+        self._runtime.drop_open_work()
+        self._runtime.destroy()
+        if self.optimizer is not None:
+            self.optimizer.destroy()

@@ -1,0 +1,176 @@
+"""From what the caller gave to a torch optimizer over flat runs.
+
+The client's optimizer object and its group dicts stay the same objects, so that schedulers built on them keep working;
+only the ``params`` lists are replaced, in place, and state that exists already is cut the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.config.sections.root import Root
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.logging import log_dist
+from deepspeed.ops.build import build_optimizer
+from deepspeed.ops.elementwise import Kind, is_elementwise
+from deepspeed.zero.masters import MasterBucket, MasterRun
+from deepspeed.zero.placement import Placement
+
+
+def model_parameter_groups(model: nn.Module, model_parameters: Any) -> list[Any]:
+    """The caller's ``model_parameters`` as a list of parameters or of group dicts.
+
+    Args:
+        model: The model; its parameters are taken where ``model_parameters`` is None.
+        model_parameters: List, generator or filter of parameters, group dicts, ``(name, parameter)`` pairs, or None.
+    """
+    if model_parameters is None:
+        return [parameter for parameter in model.parameters() if parameter.requires_grad]
+    entries = [model_parameters] if isinstance(model_parameters, (torch.Tensor, dict)) else list(model_parameters)
+    entries = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
+    if entries and isinstance(entries[0], dict):
+        return [{**group, "params": _as_list(group["params"])} for group in entries]
+    return entries
+
+
+def _as_list(params: Any) -> list[torch.Tensor]:
+    return [params] if isinstance(params, torch.Tensor) else list(params)
+
+
+def choose_optimizer(
+    root: Root, model: nn.Module, optimizer: Any, model_parameters: Any
+) -> torch.optim.Optimizer | None:
+    """The torch optimizer: the client's instance, what its callable returns, the configured one, or None.
+
+    Raises:
+        DeepSpeedConfigError: The client's object is neither, or a parameter is not the model's or occurs twice.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        chosen: torch.optim.Optimizer | None = optimizer
+    elif callable(optimizer):
+        chosen = optimizer(model_parameter_groups(model, model_parameters))
+        if not isinstance(chosen, torch.optim.Optimizer):
+            raise DeepSpeedConfigError(
+                f"initialize(optimizer=...): the callable returned {type(chosen).__name__}; expected a torch.optim."
+                "Optimizer built on the parameters it is given"
+            )
+    elif optimizer is not None:
+        raise DeepSpeedConfigError(
+            f"initialize(optimizer=...): expected a torch.optim.Optimizer, a callable that builds one, or None; "
+            f"found {type(optimizer).__name__}"
+        )
+    elif root.optimizer is not None and root.optimizer.type is not None:
+        groups = model_parameter_groups(model, model_parameters)
+        chosen = build_optimizer(root.optimizer.type, dict(root.optimizer.params), groups) if groups else None
+    else:
+        chosen = None
+    if chosen is not None:
+        _check_groups(chosen, model)
+    return chosen
+
+
+def _check_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    known = {id(parameter): name for name, parameter in model.named_parameters()}
+    seen: set[int] = set()
+    for number, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if id(parameter) not in known:
+                raise DeepSpeedConfigError(
+                    f"optimizer: parameter {position} of param group {number} (shape {tuple(parameter.shape)}) is not a "
+                    "parameter of the model given to initialize; build the optimizer on that model's parameters, after "
+                    "any change of the model"
+                )
+            if id(parameter) in seen:
+                raise DeepSpeedConfigError(
+                    f"optimizer: parameter {known[id(parameter)]!r} occurs twice in the param groups (again in group "
+                    f"{number}); list it once"
+                )
+            seen.add(id(parameter))
+
+
+def needs_whole_tensors(optimizer: torch.optim.Optimizer, placement: Placement, root: Root) -> bool:
+    """Whether runs must keep the parameters' shapes.
+
+    Raises:
+        DeepSpeedConfigError: It needs shapes and the ZeRO stage cuts parameters.
+    """
+    verdict = is_elementwise(optimizer)
+    if verdict.kind in (Kind.ELEMENTWISE, Kind.SEGMENTS):
+        return False
+    if not placement.shard_master:
+        return True
+    name = type(optimizer).__name__
+    if verdict.kind is Kind.UNKNOWN and root.zero_allow_untested_optimizer:
+        log_dist(
+            f"optimizer {name} {verdict.reason}; zero_allow_untested_optimizer lets it work on flat fragments, which is "
+            "right only if it treats every element by itself"
+        )
+        return False
+    remedy = "use ZeRO stage 0, where it gets whole parameters, or an elementwise optimizer such as AdamW"
+    if verdict.kind is Kind.UNKNOWN:
+        remedy += "; if it is elementwise, say so with zero_allow_untested_optimizer: true"
+    raise DeepSpeedConfigError(
+        f"optimizer {name} with zero_optimization.stage {placement.stage}: it {verdict.reason}, but this stage cuts "
+        f"parameters into fragments; {remedy}"
+    )
+
+
+def group_indices(optimizer: torch.optim.Optimizer | None) -> dict[int, int]:
+    """``id(parameter)`` to the index of its param group."""
+    if optimizer is None:
+        return {}
+    return {
+        id(parameter): number for number, group in enumerate(optimizer.param_groups) for parameter in group["params"]
+    }
+
+
+def move_to_runs(
+    optimizer: torch.optim.Optimizer, masters: list[MasterBucket], take_state: Callable[[torch.Tensor], Any]
+) -> None:
+    """Replaces the parameters in the optimizer's groups by this rank's runs, and cuts existing state alike.
+
+    Args:
+        optimizer: The torch optimizer; its groups still list the model's parameters.
+        masters: This rank's masters.
+        take_state: Removes and returns the state of a parameter, or None.
+    """
+    states = {id(parameter): take_state(parameter) for master in masters for parameter in master.bucket.params}
+    for group in optimizer.param_groups:
+        group["params"] = []
+    for master in masters:
+        for run in master.runs:
+            optimizer.param_groups[run.span.param_group]["params"].append(run.param)
+            state = _cut_state(master, run, states)
+            if state:
+                optimizer.state[run.param] = state
+
+
+def _cut_state(master: MasterBucket, run: MasterRun, states: dict[int, Any]) -> dict[str, Any]:
+    """State of a run, put together from the state of the parameters it holds."""
+    made: dict[str, Any] = {}
+    for fragment in master.fragments:
+        if not run.span.start <= fragment.slice_start < run.span.stop:
+            continue
+        parameter = master.bucket.params[fragment.tile]
+        tile = master.layout.tiles[fragment.tile]
+        for key, value in (states.get(id(parameter)) or {}).items():
+            if isinstance(value, torch.Tensor) and tuple(value.shape) == tile.shape and value.dim() > 0:
+                if run.param.dim() > 1 or run.param.shape == value.shape:
+                    made[key] = value.to(run.param.device)
+                    continue
+                whole = made.setdefault(key, torch.zeros(run.span.numel, dtype=value.dtype, device=run.param.device))
+                part = value.reshape(-1)[fragment.tile_start : fragment.tile_start + fragment.numel]
+                offset = fragment.slice_start - run.span.start
+                whole[offset : offset + fragment.numel].copy_(part)
+            else:
+                made.setdefault(key, value.clone() if isinstance(value, torch.Tensor) else value)
+    return made
+
+
+def trainable(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Those with ``requires_grad``."""
+    return [parameter for parameter in parameters if parameter.requires_grad]

@@ -1,0 +1,149 @@
+"""Which dtype each tensor of a training run has, decided once from the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.config.sections.root import Root
+from deepspeed.precision.loss_scaler import CreateLossScaler
+
+_DTYPES = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+def dtype_of_name(name: str) -> torch.dtype:
+    """The torch dtype of a configuration's dtype name."""
+    return _DTYPES[name]
+
+
+@dataclass(frozen=True)
+class PrecisionPolicy:
+    """The dtypes of one engine.
+
+    Attributes:
+        compute_dtype: Dtype of floating parameters in forward and backward; None keeps the model's own.
+        buffer_dtype: Dtype of floating buffers; None keeps the model's own.
+        accumulate_dtype: Dtype of the sum over micro-batches.
+        communication_dtype: Dtype on the wire; None is the gradient's own.
+        autocast_dtype: Dtype of ``torch.autocast`` around forward, or None for none.
+        cast_inputs: Cast floating inputs of forward to the compute dtype (``fp16.auto_cast``).
+        skip_non_finite: Skip an update whose gradient is not finite.
+        fp32_modules: Name parts of modules whose parameters stay fp32.
+    """
+
+    compute_dtype: torch.dtype | None
+    buffer_dtype: torch.dtype | None
+    accumulate_dtype: torch.dtype
+    communication_dtype: torch.dtype | None
+    autocast_dtype: torch.dtype | None
+    cast_inputs: bool
+    skip_non_finite: bool
+    fp32_modules: tuple[str, ...] = ()
+
+    @classmethod
+    def from_config(cls, root: Root, device_type: str, model: nn.Module) -> PrecisionPolicy:
+        """Reads the sections ``fp16``, ``bf16``, ``torch_autocast`` and ``data_types``."""
+        compute = torch.float16 if root.fp16.enabled else torch.bfloat16 if root.bf16.enabled else None
+        autocast = None
+        if root.torch_autocast.enabled:
+            named = root.torch_autocast.dtype
+            autocast = dtype_of_name(named) if named else torch.get_autocast_dtype(device_type)
+        types = root.data_types
+        keep = types.keep_in_fp32_modules
+        if keep == "auto":
+            keep = list(getattr(model, "_keep_in_fp32_modules", None) or [])
+        return cls(
+            compute_dtype=compute,
+            buffer_dtype=dtype_of_name(types.buffer_dtype) if types.buffer_dtype else compute,
+            accumulate_dtype=dtype_of_name(types.grad_accum_dtype) if types.grad_accum_dtype else torch.float32,
+            communication_dtype=(
+                dtype_of_name(root.communication_data_type) if root.communication_data_type else None
+            ),
+            autocast_dtype=autocast,
+            cast_inputs=root.fp16.enabled and root.fp16.auto_cast,
+            skip_non_finite=root.bf16.check_grad_overflow,
+            fp32_modules=tuple(keep or ()),
+        )
+
+    def dtype_for(self, name: str, tensor: torch.Tensor) -> torch.dtype:
+        """Compute dtype of the parameter ``name``."""
+        if self.compute_dtype is None or not tensor.is_floating_point():
+            return tensor.dtype
+        if any(part in name.split(".") for part in self.fp32_modules):
+            return torch.float32
+        return self.compute_dtype
+
+    def reduce_dtype(self, gradient_dtype: torch.dtype) -> torch.dtype:
+        """Dtype in which a gradient of ``gradient_dtype`` travels."""
+        return self.communication_dtype or gradient_dtype
+
+    @property
+    def needs_loss_scale(self) -> bool:
+        return torch.float16 in (self.compute_dtype, self.autocast_dtype)
+
+    def cast_buffers(self, model: nn.Module, device: torch.device) -> None:
+        """Moves the buffers to ``device`` and casts floating ones."""
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is None:
+                    continue
+                dtype = self.buffer_dtype if self.buffer_dtype and buffer.is_floating_point() else buffer.dtype
+                module._buffers[name] = buffer.to(device=device, dtype=dtype)
+
+    def forward_context(self, device_type: str) -> AbstractContextManager[Any]:
+        """What forward runs in."""
+        if self.autocast_dtype is None:
+            return nullcontext()
+        return torch.autocast(device_type=device_type, dtype=self.autocast_dtype)
+
+    def cast_arguments(self, value: Any) -> Any:
+        """Casts floating tensors in nested arguments to the compute dtype, where the configuration asks for it."""
+        if not self.cast_inputs:
+            return value
+        dtype = self.compute_dtype
+        return map_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Applies ``change`` to every tensor in nested tuples, lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return type(value)({key: map_tensors(item, change) for key, item in value.items()})
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(item, change) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map_tensors(item, change) for item in value)
+    return value
+
+
+def create_loss_scaler(root: Root, policy: PrecisionPolicy) -> Any:
+    """The loss scaler of the ``fp16`` section, or None where nothing is scaled."""
+    if not policy.needs_loss_scale:
+        return None
+    fp16 = root.fp16
+    return CreateLossScaler(
+        torch.float16,
+        fp16.loss_scale,
+        fp16.loss_scale == 0,
+        {
+            "init_scale": 2.0**fp16.initial_scale_power,
+            "scale_window": fp16.loss_scale_window,
+            "min_scale": fp16.min_loss_scale,
+            "delayed_shift": fp16.hysteresis,
+            "consecutive_hysteresis": fp16.consecutive_hysteresis,
+        },
+    )

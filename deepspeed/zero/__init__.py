@@ -1,0 +1,1 @@
+"""ZeRO: model states placed over the data-parallel ranks."""

@@ -1,0 +1,213 @@
+"""The bucket: one flat buffer of compute parameters and its life.
+
+A sharded bucket goes ``SHARDED -> GATHERING -> FULL -> SHARDED``; ``GATHERING -> SHARDED`` when a gather is abandoned.
+A resident bucket (stages below 3, persistent buckets, a group of one rank) is always ``FULL``.
+
+============  ==========================================  =======================================
+state         what the model's parameters hold            memory alive
+============  ==========================================  =======================================
+SHARDED       an empty tensor, class ShardedParameter     the shard
+GATHERING     the same                                    the shard and the full buffer
+FULL          views of the full buffer, plain Parameter   the shard and the full buffer
+============  ==========================================  =======================================
+
+Only the methods below change the state; each asserts where it comes from.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+
+from deepspeed.comm.transport import Transport, Work
+from deepspeed.zero.layout import BucketLayout
+from deepspeed.zero.sharded_parameter import mark_full, mark_sharded
+from deepspeed.zero.storage import FlatBuffer, Kind, Ledger
+
+
+class State(Enum):
+    """See the table at the top of the module."""
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    FULL = "full"
+
+
+_GATHER_TAG = 0
+REDUCE_TAG = 1
+_TAG_ROUNDS = 1 << 11
+
+
+def transfer_key(bucket: int, kind: int, count: int) -> int:
+    """The number that matches the sends and receives of one transfer (below 2**30 for up to 2**17 buckets)."""
+    return (bucket * _TAG_ROUNDS + count % _TAG_ROUNDS) * 4 + kind
+
+
+class Bucket:
+    """The parameters of one ``BucketLayout`` on this rank.
+
+    Attributes:
+        layout: Where each parameter lies.
+        params: The model's parameters, in layout order.
+        is_sharded: Whether the full buffer is freed between uses.
+        full: The full flat buffer.
+        shard: This rank's slice of the compute parameters, flat; a view of ``full`` for a resident bucket.
+        users: Open forward scopes that use the bucket.
+        live_handles: Saved tensors of autograd that will need the bucket again.
+        gradients_in: Whether the running backward has delivered the gradient of every parameter.
+        is_kept: Left FULL on purpose after its forward, because its backward is near.
+    """
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        params: list[torch.nn.Parameter],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        transport: Transport,
+        is_sharded: bool,
+        ledger: Ledger,
+    ) -> None:
+        self.layout = layout
+        self.index = layout.index
+        self.params = params
+        self.dtype = dtype
+        self.device = device
+        self.transport = transport
+        self.is_sharded = is_sharded
+        self.users = 0
+        self.live_handles = 0
+        self.gradients_in = False
+        self.is_kept = False
+        self._work: Work | None = None
+        self._gathers = 0
+        self.full = FlatBuffer(
+            layout.numel, dtype, device, kind=Kind.GATHERED if is_sharded else Kind.COMPUTE, ledger=ledger
+        )
+        self.full.tensor.zero_()  # padding must be zeros: norms and optimizers run over it
+        self._views = self.full.views(layout.starts, [tile.shape for tile in layout.tiles])
+        self._empties = [torch.empty(0, dtype=dtype, device=device) for _ in params] if is_sharded else []
+        self.shard = transport.my_slice(self.full.tensor)
+        if is_sharded:
+            self.shard = torch.zeros_like(self.shard)
+            ledger.add(Kind.COMPUTE, self.full._home, self.shard.numel() * self.shard.element_size())
+        self.state = State.FULL
+        self._fingerprints: list[tuple[int, int]] = []
+
+    def __repr__(self) -> str:
+        return f"<Bucket {self.index} {self.state.value} {self.layout.numel} x {self.layout.dtype}>"
+
+    @property
+    def label(self) -> str:
+        """Names the bucket in messages by its parameters."""
+        names = [tile.name for tile in self.layout.tiles]
+        return names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)} parameters)"
+
+    def load_full_values(self) -> None:
+        """Copies the parameters' present values into the buffer and attaches the parameters to it.
+
+        For construction: the bucket is FULL and the parameters still own their storage.
+        """
+        assert self.state is State.FULL
+        with torch.no_grad():
+            for parameter, view in zip(self.params, self._views, strict=True):
+                view.copy_(parameter.data)
+                parameter.data = view
+        self.remember_values()
+
+    def store_shard(self) -> None:
+        """Copies this rank's slice of the full buffer into the shard (after the full values changed)."""
+        assert self.state is State.FULL
+        if self.is_sharded:
+            self.shard.copy_(self.transport.my_slice(self.full.tensor))
+
+    # -- transitions -------------------------------------------------------------------------------------------------
+
+    def start_gather(self) -> None:
+        """SHARDED -> GATHERING: allocates the full buffer and asks for the other slices."""
+        assert self.state is State.SHARDED, f"{self!r}: a gather starts from SHARDED"
+        self.full.grow()
+        self.transport.my_slice(self.full.tensor).copy_(self.shard)
+        self._gathers += 1
+        key = transfer_key(self.index, _GATHER_TAG, self._gathers)
+        self._work = self.transport.all_gather(self.full.tensor, key=key, label=f"the gather of {self.label}")
+        self.state = State.GATHERING
+
+    def finish_gather(self) -> None:
+        """GATHERING -> FULL: waits, and gives the parameters their values."""
+        assert self.state is State.GATHERING and self._work is not None, f"{self!r}: nothing to wait for"
+        self._work.wait()
+        self._work = None
+        for parameter, view in zip(self.params, self._views, strict=True):
+            mark_full(parameter, view)
+        self.state = State.FULL
+
+    def repeat_gather(self) -> None:
+        """FULL -> FULL: takes part in a gather that only other ranks need; the same values arrive."""
+        assert self.state is State.FULL and self.is_sharded
+        self._gathers += 1
+        key = transfer_key(self.index, _GATHER_TAG, self._gathers)
+        self.transport.all_gather(self.full.tensor, key=key, label=f"the gather of {self.label}").wait()
+
+    def reshard(self) -> None:
+        """FULL -> SHARDED: takes the values from the parameters and frees the full buffer."""
+        assert self.state is State.FULL and self.is_sharded, f"{self!r}: only a FULL sharded bucket can be resharded"
+        for parameter, empty in zip(self.params, self._empties, strict=True):
+            mark_sharded(parameter, empty)
+        self.full.free()
+        self.is_kept = False
+        self.state = State.SHARDED
+
+    def abandon_gather(self) -> None:
+        """GATHERING -> SHARDED: waits for the transfer, whose peers rely on it, and drops the result."""
+        assert self.state is State.GATHERING and self._work is not None, f"{self!r}: no gather to abandon"
+        self._work.wait()
+        self._work = None
+        self.full.free()
+        self.state = State.SHARDED
+
+    # -- the update --------------------------------------------------------------------------------------------------
+
+    def start_publish(self) -> Work | None:
+        """After the owner's slice changed: asks for the other slices where the parameters stay FULL.
+
+        Returns:
+            The transfer, or None where the shard is all there is to write.
+        """
+        if self.is_sharded:
+            assert self.state is State.SHARDED, f"{self!r}: parameters change only while sharded"
+            return None
+        self._gathers += 1
+        key = transfer_key(self.index, _GATHER_TAG, self._gathers)
+        return self.transport.all_gather(self.full.tensor, key=key, label=f"the update of {self.label}")
+
+    def remember_values(self) -> None:
+        """Notes address and version of every resident parameter, so that a user's write is seen at the next step."""
+        if not self.is_sharded:
+            self._fingerprints = [(p.data_ptr(), p._version) for p in self.params]
+
+    def changed_params(self) -> list[int]:
+        """Indices of resident parameters that something wrote to or detached since :meth:`remember_values`."""
+        if self.is_sharded:
+            return []
+        return [
+            index
+            for index, (parameter, seen) in enumerate(zip(self.params, self._fingerprints, strict=True))
+            if (parameter.data_ptr(), parameter._version) != seen
+        ]
+
+    def reattach(self, index: int) -> bool:
+        """Brings a resident parameter back into the buffer with its present values.
+
+        Returns:
+            Whether it had been detached (its storage was not the bucket's).
+        """
+        parameter, view = self.params[index], self._views[index]
+        if parameter.data_ptr() == view.data_ptr() and parameter.shape == view.shape:
+            return False
+        with torch.no_grad():
+            view.copy_(parameter.data)
+        parameter.data = view
+        return True

@@ -1,0 +1,465 @@
+"""From ``param.grad`` to the reduced gradient that the update reads.
+
+Per backward every trainable bucket goes ``IDLE -> FILLING -> REDUCING -> REDUCED`` (or back to ``IDLE`` where a local
+accumulator took the sum). Autograd's own ``.grad`` holds each gradient until the last one of the bucket has arrived; one
+fused copy then packs them into the flat buffer and ``.grad`` is dropped.
+
+Where the sum over micro-batches is kept depends on the placement: sharded gradients are reduced after every micro-batch
+and added to the owner's accumulator; replicated ones are added up locally first and reduced once, at the boundary, as
+DDP does (so does ``no_sync`` at every stage). With one micro-batch there is no accumulator: the reduced gradient is used
+as it arrives.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from deepspeed.comm.transport import LocalTransport, Transport, Work
+from deepspeed.errors import CallOrderError
+from deepspeed.zero.bucket import REDUCE_TAG, Bucket, transfer_key
+from deepspeed.zero.storage import FlatBuffer, Kind, Ledger
+
+
+class GradientState(Enum):
+    """Where the gradients of a bucket are in the present backward."""
+
+    IDLE = "idle"
+    FILLING = "filling"
+    REDUCING = "reducing"
+    REDUCED = "reduced"
+
+
+@dataclass(frozen=True)
+class ReductionPolicy:
+    """How gradients are combined.
+
+    Attributes:
+        every_micro_batch: Reduce after each micro-batch (sharded gradients), not only at the boundary.
+        to_owner: The owner of a slice gets its sum; otherwise everybody gets everything.
+        reduce_dtype: Dtype on the wire, per compute dtype.
+        accumulate_dtype: Dtype of the sum over micro-batches.
+        scale: Factor on the sum over ranks (1 / ranks for a mean).
+        prescale: Factor on a gradient before it travels (``prescale_gradients``, ``gradient_predivide_factor``).
+        bucket_numel: Most elements in one reduction (``reduce_bucket_size``).
+        overlap: Start reducing during backward.
+    """
+
+    every_micro_batch: bool
+    to_owner: bool
+    reduce_dtype: Callable[[torch.dtype], torch.dtype]
+    accumulate_dtype: torch.dtype
+    scale: float
+    prescale: float = 1.0
+    bucket_numel: int = 500_000_000
+    overlap: bool = True
+
+
+_MAX_IN_FLIGHT = 2  # reductions whose staging buffers may be alive besides the one being filled
+
+
+class GradientBucket:
+    """The gradients of one trainable bucket.
+
+    Attributes:
+        bucket: Whose gradients.
+        result: What the update reads, or None: 1-D, aligned with the owner's slice where gradients go to the owner,
+            else with the whole bucket.
+        used: Per parameter, whether a gradient arrived since the last update.
+    """
+
+    def __init__(self, bucket: Bucket, policy: ReductionPolicy, transport: Transport, ledger: Ledger) -> None:
+        self.bucket = bucket
+        self.state = GradientState.IDLE
+        self._policy = policy
+        self._transport = transport
+        self._ledger = ledger
+        self._is_local = isinstance(transport, LocalTransport)
+        layout = bucket.layout
+        self._flat = FlatBuffer(
+            layout.numel,
+            policy.reduce_dtype(bucket.dtype),
+            bucket.device,
+            kind=Kind.GRADIENT_BUCKET,
+            ledger=ledger,
+        )
+        self._views = self._flat.views(layout.starts, [tile.shape for tile in layout.tiles])
+        self._gaps = self._padding()
+        self._flat.free()
+        self._missing = len(bucket.params)
+        self._arrived = [False] * len(bucket.params)
+        self.used = [False] * len(bucket.params)
+        self._accumulator: FlatBuffer | None = None
+        self._result: FlatBuffer | None = None
+        self._incoming: FlatBuffer | None = None
+        self._source: FlatBuffer = self._flat
+        self._work: Work | None = None
+        self._rounds = 0
+        self.repeats = False
+
+    def _padding(self) -> list[torch.Tensor]:
+        """Views of the stretches between tiles."""
+        layout = self.bucket.layout
+        ends = (*layout.starts[1:], layout.numel)
+        gaps = [
+            self._flat.tensor[start + tile.numel : end]
+            for tile, start, end in zip(layout.tiles, layout.starts, ends, strict=True)
+        ]
+        return [gap for gap in gaps if gap.numel()]
+
+    # -- filling -----------------------------------------------------------------------------------------------------
+
+    def arrive(self, index: int) -> bool:
+        """Notes that autograd has delivered the gradient of parameter ``index``.
+
+        Returns:
+            Whether the bucket is now complete for this backward.
+        """
+        if self._arrived[index]:
+            self.repeats = True
+            if self.state is not GradientState.FILLING:
+                raise CallOrderError(
+                    f"the gradient of {self.bucket.layout.tiles[index].name!r} arrived again after its bucket was "
+                    "reduced: the model reuses this parameter in this backward but did not in the first one. Keep the "
+                    "graph alike from step to step, or set zero_optimization.overlap_comm to false"
+                )
+            return False
+        if self.state is not GradientState.FILLING:
+            self.state = GradientState.FILLING
+        self._arrived[index] = True
+        self._missing -= 1
+        return self._missing == 0
+
+    def pack(self) -> None:
+        """Copies the gradients into the flat buffer and drops ``.grad``; absent ones count as zero."""
+        grads, views, zeros = [], [], list(self._gaps)
+        self._move_result_out_of_flat()
+        self._flat.grow()
+        for index, parameter in enumerate(self.bucket.params):
+            grad = parameter.grad if self._arrived[index] else None
+            if grad is None:
+                zeros.append(self._views[index])
+                continue
+            self.used[index] = True
+            grads.append(grad.to_dense() if grad.layout is not torch.strided else grad)
+            views.append(self._views[index])
+            parameter.grad = None
+        with torch.no_grad():
+            if zeros:
+                torch._foreach_zero_(zeros)
+            if views:
+                torch._foreach_copy_(views, grads)
+        self.bucket.gradients_in = True
+
+    @property
+    def has_arrivals(self) -> bool:
+        return self._missing < len(self._arrived)
+
+    def begin_backward(self) -> None:
+        """Forgets the arrivals of the last backward."""
+        if self._missing != len(self._arrived):
+            self._arrived = [False] * len(self._arrived)
+            self._missing = len(self._arrived)
+        self.bucket.gradients_in = False
+        self.state = GradientState.IDLE
+
+    def drop_half_filled(self) -> None:
+        """After an exception in backward: what has arrived of it is thrown away; earlier micro-batches stay."""
+        for parameter in self.bucket.params:
+            parameter.grad = None
+        self._flat_free_unless_result()
+        self.begin_backward()
+
+    def _flat_free_unless_result(self) -> None:
+        if self._result is not self._flat:
+            self._flat.free()
+
+    # -- accumulating and reducing -----------------------------------------------------------------------------------
+
+    def accumulate_locally(self) -> None:
+        """Adds the packed gradient to this rank's own sum over micro-batches, over the whole bucket."""
+        if self._accumulator is None:
+            self._accumulator = self._new_buffer(self.bucket.layout.numel, self._policy.accumulate_dtype)
+            self._accumulator.tensor.copy_(self._flat.tensor)
+        else:
+            self._accumulator.tensor.add_(self._flat.tensor)
+        self._flat.free()
+        self.state = GradientState.IDLE
+
+    @property
+    def has_unreduced_sum(self) -> bool:
+        """Whether gradients of this rank wait for a reduction that has not been started."""
+        return self._accumulator is not None
+
+    def start_reduction(self) -> None:
+        """FILLING (packed) or an unreduced sum -> REDUCING."""
+        if self._accumulator is not None:
+            source = self._take_accumulator()
+        else:
+            source = self._flat
+        self.state = GradientState.REDUCING
+        if self._is_local:
+            self._work = None
+            self._keep_local(source)
+            return
+        if self._policy.prescale != 1.0:
+            source.tensor.mul_(self._policy.prescale)
+        layout = self.bucket.layout
+        numel = layout.slice_numel if self._policy.to_owner else layout.numel
+        self._incoming = self._new_buffer(numel, torch.float32)
+        self._rounds += 1
+        reduce = self._transport.reduce_scatter if self._policy.to_owner else self._transport.all_reduce
+        self._work = reduce(
+            source.tensor,
+            self._incoming.tensor,
+            scale=self._policy.scale,
+            key=transfer_key(self.bucket.index, REDUCE_TAG, self._rounds),
+            label=f"the reduction of the gradients of {self.bucket.label}",
+            limit=self._policy.bucket_numel,
+        )
+        self._source = source
+
+    def _take_accumulator(self) -> FlatBuffer:
+        """The local sum, with a packed micro-batch added to it, in the dtype that travels."""
+        assert self._accumulator is not None
+        if self.state is GradientState.FILLING:
+            self.accumulate_locally()
+        total, self._accumulator = self._accumulator, None
+        if self._is_local or total.tensor.dtype == self._flat.tensor.dtype:
+            return total
+        self._flat.grow()
+        self._flat.tensor.copy_(total.tensor)
+        total.free()
+        return self._flat
+
+    def _keep_local(self, source: FlatBuffer) -> None:
+        """A group of one: the packed gradient is the result; further backwards are added to it."""
+        if self._policy.scale * self._policy.prescale != 1.0:
+            source.tensor.mul_(self._policy.scale * self._policy.prescale)
+        if self._result is None:
+            self._result = source  # where that is the packed buffer, the next pack moves it out of the way
+        else:
+            self._result.tensor.add_(source.tensor)
+            source.free()
+
+    def _move_result_out_of_flat(self) -> None:
+        """Another backward needs the packed buffer that still holds the result of the last one."""
+        if self._result is self._flat:
+            self._result = self._new_buffer(self._flat.tensor.numel(), self._policy.accumulate_dtype)
+            self._result.tensor.copy_(self._flat.tensor)
+
+    def finish_reduction(self) -> None:
+        """REDUCING -> REDUCED: waits and adds the reduced gradient to what earlier backwards left."""
+        if self.state is not GradientState.REDUCING:
+            return
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+            self._source.free()
+            assert self._incoming is not None
+            incoming, self._incoming = self._incoming, None
+            if self._result is None:
+                self._result = self._in_accumulate_dtype(incoming)
+            else:
+                self._result.tensor.add_(incoming.tensor)
+                incoming.free()
+        self.state = GradientState.REDUCED
+
+    def _in_accumulate_dtype(self, reduced: FlatBuffer) -> FlatBuffer:
+        if self._policy.accumulate_dtype == reduced.tensor.dtype or not self._policy.every_micro_batch:
+            return reduced
+        narrower = self._new_buffer(reduced.tensor.numel(), self._policy.accumulate_dtype)
+        narrower.tensor.copy_(reduced.tensor)
+        reduced.free()
+        return narrower
+
+    def _new_buffer(self, numel: int, dtype: torch.dtype) -> FlatBuffer:
+        return FlatBuffer(numel, dtype, self.bucket.device, kind=Kind.GRADIENT, ledger=self._ledger)
+
+    # -- the update's side -------------------------------------------------------------------------------------------
+
+    @property
+    def result(self) -> torch.Tensor | None:
+        return None if self._result is None else self._result.tensor
+
+    def clear(self) -> None:
+        """After the update, or on ``zero_grad``: frees every gradient of the bucket."""
+        for buffer in (self._result, self._accumulator):
+            if buffer is not None:
+                buffer.free()
+        self._result = self._accumulator = None
+        self._flat.free()
+        self.used = [False] * len(self.used)
+        self.begin_backward()
+
+
+class GradientReducer:
+    """Collects gradients of all trainable buckets and reduces them in one order on all ranks.
+
+    The order is that in which buckets were completed on rank 0 in the first backward; until it is known, and for buckets
+    with repeated arrivals, everything is reduced at the end of the backward.
+
+    Args:
+        buckets: Trainable buckets in model order.
+        policy: How gradients are combined.
+        transport: Of the group that reduces.
+        ledger: Counts the buffers.
+        on_packed: Called when a bucket's gradients have left the parameters.
+        on_stray: Called when a gradient arrives while no backward is open.
+    """
+
+    def __init__(
+        self,
+        buckets: list[Bucket],
+        policy: ReductionPolicy,
+        transport: Transport,
+        ledger: Ledger,
+        *,
+        on_packed: Callable[[Bucket], None],
+        on_stray: Callable[[], None],
+    ) -> None:
+        self.policy = policy
+        self._transport = transport
+        self._on_packed = on_packed
+        self._on_stray = on_stray
+        self.buckets = [GradientBucket(bucket, policy, transport, ledger) for bucket in buckets]
+        self._order: list[int] | None = None
+        self._completed: list[int] = []
+        self._packed: set[int] = set()
+        self._cursor = 0
+        self._in_flight: deque[GradientBucket] = deque()
+        self.is_open = False
+        self._reduce_now = False
+        self._hooks: list[RemovableHandle] = []
+        for position, gradients in enumerate(self.buckets):
+            for index, parameter in enumerate(gradients.bucket.params):
+                if parameter.requires_grad:
+                    self._hooks.append(parameter.register_post_accumulate_grad_hook(self._arrival(position, index)))
+
+    def _arrival(self, position: int, index: int) -> Callable[[torch.Tensor], None]:
+        gradients = self.buckets[position]
+
+        @torch.compiler.disable
+        def arrived(_parameter: torch.Tensor) -> None:
+            if not self.is_open:
+                self._on_stray()
+            if gradients.arrive(index):
+                self._complete(position)
+
+        return arrived
+
+    def remove(self) -> None:
+        """Takes the gradient hooks from the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    # -- one backward ------------------------------------------------------------------------------------------------
+
+    def begin(self, *, reduce_now: bool) -> None:
+        """Opens a backward.
+
+        Args:
+            reduce_now: Whether this backward's gradients are to be reduced (the boundary, or sharded gradients outside
+                ``no_sync``); otherwise they are added to the local sum.
+        """
+        assert not self.is_open
+        self.is_open = True
+        self._reduce_now = reduce_now
+        self._completed = []
+        self._packed.clear()
+        self._cursor = 0
+        for gradients in self.buckets:
+            gradients.begin_backward()
+
+    def _complete(self, position: int) -> None:
+        """Every gradient of a bucket is there; it is packed now unless more may come."""
+        self._completed.append(position)
+        if self._order is None or self.buckets[position].repeats or not self.policy.overlap:
+            return
+        self._pack(position)
+        if self._reduce_now:
+            self._send_ready()
+
+    def _pack(self, position: int) -> None:
+        gradients = self.buckets[position]
+        gradients.pack()
+        self._packed.add(position)
+        if not self._reduce_now:
+            gradients.accumulate_locally()
+        self._on_packed(gradients.bucket)
+
+    def _send_ready(self) -> None:
+        assert self._order is not None
+        while self._cursor < len(self._order) and self._order[self._cursor] in self._packed:
+            self._send(self._order[self._cursor])
+            self._cursor += 1
+
+    def _send(self, position: int) -> None:
+        while len(self._in_flight) >= _MAX_IN_FLIGHT:
+            self._in_flight.popleft().finish_reduction()
+        self.buckets[position].start_reduction()
+        self._in_flight.append(self.buckets[position])
+
+    def end(self) -> None:
+        """Settles what is left of the backward, in the agreed order, and waits for every reduction."""
+        assert self.is_open
+        order = self._order if self._order is not None else list(reversed(range(len(self.buckets))))
+        for position in order:
+            gradients = self.buckets[position]
+            if position not in self._packed and (self._reduce_now or gradients.has_arrivals):
+                self._pack(position)
+        if self._reduce_now:
+            for position in order[self._cursor :]:
+                self._send(position)
+        self._drain()
+        self.is_open = False
+        if self._order is None and self._reduce_now:
+            self._order = self._agree_on_order()
+
+    def _drain(self) -> None:
+        while self._in_flight:
+            self._in_flight.popleft().finish_reduction()
+
+    def _agree_on_order(self) -> list[int]:
+        """Rank 0's order of completion, the incomplete buckets and those with repeated arrivals last."""
+        count = len(self.buckets)
+        held_back = [p for p in range(count) if p not in self._completed or self.buckets[p].repeats]
+        mine = [p for p in self._completed if p not in held_back] + held_back
+        if not mine:
+            return mine
+        return [int(p) for p in self._transport.gather_small(torch.tensor(mine, dtype=torch.int64))[0].tolist()]
+
+    def drop(self) -> None:
+        """After an exception in backward: throws away what is half filled; earlier micro-batches stay."""
+        self._drain()
+        for gradients in self.buckets:
+            gradients.drop_half_filled()
+        self.is_open = False
+
+    # -- the update's side -------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Reduces sums that no boundary has reduced yet (the optimizer's own ``step``, ``no_sync`` until the end)."""
+        pending = [p for p, gradients in enumerate(self.buckets) if gradients.has_unreduced_sum]
+        if self._transport.size > 1:
+            flags = torch.zeros(max(len(self.buckets), 1), dtype=torch.int64)
+            flags[pending] = 1
+            self._transport.all_reduce_small(flags)
+            pending = [p for p in range(len(self.buckets)) if flags[p]]
+        for position in pending:
+            gradients = self.buckets[position]
+            if not gradients.has_unreduced_sum:
+                gradients.pack()
+            self._send(position)
+        self._drain()
+
+    def clear(self) -> None:
+        """Frees all gradients."""
+        for gradients in self.buckets:
+            gradients.clear()

@@ -1,0 +1,83 @@
+"""Handles: what autograd keeps instead of a view of memory that will be freed.
+
+While a forward runs, a pair of saved-tensor hooks looks at everything autograd saves. A tensor that lies in a sharded
+bucket is stored as a handle (bucket, offset, shape, strides); when backward needs it, the bucket is gathered, wherever
+the use is: a tied weight, a view of a foreign bucket, a parameter used outside its module. A bucket without live handles
+whose gradients have arrived may be freed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from deepspeed.zero.bucket import Bucket
+from deepspeed.zero.storage import storage_key
+
+
+class Handle:
+    """A saved view of a bucket. Counts itself among the bucket's live handles until it dies."""
+
+    __slots__ = ("_on_death", "bucket", "offset", "size", "stride")
+
+    def __init__(self, bucket: Bucket, tensor: torch.Tensor, on_death: Callable[[Bucket], None]) -> None:
+        self.bucket = bucket
+        self.offset = tensor.storage_offset()
+        self.size = tensor.size()
+        self.stride = tensor.stride()
+        self._on_death = on_death
+        bucket.live_handles += 1
+
+    def __del__(self) -> None:
+        self.bucket.live_handles -= 1
+        if self.bucket.live_handles == 0:
+            self._on_death(self.bucket)
+
+
+class SavedTensorHooks:
+    """Packs views of sharded buckets as handles between :meth:`push` and :meth:`pop`.
+
+    Args:
+        buckets: The sharded buckets.
+        demand: Makes a bucket FULL.
+        on_death: Called when the last live handle of a bucket dies.
+    """
+
+    def __init__(
+        self, buckets: list[Bucket], demand: Callable[[Bucket], None], on_death: Callable[[Bucket], None]
+    ) -> None:
+        self._by_storage = {bucket.full.storage_key: bucket for bucket in buckets}
+        self._demand = demand
+        self._on_death = on_death
+
+    def push(self) -> bool:
+        """Installs the hooks unless others are active (non-reentrant checkpointing keeps its own).
+
+        Returns:
+            Whether they were installed; then :meth:`pop` must follow.
+        """
+        if not self._by_storage or not torch.is_grad_enabled():
+            return False
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            return False
+        if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+            return False
+        torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
+        return True
+
+    def pop(self) -> None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        if tensor.layout is not torch.strided:
+            return tensor
+        bucket = self._by_storage.get(storage_key(tensor))
+        return tensor if bucket is None else Handle(bucket, tensor, self._on_death)
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if not isinstance(packed, Handle):
+            return packed
+        self._demand(packed.bucket)
+        return torch.as_strided(packed.bucket.full.tensor, packed.size, packed.stride, packed.offset)

@@ -1,0 +1,204 @@
+"""Module hooks: they turn a forward into scopes that hold buckets, and tell when a backward starts.
+
+A *scope* is one running forward of the root module or of a unit. Entering the scope of a unit makes its buckets FULL and
+counts one user each; leaving it takes the users back and reshards what nothing near needs. The outermost scope opens and
+closes the segment of the schedule and carries the saved-tensor hooks. A forward inside a backward is recomputation: it
+gathers but does not reshard; the buckets stay until their gradients are in or the next unit is recomputed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from deepspeed.zero.bucket import Bucket, State
+from deepspeed.zero.handles import SavedTensorHooks
+from deepspeed.zero.schedule import GatherSchedule
+from deepspeed.zero.sharded_parameter import set_gatherer
+
+
+@dataclass
+class _Scope:
+    """One running forward."""
+
+    opened_segment: bool = False
+    pushed_hooks: bool = False
+    held: list[Bucket] = field(default_factory=list)
+
+
+class ForwardHooks:
+    """Owns the module hooks of sharded buckets.
+
+    Args:
+        root: The model.
+        units: Module and its sharded buckets; a module may appear once.
+        buckets: All sharded buckets.
+        schedule: Makes buckets FULL.
+        in_backward: Whether a backward of this engine is running.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        units: list[tuple[nn.Module, list[Bucket]]],
+        buckets: list[Bucket],
+        schedule: GatherSchedule,
+        in_backward: Callable[[], bool],
+    ) -> None:
+        self._schedule = schedule
+        self._in_backward = in_backward
+        self._buckets = buckets
+        self._scopes: list[_Scope] = []
+        self._recomputed: list[Bucket] = []
+        self._saved = SavedTensorHooks(buckets, schedule.demand, self._last_handle_died)
+        self.handles: list[RemovableHandle] = []
+        by_module: dict[nn.Module, list[Bucket]] = {root: []}
+        for module, unit_buckets in units:
+            by_module.setdefault(module, []).extend(unit_buckets)
+        if buckets:
+            for module, unit_buckets in by_module.items():
+                self._hook(module, unit_buckets)
+            for bucket in buckets:
+                for parameter in bucket.params:
+                    set_gatherer(parameter, self._gatherer(bucket))
+
+    def _hook(self, module: nn.Module, buckets: list[Bucket]) -> None:
+        @torch.compiler.disable
+        def before(_module: nn.Module, _args: Any) -> None:
+            self._enter(buckets)
+
+        @torch.compiler.disable
+        def after(_module: nn.Module, _args: Any, _output: Any) -> None:
+            self._leave()
+
+        self.handles.append(module.register_forward_pre_hook(before))
+        self.handles.append(module.register_forward_hook(after, always_call=True))
+
+    def remove(self) -> None:
+        """Takes every hook from the model."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+
+    # -- scopes ------------------------------------------------------------------------------------------------------
+
+    def _enter(self, buckets: list[Bucket]) -> None:
+        scope = _Scope()
+        outermost = not self._scopes
+        self._scopes.append(scope)
+        if outermost:
+            if not self._schedule.in_segment:
+                self._schedule.begin("forward" if torch.is_grad_enabled() else "evaluation")
+                scope.opened_segment = True
+            scope.pushed_hooks = self._saved.push()
+        if self._in_backward():
+            self._free_recomputed(except_for=buckets)
+        for bucket in buckets:
+            self._hold(scope, bucket)
+
+    def _hold(self, scope: _Scope, bucket: Bucket) -> None:
+        self._schedule.demand(bucket)
+        bucket.users += 1
+        scope.held.append(bucket)
+
+    def _leave(self) -> None:
+        scope = self._scopes.pop()
+        recomputing = self._in_backward()
+        for bucket in scope.held:
+            bucket.users -= 1
+            if bucket.users == 0 and bucket.state is State.FULL:
+                if recomputing:
+                    if bucket not in self._recomputed:
+                        self._recomputed.append(bucket)
+                else:
+                    self._after_use(bucket)
+        if scope.pushed_hooks:
+            self._saved.pop()
+        if scope.opened_segment:
+            self._schedule.end()
+            self._free_unused()
+
+    def _after_use(self, bucket: Bucket) -> None:
+        if bucket.is_kept:
+            return
+        if torch.is_grad_enabled() and self._schedule.stays_after_forward(bucket):
+            bucket.is_kept = True
+        else:
+            bucket.reshard()
+
+    def _free_unused(self) -> None:
+        """After a forward: buckets that this rank gathered for the others' sake."""
+        for bucket in self._buckets:
+            if bucket.state is State.FULL and bucket.users == 0 and not bucket.is_kept:
+                bucket.reshard()
+
+    def _free_recomputed(self, except_for: list[Bucket]) -> None:
+        """The next unit is recomputed: the backward of those recomputed before it is over, gradients apart."""
+        for bucket in list(self._recomputed):
+            if bucket not in except_for and bucket.users == 0 and not bucket.layout.trainable:
+                self._recomputed.remove(bucket)
+                if bucket.state is State.FULL and bucket.live_handles == 0:
+                    bucket.reshard()
+
+    def abandon(self) -> None:
+        """Closes every scope and frees every bucket after an exception or at the end of a backward."""
+        while self._scopes:
+            if self._scopes.pop().pushed_hooks:
+                self._saved.pop()
+        self._recomputed.clear()
+        for bucket in self._buckets:
+            bucket.users = 0
+        self.free_all()
+
+    def free_all(self) -> None:
+        """Reshards whatever is gathered and not in use."""
+        self._recomputed.clear()
+        for bucket in self._buckets:
+            if bucket.users == 0 and bucket.state is State.FULL:
+                bucket.reshard()
+
+    @property
+    def in_forward(self) -> bool:
+        return bool(self._scopes)
+
+    # -- uses outside the own module ---------------------------------------------------------------------------------
+
+    def _gatherer(self, bucket: Bucket) -> Callable[[], bool]:
+        def gather() -> bool:
+            if self._scopes:
+                self._hold(self._scopes[-1], bucket)
+                return True
+            if self._in_backward():
+                self._schedule.demand(bucket)
+                return True
+            return False
+
+        return gather
+
+    # -- freeing during backward -------------------------------------------------------------------------------------
+
+    def _last_handle_died(self, bucket: Bucket) -> None:
+        if self._in_backward():
+            self._free_if_done(bucket)
+
+    def gradients_arrived(self, bucket: Bucket) -> None:
+        """All gradients of ``bucket`` are copied out."""
+        self._free_if_done(bucket)
+
+    def _free_if_done(self, bucket: Bucket) -> None:
+        """During backward: frees a bucket that no scope, no handle and no missing gradient needs any more."""
+        if not bucket.is_sharded or bucket.state is not State.FULL or bucket.users or bucket.live_handles:
+            return
+        if bucket.layout.trainable:
+            if not bucket.gradients_in:
+                return
+        elif bucket in self._recomputed:
+            return  # what recomputation saved are bare views; the next unit frees it
+        if bucket in self._recomputed:
+            self._recomputed.remove(bucket)
+        bucket.reshard()

@@ -1,0 +1,194 @@
+"""Master weights and the runs that the optimizer updates.
+
+For each trainable bucket the owner keeps one flat master: an fp32 copy of its slice, or, where the compute dtype is
+already fp32, the compute shard itself. The optimizer sees the master as 1-D runs, one per stretch of equal param group.
+A run is cut on demand where only some of its parameters got gradients: torch skips a parameter without gradient (no
+weight decay, no momentum, no step count), so a flat update must skip it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from deepspeed.ops.segments import Segment, SegmentTable
+from deepspeed.zero.bucket import Bucket
+from deepspeed.zero.layout import BucketLayout, Fragment, Run
+from deepspeed.zero.placement import Home
+from deepspeed.zero.storage import Kind, Ledger
+
+
+@dataclass
+class MasterRun:
+    """One stretch of a master as the optimizer sees it.
+
+    Attributes:
+        param: 1-D view of the master (in the shape of its one parameter if the optimizer needs shapes).
+        span: Where it lies in the master.
+    """
+
+    param: torch.nn.Parameter
+    span: Run
+
+
+class MasterBucket:
+    """This rank's part of the master weights of one bucket.
+
+    Attributes:
+        bucket: The compute side.
+        layout: The bucket's layout as it is shared for the update: cut over the ranks, or whole where replicated.
+        rank: Position of this rank in that sharing.
+        flat: 1-D master.
+        out: 1-D compute tensor that must receive the update, or None where ``flat`` is the compute tensor.
+        runs: In order of their start; together they cover every parameter that has a param group.
+    """
+
+    def __init__(
+        self, bucket: Bucket, *, is_sharded: bool, original: torch.Tensor, ledger: Ledger, whole_tensors: bool
+    ) -> None:
+        self.bucket = bucket
+        self._ledger = ledger
+        self._home = Home.DEVICE
+        self.layout: BucketLayout = bucket.layout if is_sharded else replace(bucket.layout, world_size=1)
+        self.rank = bucket.transport.rank if is_sharded else 0
+        compute = bucket.shard if is_sharded else bucket.full.tensor
+        if bucket.dtype in (torch.float32, torch.float64):
+            self.flat, self.out = compute, None
+        else:
+            lower, upper = self.layout.slice_bounds(self.rank)
+            self.flat = original[lower:upper].to(torch.float32, copy=True)
+            self.out = compute
+            ledger.add(Kind.MASTER, self._home, self.flat.numel() * self.flat.element_size())
+        self.fragments: tuple[Fragment, ...] = self.layout.fragments(self.rank)
+        spans = self._tensor_spans() if whole_tensors else list(self.layout.runs(self.rank))
+        self.runs = [self._run(span, whole_tensors) for span in spans]
+
+    def _run(self, span: Run, whole_tensor: bool = False) -> MasterRun:
+        view = self.flat[span.start : span.stop]
+        if whole_tensor:
+            tile = self.layout.tiles[self.layout.starts.index(span.start)]
+            view = view[: tile.numel].view(tile.shape)
+        return MasterRun(torch.nn.Parameter(view), span)
+
+    def _tensor_spans(self) -> list[Run]:
+        ends = (*self.layout.starts[1:], self.layout.numel)
+        return [
+            Run(tile.param_group, start, end)
+            for tile, start, end in zip(self.layout.tiles, self.layout.starts, ends, strict=True)
+            if tile.param_group >= 0 and tile.numel
+        ]
+
+    def tile_spans(self, run: Run) -> list[tuple[int, int, int]]:
+        """``(tile, start, stop)`` for each tile inside ``run``, padding included, in elements of the master."""
+        lower, _ = self.layout.slice_bounds(self.rank)
+        ends = (*self.layout.starts[1:], self.layout.numel)
+        found = []
+        for index, (start, end) in enumerate(zip(self.layout.starts, ends, strict=True)):
+            first, last = max(start - lower, run.start), min(end - lower, run.stop)
+            if first < last and self.layout.tiles[index].numel:
+                found.append((index, first, last))
+        return found
+
+    def split(self, run: MasterRun, used: Sequence[bool]) -> list[MasterRun]:
+        """Cuts ``run`` into stretches whose parameters all have, or all lack, a gradient.
+
+        Args:
+            run: One of ``runs``; it is replaced by the result.
+            used: Per tile of the bucket, whether it got a gradient on any rank.
+
+        Returns:
+            The new runs; ``[run]`` itself if no cut is needed.
+        """
+        stretches: list[tuple[bool, int, int]] = []
+        for tile, start, stop in self.tile_spans(run.span):
+            if stretches and stretches[-1][0] == used[tile]:
+                stretches[-1] = (used[tile], stretches[-1][1], stop)
+            else:
+                stretches.append((used[tile], start, stop))
+        if len(stretches) <= 1:
+            return [run]
+        cut = [self._run(Run(run.span.param_group, start, stop)) for _, start, stop in stretches]
+        position = self.runs.index(run)
+        self.runs[position : position + 1] = cut
+        return cut
+
+    def refresh(self, tile: int) -> None:
+        """Carries a user's write to a resident parameter into the master."""
+        if self.out is None:
+            return
+        lower, _ = self.layout.slice_bounds(self.rank)
+        values = self.bucket.params[tile].detach().reshape(-1)
+        for fragment in self.fragments:
+            if fragment.tile == tile:
+                part = values[fragment.tile_start : fragment.tile_start + fragment.numel]
+                self.flat[fragment.slice_start : fragment.slice_start + fragment.numel].copy_(part)
+
+    def refresh_all(self) -> None:
+        """Reads the whole master again from the compute parameters."""
+        if self.out is not None:
+            self.flat.copy_(self.out)
+
+    def publish(self) -> None:
+        """Writes the master into the compute tensor."""
+        if self.out is not None:
+            self.out.copy_(self.flat)
+
+    def first_non_finite(self, gradient: torch.Tensor) -> int | None:
+        """Index of the first tile whose part of ``gradient`` (aligned with the master) is not finite, or None."""
+        for fragment in self.fragments:
+            part = gradient[fragment.slice_start : fragment.slice_start + fragment.numel]
+            if not bool(torch.isfinite(part).all()):
+                return fragment.tile
+        return None
+
+    def release(self) -> None:
+        """Takes the master out of the books (the engine is destroyed)."""
+        if self.out is not None:
+            self._ledger.add(Kind.MASTER, self._home, -self.flat.numel() * self.flat.element_size())
+
+
+def split_state(state: dict[str, Any], old: MasterRun, new: MasterRun) -> dict[str, Any]:
+    """The optimizer state of ``new``, a part of ``old``: views of per-element tensors, copies of everything else."""
+    offset, numel = new.span.start - old.span.start, new.span.numel
+    made: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == old.span.numel:
+            made[key] = value[offset : offset + numel]
+        else:
+            made[key] = value.clone() if isinstance(value, torch.Tensor) else value
+    return made
+
+
+def segment_table(masters: list[MasterBucket], group: Any) -> SegmentTable:
+    """Which parts of which parameters every run holds, for optimizers that need whole-tensor information.
+
+    Args:
+        masters: All of this rank.
+        group: The process group over which masters are cut, or None where they are whole.
+    """
+    by_param: dict[int, tuple[Segment, ...]] = {}
+    first = 0
+    for master in masters:
+        for run in master.runs:
+            segments = []
+            for fragment in master.fragments:
+                start = fragment.slice_start
+                if run.span.start <= start < run.span.stop:
+                    tile = master.layout.tiles[fragment.tile]
+                    offset = start - run.span.start
+                    segments.append(
+                        Segment(
+                            name=tile.name,
+                            index=first + fragment.tile,
+                            start=offset,
+                            stop=offset + fragment.numel,
+                            tensor_start=fragment.tile_start,
+                            shape=tile.shape,
+                        )
+                    )
+            by_param[id(run.param)] = tuple(segments)
+        first += len(master.layout.tiles)
+    return SegmentTable(by_param=by_param, num_tensors=first, group=group)

@@ -1,0 +1,435 @@
+"""The whole update: unscale, norm, overflow check, clip, update the runs, publish, clear.
+
+The gradient is multiplied by one fp32 factor (unscaling times clipping) inside the update, at the same point for every
+stage, so that the stage never changes the arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deepspeed.comm.agreement import Agreement
+from deepspeed.comm.transport import Transport, Work
+from deepspeed.errors import CallOrderError, DivergenceError, NonFiniteError
+from deepspeed.logging import log_dist, logger
+from deepspeed.ops.flat import FlatUpdate, flat_updater
+from deepspeed.zero.base_optimizer import ZeROOptimizer
+from deepspeed.zero.gradients import GradientBucket, GradientReducer
+from deepspeed.zero.masters import MasterBucket, MasterRun, segment_table, split_state
+from deepspeed.zero.norm import norm_from_squares, squared_norm
+from deepspeed.zero.placement import Placement
+from deepspeed.zero.storage import Kind, Ledger
+
+_FLAGS_PER_NUMBER = 48  # bits of an exact integer in fp64
+_CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
+
+
+@dataclass
+class StepReport:
+    """What one update did.
+
+    Attributes:
+        norm: Unscaled gradient norm before clipping.
+        overflow: Whether a gradient was not finite; then nothing was changed.
+    """
+
+    norm: float
+    overflow: bool
+
+
+class DeepSpeedZeroOptimizer(ZeROOptimizer):
+    """Drives a torch optimizer over the runs that this rank owns.
+
+    Args:
+        optimizer: The torch optimizer; its ``params`` lists hold runs already.
+        masters: Master weights by trainable bucket.
+        reducer: Where the gradients are.
+        placement: The ZeRO row.
+        transport: Group over which masters are cut.
+        agreement: Source of the order's checksum, compared in every update.
+        ledger: Books of the memory.
+        loss_scaler: fp16 loss scaler, or None.
+        clip_grad: Largest gradient norm, 0 for no clipping.
+        max_skipped: Non-finite steps in a row before training stops; 0 = never.
+        skip_non_finite: Skip an update with a non-finite gradient (always, in fp16).
+        before_update: Frees what must not be gathered while parameters change.
+        backward: The engine's backward, for ``optimizer.backward(loss)``.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        masters: list[MasterBucket],
+        reducer: GradientReducer,
+        *,
+        placement: Placement,
+        transport: Transport,
+        agreement: Agreement,
+        ledger: Ledger,
+        loss_scaler: Any,
+        clip_grad: float,
+        max_skipped: int,
+        skip_non_finite: bool,
+        before_update: Callable[[], None],
+        backward: Callable[..., Any],
+    ) -> None:
+        self.optimizer = optimizer
+        self.clip_grad = clip_grad
+        self.overflow = False
+        self.loss_scaler = loss_scaler
+        self.parameter_offload: Any = None
+        self.last_report: StepReport | None = None
+        self._masters = masters
+        self._reducer = reducer
+        self._placement = placement
+        self._transport = transport
+        self._agreement = agreement
+        self._ledger = ledger
+        self._max_skipped = max_skipped
+        self._skip_non_finite = skip_non_finite
+        self._before_update = before_update
+        self._backward = backward
+        self._steps = 0
+        self._skipped_in_a_row = 0
+        self._first_skip = ""
+        self._flat: FlatUpdate | None = flat_updater(optimizer)
+        self._needs_segments = callable(getattr(optimizer, "attach_segments", None))
+        self._attach_segments()
+
+    # -- the public face ---------------------------------------------------------------------------------------------
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor on the loss: 1 unless fp16."""
+        return float(self.loss_scaler.loss_scale) if self.loss_scaler is not None else 1.0
+
+    cur_scale = loss_scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        return bool(getattr(self.loss_scaler, "dynamic", False))
+
+    def override_loss_scale(self, loss_scale: float) -> None:
+        """Sets the scale from now on; a dynamic one goes on from there."""
+        if self.loss_scaler is None:
+            raise CallOrderError("override_loss_scale: there is no loss scale; it exists only with fp16.enabled")
+        self.loss_scaler.cur_scale = float(loss_scale)
+
+    def set_lr(self, lr: float) -> None:
+        """Sets the learning rate of every param group."""
+        for group in self.param_groups:
+            group["lr"] = lr
+
+    def get_lr(self) -> float:
+        """Learning rate of the first param group."""
+        return self.param_groups[0]["lr"]
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
+        """The engine's backward."""
+        self._backward(loss, retain_graph=retain_graph)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Throws away every gradient, reduced or not."""
+        self._reducer.clear()
+
+    def refresh_fp32_params(self) -> None:
+        """Reads the masters again from the compute parameters (after they were loaded or written)."""
+        for master in self._masters:
+            master.refresh_all()
+            master.bucket.remember_values()
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of this rank's runs; for a file that other world sizes can read, save a checkpoint."""
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "loss_scaler": self.loss_scaler.state_dict() if self.loss_scaler is not None else None,
+            "masters": [master.flat.clone() for master in self._masters],
+            "skipped_in_a_row": self._skipped_in_a_row,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any], **_ignored: Any) -> None:
+        """Restores :meth:`state_dict` of a run with the same layout; group dicts stay the same objects."""
+        groups = self.optimizer.param_groups
+        self.optimizer.load_state_dict(state_dict["optimizer"])
+        for kept, loaded in zip(groups, self.optimizer.param_groups, strict=True):
+            params = kept["params"]
+            kept.update(loaded)
+            kept["params"] = params
+        self.optimizer.param_groups = groups
+        if self.loss_scaler is not None and state_dict["loss_scaler"] is not None:
+            self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
+        self._before_update()
+        for master, saved in zip(self._masters, state_dict["masters"], strict=True):
+            master.flat.copy_(saved)
+            master.publish()
+        self._finish_publishing([work for m in self._masters if (work := m.bucket.start_publish()) is not None])
+        self._skipped_in_a_row = state_dict["skipped_in_a_row"]
+
+    def destroy(self) -> None:
+        """Frees the gradients and takes the gradient hooks from the model."""
+        self._reducer.clear()
+        self._reducer.remove()
+
+    # -- the update --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """The whole update; every rank must call it. A non-finite gradient skips it everywhere.
+
+        Args:
+            closure: Recomputes the loss (it must call the engine's backward); evaluated once, before the update.
+
+        Returns:
+            What ``closure`` returned, or None.
+
+        Raises:
+            CallOrderError: A backward is still open, or none happened.
+            DivergenceError: Ranks kept different orders of collectives.
+            NonFiniteError: Too many skipped steps in a row, or an overflow at the minimum loss scale.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._reducer.is_open:
+            raise CallOrderError("optimizer.step: a backward is still running; call step after it has returned")
+        self._reducer.settle()
+        self._before_update()
+        self._carry_user_writes()
+        total, used = self._agree()
+        self._steps += 1
+        scale = self.loss_scale
+        norm = norm_from_squares(total) / scale
+        self.overflow = not math.isfinite(total) and (self._skip_non_finite or self.loss_scaler is not None)
+        self.last_report = StepReport(norm, self.overflow)
+        if self.overflow:
+            self._skip(scale)
+            return loss
+        self._skipped_in_a_row = 0
+        self._apply(self._factor(norm, scale), used)
+        self._reducer.clear()
+        if self.loss_scaler is not None:
+            self.loss_scaler.update_scale(False)
+        return loss
+
+    def _factor(self, norm: float, scale: float) -> float | None:
+        """The one multiplier of the gradient; None for exactly 1."""
+        factor = 1.0 / scale
+        if self.clip_grad > 0:
+            factor *= min(1.0, self.clip_grad / (norm + _CLIP_EPSILON))
+        return None if factor == 1.0 else factor
+
+    def _carry_user_writes(self) -> None:
+        for master in self._masters:
+            bucket = master.bucket
+            for index in bucket.changed_params():
+                name = bucket.layout.tiles[index].name
+                if bucket.reattach(index):
+                    logger.warning(
+                        "parameter %r was taken out of its flat buffer (by .to(), .data = or load_state_dict(assign="
+                        "True)); its values were copied back, at the cost of a copy",
+                        name,
+                    )
+                master.refresh(index)
+
+    def _agree(self) -> tuple[float, list[list[bool]]]:
+        """Sum of squares of the whole gradient, and which parameters got a gradient on any rank.
+
+        One small exchange, which also compares the checksums of the gathers' order.
+        """
+        squares = torch.zeros((), dtype=torch.float64)
+        for gradients in self._reducer.buckets:
+            if gradients.result is not None:
+                squares += squared_norm(gradients.result).cpu()
+        flags = [used for gradients in self._reducer.buckets for used in gradients.used]
+        numbers = [squares.item(), float(self._agreement.digest), *_pack_flags(flags)]
+        rows = self._transport.gather_small(torch.tensor(numbers, dtype=torch.float64))
+        digests = rows[:, 1].tolist()
+        if any(digest != digests[0] for digest in digests):
+            raise DivergenceError(
+                "ranks gathered parameters in different orders since the last step (checksums by rank: "
+                f"{[int(d) for d in digests]}); nothing was updated. Every rank must run the same modules"
+            )
+        total = rows[:, 0].sum().item() if self._placement.shard_master else rows[0, 0].item()
+        merged = _unpack_flags(rows[:, 2:], len(flags))
+        used, position = [], 0
+        for gradients in self._reducer.buckets:
+            count = len(gradients.used)
+            used.append(merged[position : position + count])
+            position += count
+        return total, used
+
+    def _skip(self, scale: float) -> None:
+        rank, name = self._first_offender()
+        self._skipped_in_a_row += 1
+        what = f"step {self._steps}: the gradient is not finite, first in {name!r} on rank {rank}"
+        if self._skipped_in_a_row == 1:
+            self._first_skip = what
+        self._reducer.clear()
+        if self.loss_scaler is not None:
+            self.loss_scaler.update_scale(True)
+            log_dist(f"{what}; skipped. Loss scale {scale:g} -> {self.loss_scale:g}")
+        else:
+            log_dist(f"{what}; skipped, nothing was changed")
+        if self._max_skipped and self._skipped_in_a_row >= self._max_skipped:
+            raise NonFiniteError(
+                f"{self._skipped_in_a_row} steps in a row had gradients that are not finite. The first: "
+                f"{self._first_skip}. Lower the learning rate, look at that parameter's inputs, or raise "
+                "max_consecutive_skipped_steps (0 = never stop)"
+            )
+
+    def _first_offender(self) -> tuple[int, str]:
+        """Lowest rank and first parameter, in model order, whose gradient is not finite; the same on all ranks."""
+        mine = first = 0
+        names: list[str] = []
+        for master, gradients in zip(self._masters, self._reducer.buckets, strict=True):
+            names += [tile.name for tile in master.layout.tiles]
+            if mine == 0 and gradients.result is not None:
+                tile = master.first_non_finite(gradients.result)
+                if tile is not None:
+                    mine = first + tile + 1
+            first += len(master.layout.tiles)
+        found = self._transport.gather_small(torch.tensor([mine], dtype=torch.int64)).view(-1).tolist()
+        for rank, index in enumerate(found):
+            if index:
+                return rank, names[index - 1]
+        return 0, "the sum of all gradients"  # every element is finite, their squares are not
+
+    def _apply(self, factor: float | None, used: list[list[bool]]) -> None:
+        self._cut_runs(used)
+        publishing: list[Work] = []
+        if self._flat is not None:
+            for master, gradients, flags in zip(self._masters, self._reducer.buckets, used, strict=True):
+                if not any(flags):
+                    continue
+                self._update_flat(self._flat, master, gradients, flags, factor)
+                self._start_publish(master, publishing)
+        else:
+            self._update_by_step(factor, used)
+            for master, flags in zip(self._masters, used, strict=True):
+                if any(flags):
+                    master.publish()
+                    self._start_publish(master, publishing)
+        self._finish_publishing(publishing)
+
+    def _cut_runs(self, used: list[list[bool]]) -> None:
+        """Cuts runs in which only some parameters have gradients, so that the others are left alone."""
+        changed = False
+        for master, flags in zip(self._masters, used, strict=True):
+            if all(flags):
+                continue
+            for run in list(master.runs):
+                cut = master.split(run, flags)
+                if len(cut) > 1:
+                    self._replace_in_optimizer(run, cut)
+                    changed = True
+        if changed:
+            self._attach_segments()
+
+    def _replace_in_optimizer(self, run: MasterRun, cut: list[MasterRun]) -> None:
+        params = self.optimizer.param_groups[run.span.param_group]["params"]
+        position = next(index for index, param in enumerate(params) if param is run.param)
+        params[position : position + 1] = [new.param for new in cut]
+        state = self.optimizer.state.pop(run.param, None)
+        if state:
+            for new in cut:
+                self.optimizer.state[new.param] = split_state(state, run, new)
+
+    def _attach_segments(self) -> None:
+        if self._needs_segments:
+            group = self._transport.group if self._placement.shard_master else None
+            self.optimizer.attach_segments(segment_table(self._masters, group))  # type: ignore[attr-defined]
+
+    def _update_flat(
+        self,
+        flat: FlatUpdate,
+        master: MasterBucket,
+        gradients: GradientBucket,
+        used: list[bool],
+        factor: float | None,
+    ) -> None:
+        grad = gradients.result
+        assert grad is not None, f"{master.bucket!r} has no gradient although one was counted"
+        for run in master.runs:
+            if not used[master.tile_spans(run.span)[0][0]]:
+                continue
+            start, stop = run.span.start, run.span.stop
+            flat.flat_update(
+                self.optimizer.param_groups[run.span.param_group],
+                run.param.data,
+                grad[start:stop],
+                self.optimizer.state[run.param],
+                grad_scale=factor,
+                out=None if master.out is None else master.out[start:stop],
+            )
+
+    def _update_by_step(self, factor: float | None, used: list[list[bool]]) -> None:
+        """For optimizers without a flat update: hand out fp32 gradients and call ``step``."""
+        for master, gradients, flags in zip(self._masters, self._reducer.buckets, used, strict=True):
+            grad = gradients.result
+            for run in master.runs:
+                if grad is None or not flags[master.tile_spans(run.span)[0][0]]:
+                    run.param.grad = None
+                    continue
+                part = grad[run.span.start : run.span.stop].to(run.param.dtype)
+                if factor is not None:
+                    part = part * factor
+                run.param.grad = part[: run.param.numel()].view(run.param.shape)
+        self.optimizer.step()
+        for master in self._masters:
+            for run in master.runs:
+                run.param.grad = None
+
+    def _start_publish(self, master: MasterBucket, publishing: list[Work]) -> None:
+        work = master.bucket.start_publish()
+        if work is not None:
+            publishing.append(work)
+
+    def _finish_publishing(self, publishing: list[Work]) -> None:
+        for work in publishing:
+            work.wait()
+        for master in self._masters:
+            master.bucket.remember_values()
+
+    def count_state(self) -> int:
+        """Bytes of the optimizer's state on this rank; also written into the ledger."""
+        nbytes, seen = 0, set()
+        for state in self.optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, torch.Tensor) and value.dim() > 0 and value.data_ptr() not in seen:
+                    seen.add(value.data_ptr())
+                    nbytes += value.numel() * value.element_size()
+        from deepspeed.zero.placement import Home
+
+        self._ledger.set(Kind.OPTIMIZER, Home.DEVICE, nbytes)
+        return nbytes
+
+
+class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # noqa: N801 - the public name
+    """The optimizer at stage 3; a name of its own because users and integrations ask for it."""
+
+
+def _pack_flags(flags: list[bool]) -> list[float]:
+    numbers = []
+    for start in range(0, len(flags), _FLAGS_PER_NUMBER):
+        bits = 0
+        for offset, flag in enumerate(flags[start : start + _FLAGS_PER_NUMBER]):
+            bits |= int(flag) << offset
+        numbers.append(float(bits))
+    return numbers
+
+
+def _unpack_flags(rows: torch.Tensor, count: int) -> list[bool]:
+    """Bitwise or over the ranks."""
+    flags: list[bool] = []
+    for column in range(rows.shape[1]):
+        bits = 0
+        for value in rows[:, column].tolist():
+            bits |= int(value)
+        flags += [bool(bits >> offset & 1) for offset in range(_FLAGS_PER_NUMBER)]
+    return flags[:count]

@@ -1,0 +1,272 @@
+"""One model under ZeRO: buckets, schedule, hooks and gradients, built once and driven by the engine."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.comm.agreement import Agreement
+from deepspeed.comm.transport import LocalTransport, Transport
+from deepspeed.zero.bucket import Bucket, State
+from deepspeed.zero.gradients import GradientReducer, ReductionPolicy
+from deepspeed.zero.hooks import ForwardHooks
+from deepspeed.zero.layout import Limits, ModelLayout, Tile, UnitTile, model_layout
+from deepspeed.zero.masters import MasterBucket
+from deepspeed.zero.placement import Placement
+from deepspeed.zero.schedule import GatherLimits, GatherSchedule
+from deepspeed.zero.storage import Ledger
+from deepspeed.zero.units import Unit, find_units
+
+_instances = itertools.count()
+
+
+@dataclass(frozen=True)
+class RuntimeOptions:
+    """What the configuration decides.
+
+    Attributes:
+        placement: The ZeRO row.
+        layout: Sizes that decide which parameters share a bucket.
+        gathers: Sizes that decide when buckets are gathered and freed.
+        reduction: How gradients are combined; None where nothing is trained.
+        granularity: Elements up to which a block is never taken apart into smaller units.
+        compute_dtype: Dtype of a parameter, by name and parameter.
+        whole_tensors: The optimizer needs parameters in their shape (allowed where nothing is sharded).
+        device: Where the model computes.
+    """
+
+    placement: Placement
+    layout: Limits
+    gathers: GatherLimits
+    reduction: ReductionPolicy | None
+    granularity: int
+    compute_dtype: Callable[[str, torch.Tensor], torch.dtype]
+    whole_tensors: bool
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Channels:
+    """The groups and the store that ranks talk through.
+
+    Attributes:
+        gather: Carries parameters.
+        reduce: Carries gradients and small agreements of the update.
+        store: Rendezvous store of the default group, or None for one rank.
+    """
+
+    gather: Transport
+    reduce: Transport
+    store: Any
+
+
+class ZeroRuntime:
+    """Owns the sharded life of one model.
+
+    Attributes:
+        layout: Where every parameter lives.
+        buckets: In model order.
+        masters: One per trainable bucket, in the same order as ``reducer.buckets``.
+        ledger: Books of the memory.
+        reducer: The gradients; None where nothing is trained.
+        in_backward: Whether a backward of this model is running.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: RuntimeOptions,
+        channels: Channels,
+        param_groups: Mapping[int, int],
+    ) -> None:
+        """Moves the model's parameters into buckets. Every rank must call it, with the same model.
+
+        Args:
+            model: The model; its parameters are changed in place and take rank 0's values.
+            options: Decisions of the configuration.
+            channels: How ranks talk.
+            param_groups: ``id(parameter)`` to index of its optimizer param group.
+        """
+        self.model = model
+        self.placement = options.placement
+        self.ledger = Ledger()
+        self.in_backward = False
+        self._channels = channels
+        self._options = options
+        units = find_units(model, options.granularity)
+        self.layout = self._make_layout(units, param_groups)
+        self.param_names = {parameter: name for unit in units for name, parameter in unit.params.items()}
+        self.masters: list[MasterBucket] = []
+        self.buckets = self._make_buckets(units)
+        sharded = [bucket for bucket in self.buckets if bucket.is_sharded]
+        self.agreement = Agreement(
+            channels.gather, channels.store, f"deepspeed/{next(_instances)}", self._describe_bucket
+        )
+        self.schedule = GatherSchedule(sharded, self.agreement, options.gathers)
+        self.hooks = ForwardHooks(
+            model, self._sharded_units(units), sharded, self.schedule, in_backward=lambda: self.in_backward
+        )
+        self.reducer: GradientReducer | None = None
+        if options.reduction is not None:
+            self.reducer = GradientReducer(
+                [master.bucket for master in self.masters],
+                options.reduction,
+                channels.reduce,
+                self.ledger,
+                on_packed=self.hooks.gradients_arrived,
+                on_stray=self._stray_gradient,
+            )
+        self.on_stray_backward: Callable[[], None] | None = None
+
+    # -- construction ------------------------------------------------------------------------------------------------
+
+    def _make_layout(self, units: list[Unit], param_groups: Mapping[int, int]) -> ModelLayout:
+        dtype_of = self._options.compute_dtype
+
+        def entry(name: str, parameter: nn.Parameter) -> UnitTile:
+            group = param_groups.get(id(parameter), -1) if parameter.requires_grad else -1
+            dtype = str(dtype_of(name, parameter)).removeprefix("torch.")
+            return UnitTile(Tile(name, tuple(parameter.shape), group), dtype, group >= 0)
+
+        return model_layout(
+            [[entry(name, parameter) for name, parameter in unit.params.items()] for unit in units],
+            world_size=self._channels.gather.size,
+            limits=self._options.layout,
+        )
+
+    def _make_buckets(self, units: list[Unit]) -> list[Bucket]:
+        by_name = {name: parameter for unit in units for name, parameter in unit.params.items()}
+        made = []
+        for layout in self.layout.buckets:
+            params = [by_name[tile.name] for tile in layout.tiles]
+            is_sharded = (
+                self.placement.shard_params
+                and self._channels.gather.size > 1
+                and layout.index not in self.layout.persistent
+            )
+            bucket = Bucket(
+                layout,
+                params,
+                dtype=getattr(torch, layout.dtype),
+                device=self._options.device,
+                transport=self._channels.gather,
+                is_sharded=is_sharded,
+                ledger=self.ledger,
+            )
+            self._fill(bucket)
+            made.append(bucket)
+        return made
+
+    def _fill(self, bucket: Bucket) -> None:
+        """Gives a new bucket rank 0's values, and its master the values from before the cast."""
+        layout = bucket.layout
+        original_dtype = max((p.dtype for p in bucket.params), key=lambda d: d.itemsize, default=bucket.dtype)
+        with torch.no_grad():
+            original = torch.zeros(layout.numel, dtype=original_dtype, device=bucket.device)
+            for tile, start, parameter in zip(layout.tiles, layout.starts, bucket.params, strict=True):
+                original[start : start + tile.numel].copy_(parameter.data.reshape(-1))
+            self._channels.gather.broadcast(original, 0)
+            for tile, start, parameter in zip(layout.tiles, layout.starts, bucket.params, strict=True):
+                parameter.data = original[start : start + tile.numel].view(tile.shape)
+            bucket.load_full_values()
+            bucket.store_shard()
+            for tile, parameter in zip(layout.tiles, bucket.params, strict=True):
+                _annotate(parameter, tile.name, tile.shape)
+            if layout.trainable:
+                self.masters.append(
+                    MasterBucket(
+                        bucket,
+                        is_sharded=self.placement.shard_master and self._channels.gather.size > 1,
+                        original=original,
+                        ledger=self.ledger,
+                        whole_tensors=self._options.whole_tensors,
+                    )
+                )
+        if bucket.is_sharded:
+            bucket.reshard()
+
+    def _sharded_units(self, units: list[Unit]) -> list[tuple[nn.Module, list[Bucket]]]:
+        found = []
+        for unit, indices in zip(units, self.layout.units, strict=True):
+            sharded = [self.buckets[index] for index in indices if self.buckets[index].is_sharded]
+            if sharded:
+                found.append((unit.module, sharded))
+        return found
+
+    def _describe_bucket(self, index: int) -> str:
+        return f"the parameters {self.buckets[index].label}"
+
+    # -- backward ----------------------------------------------------------------------------------------------------
+
+    def begin_backward(self, *, boundary: bool, sync: bool) -> None:
+        """Opens a backward: gradients are collected and sharded parameters gathered on demand until it ends.
+
+        Args:
+            boundary: Whether the update follows this backward.
+            sync: False inside ``no_sync``: nothing is reduced.
+        """
+        assert not self.in_backward
+        self.in_backward = True
+        if self.reducer is not None:
+            every = self.reducer.policy.every_micro_batch and not isinstance(self._channels.reduce, LocalTransport)
+            self.reducer.begin(reduce_now=sync and (boundary or every))
+        self.schedule.begin("backward")
+
+    def end_backward(self) -> None:
+        """Settles the backward: leftover gathers, leftover reductions; frees what it gathered."""
+        assert self.in_backward
+        self.schedule.end()
+        if self.reducer is not None:
+            self.reducer.end()
+        self.hooks.free_all()
+        self.in_backward = False
+
+    def drop_open_work(self) -> bool:
+        """After an exception left a forward or backward open: throws away what is half done.
+
+        Returns:
+            Whether there was anything.
+        """
+        was_open = self.in_backward or self.schedule.in_segment or self.hooks.in_forward
+        if was_open:
+            self.schedule.drop()
+            if self.reducer is not None and self.reducer.is_open:
+                self.reducer.drop()
+            self.in_backward = False
+            self.hooks.abandon()
+        return was_open
+
+    def _stray_gradient(self) -> None:
+        if self.on_stray_backward is not None:
+            self.on_stray_backward()
+
+    # -- parameters --------------------------------------------------------------------------------------------------
+
+    def free_gathered(self) -> None:
+        """Reshards everything that is gathered, so that parameters may change."""
+        self.hooks.free_all()
+
+    @property
+    def sharded_now(self) -> list[Bucket]:
+        """Buckets whose parameters are elsewhere at the moment."""
+        return [bucket for bucket in self.buckets if bucket.state is not State.FULL]
+
+    def destroy(self) -> None:
+        """Takes every hook from the model and gives its memory back; the parameters keep what they hold."""
+        self.hooks.remove()
+        if self.reducer is not None:
+            self.reducer.clear()
+            self.reducer.remove()
+
+
+def _annotate(parameter: nn.Parameter, name: str, shape: tuple[int, ...]) -> None:
+    """Names and true shape for messages and for the ecosystem, which reads ``ds_shape`` and ``ds_numel``."""
+    attributes = parameter.__dict__
+    attributes["_ds_name"] = name
+    attributes["ds_shape"] = torch.Size(shape)
+    attributes["ds_numel"] = attributes["ds_shape"].numel()

@@ -1,0 +1,174 @@
+"""When sharded buckets are gathered: the agreed order, prefetching, and what stays gathered.
+
+Time is cut into *segments*: one outermost forward (training or evaluation) or one backward. The first time a segment
+starts in a given situation it is *recorded*: before each gather all ranks compare which bucket they want, and at the end
+that they stopped at the same place. From then on every rank *follows* the recorded order without asking. A rank that
+skips part of the order still takes part in the skipped gathers, because the others rely on its slices; a rank that wants
+something that the rest of the order does not hold *leaves* it, which all ranks must do alike (see ``comm.agreement``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deepspeed.comm.agreement import END_OF_SEGMENT, Agreement
+from deepspeed.zero.bucket import Bucket, State
+
+
+@dataclass(frozen=True)
+class GatherLimits:
+    """Sizes from the configuration, in elements.
+
+    Attributes:
+        prefetch: Elements that may be on their way ahead of their use (``stage3_prefetch_bucket_size``).
+        max_live: Gathered elements at once, beyond which nothing is prefetched or kept (``stage3_max_live_parameters``).
+        max_reuse_distance: A bucket stays gathered after its forward when its backward is at most so many elements
+            away (``stage3_max_reuse_distance``).
+    """
+
+    prefetch: int = 50_000_000
+    max_live: int = 1_000_000_000
+    max_reuse_distance: int = 1_000_000_000
+
+
+Situation = tuple[str, frozenset[int]]
+"""Kind of segment and the buckets that are gathered at its start: equal on all ranks."""
+
+
+class GatherSchedule:
+    """Makes buckets FULL on demand, in one order on all ranks.
+
+    Args:
+        buckets: The sharded buckets of the model, in model order.
+        agreement: Keeps the ranks together.
+        limits: Sizes.
+    """
+
+    def __init__(self, buckets: list[Bucket], agreement: Agreement, limits: GatherLimits) -> None:
+        self._buckets = {bucket.index: bucket for bucket in buckets}
+        self._agreement = agreement
+        self._limits = limits
+        self._orders: dict[Situation, list[int]] = {}
+        self._situation: Situation | None = None
+        self._order: list[int] | None = None  # followed; None while recording
+        self._issued: list[int] = []  # of this segment
+        self._kept_after_forward = self._near_their_backward(buckets)
+
+    def _near_their_backward(self, buckets: list[Bucket]) -> frozenset[int]:
+        """Buckets that stay gathered between forward and backward: a pure function of layout and limits."""
+        kept, later = set(), 0
+        for bucket in reversed(buckets):
+            numel = bucket.layout.numel
+            if 2 * later > self._limits.max_reuse_distance or later + numel > self._limits.max_live:
+                break
+            kept.add(bucket.index)
+            later += numel
+        return frozenset(kept)
+
+    def stays_after_forward(self, bucket: Bucket) -> bool:
+        """Whether a training forward leaves ``bucket`` gathered for its backward."""
+        return bucket.index in self._kept_after_forward
+
+    @property
+    def in_segment(self) -> bool:
+        return self._situation is not None
+
+    @property
+    def kind(self) -> str:
+        """Kind of the open segment; empty outside."""
+        return self._situation[0] if self._situation else ""
+
+    # -- segments ----------------------------------------------------------------------------------------------------
+
+    def begin(self, kind: str) -> None:
+        """Opens a segment. All ranks must open the same one.
+
+        Args:
+            kind: ``forward``, ``evaluation`` or ``backward``.
+        """
+        assert self._situation is None, f"segment {self._situation} is still open"
+        full = frozenset(index for index, bucket in self._buckets.items() if bucket.state is State.FULL)
+        self._situation = (kind, full)
+        self._order = self._orders.get(self._situation)
+        self._issued = []
+        self._agreement.begin_segment(kind)
+
+    def end(self) -> None:
+        """Closes the segment: takes part in what was skipped, and agrees on the order if it was recorded."""
+        assert self._situation is not None, "no segment is open"
+        if self._order is None:
+            self._agreement.exchange(len(self._issued), END_OF_SEGMENT)
+            self._orders[self._situation] = list(self._issued)
+        else:
+            for index in self._order[len(self._issued) :]:
+                self._issue(self._buckets[index])
+        self._agreement.end_segment(self._issued)
+        self._situation = None
+        for bucket in self._buckets.values():
+            if bucket.state is State.GATHERING:
+                bucket.abandon_gather()
+
+    def drop(self) -> None:
+        """Forgets an open segment after an exception; its order is not learned."""
+        self._situation = None
+        for bucket in self._buckets.values():
+            if bucket.state is State.GATHERING:
+                bucket.abandon_gather()
+
+    # -- gathers -----------------------------------------------------------------------------------------------------
+
+    def demand(self, bucket: Bucket) -> None:
+        """Returns when ``bucket`` is FULL, with the next ones of the order on their way."""
+        if bucket.state is State.SHARDED:
+            self._issue_up_to(bucket)
+        if bucket.state is State.GATHERING:
+            self._prefetch()
+            bucket.finish_gather()
+
+    def _issue_up_to(self, bucket: Bucket) -> None:
+        if self._situation is None:
+            self._agreement.exchange_alone(bucket.index)
+            bucket.start_gather()
+            return
+        position = len(self._issued)
+        if self._order is not None:
+            try:
+                found = self._order.index(bucket.index, position)
+            except ValueError:
+                # Every rank must leave the order here, with the same wish, or all raise.
+                self._agreement.leave_order(position, bucket.index)
+                self._order = None
+            else:
+                for index in self._order[position : found + 1]:
+                    self._issue(self._buckets[index])
+                return
+        self._agreement.exchange(position, bucket.index)
+        self._issue(bucket)
+
+    def _issue(self, bucket: Bucket) -> None:
+        self._issued.append(bucket.index)
+        if bucket.state is State.GATHERING:  # skipped by this rank the last time; that transfer must land first
+            bucket.finish_gather()
+        if bucket.state is State.FULL:
+            bucket.repeat_gather()
+        else:
+            bucket.start_gather()
+
+    def _prefetch(self) -> None:
+        if self._order is None:
+            return
+        ahead = live = 0
+        for other in self._buckets.values():
+            if other.state is not State.SHARDED:
+                live += other.layout.numel
+                ahead += other.layout.numel if other.state is State.GATHERING else 0
+        while len(self._issued) < len(self._order):
+            upcoming = self._buckets[self._order[len(self._issued)]]
+            numel = upcoming.layout.numel
+            if upcoming.state is not State.SHARDED:
+                return
+            if ahead + numel > self._limits.prefetch or live + numel > self._limits.max_live:
+                return
+            self._issue(upcoming)
+            ahead += numel
+            live += numel

@@ -1,0 +1,84 @@
+"""Which modules are gathered as one unit.
+
+A unit is a repeated block: a child of a ``ModuleList`` or ``Sequential``. Parameters outside every block belong to the
+unit of the module that owns them. A block that is larger than the granularity and itself holds blocks is taken apart,
+unless it is marked as a leaf (``deepspeed.utils.set_z3_leaf_modules``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+LEAF_FLAG = "_ds_z3_leaf"
+_CONTAINERS = (nn.ModuleList, nn.Sequential)
+
+
+@dataclass
+class Unit:
+    """Parameters that are gathered together for the forward of one module.
+
+    Attributes:
+        name: Qualified name of the module; empty for the root.
+        module: The module whose forward needs the parameters.
+        params: Qualified name to parameter, in model order; a tied parameter belongs to its first owner.
+    """
+
+    name: str
+    module: nn.Module
+    params: dict[str, nn.Parameter] = field(default_factory=dict)
+
+
+def find_units(model: nn.Module, granularity: int) -> list[Unit]:
+    """Cuts ``model`` into units, in model order; units without parameters are left out.
+
+    Args:
+        model: The model.
+        granularity: Elements up to which a block is never taken apart.
+    """
+    seen: set[int] = set()
+    units = [_fill(unit, seen) for unit in _walk(model, "", granularity, inside_container=False)]
+    return [unit for unit in units if unit.params]
+
+
+def _walk(module: nn.Module, name: str, granularity: int, *, inside_container: bool) -> Iterator[tuple[Unit, bool]]:
+    """Yields units and whether each takes the parameters of its whole subtree."""
+    if getattr(module, LEAF_FLAG, False):
+        yield Unit(name, module), True
+        return
+    if inside_container and not (_numel(module) > granularity and _holds_blocks(module)):
+        yield Unit(name, module), True
+        return
+    if next(module.parameters(recurse=False), None) is not None:
+        yield Unit(name, module), False
+    is_container = isinstance(module, _CONTAINERS)
+    for child_name, child in module.named_children():
+        path = f"{name}.{child_name}" if name else child_name
+        yield from _walk(child, path, granularity, inside_container=is_container)
+
+
+def _fill(found: tuple[Unit, bool], seen: set[int]) -> Unit:
+    unit, whole = found
+    for name, parameter in unit.module.named_parameters(recurse=whole):
+        if id(parameter) not in seen:
+            seen.add(id(parameter))
+            unit.params[f"{unit.name}.{name}" if unit.name else name] = parameter
+    return unit
+
+
+def _holds_blocks(module: nn.Module) -> bool:
+    return any(
+        isinstance(child, _CONTAINERS) and _numel(child) > 0 for child in module.modules() if child is not module
+    )
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def is_floating(parameter: torch.Tensor) -> bool:
+    """Whether the precision settings apply to ``parameter``."""
+    return parameter.is_floating_point()
