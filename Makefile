@@ -9,6 +9,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # One thread per process: ranks and test workers share the cores.
 TEST_ENV := OMP_NUM_THREADS=1
 
+# All devices; without any, two ranks on the CPU. `make quickstart RANKS="--num_gpus 4"` chooses.
+RANKS = $(shell $(BIN)/python -c 'import torch; print("" if torch.accelerator.is_available() else "--num_gpus 2")')
+
 .PHONY: help quickstart test test-all lint docs-check install clean
 
 help:
@@ -20,7 +23,7 @@ help:
 	@echo "make install      the development environment in $(VENV)"
 
 quickstart: $(VENV)/.for-quickstart
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed examples/quickstart/train.py
+	$(BIN)/deepspeed $(RANKS) examples/quickstart/train.py
 
 test: lint
 	$(TEST_ENV) $(BIN)/python -m pytest

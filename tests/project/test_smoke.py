@@ -1,0 +1,125 @@
+"""What a user does first, in fresh processes: the commands, a training script, the quickstart."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.project.graph import ROOT
+
+SCRIPT = ROOT / "tests" / "project" / "smoke_train.py"
+QUICKSTART = ROOT / "examples" / "quickstart"
+DEEPSPEED = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+PLAIN = [sys.executable]
+BUILD_TOOLS = ("gcc", "g++", "cc", "c++", "clang", "ninja", "nvcc", "hipcc", "cmake", "make")
+
+
+@pytest.fixture
+def environment(tmp_path):
+    """A machine without build tools and without a place for compiled extensions; CPU only."""
+    tools = tmp_path / "empty-path"
+    tools.mkdir()
+    blocker = tmp_path / "a-file"
+    blocker.write_text("")
+    environ = {name: value for name, value in os.environ.items() if name not in ("CC", "CXX", "CUDA_HOME", "CUDA_PATH")}
+    environ.update(
+        PATH=str(tools),
+        TORCH_EXTENSIONS_DIR=str(blocker / "extensions"),  # cannot be created, even by root
+        PYTHONPATH=str(ROOT),
+        DS_ACCELERATOR="cpu",
+        CUDA_VISIBLE_DEVICES="",
+        OMP_NUM_THREADS="1",
+    )
+    assert not [tool for tool in BUILD_TOOLS if shutil.which(tool, path=environ["PATH"])]
+    return environ
+
+
+def run(command: list[str], environ: dict[str, str], folder: Path, timeout: float = 240) -> str:
+    done = subprocess.run(command, env=environ, cwd=folder, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ranks"),
+    [
+        pytest.param(DEEPSPEED, 2, id="deepspeed"),
+        pytest.param(TORCHRUN, 2, id="torchrun"),
+        pytest.param(PLAIN, 1, id="python"),
+    ],
+)
+def test_all_stages_train_without_build_tools(launcher, ranks, environment, tmp_path):
+    run([*launcher, str(SCRIPT), str(tmp_path)], environment, tmp_path)
+    written = sorted(tmp_path.glob("rank*.json"))
+    assert len(written) == ranks
+    for path in written:
+        losses = json.loads(path.read_text())
+        assert losses["0"] == losses["1"] == losses["2"] == losses["3"]
+        assert losses["0"][-1] < losses["0"][0]
+
+
+def test_report_command_without_build_tools(environment, tmp_path):
+    shown = run([sys.executable, "-m", "deepspeed.cli.report"], environment, tmp_path)
+    assert "torch" in shown and "1.0.0" in shown
+
+
+def short_config(folder: Path, steps: int) -> Path:
+    config = json.loads((QUICKSTART / "ds_config.json").read_text())
+    config["scheduler"]["params"].update(total_num_steps=steps, warmup_num_steps=2)
+    path = folder / "ds_config.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param(DEEPSPEED, id="deepspeed"),
+        pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.slow),
+        pytest.param(PLAIN, id="python", marks=pytest.mark.slow),
+    ],
+)
+def test_quickstart_in_short(launcher, environment, tmp_path):
+    config = short_config(tmp_path, steps=4)
+    script = [str(QUICKSTART / "train.py"), "--deepspeed_config", str(config), "--output", str(tmp_path / "out")]
+    shown = run([*launcher, *script], environment, tmp_path)
+    start, end = _losses(shown)
+    assert 5 < start < 6.5
+    assert end < start
+    _check_report(shown, tmp_path / "out")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_quickstart_learns(environment, tmp_path):
+    script = [str(QUICKSTART / "train.py"), "--output", str(tmp_path / "out")]
+    shown = run([*DEEPSPEED, *script], environment, tmp_path, timeout=500)
+    start, end = _losses(shown)
+    assert 5 < start < 6.5
+    assert end < 2.6
+    _check_report(shown, tmp_path / "out")
+
+
+def _losses(shown: str) -> tuple[float, float]:
+    found = re.search(r"Loss: ([\d.]+) -> ([\d.]+) nats per byte", shown)
+    assert found, shown
+    return float(found[1]), float(found[2])
+
+
+def _check_report(shown: str, output: Path) -> None:
+    """The sample, the table whose counted bytes are those of the formula, the picture."""
+    assert "def main(" in shown
+    rows = re.findall(r"^.*?(\w[\w ]+?)\s{2,}([\d,]+)\s{2,}([\d,]+)\s{3}\S", shown, flags=re.MULTILINE)
+    counted = {kind: (int(a.replace(",", "")), int(b.replace(",", ""))) for kind, a, b in rows}
+    assert len(counted) >= 4, shown
+    for kind, (found, expected) in counted.items():
+        assert found == expected, f"{kind}: {found} bytes counted, {expected} by the formula"
+    assert (output / "loss.png").stat().st_size > 5000
