@@ -1,0 +1,124 @@
+"""What all schedules share: the count of steps, and writing rates into the param groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class Schedule:
+    """A learning rate as a function of the number of optimizer steps.
+
+    A plain object, not one of torch's schedulers: its whole state is ``last_batch_iteration``. The engine calls
+    :meth:`step` after each optimizer step that was not skipped, so step *i* (from 0) sets the rate of update *i + 1*;
+    update 0 runs at the rate that construction writes.
+
+    Args:
+        optimizer: A torch optimizer, or anything whose ``optimizer`` attribute is one.
+        last_batch_iteration: Step to go on from; -1 is the start.
+
+    Attributes:
+        optimizer: The torch optimizer.
+        last_batch_iteration: The step whose rate is set; -1 before the first.
+
+    Raises:
+        TypeError: ``optimizer`` is neither.
+    """
+
+    def __init__(self, optimizer: Any, last_batch_iteration: int = -1) -> None:
+        self.optimizer = get_torch_optimizer(optimizer)
+        self.last_batch_iteration = last_batch_iteration
+        self._last_lr: list[float] | None = None
+
+    def get_lr(self) -> list[float]:
+        """The rate of each param group at ``last_batch_iteration``."""
+        raise NotImplementedError
+
+    def get_last_lr(self) -> list[float]:
+        """The rates written last.
+
+        Raises:
+            AssertionError: None has been written, because the schedule goes on from a later step.
+        """
+        assert self._last_lr is not None, "need to call step() first: no learning rate has been set yet"
+        return self._last_lr
+
+    def step(self, iteration: int | None = None) -> None:
+        """Goes to the next step, or to step ``iteration``, and writes its rates."""
+        self.last_batch_iteration = self.last_batch_iteration + 1 if iteration is None else iteration
+        self._write(self.get_lr())
+
+    def state_dict(self) -> dict[str, Any]:
+        """``last_batch_iteration``."""
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores :meth:`state_dict`; the optimizer's rates are part of its own state and stay as they are."""
+        self.last_batch_iteration = state_dict["last_batch_iteration"]
+        if self.last_batch_iteration >= 0:
+            self._last_lr = self.get_lr()
+
+    def _write(self, rates: Sequence[float]) -> None:
+        self._last_lr = update_lr(self.optimizer.param_groups, rates)
+
+    def _initial_lrs(self) -> list[float]:
+        """Each group's rate before any schedule changed it."""
+        if self.last_batch_iteration == -1:
+            for group in self.optimizer.param_groups:
+                group["initial_lr"] = float(group["lr"])
+        return [float(group.get("initial_lr", group["lr"])) for group in self.optimizer.param_groups]
+
+    def _per_group(self, name: str, value: float | Sequence[float]) -> list[float]:
+        """``value`` once per param group.
+
+        Raises:
+            ValueError: A list of another length.
+        """
+        num_groups = len(self.optimizer.param_groups)
+        if not isinstance(value, list | tuple):
+            return [value] * num_groups  # type: ignore[list-item]
+        if len(value) != num_groups:
+            raise ValueError(
+                f"{type(self).__name__}: {name} lists {len(value)} values, but the optimizer has {num_groups} param "
+                "groups; give one number, or one per group"
+            )
+        return list(value)
+
+
+def get_torch_optimizer(optimizer: Any) -> Optimizer:
+    """The torch optimizer in ``optimizer``.
+
+    Raises:
+        TypeError: Neither it nor its ``optimizer`` attribute is one.
+    """
+    for candidate in (optimizer, getattr(optimizer, "optimizer", None)):
+        if isinstance(candidate, Optimizer):
+            return candidate
+    raise TypeError(
+        f"{type(optimizer).__name__} is not a torch.optim.Optimizer, nor does its attribute 'optimizer' hold one"
+    )
+
+
+def update_lr(param_groups: list[dict[str, Any]], lrs: Sequence[float]) -> list[float]:
+    """Writes one rate per group; a tensor is filled in place, so that captured graphs see it.
+
+    Returns:
+        The rates now in the groups.
+
+    Raises:
+        ValueError: The number of groups has changed.
+    """
+    if len(param_groups) != len(lrs):
+        raise ValueError(
+            f"the optimizer now has {len(param_groups)} param groups, but the schedule was made for {len(lrs)}; "
+            "build the schedule after adding groups"
+        )
+    for group, lr in zip(param_groups, lrs, strict=True):
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+    return [float(group["lr"]) for group in param_groups]
