@@ -89,6 +89,7 @@ class Bucket:
         self.full.tensor.zero_()  # padding must be zeros: norms and optimizers run over it
         self._views = self.full.views(layout.starts, [tile.shape for tile in layout.tiles])
         self._empties = [torch.empty(0, dtype=dtype, device=device) for _ in params] if is_sharded else []
+        self._shapes = [torch.empty(1, dtype=dtype, device=device).expand(t.shape) for t in layout.tiles if is_sharded]
         self.shard = transport.my_slice(self.full.tensor)
         if is_sharded:
             self.shard = torch.zeros_like(self.shard)
@@ -167,6 +168,18 @@ class Bucket:
         self._work = None
         self.full.free()
         self.state = State.SHARDED
+
+    def show_shapes(self, shown: bool) -> None:
+        """While sharded: lets the parameters have their shape without memory, for a backward.
+
+        Autograd compares a gradient with its parameter, and not every parameter is gathered for its backward (an
+        embedding's is not).
+        """
+        if self.state is State.FULL or not self.layout.trainable:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, data in zip(self.params, self._shapes if shown else self._empties, strict=True):
+                parameter.data = data
 
     # -- the update --------------------------------------------------------------------------------------------------
 

@@ -103,7 +103,7 @@ class ZeroRuntime:
         self.param_names = {parameter: name for unit in units for name, parameter in unit.params.items()}
         self.masters: list[MasterBucket] = []
         self.buckets = self._make_buckets(units)
-        sharded = [bucket for bucket in self.buckets if bucket.is_sharded]
+        self._sharded = sharded = [bucket for bucket in self.buckets if bucket.is_sharded]
         self.agreement = Agreement(
             channels.gather, channels.store, f"deepspeed/{next(_instances)}", self._describe_bucket
         )
@@ -216,6 +216,8 @@ class ZeroRuntime:
             every = self.reducer.policy.every_micro_batch and not isinstance(self._channels.reduce, LocalTransport)
             self.reducer.begin(reduce_now=sync and (boundary or every))
         self.schedule.begin("backward")
+        for bucket in self._sharded:
+            bucket.show_shapes(True)
 
     def end_backward(self) -> None:
         """Settles the backward: leftover gathers, leftover reductions; frees what it gathered."""
@@ -223,8 +225,13 @@ class ZeroRuntime:
         self.schedule.end()
         if self.reducer is not None:
             self.reducer.end()
-        self.hooks.free_all()
+        self._hide_shapes()
         self.in_backward = False
+
+    def _hide_shapes(self) -> None:
+        self.hooks.free_all()
+        for bucket in self._sharded:
+            bucket.show_shapes(False)
 
     def drop_open_work(self) -> bool:
         """After an exception left a forward or backward open: throws away what is half done.
@@ -239,6 +246,7 @@ class ZeroRuntime:
                 self.reducer.drop()
             self.in_backward = False
             self.hooks.abandon()
+            self._hide_shapes()
         return was_open
 
     def _stray_gradient(self) -> None:
