@@ -1,10 +1,11 @@
-"""Times gloo's own collectives beside the send/receive forms that ``deepspeed.comm`` may use instead, on the CPU.
+"""Times gloo's own collectives beside the send/receive forms that ``deepspeed.comm`` uses instead, on the CPU.
 
 Per size and number of ranks there is one flat bf16 buffer of that many bytes on each rank:
 
 - gather: ``all_gather_into_tensor``; tagged sends and receives straight into the slices of the output;
-- reduce-scatter: ``reduce_scatter_tensor``; ``all_reduce``, of which every rank keeps its slice; exchange of slices with
-  a local sum in rank order in fp32, at once and in cache-sized chunks while later slices arrive.
+- reduce-scatter: ``reduce_scatter_tensor``; ``all_reduce``, of which each rank keeps its slice; exchange of slices with
+  a local sum in rank order in fp32, at once and in cache-sized chunks while later slices arrive;
+- ours: what ``deepspeed.comm.transport`` does for both; its reduction leaves an fp32 result.
 
 The variants take turns, one round after the other, so that noise hits all alike. Run ``--help`` for the options.
 """
@@ -27,6 +28,8 @@ import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+
+from deepspeed.comm.transport import create_transport
 
 _CHUNK_NUMEL = 128 * 1024  # 256 KiB of bf16 and 512 KiB of fp32: fits a second-level cache
 
@@ -116,13 +119,28 @@ def scatter_exchange_chunked(full: Tensor, rank: int, world_size: int) -> Tensor
     return result
 
 
+def ours_gather(full: Tensor, rank: int, world_size: int) -> None:
+    """What stage 3 calls."""
+    create_transport().all_gather(full, key=9, label="the benchmark").wait()
+
+
+def ours_scatter(full: Tensor, rank: int, world_size: int) -> Tensor:
+    """What stages 2 and 3 call; the result is fp32."""
+    mine = torch.empty(full.numel() // world_size)
+    transport = create_transport()
+    transport.reduce_scatter(full, mine, scale=1.0, key=10, label="the benchmark", limit=full.numel()).wait()
+    return mine
+
+
 VARIANTS: dict[str, Callable[[Tensor, int, int], Tensor | None]] = {
     "all_gather_into_tensor": gather_native,
     "tagged send/recv": gather_tagged,
+    "ours, gather": ours_gather,
     "reduce_scatter_tensor": scatter_native,
     "all_reduce": scatter_all_reduce,
     "exchange + fp32 sum": scatter_exchange,
     "exchange + fp32 sum, chunked": scatter_exchange_chunked,
+    "ours, reduce-scatter": ours_scatter,
 }
 
 
@@ -137,7 +155,7 @@ def _check(rank: int, world_size: int) -> None:
             outcome = full
         else:
             wanted = torch.full((numel // world_size,), world_size * (world_size + 1) / 2, dtype=torch.bfloat16)
-        if not torch.equal(outcome, wanted):
+        if not torch.equal(outcome.bfloat16(), wanted):
             raise RuntimeError(f"{name} gives a wrong result on rank {rank} of {world_size}")
 
 
@@ -175,31 +193,31 @@ def measure(world_size: int, nbytes: int, rounds: int) -> dict[str, list[float]]
 
 
 def main() -> None:
-    """Prints one table (or JSON lines), a row per number of ranks and size."""
+    """Prints one table, a column per number of ranks and size (or JSON lines)."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--ranks", default="2,4", help="numbers of ranks, separated by commas (default 2,4)")
     parser.add_argument("--megabytes", default="6,48", help="sizes of the flat bf16 buffer (default 6,48)")
     parser.add_argument("--rounds", type=int, default=15, help="timed calls per variant (default 15)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object per row instead of a table")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per column instead of a table")
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    table = Table(title="median ms (quartiles), slowest rank", title_justify="left")
-    for column in ("", *VARIANTS):
-        table.add_column(column, justify="right")
+    columns: dict[str, dict[str, list[float]]] = {}
     for world_size in map(int, arguments.ranks.split(",")):
         for megabytes in map(float, arguments.megabytes.split(",")):
             seconds = measure(world_size, int(megabytes * 1e6), arguments.rounds)
+            columns[f"{world_size} ranks, {megabytes:g} MB"] = seconds
             if arguments.json:
-                row = {"ranks": world_size, "megabytes": megabytes, "seconds": seconds}
-                sys.stdout.write(json.dumps(row) + "\n")
-                continue
-            cells = []
-            for name in VARIANTS:
-                lower, middle, upper = (1e3 * value for value in statistics.quantiles(seconds[name], n=4))
-                cells.append(f"{middle:.1f} ({lower:.1f}-{upper:.1f})")
-            table.add_row(f"{world_size} ranks, {megabytes:g} MB", *cells)
-    if not arguments.json:
-        Console(width=max(Console().width, 150)).print(table)
+                sys.stdout.write(json.dumps({"ranks": world_size, "megabytes": megabytes, "seconds": seconds}) + "\n")
+    if arguments.json:
+        return
+    table = Table("", *columns, title="median ms (quartiles) of the slowest rank", title_justify="left")
+    for name in VARIANTS:
+        cells = []
+        for seconds in columns.values():
+            lower, middle, upper = (1e3 * value for value in statistics.quantiles(seconds[name], n=4))
+            cells.append(f"{middle:.1f} ({lower:.1f}-{upper:.1f})")
+        table.add_row(name, *cells)
+    Console(width=max(Console().width, 120)).print(table)
 
 
 if __name__ == "__main__":

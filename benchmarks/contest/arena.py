@@ -53,6 +53,11 @@ class Result:
         return statistics.median(seconds for block in self.rounds for seconds in block)
 
     @property
+    def fastest(self) -> float:
+        """Seconds of the fastest timed step: what is left of a step when nothing disturbs it."""
+        return min(seconds for block in self.rounds for seconds in block)
+
+    @property
     def quartiles(self) -> tuple[float, float]:
         """First and third quartile of the seconds of all timed steps."""
         lower, _, upper = statistics.quantiles([seconds for block in self.rounds for seconds in block], n=4)

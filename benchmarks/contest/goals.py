@@ -59,6 +59,7 @@ class Verdict:
         goal: What was wanted.
         ratio: Median step time of ours over the other's.
         spread: Quartiles of the ratios of single rounds.
+        fastest: Ratio of the fastest steps; on a busy machine the steadier of the two.
         memory: Ratio of peak resident memory in steady training.
         memory_above_import: The same without what importing torch costs.
     """
@@ -66,6 +67,7 @@ class Verdict:
     goal: Goal
     ratio: float
     spread: tuple[float, float]
+    fastest: float
     memory: float
     memory_above_import: float
 
@@ -97,6 +99,7 @@ def judge(workload: str, results: Mapping[str, Result]) -> list[Verdict]:
                 goal=goal,
                 ratio=ours.median / other.median,
                 spread=(lower, upper),
+                fastest=ours.fastest / other.fastest,
                 memory=ours.memory["steady_peak_mib"] / other.memory["steady_peak_mib"],
                 memory_above_import=above[0] / above[1],
             )

@@ -107,7 +107,7 @@ def times_table(contest: Contest) -> Rows:
     workload = WORKLOADS[contest.workload]
     for result in contest.results.values():
         if result.failure:
-            body.append([result.name, "failed", "", "", "", "", "", "", ""])
+            body.append([result.name, "failed", *[""] * (len(header) - 2)])
             continue
         lower, upper = result.quartiles
         peak = result.memory["steady_peak_mib"]
@@ -117,6 +117,7 @@ def times_table(contest: Contest) -> Rows:
                 result.name,
                 f"{result.median * 1e3:.1f}",
                 f"{lower * 1e3:.1f}-{upper * 1e3:.1f}",
+                f"{result.fastest * 1e3:.1f}",
                 f"{workload.samples * workload.world_size / result.median:.0f}",
                 traffic,
                 f"{peak:.0f}",
@@ -138,7 +139,7 @@ def _loss_words(result: Result, reference: Result | None) -> str:
 
 def ratios_table(contest: Contest) -> Rows:
     """Ratios of step time and memory with the goals."""
-    header = ["pair", "time", "rounds' quartiles", "goal", "verdict", "peak memory", "memory over import"]
+    header = ["pair", "time", "rounds' quartiles", "fastest", "goal", "verdict", "peak memory", "memory over import"]
     body = []
     for verdict in contest.verdicts:
         goal = verdict.goal
@@ -147,6 +148,7 @@ def ratios_table(contest: Contest) -> Rows:
                 f"{goal.ours} / {goal.other}",
                 f"{verdict.ratio:.2f}",
                 f"{verdict.spread[0]:.2f}-{verdict.spread[1]:.2f}",
+                f"{verdict.fastest:.2f}",
                 "" if goal.at_most is None else f"<= {goal.at_most:.2f}",
                 verdict.words,
                 f"{verdict.memory:.2f}",
