@@ -1,0 +1,185 @@
+"""An optimizer from its config section: ours by name in any case, else a class of ``torch.optim``."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+
+from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
+from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.lamb import FusedLamb
+from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+from deepspeed.ops.muon import Muon
+
+#: Names taken in any case, spelt as messages spell them.
+_OWN_NAMES = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "SGD")
+
+#: Known names without an implementation, and what to use instead.
+_MISSING = {
+    "MuAdam": "Adam with a learning rate per param group",
+    "MuAdamW": "AdamW with a learning rate per param group",
+    "MuSGD": "SGD with a learning rate per param group",
+    "OneBitAdam": "AdamW",
+    "ZeroOneAdam": "AdamW",
+    "OneBitLamb": "Lamb",
+}
+
+_UNUSABLE = {
+    "LBFGS": "it calls a closure several times per step, and the engine has none",
+    "SparseAdam": "it needs sparse gradients, and gradients travel in flat buffers",
+}
+
+#: What one kind of an optimizer takes and the other need not: the value at which it changes nothing.
+_WITHOUT_EFFECT: dict[Any, dict[str, Any]] = {
+    FusedAdam: {"fp32_optimizer_states": True},
+    FusedLion: {"fp32_optimizer_states": True},
+    torch.optim.Adagrad: {"fp32_optimizer_states": True, "amsgrad": False},
+    DeepSpeedCPUAdam: {"set_grad_none": None},
+    DeepSpeedCPULion: {"set_grad_none": None},
+    DeepSpeedCPUAdagrad: {
+        "lr_decay": 0,
+        "initial_accumulator_value": 0,
+        "maximize": False,
+        "differentiable": False,
+        "foreach": None,
+        "fused": None,
+    },
+    FusedLamb: {"max_grad_norm": 0},
+}
+
+#: Settings of :data:`_WITHOUT_EFFECT` that choose an implementation, not a result: any value may be dropped.
+_MERELY_SPEED = frozenset({"set_grad_none", "foreach", "fused"})
+
+
+def build_optimizer(
+    name: str, params: dict[str, Any], model_parameters: Iterable[Any], *, offload: bool = False
+) -> torch.optim.Optimizer:
+    """Builds the optimizer ``name``.
+
+    Args:
+        name: Adam, AdamW, Adagrad, Lamb, Lion, Muon or SGD in any case, or a class of ``torch.optim`` spelt as there.
+            Adam decouples weight decay unless ``params`` has ``adam_w_mode: false``; AdamW always does;
+            ``torch_adam: true`` chooses torch's class of the same kind.
+        params: Keyword arguments.
+        model_parameters: Parameters or group dictionaries; groups without parameters are dropped.
+        offload: The optimizer's state lives on the host: the CPU kind is built where there is one.
+
+    Raises:
+        DeepSpeedConfigError: The name, a parameter or a value cannot be used; lists all problems.
+        NotYetSupportedError: The name is known, but not implemented.
+    """
+    factory, arguments = _choose(name, dict(params), offload)
+    problems = _problems(name, factory, arguments)
+    if problems:
+        raise DeepSpeedConfigError("\n".join(problems), tuple(problems))
+    dropped = _WITHOUT_EFFECT.get(_class_of(factory), {})
+    accepted = {
+        key: tuple(value) if isinstance(value, list) else value  # betas, etas, ...: JSON knows no tuples
+        for key, value in arguments.items()
+        if key not in dropped
+    }
+    try:
+        return factory(_without_empty_groups(model_parameters), **accepted)
+    except (TypeError, ValueError) as error:
+        raise DeepSpeedConfigError(f"optimizer: {name} cannot be built from {params}: {error}") from error
+
+
+def _choose(name: str, arguments: dict[str, Any], offload: bool) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The class for a name, and the arguments less those that chose it."""
+    known = {spelt.lower(): spelt for spelt in (*_OWN_NAMES, *_MISSING)}
+    spelt = known.get(name.lower(), name)
+    if spelt in _MISSING:
+        raise NotYetSupportedError(f"optimizer.type: {spelt} is not available here; use {_MISSING[spelt]}")
+    if spelt in ("Adam", "AdamW"):
+        return _choose_adam(spelt, arguments, offload)
+    own: dict[str, tuple[Any, Any]] = {  # on the device, on the host
+        "Adagrad": (torch.optim.Adagrad, DeepSpeedCPUAdagrad),
+        "Lamb": (FusedLamb, FusedLamb),
+        "Lion": (FusedLion, DeepSpeedCPULion),
+        "Muon": (Muon, Muon),
+        "SGD": (torch.optim.SGD, torch.optim.SGD),
+    }
+    if spelt in own:
+        return own[spelt][offload], arguments
+    if spelt in _UNUSABLE:
+        raise DeepSpeedConfigError(f"optimizer.type: {spelt} cannot be used: {_UNUSABLE[spelt]}")
+    found = getattr(torch.optim, spelt, None)
+    if isinstance(found, type) and issubclass(found, torch.optim.Optimizer) and found is not torch.optim.Optimizer:
+        return found, arguments
+    names = [*_OWN_NAMES, *_torch_names()]
+    raise DeepSpeedConfigError(
+        f"optimizer.type: {name!r} is unknown{_closest(name, names)}; known are {', '.join(names)}"
+    )
+
+
+def _choose_adam(spelt: str, arguments: dict[str, Any], offload: bool) -> tuple[Callable[..., Any], dict[str, Any]]:
+    use_torch = arguments.pop("torch_adam", False)
+    decoupled = arguments.pop("adam_w_mode", True) or spelt == "AdamW"
+    if use_torch:
+        return (torch.optim.AdamW if decoupled else torch.optim.Adam), arguments
+    if offload:
+        return partial(DeepSpeedCPUAdam, adamw_mode=decoupled), arguments
+    return partial(FusedAdam, adam_w_mode=decoupled), arguments
+
+
+def _problems(name: str, factory: Callable[..., Any], arguments: dict[str, Any]) -> list[str]:
+    cls = _class_of(factory)
+    # The first is the parameters; what the factory fixes is not for the config.
+    accepted = [key for key in list(inspect.signature(cls).parameters)[1:] if key not in ("adam_w_mode", "adamw_mode")]
+    neutral = _WITHOUT_EFFECT.get(cls, {})
+    problems = []
+    for key, value in arguments.items():
+        where = f"optimizer.params.{key}"
+        if key == "max_grad_norm" and (value or key not in neutral):
+            problems.append(f"{where}: {name} does not clip gradients; set gradient_clipping at the top level instead")
+        elif key in neutral:
+            if key not in _MERELY_SPEED and value != neutral[key]:
+                problems.append(
+                    f"{where}: {cls.__name__}, which is used here, has no such setting; found {value!r}, leave it out "
+                    f"or set it to {neutral[key]!r}"
+                )
+        elif key not in accepted:
+            problems.append(f"{where}: {name} has no such parameter{_closest(key, accepted)}")
+    return problems
+
+
+def _class_of(factory: Callable[..., Any]) -> Any:
+    return factory.func if isinstance(factory, partial) else factory
+
+
+def _without_empty_groups(model_parameters: Iterable[Any]) -> list[Any]:
+    kept = []
+    for entry in model_parameters:
+        if isinstance(entry, dict):
+            members = entry["params"]
+            members = [members] if isinstance(members, torch.Tensor) else list(members)
+            if not members:
+                continue
+            entry = {**entry, "params": members}
+        kept.append(entry)
+    return kept
+
+
+def _torch_names() -> list[str]:
+    """Classes of torch.optim that can be used, beside those of our own names."""
+    return [
+        name
+        for name, cls in vars(torch.optim).items()
+        if isinstance(cls, type)
+        and issubclass(cls, torch.optim.Optimizer)
+        and cls is not torch.optim.Optimizer
+        and name not in _UNUSABLE
+        and name not in _OWN_NAMES
+    ]
+
+
+def _closest(name: str, known: Iterable[str]) -> str:
+    by_lowered = {candidate.lower(): candidate for candidate in known}
+    matches = difflib.get_close_matches(name.lower(), by_lowered, n=1)
+    return f", did you mean {by_lowered[matches[0]]}?" if matches else ""
