@@ -16,12 +16,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # Optimizers and the loss scaler work on plain tensors and know nothing of sharding; `zero` drives them.
     ("ops", "precision", "schedulers"),
     ("zero",),
-    ("offload", "data"),
+    ("offload", "data", "activation_checkpointing"),
     ("checkpoint",),
     ("engine",),
-    ("parallel", "pipe", "moe", "sequence", "tensor", "monitor", "profiling", "plan"),
+    ("parallel", "monitor", "profiling", "plan"),
+    ("pipe", "moe", "sequence", "tensor", "inference", "compression", "autotuning", "linear"),
     ("launcher", "cli"),
-    ("runtime", "utils"),
+    # Only re-exports, at the paths that the ecosystem imports.
+    ("runtime", "utils", "module_inject", "model_implementations"),
 )
 MAY_IMPORT_TORCH_DISTRIBUTED = ("comm", "parallel")
 
