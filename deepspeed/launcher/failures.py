@@ -34,8 +34,11 @@ _LOST_PEER = re.compile(
     rb"recvValue|Socket Timeout|Timed out waiting|gloo.*[Tt]imeout",
 )
 _KEPT_LINES = 400
+_CLIPPED_BYTES = 240
 # A traceback older than this at the end of its rank was survived, and is not the reason.
 _FRESH_SECONDS = 30.0
+# A native error within so many lines after an exception happened while the interpreter was shutting down.
+_SHUTDOWN_LINES = 4
 
 
 class ErrorStream(RankStream):
@@ -59,6 +62,8 @@ class ErrorStream(RankStream):
 
     def emit(self, text: bytes) -> None:
         """Shows a line, or holds it."""
+        if self.label:  # ours says the same
+            text = _TORCH_LABEL.sub(b"", text)
         self._tail.append(text)
         if _REPORT_START.search(text):
             if self._held is None:
@@ -104,7 +109,7 @@ class ErrorStream(RankStream):
             what = describe(report) or Report(report[-1], None)
             place = f"at {what.place}; " if what.place else ""
             note = f" ({place}{reason}; {len(report)} lines shortened to this one)"
-            super().emit(what.exception + note.encode())
+            super().emit(_clip(what.exception) + note.encode())
 
     def report(self) -> Report | None:
         """The newest traceback among the last lines; None if there is none."""
@@ -128,22 +133,30 @@ class Report:
     Attributes:
         exception: Its exception line, such as ``b"ValueError: no"``.
         place: File, line and function of its innermost frame.
+        is_native: Whether it is the last word of native code, not a Python exception.
     """
 
     exception: bytes
     place: str | None
+    is_native: bool = False
+
+
+def _clip(text: bytes) -> bytes:
+    return text if len(text) <= _CLIPPED_BYTES else text[:_CLIPPED_BYTES] + b"..."
 
 
 def describe(lines: list[bytes]) -> Report | None:
     """The last exception in ``lines`` and where it was raised.
 
     The exception is the first line after the frames that is not indented; more lines of the same message may follow.
+    Native code that breaks right after a Python exception broke because of it (threads that are still running when the
+    interpreter ends), so the exception stays.
     """
-    exception: bytes | None = None
-    place: str | None = None
+    found: Report | None = None
+    found_at = 0
     inside = False
     frame: str | None = None
-    for raw in lines:
+    for number, raw in enumerate(lines):
         text = _TORCH_LABEL.sub(b"", raw)
         if b"Traceback (most recent call last):" in text:
             inside, frame = True, None
@@ -152,11 +165,12 @@ def describe(lines: list[bytes]) -> Report | None:
             function = match["function"]
             frame = f"{where} in {function.decode(errors='replace')}" if function else where
             inside = True
-        elif text.startswith(b"Fatal Python error:") or text.startswith(b"terminate called"):
-            exception, place = text.strip(), None
+        elif text.startswith((b"Fatal Python error:", b"terminate called")):
+            if found is None or number - found_at > _SHUTDOWN_LINES:
+                found = Report(text.strip(), None, is_native=True)
         elif inside and text[:1].strip() and _EXCEPTION.match(text):
-            exception, place, inside = text.strip(), frame, False
-    return None if exception is None else Report(exception, place)
+            found, found_at, inside = Report(text.strip(), frame), number, False
+    return found
 
 
 @dataclass
@@ -215,12 +229,16 @@ class RankState:
         if self.refusal is not None:
             return f"could not be started: {self.refusal}"
         report = self.report
+        words = _clip(report.exception).decode(errors="replace") if report else ""
+        if report and report.place:
+            words += f" ({report.place})"
         if self.status is not None and self.status < 0:
-            text = f"ended by {signal_cause(-self.status)}"
-            return f"{text} [{report.exception.decode(errors='replace')}]" if report else text
+            end = f"ended by {signal_cause(-self.status)}"
+            if report is None:
+                return end
+            return f"{end} [{words}]" if report.is_native else f"{words}; then {end}"
         if report:
-            place = f" ({report.place})" if report.place else ""
-            return report.exception.decode(errors="replace") + place
+            return words
         last = self.errors.last_line().decode(errors="replace").strip()
         return f"exited without a traceback; its last error line: {last}" if last else "exited without an error message"
 

@@ -88,6 +88,25 @@ def test_describe(lines, exception, place):
     assert (report.exception, report.place) == (exception, place)
 
 
+def test_a_native_error_at_shutdown_does_not_hide_the_exception():
+    native = b"terminate called without an active exception"
+    assert describe([*TRACEBACK, native]).exception == b"ValueError: bad shape:"
+    assert describe([*TRACEBACK, *[b"log"] * 5, native]).exception == native
+    _, (zero, _) = make()
+    feed(zero, [*TRACEBACK, native])
+    fail(zero, time.monotonic(), -signal.SIGABRT)
+    assert zero.cause().startswith("ValueError: bad shape: (model.py:42 in step); then ended by signal 6 (SIGABRT)")
+    assert zero.exit_code == 134
+
+
+def test_torchs_label_is_left_out_beside_ours():
+    screen, (zero, _) = make()
+    zero.errors.label = b"[rank 0] "
+    feed(zero, [b"[rank0]: Traceback (most recent call last):", b"[rank0]: ValueError: x"])
+    zero.errors.release()
+    assert [text for _, text in screen.shown] == [b"Traceback (most recent call last):", b"ValueError: x"]
+
+
 def test_nothing_to_describe():
     assert describe([b"ValueError: only a log line", b"other"]) is None
 

@@ -1,0 +1,21 @@
+"""Commands whose names are installed and whose work comes with a later release: one sentence each."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+_COMMANDS = {
+    "ds_ssh": "running a command on all hosts; use pdsh or ssh",
+    "ds_bench": "measuring communication; benchmarks/ in the source repository measures training",
+    "ds_io": "measuring file transfers; fio measures a drive",
+    "ds_nvme_tune": "tuning file transfers; fio measures a drive",
+    "ds_elastic": "listing elastic batch sizes; set the batch keys of the config instead",
+}
+
+
+def main() -> None:
+    """Says what the command it was called as will do one day, and exits with 1."""
+    name = os.path.basename(sys.argv[0]).removesuffix(".exe")
+    purpose = _COMMANDS.get(name, "this command")
+    sys.exit(f"{name}: comes with a later release ({purpose}).")

@@ -1,0 +1,138 @@
+"""``ds_report``: what it names, what its options hide, and that it survives a machine in a bad state."""
+
+import io
+import subprocess
+import sys
+
+import pytest
+import torch
+from rich.console import Console
+
+import deepspeed
+from deepspeed.accelerator import selection
+from deepspeed.accelerator.cpu import CPUAccelerator
+from deepspeed.cli import facts, report
+from deepspeed.config.unavailable import missing_features
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.features import FEATURES
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    monkeypatch.setattr(selection, "_current", CPUAccelerator())
+
+
+def shown(found, **options):
+    text = io.StringIO()
+    report.show(found, Console(file=text, width=400), **options)
+    return text.getvalue()
+
+
+def verdicts(found):
+    return {row.feature: (row.verdict, row.reason) for row in found.usable}
+
+
+def test_the_command():
+    command = [sys.executable, "-m", "deepspeed.cli.report"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    for words in (
+        torch.__version__,
+        deepspeed.__version__,
+        "/dev/shm",
+        "accelerator",
+        "ZeRO stages",
+        "Not in this release",
+    ):
+        assert words in done.stdout
+
+
+def test_everything_that_is_missing_is_listed():
+    text = " ".join(shown(facts.collect()).replace("│", " ").split())
+    for feature in FEATURES:
+        assert feature.instead in text
+    for feature, key in missing_features():
+        assert feature in text and key in text
+
+
+def test_options_hide_tables(capfd, monkeypatch):
+    monkeypatch.setattr(facts, "_machine_warnings", lambda: iter(["something is wrong"]))
+    for options, features, warnings in (
+        ([], True, True),
+        (["--hide_operator_status"], False, True),
+        (["--hide_errors_and_warnings"], True, False),
+    ):
+        report.main(options)
+        out = capfd.readouterr().out
+        assert ("What can be used here" in out, "something is wrong" in out) == (features, warnings)
+        assert "Versions" in out and "This machine" in out
+
+
+def test_a_wrong_choice_of_accelerator_is_reported_not_raised(monkeypatch):
+    def wrong():
+        raise DeepSpeedConfigError("DS_ACCELERATOR=cuda: torch sees no cuda device here")
+
+    monkeypatch.setattr(facts, "get_accelerator", wrong)
+    found = facts.collect()
+    assert "DS_ACCELERATOR=cuda" in found.warnings[0]
+    assert dict(found.machine)["accelerator"].startswith("cpu")
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_bf16_on_the_cpu(monkeypatch, native):
+    monkeypatch.setattr(facts, "cpu_has_bf16", lambda: native)
+    found = facts.collect()
+    assert verdicts(found)["bf16 training"][0] == ("yes" if native else "slow")
+    assert dict(found.machine)["native bf16 in the processor"] == ("yes" if native else "no")
+
+
+def test_what_needs_a_compiler_says_so(monkeypatch):
+    monkeypatch.setattr(facts.shutil, "which", lambda name: None)
+    verdict, reason = verdicts(facts.collect())["torch.compile (optional)"]
+    assert verdict == "no" and "C++ compiler" in reason
+
+
+def test_a_torch_without_communication(monkeypatch):
+    monkeypatch.setattr(facts.comm, "is_available", lambda: False)
+    verdict, reason = verdicts(facts.collect())["collectives (gloo)"]
+    assert verdict == "no" and "torch.distributed" in reason
+
+
+def test_small_shared_memory_is_a_warning(monkeypatch):
+    monkeypatch.setattr(facts.host_memory, "shared_memory_bytes", lambda: (64 << 20, 1 << 20))
+    (warning,) = [sentence for sentence in facts.collect().warnings if "/dev/shm" in sentence]
+    assert "0.06 GiB" in warning and "--shm-size" in warning
+
+
+def test_devices_that_torch_does_not_see_are_a_warning(monkeypatch):
+    monkeypatch.setattr(facts.glob, "glob", lambda pattern: ["/dev/nvidia0"])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert any("torch sees none of them" in sentence for sentence in facts.collect().warnings)
+
+
+def test_devices_are_listed_with_their_memory(monkeypatch):
+    class TwoDevices(CPUAccelerator):
+        def device_name(self, index=None):
+            return "cuda" if index is None else f"cuda:{index}"
+
+        def device_count(self):
+            return 2
+
+        def total_memory(self, index=None):
+            return 80 << 30
+
+        def available_memory(self, index=None):
+            if index == 1:
+                raise RuntimeError("CUDA error: busy\nmore")
+            return 20 << 30
+
+    class Module:
+        @staticmethod
+        def get_device_name(index):
+            return f"Fast {index}"
+
+    monkeypatch.setattr(selection, "_current", TwoDevices())
+    monkeypatch.setattr(torch, "get_device_module", lambda name: Module)
+    machine = dict(facts.collect().machine)
+    assert machine["cuda:0"] == "Fast 0, 20.0 GiB free of 80.0 GiB"
+    assert machine["cuda:1"] == "Fast 1, does not answer: CUDA error: busy"
