@@ -19,13 +19,13 @@ from deepspeed.errors import DeepSpeedConfigError
 
 def _check(source: str, world_size: int | None, console: Console) -> int:
     if not Path(source).is_file():
-        console.print(f"[red]there is no file {escape(source)}[/]")
+        console.print(f"[red]there is no file {escape(source)}[/]", soft_wrap=True)
         return 1
     try:
         parsed = parse(source, dp_world_size=world_size)
     except DeepSpeedConfigError as error:
         count = len(error.problems)
-        console.print(f"[red]{escape(source)}: {count} problem{'s' if count != 1 else ''}[/]")
+        console.print(f"[red]{escape(source)}: {count} problem{'s' if count != 1 else ''}[/]", soft_wrap=True)
         for number, problem in enumerate(error.problems, 1):
             console.print(f"  {number}. {escape(problem)}", soft_wrap=True, highlight=False)
         return 1
@@ -35,7 +35,7 @@ def _check(source: str, world_size: int | None, console: Console) -> int:
 
 def _show(source: str, parsed: ParsedConfig, world_size: int | None, console: Console) -> None:
     root = parsed.root
-    console.print(f"[green]{escape(source)} is in order[/]")
+    console.print(f"[green]{escape(source)} is in order[/]", soft_wrap=True)
     for notice in parsed.notices:
         console.print(f"  - {escape(notice)}", soft_wrap=True, highlight=False)
     table = Table(show_header=False, box=None)

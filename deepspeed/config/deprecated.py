@@ -20,7 +20,7 @@ class OldKey:
         about: What became of it, for the reference.
         convert: Makes the new value; raises ValueError for a value the old key could not have.
         expects: What the old key takes, for the message when ``convert`` refuses.
-        neutral: Values that say what the default says: they are dropped without a word.
+        neutral: New values that say what the default says: they get no line.
         same_section: The old name held a whole section of the same shape.
     """
 
@@ -86,7 +86,7 @@ OLD_KEYS: tuple[OldKey, ...] = (
         "The opposite of ignore_unused_parameters.",
         lambda value: not to_bool(value),
         "true or false",
-        neutral=(False,),
+        neutral=(True,),
     ),
     OldKey((_ZERO, "allgather_size"), ((_ZERO, "allgather_bucket_size"),), "Renamed.", neutral=(500_000_000,)),
     OldKey(

@@ -123,24 +123,34 @@ def _word(member: Any) -> str:
     return names.get(member, getattr(member, "__name__", str(member)))
 
 
-def type_words(annotation: Any, plural: bool = False) -> str:
-    """A type in words, null left out unless it is all there is."""
+def type_words(annotation: Any, interval: str = "", plural: bool = False) -> str:
+    """A type in words, null left out unless it is all there is.
+
+    Args:
+        annotation: The type.
+        interval: What follows the numbers in it, such as ``> 0``.
+        plural: Whether the words are to stand for several.
+    """
     members = [member for member in _members(annotation) if member not in (None, type(None))]
     if not members:
         return "null"
-    words = " or ".join(dict.fromkeys(_word(member) for member in members))
-    if plural:
-        plurals = {"an integer": "integers", "a number": "numbers", "text": "texts", "an object": "objects"}
-        return plurals.get(words, words)
-    return words
+    plurals = {"an integer": "integers", "a number": "numbers", "text": "texts", "an object": "objects"}
+    words = []
+    for member in members:
+        word = plurals.get(_word(member), _word(member)) if plural else _word(member)
+        words.append(f"{word} {interval}" if interval and _is_numeric(member) else word)
+    return " or ".join(dict.fromkeys(words))
+
+
+def _is_numeric(member: Any) -> bool:
+    inner = _members(get_args(member)[0]) if get_origin(member) is list else (member,)
+    return any(each in (int, float) for each in inner)
 
 
 def expectation(field: FieldInfo) -> str:
     """What a key takes, in words: type, interval, null."""
-    words = type_words(field.annotation)
-    interval = facts_of(field).range_text()
-    text = f"{words} {interval}" if interval else words
-    return f"{text}, or null" if is_nullable(field.annotation) and words != "null" else text
+    words = type_words(field.annotation, facts_of(field).range_text())
+    return f"{words}, or null" if is_nullable(field.annotation) and words != "null" else words
 
 
 _JSON_TYPES = {int: "integer", float: "number", bool: "boolean", str: "string"}

@@ -18,6 +18,7 @@ def note_effects(root: Root, findings: Findings) -> None:
     _walk(root, (), findings)
     _stages(root.zero_optimization, findings)
     _idle_offload(root.zero_optimization, findings)
+    _idle_files(root, findings)
     if root.prescale_gradients and root.gradient_predivide_factor != 1:
         _line(
             [("gradient_predivide_factor",)],
@@ -92,6 +93,12 @@ def _stages(zero: ZeroOptimization, findings: Findings) -> None:
         and facts_of(ZeroOptimization.model_fields[name]).no_effect is None
     ]
     _line(list(idle), f"only stage 3 uses that, and {ZERO}.stage is {zero.stage}", findings)
+
+
+def _idle_files(root: Root, findings: Findings) -> None:
+    zero = root.zero_optimization
+    if not any(each is not None and each.device == "nvme" for each in (zero.offload_param, zero.offload_optimizer)):
+        _line(_changed_paths(root.aio, ("aio",)), "nothing is offloaded to NVMe", findings)
 
 
 def _idle_offload(zero: ZeroOptimization, findings: Findings) -> None:

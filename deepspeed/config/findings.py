@@ -78,8 +78,10 @@ class Findings:
         self.failed.add(path)
 
     def add(self, path: Path, sentence: str) -> None:
-        """Records a finished sentence at the place of ``path``."""
-        self._problems.append((self._place(self.written(path)), sentence))
+        """Records a finished sentence at the place of ``path``, once."""
+        entry = (self._place(self.written(path)), sentence)
+        if entry not in self._problems:
+            self._problems.append(entry)
 
     def notice(self, line: str) -> None:
         """Records a line for the log, once."""

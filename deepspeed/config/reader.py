@@ -148,12 +148,14 @@ def build(model: type[AnySection], cleaned: dict[str, Any], path: Path, findings
             return model.model_validate(cleaned)
         except ValidationError as error:
             missing = False
+            refused: dict[Path, None] = {}  # A set in order: a union reports one key once per member.
             for detail in error.errors(include_url=False, include_context=False):
-                where = _existing(cleaned, detail["loc"])
                 if detail["type"] == "missing":
                     findings.fail((*path, *detail["loc"]), "is required here and is missing")
                     missing = True
-                    continue
+                else:
+                    refused[_existing(cleaned, detail["loc"])] = None
+            for where in refused:
                 _refuse(model, cleaned, where, path, findings)
             if missing:
                 return None
@@ -191,7 +193,8 @@ def _refuse(model: type[Section], cleaned: dict[str, Any], where: Path, path: Pa
             step = parts.pop(0)
             key_at = (*key_at, step)
             holder = holder[step]
-    if field is None or key_at[-1] not in holder:
-        return
+    assert field is not None
+    if key_at[-1] not in holder:
+        return  # Another entry of the same list or object took it out already.
     findings.fail((*path, *key_at), f"expected {expectation(field)}, found {shown(holder[key_at[-1]])}")
     del holder[key_at[-1]]

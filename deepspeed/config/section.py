@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 
@@ -103,6 +104,12 @@ def facts_of(field: FieldInfo) -> KeyFacts:
     return facts
 
 
+@cache
+def _aliases(model: type[BaseModel]) -> dict[str, str]:
+    """The other spellings of a section's keys, with the keys meant."""
+    return {alias: name for name, field in model.model_fields.items() for alias in facts_of(field).aliases}
+
+
 class Section(BaseModel):
     """A section: strict types after coercion, nothing undeclared, immutable once read.
 
@@ -119,6 +126,22 @@ class Section(BaseModel):
     def switch(cls) -> str | None:
         """The key that turns the section on, if it has one; the others have no effect while it is off."""
         return cls.switch_name if cls.switch_name in cls.model_fields else None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _proper_names(cls, data: Any) -> Any:
+        """Takes aliases too when a program builds a section itself; files are resolved before, with messages."""
+        aliases = _aliases(cls)
+        if not isinstance(data, dict) or not aliases or aliases.keys().isdisjoint(data):
+            return data
+        return {aliases.get(name, name): value for name, value in data.items()}
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """An alias reads as the key it stands for, as in upstream's objects."""
+            proper = _aliases(type(self)).get(name)
+            return super().__getattr__(name) if proper is None else getattr(self, proper)
 
     @field_validator("*", mode="after")
     @classmethod

@@ -99,7 +99,9 @@ def _read_text(text: str, name: str | None) -> Document:
     try:
         value = _PositionDecoder().decode(text)
     except HjsonDecodeError as error:
-        raise configuration_error((f"line {error.lineno}, column {error.colno}: {error.msg}",), name) from None
+        # The decoder leaves the place of the offending character open in its messages.
+        message = error.msg.replace("%r", repr(text[error.pos : error.pos + 1]))
+        raise configuration_error((f"line {error.lineno}, column {error.colno}: {message}",), name) from None
     except (IndexError, RecursionError) as error:
         # The decoder runs off the end of the text on an unfinished comment or multi-line text.
         raise configuration_error((f"the text ends in the middle of a value or comment ({error})",), name) from None
@@ -121,7 +123,7 @@ def _read_base64(text: str) -> Document:
         found = text if len(text) <= 120 else text[:117] + "..."
         raise configuration_error(
             (
-                f"there is no file {found!r}, and it is no URL-safe base64 of JSON either; expected a dict, the path of "
+                f"there is no file {found!r}, and it is no URL-safe base64 of JSON; expected a dict, the path of "
                 f"an existing file, or such base64.{hint}",
             ),
             None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from functools import cache
+from os.path import commonprefix
 
 from deepspeed.config.describe import Entry, entries
 from deepspeed.config.findings import Path, dotted
@@ -42,6 +43,10 @@ WRAPPERS = ("monitor_config", "comms_config", "session_params")
 def nearest(name: str, candidates: Iterable[str]) -> str:
     """The candidate most like ``name``, hyphens and case aside."""
     plain = name.strip().lower().replace("-", "_")
+    candidates = list(candidates)
+    for candidate in candidates:
+        if is_one_edit_away(plain, candidate):
+            return candidate
     # The matcher keeps statistics of its second sequence, so that one holds the name that stays the same.
     matcher = difflib.SequenceMatcher(None, "", plain, autojunk=False)
     best, choice = -1.0, ""
@@ -51,6 +56,24 @@ def nearest(name: str, candidates: Iterable[str]) -> str:
         if matcher.real_quick_ratio() > best and matcher.quick_ratio() > best and matcher.ratio() > best:
             best, choice = matcher.ratio(), candidate
     return choice
+
+
+def is_one_edit_away(name: str, candidate: str) -> bool:
+    """Whether one deleted, inserted, changed or swapped character makes the two equal."""
+    longer = max(len(name), len(candidate))
+    if abs(len(name) - len(candidate)) > 1 or longer < 3:
+        return name == candidate
+    head = len(commonprefix((name, candidate)))
+    tail = len(commonprefix((name[head:][::-1], candidate[head:][::-1])))
+    same = head + tail
+    if same >= longer - 1:
+        return True
+    middle = name[head : head + 2]
+    return len(name) == len(candidate) and same == longer - 2 and middle[::-1] == candidate[head : head + 2]
+
+
+def _likeness(name: str, choice: str) -> float:
+    return difflib.SequenceMatcher(None, name.lower(), choice.lower(), autojunk=False).ratio()
 
 
 @cache
@@ -76,7 +99,7 @@ def suggestion(path: Path, valid: Iterable[str]) -> str:
     if len(path) == 1 and name in WRAPPERS:
         return "write what it holds at the top level"
     choice = nearest(name, valid)
-    close = difflib.SequenceMatcher(None, name.lower(), choice.lower(), autojunk=False).ratio() >= 0.75
+    close = is_one_edit_away(name.lower(), choice.lower()) or _likeness(name, choice) >= 0.75
     if not close:
         elsewhere = [entry for entry in _by_name().get(name, ()) if entry.path[:-1] != path[:-1]]
         if elsewhere:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
-
-from pydantic import BeforeValidator
+from typing import Literal
 
 from deepspeed.config.section import Section, key
 from deepspeed.config.types import Bool, DType, Float, Int, TextList
@@ -127,12 +125,6 @@ class MsAmp(Section):
     opt_level: str | None = key(None, "MS-AMP level, O1 to O3.")
 
 
-def _words(value: object) -> object:
-    if isinstance(value, str) and value.strip().lower() != "auto":
-        return [value]
-    return list(value) if isinstance(value, tuple) else value
-
-
 class DataTypes(Section):
     """Data types apart from the precision mode."""
 
@@ -146,6 +138,6 @@ class DataTypes(Section):
         None, "States the model's type and must agree with the enabled precision mode.", since="0.19.2"
     )
     buffer_dtype: DType | None = key(None, "Type of floating buffers.", null_means="as the model has them")
-    keep_in_fp32_modules: Annotated[list[str] | Literal["auto"] | None, BeforeValidator(_words)] = key(
-        None, "Modules kept in fp32; auto asks the model.", since="0.19.8", own_auto=True
+    keep_in_fp32_modules: TextList | None = key(
+        None, "Modules kept in fp32, by part of name.", since="0.19.8", null_means="as the precision mode says"
     )

@@ -87,7 +87,9 @@ class Root(Section):
         None, "Type in which gradients travel.", null_means="fp16 or bf16 when enabled, else fp32"
     )
     seq_parallel_communication_data_type: DType = key(
-        "fp32", "Type of reductions over sequence-parallel ranks; seq_parallel_comm_data_type before 0.16.5."
+        "fp32",
+        "Type of reductions over sequence-parallel ranks; seq_parallel_comm_data_type before 0.16.5.",
+        no_effect="sequence parallelism does not exist here yet",
     )
     sparse_gradients: Bool = key(False, "Reduce gradients of embeddings in sparse form.", removed="0.19.8")
     disable_allgather: Bool = key(
@@ -108,7 +110,10 @@ class Root(Section):
         no_effect="the update is one fused call per run of parameters",
     )
     use_data_before_expert_parallelism: Bool = key(
-        False, "Order of the data and expert axes in the layout of ranks.", since="0.12.4"
+        False,
+        "Order of the data and expert axes in the layout of ranks.",
+        since="0.12.4",
+        no_effect="expert parallelism does not exist here yet",
     )
     data_parallel_size: Int | None = key(
         None,

@@ -1,0 +1,1 @@
+"""Tests of deepspeed.config. All of them are pure."""

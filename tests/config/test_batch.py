@@ -1,0 +1,98 @@
+"""Batch arithmetic: every combination of the three keys, derived or refused with all numbers."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from deepspeed.config import BatchSizes, parse, resolve_batch
+from deepspeed.errors import DeepSpeedConfigError
+from tests.config.support import only_problem, problems
+
+TOTAL, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+
+
+def test_every_combination_against_the_rule() -> None:
+    """Brute force: what resolves satisfies the product and keeps what was given; what does not has no solution."""
+    for ranks, total, micro, steps in itertools.product(
+        (1, 2, 3), (None, 1, 4, 6, 12), (None, 1, 2, 3), (None, 1, 2, 4)
+    ):
+        solutions = {
+            BatchSizes(m * s * ranks, m, s)
+            for m in range(1, 13)
+            for s in range(1, 13)
+            if total in (None, m * s * ranks) and micro in (None, m) and steps in (None, s)
+        }
+        if steps is None and (total is None or micro is None):
+            solutions = {each for each in solutions if each.accumulation_steps == 1}
+        try:
+            assert resolve_batch(total, micro, steps, ranks) in solutions
+        except DeepSpeedConfigError:
+            assert not solutions or (total is None and micro is None)
+
+
+def test_the_product_is_printed_with_all_numbers() -> None:
+    text = only_problem({TOTAL: 30, MICRO: 4, STEPS: 2}, dp_world_size=4)
+    for part in (
+        f"{TOTAL}: 30",
+        f"{MICRO} 4",
+        f"{STEPS} 2",
+        "data-parallel size 4",
+        "32",
+        "leave one of the three out",
+    ):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "fit"),
+    [({TOTAL: 30, MICRO: 4}, 2, "24 or 32"), ({TOTAL: 30}, 4, "28 or 32"), ({TOTAL: 3, STEPS: 2}, 2, "4 would fit")],
+)
+def test_what_would_fit_is_said(config: dict[str, int], ranks: int, fit: str) -> None:
+    assert fit in only_problem(config, batch=False, dp_world_size=ranks)
+
+
+def test_without_the_number_of_ranks_only_impossible_products_are_refused() -> None:
+    assert parse({TOTAL: 32, MICRO: 4, STEPS: 2}).batch is None
+    assert "30 does not fit" in only_problem({TOTAL: 30, MICRO: 4, STEPS: 2})
+
+
+def test_integral_floats_and_text() -> None:
+    assert parse({TOTAL: "16", MICRO: 4.0}, dp_world_size=2).batch == BatchSizes(16, 4, 2)
+
+
+@pytest.mark.parametrize("name", [TOTAL, MICRO, STEPS])
+@pytest.mark.parametrize("value", [0, -1, "abc", 1.5, True])
+def test_impossible_sizes_are_refused_by_name_once(name: str, value: Any) -> None:
+    config = {TOTAL: 8, MICRO: 4, STEPS: 2, name: value}
+    assert only_problem(config, batch=False).startswith(f"{name}: expected an integer > 0")
+
+
+def test_accumulation_alone_or_nothing() -> None:
+    assert f"{STEPS} alone does not say" in only_problem({STEPS: 4}, batch=False)
+    assert "set one of them" in only_problem({"fp16": {"enabled": True}}, batch=False)
+
+
+def test_auto_is_derived_and_the_log_says_what_it_became() -> None:
+    parsed = parse({TOTAL: "auto", MICRO: 4, STEPS: "auto"}, dp_world_size=2)
+    assert parsed.batch == BatchSizes(8, 4, 1)
+    assert parsed.notices == [f'{TOTAL}: "auto" became 8', f'{STEPS}: "auto" became 1']
+
+
+def test_auto_that_nothing_determines_is_refused_by_name() -> None:
+    found = problems({TOTAL: "auto", MICRO: "auto", STEPS: "auto"}, batch=False, dp_world_size=2)
+    assert [each.partition(":")[0] for each in found] == [TOTAL, MICRO]
+    assert all('"auto" is left in it' in each for each in found)
+    assert only_problem({MICRO: "auto", STEPS: 2}, batch=False).startswith(f"{MICRO}: ")
+
+
+def test_data_parallel_size_must_agree() -> None:
+    assert "2 is stated" in only_problem({"data_parallel_size": 2, TOTAL: 8}, dp_world_size=4)
+    assert parse({"data_parallel_size": 4, TOTAL: 8}, dp_world_size=4).batch == BatchSizes(8, 2, 1)
+
+
+def test_resolve_batch_raises_by_itself() -> None:
+    with pytest.raises(DeepSpeedConfigError, match="train_batch_size: 5 does not fit"):
+        resolve_batch(5, None, None, 2)

@@ -1,0 +1,367 @@
+"""Contradictions, old spellings, values without effect, unknown names, unavailable features."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from deepspeed.config import parse
+from deepspeed.config.deprecated import OLD_KEYS
+from deepspeed.config.findings import dotted
+from deepspeed.config.sections.root import Root
+from deepspeed.config.sections.zero import ZeroOptimization
+from deepspeed.config.suggest import CONFUSIONS, WRAPPERS, declared_paths
+from deepspeed.config.unavailable import UNAVAILABLE, missing_features, value_at
+from tests.config.support import nest, only_problem, problems, read
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "bf16.enabled"),
+        ({"bf16": {"enabled": True}, "data_types": {"param_dtype": "fp16"}}, "data_types.param_dtype"),
+        ({"data_types": {"param_dtype": "bf16"}}, "data_types.param_dtype"),
+        ({"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 3}}, "gradient_allreduce_op"),
+        ({"optimizer": {"type": "Lamb"}, "fp16": {"enabled": True, "loss_scale": 128}}, "fp16.loss_scale"),
+        ({"optimizer": {"type": "SGD", "params": {"nesterov": True}}}, "optimizer.params.nesterov"),
+        ({"optimizer": {"type": "SGD", "params": {"foreach": 1, "fused": 1}}}, "optimizer.params.fused"),
+        (
+            {"activation_checkpointing": {"contiguous_memory_optimization": True}},
+            "activation_checkpointing.contiguous_memory_optimization",
+        ),
+        ({"elasticity": {"version": 0.15}}, "elasticity.version"),
+        ({"elasticity": {"min_gpus": 5, "max_gpus": 3}}, "elasticity.min_gpus"),
+        ({"autotuning": {"results_dir": ""}}, "autotuning.results_dir"),
+        ({"expert_parallel": {"expert_w1": "a.b"}}, "expert_parallel.expert_w1"),
+        ({"expert_parallel": {"load_balance_coeff": 0.1}}, "expert_parallel.load_balance_coeff"),
+        (
+            {"zero_optimization": {"stage": 1, "offload_optimizer": {"ratio": 0.5}}},
+            "zero_optimization.offload_optimizer.ratio",
+        ),
+    ],
+)
+def test_contradictions_are_refused_by_name(config: dict[str, Any], name: str) -> None:
+    assert only_problem(config).startswith(f"{name}: ")
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_parameter_offload_needs_stage_3(device: str, stage: int) -> None:
+    section = {"stage": stage, "offload_param": {"device": device, "nvme_path": "/disk"}}
+    found = problems({"zero_optimization": section})
+    assert any("needs zero_optimization.stage 3" in each and f"found stage {stage}" in each for each in found)
+
+
+@pytest.mark.parametrize("section", ["offload_param", "offload_optimizer"])
+def test_nvme_needs_a_path(section: str) -> None:
+    found = problems({"zero_optimization": {"stage": 3, section: {"device": "nvme"}}})
+    assert any(f"zero_optimization.{section}.nvme_path" in each for each in found)
+
+
+def test_optimizer_on_nvme_needs_stage_3() -> None:
+    found = problems({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/disk"}}})
+    assert any('"nvme" needs zero_optimization.stage 3' in each for each in found)
+
+
+def test_device_none_is_accepted_at_every_stage() -> None:
+    for stage in range(4):
+        sections = {name: {"device": "none", "nvme_path": None} for name in ("offload_param", "offload_optimizer")}
+        assert read({"zero_optimization": {"stage": stage, **sections}}).notices == []
+
+
+def test_all_problems_come_together_in_the_order_of_the_file() -> None:
+    found = problems(
+        {
+            "train_batch_size": 30,
+            "train_micro_batch_size_per_gpu": 4,
+            "zero_optimisation": {},
+            "zero_optimization": {"stage": 5, "reduce_bucket_size": -1, "bucket": 2},
+            "fp16": {"enabled": True},
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "Adan"},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 3}},
+        },
+        dp_world_size=4,
+    )
+    assert [each.partition(":")[0] for each in found] == [
+        "train_batch_size",
+        "zero_optimisation",
+        "zero_optimization.stage",
+        "zero_optimization.reduce_bucket_size",
+        "zero_optimization.bucket",
+        "bf16.enabled",
+        "optimizer.type",
+        "scheduler.params.warmup_steps",
+    ]
+
+
+def test_a_refused_value_has_no_echo() -> None:
+    """A rule about the stage stays silent where the stage itself was refused."""
+    section = {"stage": "abc", "offload_optimizer": {"ratio": 0.5}, "stage3_max_live_parameters": 5}
+    assert only_problem({"zero_optimization": section}).startswith("zero_optimization.stage: ")
+
+
+# Unknown keys.
+
+
+@pytest.mark.parametrize(("wrong", "meant"), CONFUSIONS.items())
+def test_known_confusions_are_answered(wrong: str, meant: str) -> None:
+    if wrong.startswith("optimizer.params"):
+        config: dict[str, Any] = {"optimizer": {"type": "Adam", "params": {wrong.rsplit(".", 1)[-1]: 1}}}
+    else:
+        config = nest(tuple(wrong.split(".")), 1)
+    assert only_problem(config) == f'{wrong}: unknown key; did you mean "{meant}"?'
+    assert meant in declared_paths() or meant.startswith("optimizer.params.")
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_wrappers_belong_to_the_top_level(wrapper: str) -> None:
+    assert only_problem({wrapper: {}}) == f"{wrapper}: unknown key; write what it holds at the top level"
+
+
+def test_a_key_of_another_section_is_found_there() -> None:
+    assert 'did you mean "zero_optimization.stage"?' in only_problem({"stage": 2})
+    assert 'did you mean "train_batch_size"?' in only_problem({"zero_optimization": {"train_batch_size": 2}})
+
+
+def test_comments_at_every_level() -> None:
+    config = {
+        "_": 1,
+        "_fp16": {"x": 1},
+        "fp16": {"_why": "-"},
+        "comment": "-",
+        "optimizer": {"type": "Adam", "params": {"_a": 1}},
+    }
+    parsed = read(config)
+    assert parsed.notices == [] and parsed.root.optimizer is not None and parsed.root.optimizer.params == {}
+
+
+def test_warnings_instead_of_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEPSPEED_UNKNOWN_CONFIG_KEYS", "warn")
+    parsed = read({"foo": 1, "fp16": {"enabld": 1}, "optimizer": {"type": "Adam", "params": {"lrr": 1}}})
+    assert len(parsed.notices) == 3
+    assert all("is not a known key and is ignored" in line for line in parsed.notices)
+    assert only_problem({"fp16": {"enabld": 1, "enabled": "abc"}}).startswith("fp16.enabled: ")
+
+
+def test_dotted_keys_that_spell_a_path_mean_nothing() -> None:
+    parsed = read({"zero_optimization.reduce_bucket_size": 5})
+    assert parsed.root.zero_optimization.reduce_bucket_size == 500_000_000
+    assert len(parsed.notices) == 1 and "must be written as nested objects" in parsed.notices[0]
+    assert only_problem({"zero_optimization.reduce_buckt_size": 5}).startswith("zero_optimization.reduce_buckt_size: ")
+
+
+# Old spellings.
+
+OLD_VALUES: dict[str, Any] = {
+    "bfloat16": {"enabled": True},
+    "seq_parallel_comm_data_type": "bf16",
+    "aio.thread_count": 4,
+    "data_types.grad_accum_type": "bf16",
+    "zero_optimization.allgather_size": 1000,
+    "bf16.check_overflow": False,
+    "elasticity.prefer_large_batch": False,
+    "optimizer.params.max_grad_norm": 2,
+}
+
+
+@pytest.mark.parametrize("entry", OLD_KEYS, ids=lambda entry: dotted(entry.old))
+def test_old_names_are_translated_with_one_line(entry: Any) -> None:
+    name = dotted(entry.old)
+    value = OLD_VALUES.get(name, True)
+    config = nest(entry.old, value)
+    if name.startswith("zero_optimization.") and isinstance(config["zero_optimization"], dict):
+        config["zero_optimization"]["stage"] = 0
+    if name == "optimizer.params.max_grad_norm":
+        config["optimizer"]["type"] = "Adam"
+    if name.endswith(("cpu_offload_param", "cpu_offload_params")):
+        assert problems(config)[0].startswith(name)  # The old name is the one that the messages use.
+        return
+    parsed = read(config)
+    told = [line for line in parsed.notices if line.startswith(f"{name} is an old name of ")]
+    assert len(told) == 1
+    for path in entry.new:
+        assert value_at(parsed.root, path) != value_at(Root(), path)
+
+
+@pytest.mark.parametrize("entry", OLD_KEYS, ids=lambda entry: dotted(entry.old))
+def test_old_names_refuse_what_they_could_not_hold(entry: Any) -> None:
+    config = nest(entry.old, "abc")
+    if dotted(entry.old) == "optimizer.params.max_grad_norm":
+        config["optimizer"]["type"] = "Adam"
+    assert only_problem(config).startswith(f"{dotted(entry.old)}: expected ")
+
+
+@pytest.mark.parametrize("entry", OLD_KEYS, ids=lambda entry: dotted(entry.old))
+def test_an_old_name_beside_the_new_one_is_refused(entry: Any) -> None:
+    from deepspeed.config.deprecated import _place
+
+    name = dotted(entry.old)
+    config = nest(entry.old, OLD_VALUES.get(name, True))
+    _place(config, entry.new[0], {"device": "none"} if "offload" in name and "pipeline" not in name else None)
+    found = problems(config)
+    assert found[0].startswith(f"{name}: ") and "together with" in found[0]
+
+
+def test_old_names_that_say_the_default_say_nothing() -> None:
+    config = {
+        "zero_optimization": {"cpu_offload": False, "stage3_gather_fp16_weights_on_model_save": False},
+        "aio": {"thread_count": 1},
+        "bfloat16": {"enabled": False},
+        "fp32_allreduce": False,
+        "optimizer": {"type": "Lamb", "params": {"max_grad_norm": 0}},
+    }
+    assert read(config).notices == []
+
+
+def test_the_bool_form_of_zero() -> None:
+    parsed = read({"zero_optimization": True, "allgather_size": 1000})
+    assert parsed.root.zero_optimization.stage == 1
+    assert parsed.root.zero_optimization.allgather_bucket_size == 1000
+    assert len(parsed.notices) == 2
+    assert read({"zero_optimization": False}).notices == []
+    assert "allgather_size has no effect" in read({"allgather_size": 1000}).notices[0]
+    assert only_problem({"allgather_size": -1}).startswith("allgather_size: expected an integer > 0")
+
+
+def test_stage_3_keys_without_their_prefix() -> None:
+    section = read({"zero_optimization": {"stage": 3, "prefetch_bucket_size": 7, "max_live_parameters": 9}})
+    assert section.root.zero_optimization.stage3_prefetch_bucket_size == 7
+    assert section.notices == []
+    both = {"stage": 3, "prefetch_bucket_size": 7, "stage3_prefetch_bucket_size": 7}
+    assert "keep one of them" in only_problem({"zero_optimization": both})
+    assert only_problem({"zero_optimization": {"max_live_parameters": -1}}).startswith(
+        "zero_optimization.max_live_parameters: "
+    )
+
+
+def test_sections_built_by_a_program_know_both_spellings() -> None:
+    section = ZeroOptimization(stage="3", prefetch_bucket_size=7, offload_param={"device": "CPU"})
+    assert section.stage3_prefetch_bucket_size == section.prefetch_bucket_size == 7
+    assert section.offload_param is not None and section.offload_param.device == "cpu"
+    with pytest.raises(AttributeError):
+        _ = section.prefetch_bucket_siz
+    with pytest.raises(ValueError, match="reduce_buckt_size"):
+        ZeroOptimization(reduce_buckt_size=7)
+
+
+# Values without effect.
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (
+            {"zero_optimization": {"contiguous_gradients": False}},
+            "zero_optimization.contiguous_gradients has no effect",
+        ),
+        ({"disable_allgather": True}, "disable_allgather has no effect"),
+        ({"fp16": {"loss_scale_window": 5}}, "fp16.loss_scale_window has no effect: fp16.enabled is false"),
+        ({"bf16": {"enabled": True, "loss_scale": 8}}, "bf16.loss_scale has no effect: bf16 has the exponent range"),
+        ({"tensorboard": {"job_name": "a"}}, "tensorboard.job_name has no effect: tensorboard.enabled is false"),
+        ({"flops_profiler": {"start_step": 3}}, "flops_profiler.start_step has no effect: one step is profiled"),
+        ({"compile": {"backend": "inductor"}}, "compile.backend has no effect: call engine.compile"),
+        ({"gradient_clipping": 0}, "gradient_clipping: 0 switches clipping off"),
+        ({"prescale_gradients": True, "gradient_predivide_factor": 2}, "gradient_predivide_factor has no effect"),
+        ({"zero_optimization": {"cpu_offload_use_pin_memory": True}}, "cpu_offload_use_pin_memory has no effect"),
+        (
+            {"aio": {"queue_depth": 4, "block_size": 5}},
+            "aio.block_size, aio.queue_depth have no effect: nothing is offl",
+        ),
+        ({"seq_parallel_communication_data_type": "bf16"}, "seq_parallel_communication_data_type has no effect"),
+        ({"zero_optimization": {"grad_hooks": False}}, "zero_optimization.grad_hooks has no effect"),
+    ],
+)
+def test_a_value_without_effect_gets_one_line(config: dict[str, Any], words: str) -> None:
+    notices = read(config).notices
+    assert len(notices) == 1 and words in notices[0]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_stage_3_keys_at_lower_stages_share_one_line(stage: int) -> None:
+    section = {
+        "stage": stage,
+        "stage3_prefetch_bucket_size": 5,
+        "stage3_max_live_parameters": 6,
+        "leaf_module": {"names": ["a"]},
+    }
+    notices = read({"zero_optimization": section}).notices
+    assert len(notices) == 1
+    assert all(
+        name in notices[0] for name in ("stage3_prefetch_bucket_size", "stage3_max_live_parameters", "leaf_module")
+    )
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_optimizer_offload_at_stage_0_is_one_line(device: str) -> None:
+    notices = read({"zero_optimization": {"offload_optimizer": {"device": device, "pin_memory": False}}}).notices
+    assert len(notices) == 1 and "nothing is sharded or offloaded" in notices[0]
+
+
+# Features that do not exist yet.
+
+SWITCHED_ON: dict[str, Any] = {
+    "zero_optimization.offload_optimizer.device": "cpu",
+    "zero_optimization.offload_param.device": "cpu",
+    "zero_optimization.zero_hpz_partition_size": 2,
+    "zero_optimization.mics_shard_size": 2,
+    "zero_optimization.zenflow": {},
+    "zero_optimization.zeropp_loco_param": {},
+    "data_types.buffer_dtype": "fp32",
+    "data_types.keep_in_fp32_modules": ["norm"],
+    "managed_gradient_accumulation": False,
+    "sequence_parallel_size": 2,
+    "tensor_parallel.autotp_size": 2,
+    "tensor_parallel.tensor_parallel.tp_size": 2,
+    "sparse_attention": {},
+    "checkpoint.writer": {},
+    "checkpoint.keep_last": 2,
+    "datastates_ckpt": {},
+}
+
+
+@pytest.mark.parametrize("row", UNAVAILABLE, ids=lambda row: row.key)
+def test_a_missing_feature_is_refused_when_enabled_and_accepted_when_not(row: Any) -> None:
+    value = SWITCHED_ON.get(row.key, True)
+    config = nest(row.path, value)
+    config.setdefault("zero_optimization", {}).setdefault("stage", 3)
+    refusals = [each for each in problems(config) if "does not exist here yet" in each]
+    assert len(refusals) == 1 and refusals[0].startswith(f"{row.key}: {row.feature}")
+    default = value_at(Root(), row.path)
+    if default is not None:
+        off = nest(row.path, default)
+        assert read(off).notices == []
+    elif row.key.endswith(".enabled"):
+        assert read(nest(row.path, False)).notices == []
+
+
+def test_the_list_of_missing_features() -> None:
+    listed = dict(missing_features())
+    assert len(listed) > 30 and all(key in declared_paths() for key in listed.values())
+    assert all(row.instead for row in UNAVAILABLE)
+
+
+def test_presence_forms() -> None:
+    assert read({"datastates_ckpt": False}).root.datastates_ckpt is None
+    assert only_problem({"datastates_ckpt": True}).startswith("datastates_ckpt: ")
+    assert read({"weight_quantization": {"enabled": False}}).notices == []
+    assert only_problem({"weight_quantization": {}}).startswith("weight_quantization.enabled: ")
+
+
+def test_zero_init_reads_only_its_sections() -> None:
+    config = {
+        "train_batch_size": "auto",
+        "optimizer": {"params": {"lr": "auto"}},
+        "anything": 1,
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": 9},
+    }
+    parsed = parse(config, purpose="zero_init")
+    assert parsed.batch is None and parsed.root.zero_optimization.stage3_prefetch_bucket_size == 9
+    assert parsed.notices == [
+        'bf16.enabled: "auto" became false',
+        'zero_optimization.reduce_bucket_size: "auto" became 500000000',
+    ]
+    config["zero_optimization"] = {"stge": 3}
+    assert only_problem(config, batch=False, purpose="zero_init").startswith("zero_optimization.stge: unknown key")
