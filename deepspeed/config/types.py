@@ -140,6 +140,10 @@ def _number_or_auto(value: Any) -> Any:
     return "auto" if isinstance(value, str) and value.strip().lower() == "auto" else to_float(value)
 
 
+def _texts_or_auto(value: Any) -> Any:
+    return "auto" if isinstance(value, str) and value.strip().lower() == "auto" else _to_list(value)
+
+
 def _to_steps(value: Any) -> Any:
     """A step count where infinite means never; accelerate always sends an infinite ``steps_per_print``."""
     return None if isinstance(value, float) and value == math.inf else to_int(value)
@@ -155,6 +159,7 @@ Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_to_stage)]
 IntList = Annotated[list[Int], BeforeValidator(_tuple_to_list)]
 FloatList = Annotated[list[Float], BeforeValidator(_tuple_to_list)]
 TextList = Annotated[list[str], BeforeValidator(_to_list)]
+TextsOrAuto = Annotated[list[str] | Literal["auto"], BeforeValidator(_texts_or_auto)]
 PerGroup = Annotated[float | list[float], BeforeValidator(_number_or_list)]
 IntOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_integer_or_auto)]
 FloatOrAuto = Annotated[float | Literal["auto"], BeforeValidator(_number_or_auto)]

@@ -42,10 +42,6 @@ def _true(value: Any) -> bool:
     return value is True
 
 
-def _false(value: Any) -> bool:
-    return value is False
-
-
 def _present(value: Any) -> bool:
     return value is not None
 
@@ -86,16 +82,6 @@ UNAVAILABLE: tuple[Unavailable, ...] = (
     Unavailable("fp16.fp16_master_weights_and_grads", _true, "fp16 master weights", "keep fp32 master weights: false"),
     Unavailable("bf16.bf16_master_weights_and_grads", _true, "bf16 master weights", "keep fp32 master weights: false"),
     Unavailable("bf16.bf16_optimizer_states", _true, "bf16 optimizer state", "keep fp32 optimizer state: false"),
-    Unavailable("data_types.buffer_dtype", _present, "A dtype for buffers", "convert the buffers in the program"),
-    Unavailable(
-        "data_types.keep_in_fp32_modules", bool, "Modules kept in fp32", "use torch_autocast, which keeps fp32 weights"
-    ),
-    Unavailable(
-        "managed_gradient_accumulation",
-        _false,
-        "Accumulation steered by the caller alone",
-        "leave it true and call engine.set_gradient_accumulation_boundary",
-    ),
     Unavailable("amp.enabled", _true, "Apex mixed precision", "use bf16, fp16 or torch_autocast"),
     Unavailable("msamp.enabled", _true, "MS-AMP", "use bf16, fp16 or torch_autocast"),
     Unavailable("sparse_gradients", _true, "Sparse gradient reduction", "set it to false"),

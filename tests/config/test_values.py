@@ -143,3 +143,11 @@ def test_no_path_in_the_ways_accelerate_writes_it(word: Any) -> None:
     assert parsed.root.zero_optimization.offload_param is not None
     assert parsed.root.zero_optimization.offload_param.nvme_path is None
     assert parsed.notices == []
+
+
+@pytest.mark.parametrize(
+    ("given", "value"), [("norm", ["norm"]), (["a", "b"], ["a", "b"]), ("auto", "auto"), (None, None)]
+)
+def test_modules_kept_in_fp32(given: Any, value: Any) -> None:
+    parsed = read({"data_types": {"keep_in_fp32_modules": given}})
+    assert parsed.root.data_types.keep_in_fp32_modules == value and parsed.notices == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from deepspeed.config.section import Section, key
-from deepspeed.config.types import Bool, DType, Float, Int, TextList
+from deepspeed.config.types import Bool, DType, Float, Int, TextList, TextsOrAuto
 
 _BF16_SCALING = "bf16 has the exponent range of fp32, so nothing is scaled"
 
@@ -138,6 +138,10 @@ class DataTypes(Section):
         None, "States the model's type and must agree with the enabled precision mode.", since="0.19.2"
     )
     buffer_dtype: DType | None = key(None, "Type of floating buffers.", null_means="as the model has them")
-    keep_in_fp32_modules: TextList | None = key(
-        None, "Modules kept in fp32, by part of name.", since="0.19.8", null_means="as the precision mode says"
+    keep_in_fp32_modules: TextsOrAuto | None = key(
+        None,
+        "Modules kept in fp32: parts of their names; auto takes the model's own list (_keep_in_fp32_modules).",
+        since="0.19.8",
+        own_auto=True,
+        null_means="none",
     )

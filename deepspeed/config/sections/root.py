@@ -61,7 +61,7 @@ class Root(Section):
     )
     managed_gradient_accumulation: Bool = key(
         True,
-        "The engine counts micro-batches and steps at the boundary; false leaves the boundary to the caller's step(). "
+        "The engine counts micro-batches and steps at the boundary; with false every step() of the caller is one. "
         "false not with a pipeline, DeepCompile or Apex.",
         since="0.19.4",
     )
@@ -97,8 +97,8 @@ class Root(Section):
     )
     zero_allow_untested_optimizer: Bool = key(
         False,
-        "Upstream's consent to other optimizers under ZeRO. Not needed here: every elementwise optimizer works on "
-        "shards, and the others are refused by name either way.",
+        "Lets an optimizer of a class not known to be elementwise work on shards: right only if it treats every element "
+        "by itself. Known elementwise ones need no consent, and those known to need shapes are refused either way.",
     )
     zero_force_ds_cpu_optimizer: Bool = key(
         True, "Insist on this package's CPU optimizer under optimizer offload; false allows a client's."

@@ -204,12 +204,11 @@ class ZeroOptimization(Section):
     )
     stage3_module_granularity_threshold: Int = key(
         0,
-        "Gather modules with fewer elements per submodule than this as one unit; 0 leaves it off.",
+        "Gather modules smaller than this together, beyond stage3_prefetch_bucket_size; 0 adds nothing.",
         unit="elements",
         minimum=0,
         aliases=("module_granularity_threshold",),
         min_stage=3,
-        no_effect="a repeated block is one unit of gathering from the start",
     )
     stage3_use_all_reduce_for_fetch_params: Bool = key(
         False,
