@@ -97,8 +97,8 @@ class Root(Section):
     )
     zero_allow_untested_optimizer: Bool = key(
         False,
-        "Lets an optimizer of a class not known to be elementwise work on shards: right only if it treats every element "
-        "by itself. Known elementwise ones need no consent, and those known to need shapes are refused either way.",
+        "Lets an optimizer of a class not known to be elementwise work on shards: right only if it treats every "
+        "element by itself. Known elementwise ones need no consent; those known to need shapes are refused anyway.",
     )
     zero_force_ds_cpu_optimizer: Bool = key(
         True, "Insist on this package's CPU optimizer under optimizer offload; false allows a client's."
