@@ -1,5 +1,122 @@
-"""DeepSpeed: train models far larger than one device holds."""
+"""DeepSpeed: train models far larger than one device holds.
+
+::
+
+    import deepspeed
+
+    engine, optimizer, loader, scheduler = deepspeed.initialize(model=model, config="ds_config.json")
+    for batch in loader:
+        loss = engine(batch)
+        engine.backward(loss)
+        engine.step()
+
+Everything below is imported when it is first asked for, so that ``import deepspeed`` costs next to nothing.
+"""
 
 from __future__ import annotations
 
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from deepspeed.lazy import lazy_names
+from deepspeed.logging import log_dist, logger
+
+if TYPE_CHECKING:
+    from deepspeed.accelerator import get_accelerator as get_accelerator
+    from deepspeed.activation_checkpointing import checkpointing as checkpointing
+    from deepspeed.comm import init_distributed as init_distributed
+    from deepspeed.config import load_ds_config as load_ds_config
+    from deepspeed.data import DeepSpeedDataLoader as DeepSpeedDataLoader
+    from deepspeed.engine import DeepSpeedEngine as DeepSpeedEngine
+    from deepspeed.engine import DeepSpeedOptimizer as DeepSpeedOptimizer
+    from deepspeed.engine.initialize import add_config_arguments as add_config_arguments
+    from deepspeed.engine.initialize import initialize as initialize
+    from deepspeed.errors import DeepSpeedConfigError as DeepSpeedConfigError
+    from deepspeed.precision.on_device import OnDevice as OnDevice
+
 __version__ = "1.0.0"
+version = __version__
+__version_major__, __version_minor__, __version_patch__ = (int(part) for part in __version__.split("."))
+__git_hash__ = git_hash = "unknown"
+__git_branch__ = git_branch = "unknown"
+
+TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
+MUON_OPTIMIZER = "muon"
+
+_find, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "DeepSpeedConfig": "deepspeed.runtime.config",
+        "DeepSpeedConfigError": "deepspeed.errors",
+        "DeepSpeedDataLoader": "deepspeed.data",
+        "DeepSpeedEngine": "deepspeed.engine",
+        "DeepSpeedHybridEngine": "deepspeed.runtime.hybrid_engine",
+        "DeepSpeedInferenceConfig": "deepspeed.inference.config",
+        "DeepSpeedOptimizer": "deepspeed.engine",
+        "DeepSpeedOptimizerCallable": "deepspeed.runtime.engine",
+        "DeepSpeedSchedulerCallable": "deepspeed.runtime.engine",
+        "DualPipeVEngine": "deepspeed.runtime.pipe.engine",
+        "DualPipeVModule": "deepspeed.pipe",
+        "InferenceEngine": "deepspeed.inference.engine",
+        "OnDevice": "deepspeed.precision.on_device",
+        "PipelineEngine": "deepspeed.runtime.pipe.engine",
+        "PipelineModule": "deepspeed.pipe",
+        "add_config_arguments": "deepspeed.engine",
+        "checkpointing": "deepspeed.activation_checkpointing.checkpointing:",
+        "get_accelerator": "deepspeed.accelerator",
+        "init_distributed": "deepspeed.comm",
+        "initialize": "deepspeed.engine",
+        "load_ds_config": "deepspeed.config",
+        "replace_transformer_layer": "deepspeed.module_inject",
+        "set_optimizer_flags": "deepspeed.ops.muon",
+    },
+    submodules=[
+        "accelerator",
+        "activation_checkpointing",
+        "autotuning",
+        "checkpoint",
+        "cli",
+        "comm",
+        "compression",
+        "config",
+        "data",
+        "engine",
+        "errors",
+        "features",
+        "inference",
+        "launcher",
+        "linear",
+        "model_implementations",
+        "module_inject",
+        "moe",
+        "monitor",
+        "ops",
+        "pipe",
+        "plan",
+        "precision",
+        "profiling",
+        "runtime",
+        "schedulers",
+        "sequence",
+        "utils",
+        "zero",
+    ],
+)
+__all__ += ["HAS_TRITON", "__version__", "dist", "log_dist", "logger", "version"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "dist":
+        return _communication_in_use()
+    if name == "HAS_TRITON":
+        from importlib.util import find_spec
+
+        return find_spec("triton") is not None
+    return _find(name)
+
+
+def _communication_in_use() -> ModuleType | None:
+    """``deepspeed.comm`` once there is a process group, None before."""
+    from deepspeed import comm
+
+    return comm if comm.is_initialized() else None

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as torch_dist
-from rich.console import Console
-from rich.table import Table
 
 from deepspeed.comm.recorder import OperationTotals, bandwidths, log
 from deepspeed.logging import log_dist
@@ -97,6 +95,9 @@ def _straggler_ms(totals: OperationTotals) -> float:
 
 
 def _table(numbers: dict[str, dict[int, dict[str, float]]], show_straggler: bool) -> str:
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table("operation", "bytes", "count", "total ms", "avg ms", "algbw Gbit/s", "busbw Gbit/s")
     if show_straggler:
         table.add_column("straggler ms")

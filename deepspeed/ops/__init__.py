@@ -1,1 +1,16 @@
-"""Optimizers as torch ``Optimizer`` classes, and the fused update of flat runs that the ZeRO runtime calls."""
+"""Optimizers as torch ``Optimizer`` classes, and the fused update of flat runs that the ZeRO runtime calls.
+
+In reading order: ``rules`` (the arithmetic), ``chunks`` (cache-sized pieces), ``flat`` (the update of a run), ``base``
+(ordinary parameters), then a package per optimizer; ``segments`` (which tensors a run holds) with ``lamb`` and
+``muon``; ``elementwise`` (what may be cut) and ``build`` (from a config section).
+"""
+
+from deepspeed.lazy import lazy_names
+
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    submodules=[
+        *("adagrad", "adam", "build", "chunks", "elementwise", "flat"),
+        *("lamb", "lion", "muon", "rules", "segments"),
+    ],
+)

@@ -1,1 +1,7 @@
 """ZeRO: model states placed over the data-parallel ranks."""
+
+from __future__ import annotations
+
+from deepspeed.lazy import lazy_names
+
+__getattr__, __dir__, __all__ = lazy_names(__name__)

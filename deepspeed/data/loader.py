@@ -1,0 +1,131 @@
+"""A data loader that gives each data-parallel rank its own share of a dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
+from torch.utils.data.distributed import DistributedSampler
+
+from deepspeed.logging import warn_once
+
+
+class DeepSpeedDataLoader:
+    """Batches of this rank's share, reshuffled on each pass.
+
+    A map-style dataset is divided by a :class:`~torch.utils.data.distributed.DistributedSampler`. An iterable dataset
+    has no indices to divide, so every rank reads the stream as its ``__iter__`` gives it; a dataset that does not look
+    at the rank then feeds all ranks the same samples, which a warning says.
+
+    Args:
+        dataset: A map-style dataset (``__getitem__`` and ``__len__``) or an ``IterableDataset``.
+        batch_size: Samples per batch and rank.
+        pin_memory: Copy batches into page-locked memory.
+        local_rank: Accepted for callers of older versions; the share follows from the data-parallel rank.
+        tput_timer: A timer whose ``start()`` is called at each batch.
+        collate_fn: Makes a batch from a list of samples; None: torch's.
+        num_local_io_workers: Worker processes; None: load in this process.
+        data_sampler: Chooses the samples instead of the default, and then must know about the ranks itself; a
+            ``BatchSampler`` chooses the batches too.
+        data_parallel_world_size: Number of shares; None: 1.
+        data_parallel_rank: Which share; None: 0.
+        dataloader_drop_last: Leave out the last, smaller batch. Otherwise the shares are made equal by repeating the
+            first samples.
+        deepspeed_dataloader_config: Further arguments of :class:`torch.utils.data.DataLoader`.
+        shuffle: Whether the default sampler shuffles.
+        drop_last: The same as ``dataloader_drop_last``, by torch's name.
+
+    Attributes:
+        dataset: The dataset.
+        batch_size: Samples per batch and rank.
+        data_sampler: The sampler in use; None for an iterable dataset.
+        epoch: How many passes were begun, which seeds the shuffling; :meth:`set_epoch` sets it.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        pin_memory: bool = False,
+        local_rank: int | None = None,
+        tput_timer: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+        data_sampler: Sampler | None = None,
+        data_parallel_world_size: int | None = None,
+        data_parallel_rank: int | None = None,
+        dataloader_drop_last: bool = False,
+        deepspeed_dataloader_config: dict[str, Any] | None = None,
+        *,
+        shuffle: bool = True,
+        drop_last: bool = False,
+    ) -> None:
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.tput_timer = tput_timer
+        self.epoch = 0
+        self._iterator: Iterator[Any] | None = None
+        drop_last = drop_last or dataloader_drop_last
+        ranks, rank = data_parallel_world_size or 1, data_parallel_rank or 0
+        options: dict[str, Any] = {
+            "collate_fn": collate_fn,
+            "num_workers": num_local_io_workers or 0,
+            "pin_memory": pin_memory,
+            **(deepspeed_dataloader_config or {}),
+        }
+        if is_iterable_style_dataset(dataset):
+            if data_sampler is not None:
+                raise ValueError(
+                    "data_sampler chooses samples by index, but an IterableDataset has none; leave data_sampler out"
+                )
+            if ranks > 1:
+                warn_once(
+                    "iterable dataset on several ranks",
+                    f"the training data is an IterableDataset, which {ranks} ranks read as it is: its __iter__ must "
+                    "give each rank different samples, or all ranks train on the same ones",
+                )
+        elif data_sampler is None:
+            data_sampler = DistributedSampler(
+                dataset, num_replicas=ranks, rank=rank, shuffle=shuffle, drop_last=drop_last
+            )
+        self.data_sampler = data_sampler
+        if isinstance(data_sampler, BatchSampler):
+            self.dataloader = DataLoader(dataset, batch_sampler=data_sampler, **options)
+        else:
+            self.dataloader = DataLoader(
+                dataset, batch_size=batch_size, sampler=data_sampler, drop_last=drop_last, **options
+            )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Makes the next pass the one numbered ``epoch``, for example after a resume."""
+        self.epoch = epoch
+
+    def __iter__(self) -> DeepSpeedDataLoader:
+        set_sampler_epoch = getattr(self.data_sampler, "set_epoch", None)
+        if set_sampler_epoch is not None:
+            set_sampler_epoch(self.epoch)
+        self.epoch += 1
+        self._iterator = iter(self.dataloader)
+        return self
+
+    def __len__(self) -> int:
+        return len(self.dataloader)
+
+    def __next__(self) -> Any:
+        if self._iterator is None:
+            iter(self)
+        if self.tput_timer is not None:
+            self.tput_timer.start()
+        assert self._iterator is not None
+        return next(self._iterator)
+
+
+def is_map_style_dataset(dataset: Any) -> bool:
+    """Whether samples are asked for by index."""
+    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+
+
+def is_iterable_style_dataset(dataset: Any) -> bool:
+    """Whether the dataset is a stream."""
+    return isinstance(dataset, IterableDataset)

@@ -1,0 +1,55 @@
+"""Module attributes that are imported when first asked for (PEP 562).
+
+``import deepspeed`` stays cheap and yet every attribute walk works: ``deepspeed.runtime.lr_schedules.WarmupLR`` imports
+what it needs on the way. A package states its names once::
+
+    __getattr__, __dir__, __all__ = lazy_names(__name__, {"WarmupLR": "deepspeed.schedulers"}, submodules=["engine"])
+
+Names of missing features (:mod:`deepspeed.features`) need no mention.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from deepspeed.features import is_missing, missing_names, unavailable
+
+
+def lazy_names(
+    package: str, homes: Mapping[str, str] | None = None, *, submodules: Iterable[str] = ()
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Makes the ``__getattr__``, ``__dir__`` and ``__all__`` of a module.
+
+    Args:
+        package: The module's ``__name__``.
+        homes: Public name -> module that defines it, or ``module:name`` if it has another name there; a bare
+            ``module:`` stands for the module itself.
+        submodules: Names of the module's submodules.
+    """
+    homes = dict(homes or {})
+    submodules = frozenset(submodules)
+    names = sorted({*homes, *submodules, *missing_names(package)})
+
+    def find(name: str) -> Any:
+        if name in submodules:
+            return importlib.import_module(f"{package}.{name}")
+        if name in homes:
+            module_name, colon, other = homes[name].partition(":")
+            module = importlib.import_module(module_name)
+            return module if colon and not other else getattr(module, other or name)
+        if is_missing(f"{package}.{name}"):
+            return unavailable(f"{package}.{name}")
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    def __getattr__(name: str) -> Any:
+        value = find(name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *names})
+
+    return __getattr__, __dir__, names

@@ -1,0 +1,1 @@
+"""Estimates before a run: how much memory a model needs."""

@@ -1,0 +1,62 @@
+"""Clipping gradients by their global norm, for programs that step their own optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from deepspeed.comm import ReduceOp, all_reduce
+
+
+def get_global_norm(norm_list: Iterable[float]) -> float:
+    """The Euclidean norm of vectors from their Euclidean norms."""
+    return math.sqrt(sum(float(norm) ** 2 for norm in norm_list))
+
+
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2, mpu: Any = None
+) -> torch.Tensor:
+    """Scales gradients in place so that their global norm is at most ``max_norm``.
+
+    Do not use it on parameters of a ZeRO engine, whose optimizer clips by itself (``gradient_clipping``).
+
+    Args:
+        parameters: Parameters whose ``.grad`` counts.
+        max_norm: The largest norm allowed.
+        norm_type: The p of the p-norm; ``inf`` for the largest element.
+        mpu: Model-parallel unit. The norm then spans its model-parallel group, where a parameter with
+            ``model_parallel`` set counts on every rank and any other only once. All ranks of the group must call.
+
+    Returns:
+        The norm before clipping, a 0-dim tensor.
+    """
+    everything = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    with_grad = [parameter for parameter in everything if parameter.grad is not None]
+    gradients = [parameter.grad for parameter in with_grad if parameter.grad is not None]
+    if mpu is None:
+        norm = torch.nn.utils.get_total_norm(gradients, norm_type)
+    else:
+        counted = [
+            parameter.grad
+            for parameter in with_grad
+            if parameter.grad is not None
+            and (getattr(parameter, "model_parallel", False) or mpu.get_model_parallel_rank() == 0)
+        ]
+        device = gradients[0].device if gradients else torch.device("cpu")
+        norm = _norm_over_group(torch.nn.utils.get_total_norm(counted, norm_type), device, norm_type, mpu)
+    torch.nn.utils.clip_grads_with_norm_(with_grad, max_norm, norm)
+    return norm
+
+
+def _norm_over_group(norm: torch.Tensor, device: torch.device, norm_type: float, mpu: Any) -> torch.Tensor:
+    group = mpu.get_model_parallel_group()
+    norm = norm.to(device=device, dtype=torch.float32)
+    if math.isinf(norm_type):
+        all_reduce(norm, op=ReduceOp.MAX, group=group)
+        return norm
+    power = norm**norm_type
+    all_reduce(power, group=group)
+    return power ** (1.0 / norm_type)

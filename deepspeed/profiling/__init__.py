@@ -1,0 +1,7 @@
+"""Measuring: timers, memory, profiler ranges."""
+
+from __future__ import annotations
+
+from deepspeed.lazy import lazy_names
+
+__getattr__, __dir__, __all__ = lazy_names(__name__, submodules=["flops_profiler", "memory", "ranges", "timer"])

@@ -1,0 +1,33 @@
+"""Named ranges in the device's profiler (NVTX on NVIDIA)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+
+from deepspeed.accelerator import get_accelerator
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def instrument_w_nvtx(func: Callable[P, R]) -> Callable[P, R]:
+    """Decorates ``func`` so that each call is a range with its qualified name in the device's profiler.
+
+    A compiled graph leaves the range out, because it cannot contain it.
+    """
+
+    @functools.wraps(func)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            return func(*args, **kwargs)
+        get_accelerator().range_push(func.__qualname__)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            get_accelerator().range_pop()
+
+    return wrapper

@@ -1,0 +1,290 @@
+"""Wall-clock timers that wait for the device, and the throughput log of the training loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.logging import log_dist
+from deepspeed.profiling.memory import memory_line
+
+
+def _now(synchronize: bool = True) -> float:
+    if synchronize:
+        get_accelerator().synchronize()
+    return time.perf_counter()
+
+
+class Stopwatch:
+    """One named stopwatch. Times are in seconds inside and milliseconds in answers.
+
+    Attributes:
+        name: Its name in the log.
+        started: Whether it is running.
+        records: The milliseconds of each stop with ``record=True``.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.started = False
+        self.records: list[float] = []
+        self._total = 0.0
+        self._begun = 0.0
+
+    def start(self, synchronize: bool = True) -> None:
+        """Starts the watch; work queued on the device before is waited for first."""
+        if self.started:
+            raise RuntimeError(f"timer {self.name!r} is running already; stop it before starting it again")
+        self._begun = _now(synchronize)
+        self.started = True
+
+    def stop(self, reset: bool = False, record: bool = False, synchronize: bool = True) -> None:
+        """Stops the watch and adds to its total.
+
+        Args:
+            reset: Replace the total instead of adding to it.
+            record: Keep the time in ``records``.
+            synchronize: Wait for the device first.
+        """
+        if not self.started:
+            raise RuntimeError(f"timer {self.name!r} is not running; start it before stopping it")
+        passed = _now(synchronize) - self._begun
+        self._total = passed if reset else self._total + passed
+        if record:
+            self.records.append(passed * 1e3)
+        self.started = False
+
+    def reset(self) -> None:
+        """Stops the watch and forgets everything."""
+        self.started = False
+        self._total = 0.0
+        self.records.clear()
+
+    def elapsed(self, reset: bool = True) -> float:
+        """The total in milliseconds, the running stretch included.
+
+        Args:
+            reset: Begin the total afresh; a running watch runs on.
+        """
+        running = self.started
+        if running:
+            self.stop()
+        total = self._total * 1e3
+        if reset:
+            self._total = 0.0
+        if running:
+            self.start(synchronize=False)
+        return total
+
+    def mean(self) -> float:
+        """The mean of ``records`` in milliseconds, without the fastest and slowest tenth; 0 if there are none."""
+        ordered = sorted(self.records)
+        cut = len(ordered) // 10
+        kept = ordered[cut : len(ordered) - cut]
+        return sum(kept) / len(kept) if kept else 0.0
+
+
+class SynchronizedWallClockTimer:
+    """Named stopwatches: ``timers("forward").start()``."""
+
+    Timer = Stopwatch
+
+    def __init__(self) -> None:
+        self.timers: dict[str, Stopwatch] = {}
+
+    def __call__(self, name: str) -> Stopwatch:
+        """The watch of that name, made when first asked for."""
+        return self.timers.setdefault(name, Stopwatch(name))
+
+    def has_timer(self, name: str) -> bool:
+        """Whether there is a watch of that name."""
+        return name in self.timers
+
+    def get_timers(self) -> dict[str, Stopwatch]:
+        """All watches by name."""
+        return self.timers
+
+    @staticmethod
+    def memory_usage() -> str:
+        """A line about the memory in use."""
+        return memory_line()
+
+    def log(
+        self,
+        names: Iterable[str],
+        normalizer: float = 1.0,
+        reset: bool = True,
+        memory_breakdown: bool = False,
+        ranks: list[int] | None = None,
+    ) -> None:
+        """Logs the totals of some watches.
+
+        Args:
+            names: Their names; unknown ones are left out.
+            normalizer: Divides the totals, for example the number of steps.
+            reset: Begin the totals afresh.
+            memory_breakdown: Add a line about memory.
+            ranks: Ranks that log; None: rank 0.
+        """
+        if normalizer <= 0:
+            raise ValueError(f"normalizer divides the times and must be above 0, but is {normalizer}")
+        parts = [f"{n}: {self.timers[n].elapsed(reset) / normalizer:.2f}" for n in names if n in self.timers]
+        log_dist("time (ms) | " + " | ".join(parts), ranks)
+        if memory_breakdown:
+            log_dist(memory_line(), ranks)
+
+    def get_mean(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
+        """The mean recorded milliseconds of some watches, divided by ``normalizer``."""
+        if normalizer <= 0:
+            raise ValueError(f"normalizer divides the times and must be above 0, but is {normalizer}")
+        means = {name: self.timers[name].mean() / normalizer for name in names if name in self.timers}
+        if reset:
+            for name in means:
+                self.timers[name].reset()
+        return means
+
+
+class NoopTimer:
+    """Takes the calls of :class:`SynchronizedWallClockTimer` and measures nothing."""
+
+    class Timer:
+        """Takes the calls of a stopwatch."""
+
+        def start(self, *_args: Any, **_options: Any) -> None:
+            """Does nothing."""
+
+        def stop(self, *_args: Any, **_options: Any) -> None:
+            """Does nothing."""
+
+        def reset(self) -> None:
+            """Does nothing."""
+
+        def elapsed(self, *_args: Any, **_options: Any) -> float:
+            """Nothing was measured: 0."""
+            return 0.0
+
+        def mean(self) -> float:
+            """Nothing was measured: 0."""
+            return 0.0
+
+    def __init__(self) -> None:
+        self.timer = self.Timer()
+
+    def __call__(self, name: str) -> NoopTimer.Timer:
+        """The same idle watch for every name."""
+        return self.timer
+
+    def has_timer(self, name: str) -> bool:
+        """True: every name is taken."""
+        return True
+
+    def get_timers(self) -> dict[str, Any]:
+        """There are none."""
+        return {}
+
+    def log(self, names: Iterable[str], *_args: Any, **_options: Any) -> None:
+        """Does nothing."""
+
+    def get_mean(self, names: Iterable[str], *_args: Any, **_options: Any) -> dict[str, float]:
+        """There are none."""
+        return {}
+
+
+class ThroughputTimer:
+    """Samples per second of the training loop: ``start()`` before each micro-batch, ``stop()`` after it.
+
+    Args:
+        config: Something with ``enabled`` and ``synchronized`` (``timers.throughput`` of the configuration).
+        batch_size: Samples of one micro-batch over all ranks; after :meth:`stop` with ``global_step=True`` the steps
+            count ``batch_size`` each.
+        start_step: Global steps to leave out, in which caches are filled.
+        steps_per_output: Log every so many global steps; None: never.
+        monitor_memory: Add memory to the line.
+        logging_fn: Takes the line; None: the package logger on rank 0.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        batch_size: int,
+        start_step: int = 2,
+        steps_per_output: float | None = None,
+        monitor_memory: bool = False,
+        logging_fn: Callable[[str], None] | None = None,
+    ) -> None:
+        self.config = config
+        self.batch_size = max(1, batch_size)
+        self.start_step = start_step
+        self.steps_per_output = steps_per_output
+        self.monitor_memory = monitor_memory
+        self.logging = logging_fn or log_dist
+        self.started = False
+        self.epoch_count = 0
+        self.micro_step_count = 0
+        self.global_step_count = 0
+        self.total_elapsed_time = 0.0  # seconds since start_step
+        self.step_elapsed_time = 0.0  # seconds of the present global step
+        self._begun = 0.0
+        self._output_time = 0.0  # seconds since the latest line
+        self._output_steps = 0
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is measured."""
+        return bool(self.config.enabled)
+
+    def update_epoch_count(self) -> None:
+        """Counts an epoch and begins its micro-steps at 0."""
+        self.epoch_count += 1
+        self.micro_step_count = 0
+
+    def start(self) -> None:
+        """Starts the micro-batch."""
+        if not self.enabled:
+            return
+        self.started = True
+        if self.global_step_count >= self.start_step:
+            self._begun = _now(self.config.synchronized)
+
+    def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
+        """Ends the micro-batch.
+
+        Args:
+            global_step: Whether the optimizer was stepped.
+            report_speed: Whether a line may be logged.
+        """
+        if not self.enabled or not self.started:
+            return
+        self.started = False
+        self.micro_step_count += 1
+        if self.global_step_count >= self.start_step:
+            passed = _now(self.config.synchronized) - self._begun
+            self.total_elapsed_time += passed
+            self.step_elapsed_time += passed
+        if not global_step:
+            return
+        self.global_step_count += 1
+        if self.global_step_count > self.start_step:
+            self._output_time += self.step_elapsed_time
+            self._output_steps += 1
+            if report_speed and self.steps_per_output and self.global_step_count % self.steps_per_output == 0:
+                self._report()
+        self.step_elapsed_time = 0.0
+
+    def _report(self) -> None:
+        recent = self.batch_size * self._output_steps / self._output_time if self._output_time else 0.0
+        line = (
+            f"epoch {self.epoch_count}, micro step {self.micro_step_count}, step {self.global_step_count}: "
+            f"{recent:.2f} samples/s, {self.avg_samples_per_sec():.2f} on average"
+        )
+        self.logging(f"{line} | {memory_line()}" if self.monitor_memory else line)
+        self._output_time, self._output_steps = 0.0, 0
+
+    def avg_samples_per_sec(self) -> float:
+        """Samples per second since ``start_step``; minus infinity before there is a measurement."""
+        steps = self.global_step_count - self.start_step
+        if steps <= 0 or self.total_elapsed_time <= 0:
+            return float("-inf")
+        return self.batch_size * steps / self.total_elapsed_time

@@ -1,0 +1,11 @@
+"""Pipeline parallelism; the feature is missing (:mod:`deepspeed.features`)."""
+
+from __future__ import annotations
+
+from deepspeed.lazy import lazy_names
+
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {"LayerSpec": "deepspeed.pipe", "PipelineModule": "deepspeed.pipe", "TiedLayerSpec": "deepspeed.pipe"},
+    submodules=["engine", "module", "schedule", "topology"],
+)

@@ -1,0 +1,15 @@
+"""Helpers; re-exports from :mod:`deepspeed.data`, :mod:`deepspeed.precision` and :mod:`deepspeed.profiling`."""
+
+from __future__ import annotations
+
+from deepspeed.data import move_to_device, set_random_seed
+from deepspeed.precision.clipping import clip_grad_norm_, get_global_norm
+from deepspeed.profiling.memory import see_memory_usage
+
+__all__ = [
+    "clip_grad_norm_",
+    "get_global_norm",
+    "move_to_device",
+    "see_memory_usage",
+    "set_random_seed",
+]

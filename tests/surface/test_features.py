@@ -1,0 +1,108 @@
+"""Names of missing features: importable, and one sentence when used."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from deepspeed.errors import NotYetSupportedError
+from deepspeed.features import FEATURES, is_missing, unavailable
+from deepspeed.features.__main__ import page
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = [name for feature in FEATURES for name in feature.full_names()]
+
+
+@pytest.mark.parametrize("full_name", NAMES)
+def test_imports_and_raises_one_sentence_when_called(full_name):
+    module, _, name = full_name.rpartition(".")
+    placeholder = getattr(importlib.import_module(module), name)
+    # A feature that has arrived must leave the table.
+    assert placeholder is unavailable(full_name)
+    with pytest.raises(NotYetSupportedError) as caught:
+        placeholder("anything", at="all")
+    sentence = str(caught.value)
+    assert sentence.startswith(f"{full_name}: ") and "is not supported yet. " in sentence and sentence.endswith(".")
+
+
+def test_no_name_twice():
+    assert len(NAMES) == len(set(NAMES))
+
+
+def test_classes():
+    from deepspeed.pipe import PipelineModule
+
+    assert isinstance(PipelineModule, type)
+    assert not isinstance(nn.Linear(1, 1), PipelineModule)
+    assert not issubclass(nn.Linear, PipelineModule)
+    with pytest.raises(NotYetSupportedError, match="pipeline parallelism"):
+
+        class Mine(PipelineModule):
+            pass
+
+    with pytest.raises(NotYetSupportedError, match="pipeline parallelism"):
+
+        class Both(nn.Module, PipelineModule):
+            pass
+
+    assert repr(PipelineModule) == "<deepspeed.pipe.PipelineModule: not supported yet>"
+
+
+def test_attributes_of_classes():
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+    with pytest.raises(NotYetSupportedError, match="sequence parallelism"):
+        UlyssesSPAttentionHF.register_with_transformers(sequence_parallel_size=2)
+    assert not hasattr(UlyssesSPAttentionHF, "register_with_transformers")
+
+
+def test_functions_look_like_functions():
+    from deepspeed import init_inference
+
+    assert init_inference.__name__ == "init_inference" and init_inference.__module__ == "deepspeed"
+    assert "inference engine" in init_inference.__doc__
+
+
+def test_present_names_are_not_missing():
+    assert not is_missing("deepspeed.initialize")
+    assert is_missing("deepspeed.init_inference")
+    with pytest.raises(KeyError):
+        unavailable("deepspeed.initialize")
+
+
+def test_moe_questions_have_answers():
+    from deepspeed.moe.utils import has_moe_layers, is_moe_param, is_moe_param_group
+
+    layer = nn.Linear(2, 2)
+    assert has_moe_layers(layer) == (False, 0)
+    assert not is_moe_param(layer.weight)
+    layer.weight.allreduce = False
+    assert is_moe_param(layer.weight)
+    assert is_moe_param_group({"moe": True}) and not is_moe_param_group({"lr": 1})
+
+
+def test_page_is_in_step():
+    path = ROOT / "docs" / "reference" / "missing-features.md"
+    assert path.read_text(encoding="utf-8") == page(), "run: python -m deepspeed.features " + str(
+        path.relative_to(ROOT)
+    )
+
+
+def test_page_names_everything():
+    text = page()
+    for full_name in NAMES:
+        module, _, name = full_name.rpartition(".")
+        assert any(f"`{module}`" in line and f"`{name}`" in line for line in text.splitlines())
+
+
+def test_command_writes_the_page(tmp_path):
+    target = tmp_path / "page.md"
+    command = [sys.executable, "-W", "error", "-m", "deepspeed.features"]
+    subprocess.run([*command, str(target)], check=True, timeout=60)
+    shown = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True)
+    assert target.read_text(encoding="utf-8") == shown.stdout == page()
