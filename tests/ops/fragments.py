@@ -76,6 +76,7 @@ def use_threaded_collectives(monkeypatch):
     monkeypatch.setattr(comm, "all_reduce", all_reduce)
     monkeypatch.setattr(comm, "all_gather_object", all_gather_object)
     monkeypatch.setattr(comm, "all_to_all_single", all_to_all_single)
+    monkeypatch.setattr(comm, "get_backend", lambda group=None: "gloo")
     monkeypatch.setattr(comm, "get_rank", lambda group=None: group.rank)
     monkeypatch.setattr(comm, "get_world_size", lambda group=None: group.world_size)
 

@@ -69,6 +69,11 @@ class BelowRewritten(Rewritten):
     pass
 
 
+class RewrittenHalf(torch.optim.Adam):
+    def _init_group(self, *args, **kwargs):
+        return super()._init_group(*args, **kwargs)
+
+
 class Own(torch.optim.Optimizer):
     pass
 
@@ -80,6 +85,7 @@ class Own(torch.optim.Optimizer):
         (Rewritten, Kind.UNKNOWN),
         (BelowRewritten, Kind.UNKNOWN),
         (RewrittenOurs, Kind.UNKNOWN),
+        (RewrittenHalf, Kind.UNKNOWN),
         (Own, Kind.UNKNOWN),
     ],
 )

@@ -260,3 +260,11 @@ def test_who_supports_it(order):
     for optimizer, expected in cases:
         assert supports_flat_update(optimizer) is expected, type(optimizer)
     assert isinstance(make(FusedAdam), FlatUpdate)
+
+
+@pytest.mark.parametrize("cls", [FusedAdam, torch.optim.AdamW])
+def test_a_torch_scheduler_does_not_hide_it(cls):
+    """Torch's schedulers put a wrapper of ``step`` on the optimizer object."""
+    optimizer = cls([torch.nn.Parameter(torch.zeros(64))], lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert "step" in vars(optimizer) and supports_flat_update(optimizer)

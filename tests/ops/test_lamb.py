@@ -178,3 +178,22 @@ def test_a_copy_forgets_the_table():
     twin.param_groups[0]["params"][0].grad = torch.ones(64)
     twin.step()
     assert len(twin.get_lamb_coeffs()) == 1
+
+
+def test_a_rank_without_runs_takes_part(monkeypatch):
+    use_threaded_collectives(monkeypatch)
+    layout, group = Layout([(64,)], 2, [64]), ThreadedGroup(2)
+
+    def rank_step(rank):
+        run = torch.nn.Parameter(torch.full((64,), 2.0))
+        optimizer = FusedLamb([run], lr=0.1)
+        if rank == 1:
+            optimizer.param_groups[0]["params"] = []
+        else:
+            run.grad = torch.ones(64)
+        optimizer.attach_segments(SegmentTable({id(run): layout.segments(0)} if rank == 0 else {}, 1, group))
+        optimizer.step()
+        return optimizer.get_lamb_coeffs()
+
+    coeffs = group.run(rank_step)
+    assert coeffs[0] == coeffs[1] == pytest.approx([2.0])

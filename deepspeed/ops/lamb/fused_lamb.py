@@ -14,6 +14,7 @@ from deepspeed.errors import NotYetSupportedError
 from deepspeed.ops.base import check_supported, keep_saved_dtypes
 from deepspeed.ops.checks import check_hyperparameters
 from deepspeed.ops.chunks import default_chunk_numel, scratch
+from deepspeed.ops.exchange import exchange_device
 from deepspeed.ops.lamb.blocks import BLOCK_NUMEL, BlockMap, block_squares, multiply_blocks
 from deepspeed.ops.segments import Segment, SegmentTable
 
@@ -142,14 +143,15 @@ class FusedLamb(torch.optim.Optimizer):
                 loss = closure()
         num_tensors = self._table.num_tensors if self._table else sum(len(g["params"]) for g in self.param_groups)
         updates = list(self._updates(num_tensors))
-        device = self.param_groups[0]["params"][0].device
+        group = self._table.group if self._table is not None else None
+        device = exchange_device((param for g in self.param_groups for param in g["params"]), group)
         squares = torch.zeros(2, num_tensors, dtype=torch.float64, device=device)
         for update in updates:
             squares += update.advance_moments().to(device)
-        if self._table is not None and self._table.group is not None:
+        if group is not None:
             from deepspeed import comm
 
-            comm.all_reduce(squares, group=self._table.group)
+            comm.all_reduce(squares, group=group)
         ratios = _ratios(squares)
         self._coeffs = ratios.clamp(self.defaults["min_coeff"], self.defaults["max_coeff"])
         for update in updates:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed.ops.exchange import exchange_device
 from deepspeed.ops.muon.plan import Piece, Round, plan_rounds
 from deepspeed.ops.segments import Segment, SegmentTable
 
@@ -43,6 +44,7 @@ class FragmentExchange:
 
     def __init__(self, table: SegmentTable, runs: list[Tensor]) -> None:
         self._group = table.group
+        self._device = exchange_device(runs, table.group)
         self._locations = {
             (segment.index, segment.tensor_start): _Location(run, segment)
             for run in runs
@@ -73,7 +75,6 @@ class FragmentExchange:
         update_of: Callable[[Tensor, slice], Tensor],
         orthogonalize: Callable[[Tensor], Tensor],
         apply: Callable[[Tensor, slice, Tensor, tuple[int, ...]], None],
-        device: torch.device,
     ) -> None:
         """One step of all matrices. Every rank must call it.
 
@@ -81,14 +82,13 @@ class FragmentExchange:
             update_of: ``(run, elements) -> `` fp32 update of those elements, before orthogonalising.
             orthogonalize: Matrix in its full shape to matrix.
             apply: ``(run, elements, orthogonalised update, full shape)``: changes the weights.
-            device: Where the exchange takes place.
         """
         for planned in self._rounds:
-            self._run_round(planned, update_of, orthogonalize, apply, device)
+            self._run_round(planned, update_of, orthogonalize, apply)
 
-    def _run_round(self, planned: Round, update_of: Any, orthogonalize: Any, apply: Any, device: torch.device) -> None:
+    def _run_round(self, planned: Round, update_of: Any, orthogonalize: Any, apply: Any) -> None:
         send_numels, receive_numels = planned.send_numels(self._rank), planned.receive_numels(self._rank)
-        outgoing = torch.empty(sum(send_numels), dtype=torch.float32, device=device)
+        outgoing = torch.empty(sum(send_numels), dtype=torch.float32, device=self._device)
         sent = list(zip(planned.sent_by(self._rank), _views(outgoing, planned.sent_by(self._rank)), strict=True))
         for piece, view in sent:
             location = self._locations[piece.index, piece.start]

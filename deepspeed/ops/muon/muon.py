@@ -201,7 +201,6 @@ class Muon(torch.optim.Optimizer):
             update_of,
             lambda matrix: orthogonalize(matrix, method=settings["ns_method"], num_steps=settings["ns_steps"]),
             apply,
-            next((param.device for group in groups for param in group["params"]), torch.device("cpu")),
         )
 
     def _advance(self, group: dict[str, Any], param: Tensor) -> Callable[[slice], Tensor]:

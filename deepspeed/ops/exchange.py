@@ -1,0 +1,31 @@
+"""Where an optimizer's own small collectives take place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+def exchange_device(params: Iterable[Tensor], group: object | None) -> torch.device:
+    """The device of the tensors that a collective over ``group`` needs.
+
+    That of the parameters, unless they lie on the host and the group's backend works on accelerators only; a rank
+    without parameters follows the backend.
+
+    Args:
+        params: This rank's parameters.
+        group: The process group; None means that nothing is exchanged.
+    """
+    device = next((param.device for param in params), None)
+    if group is None or (device is not None and device.type != "cpu"):
+        return device or torch.device("cpu")
+    from deepspeed import comm
+
+    backend = comm.get_backend(group)
+    if backend == "nccl" or (device is None and "nccl" in backend):
+        from deepspeed.accelerator import get_accelerator
+
+        return torch.device(get_accelerator().current_device_name())
+    return device or torch.device("cpu")
