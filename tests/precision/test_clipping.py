@@ -1,0 +1,68 @@
+"""Clipping by global norm, alone and over model-parallel ranks."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as torch_dist
+
+from deepspeed.precision.clipping import clip_grad_norm_, get_global_norm
+from tests.harness import run_ranks
+
+
+def parameters(*gradients: list[float] | None) -> list[torch.nn.Parameter]:
+    made = []
+    for values in gradients:
+        parameter = torch.nn.Parameter(torch.zeros(len(values or [0.0])))
+        parameter.grad = None if values is None else torch.tensor(values)
+        made.append(parameter)
+    return made
+
+
+def test_global_norm():
+    assert get_global_norm([3.0, torch.tensor(4.0)]) == 5.0
+    assert get_global_norm([]) == 0.0
+
+
+@pytest.mark.parametrize("norm_type", [1, 2, 3.5, math.inf])
+def test_same_as_torch_on_one_process(norm_type):
+    mine, theirs = (parameters([3.0, -4.0], None, [12.0]) for _ in range(2))
+    norm = clip_grad_norm_(mine, 1.0, norm_type)
+    expected = torch.nn.utils.clip_grad_norm_(theirs, 1.0, norm_type)
+    assert torch.equal(norm, expected)
+    for one, other in zip(mine, theirs, strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        assert one.grad is None or torch.equal(one.grad, other.grad)
+
+
+def test_small_gradients_and_single_tensor_stay():
+    (parameter,) = parameters([0.3, 0.4])
+    assert clip_grad_norm_(parameter, 1.0).item() == pytest.approx(0.5)
+    assert parameter.grad.tolist() == pytest.approx([0.3, 0.4])
+
+
+class Unit:
+    def get_model_parallel_rank(self) -> int:
+        return torch_dist.get_rank()
+
+    def get_model_parallel_group(self):
+        return torch_dist.group.WORLD
+
+
+def check_model_parallel(norm_type: float) -> tuple[float, list[float]]:
+    rank = torch_dist.get_rank()
+    replicated, own = parameters([6.0], [8.0 * (rank + 1)])
+    own.model_parallel = True
+    norm = clip_grad_norm_([replicated, own], 1.0, norm_type, mpu=Unit())
+    return norm.item(), [replicated.grad.item(), own.grad.item()]
+
+
+@pytest.mark.parametrize("norm_type", [1, 2, math.inf])
+def test_norm_spans_model_parallel_ranks(norm_type):
+    # Replicated gradients count once: the vector is (6, 8, 16).
+    expected = torch.linalg.vector_norm(torch.tensor([6.0, 8.0, 16.0]), norm_type).item()
+    for rank, (norm, gradients) in enumerate(run_ranks(check_model_parallel, 2, norm_type)):
+        assert norm == pytest.approx(expected)
+        assert gradients == pytest.approx([6.0 / expected, 8.0 * (rank + 1) / expected], rel=1e-5)
