@@ -20,6 +20,7 @@ class Tally:
     nbytes: int = 0
 
     def add(self, nbytes: int, calls: int = 1) -> None:
+        """Adds to the books."""
         self.calls += calls
         self.nbytes += nbytes
 
@@ -28,8 +29,8 @@ class TrafficCounter:
     """Traffic since the last :meth:`reset`, by name of the collective.
 
     Bytes of ``asked`` are those of the *full* buffer of the collective, the figure that the ZeRO paper counts (an
-    all-gather of n elements counts n, a reduce-scatter of n counts n, an all-reduce counts 2n); bytes of ``ran`` are what
-    this rank put on the wire.
+    all-gather of n elements counts n, a reduce-scatter of n counts n, an all-reduce counts 2n); bytes of ``ran`` are
+    what this rank put on the wire.
     """
 
     def __init__(self) -> None:
@@ -37,13 +38,16 @@ class TrafficCounter:
         self.ran: dict[str, Tally] = defaultdict(Tally)
 
     def reset(self) -> None:
+        """Starts again from zero."""
         self.asked.clear()
         self.ran.clear()
 
     def record_asked(self, name: str, nbytes: int) -> None:
+        """Notes a collective of the schedule."""
         self.asked[name].add(nbytes)
 
     def record_ran(self, name: str, nbytes: int, calls: int = 1) -> None:
+        """Notes what the backend ran."""
         self.ran[name].add(nbytes, calls)
 
     def rows(self) -> list[tuple[str, str, int, int]]:
@@ -61,6 +65,6 @@ traffic = TrafficCounter()
 
 @contextmanager
 def counted() -> Iterator[TrafficCounter]:
-    """Counts from zero inside the block: ``with counted() as traffic: engine.step()``."""
+    """Counts from zero inside the block, as in ``with counted() as traffic: ...``."""
     traffic.reset()
     yield traffic

@@ -227,4 +227,3 @@ class ConfigAccessors:
 
 for _name, _path in _KEYS.items():
     setattr(ConfigAccessors, _name, _accessor(_name, _path))
-

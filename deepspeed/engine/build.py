@@ -12,7 +12,6 @@ from torch import nn
 
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.store import rendezvous_store
 from deepspeed.comm.transport import create_transport, warm_up
 from deepspeed.config import ParsedConfig, parse
 from deepspeed.config.sections.root import Root
@@ -122,8 +121,8 @@ def build_parts(client: Client, config: Any, distributed_port: int, dist_init_re
     if not comm.is_initialized():
         if dist_init_required is False:
             raise DeepSpeedConfigError(
-                "initialize(dist_init_required=False): no process group exists; call deepspeed.init_distributed() first, "
-                "or leave the argument out"
+                "initialize(dist_init_required=False): no process group exists; call deepspeed.init_distributed() "
+                "first, or leave the argument out"
             )
         comm.init_distributed(distributed_port=distributed_port)
     dp_group = client.mpu.get_data_parallel_group() if client.mpu is not None else None
@@ -142,11 +141,9 @@ def build_parts(client: Client, config: Any, distributed_port: int, dist_init_re
     _check_device_supports(precision)
     torch_optimizer = choose_optimizer(root, client.model, client.optimizer, client.model_parameters)
     _check_trains(placement, torch_optimizer)
-    separate = device.type != "cpu"
     channels = Channels(
-        gather=create_transport(dp_group, device=device, separate=separate, timeout=comm.default_timeout()),
-        reduce=create_transport(dp_group, device=device, separate=separate, timeout=comm.default_timeout()),
-        store=rendezvous_store(),
+        gather=create_transport(dp_group, device=device, timeout=comm.default_timeout()),
+        reduce=create_transport(dp_group, device=device, timeout=comm.default_timeout()),
     )
     warm_up(channels.gather)
     runtime = ZeroRuntime(

@@ -11,7 +11,7 @@ from torch import nn
 
 from deepspeed.config import ParsedConfig
 from deepspeed.engine.accessors import ConfigAccessors
-from deepspeed.engine.build import EngineParts, build_parts
+from deepspeed.engine.build import EngineParts
 from deepspeed.engine.outputs import tensors_in
 from deepspeed.engine.progress import ProgressLog
 from deepspeed.engine.reports import memory_rows, precision_rows
@@ -136,8 +136,8 @@ class DeepSpeedEngine(ConfigAccessors, nn.Module):
             )
         if loss.numel() != 1 and kwargs.get("gradient") is None:
             raise CallOrderError(
-                f"engine.backward: the loss has shape {tuple(loss.shape)}; expected one element. Reduce it (mean or sum), "
-                "or pass gradient= as to Tensor.backward"
+                f"engine.backward: the loss has shape {tuple(loss.shape)}; expected one element. Reduce it (mean or "
+                "sum), or pass gradient= as to Tensor.backward"
             )
         if self._runtime.drop_open_work():
             logger.warning("an earlier backward was left open by an exception; its gradients were dropped")
@@ -346,6 +346,7 @@ class DeepSpeedEngine(ConfigAccessors, nn.Module):
 
     @property
     def sequence_parallel_size(self) -> int:
+        """Ranks that share a sequence: always 1."""
         return 1
 
     @property

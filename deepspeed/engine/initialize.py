@@ -99,7 +99,9 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Any:
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds ``--deepspeed`` and ``--deepspeed_config`` to a parser and returns it."""
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
-    group.add_argument("--deepspeed", default=False, action="store_true", help="Enable DeepSpeed (for the script's use)")
+    group.add_argument(
+        "--deepspeed", default=False, action="store_true", help="Enable DeepSpeed (for the script's use)"
+    )
     group.add_argument("--deepspeed_config", default=None, type=str, help="DeepSpeed configuration file")
     group.add_argument("--deepscale", default=False, action="store_true", help=argparse.SUPPRESS)
     group.add_argument("--deepscale_config", default=None, type=str, help=argparse.SUPPRESS)

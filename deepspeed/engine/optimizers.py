@@ -30,10 +30,13 @@ def model_parameter_groups(model: nn.Module, model_parameters: Any) -> list[Any]
     """
     if model_parameters is None:
         return [parameter for parameter in model.parameters() if parameter.requires_grad]
-    entries = [model_parameters] if isinstance(model_parameters, (torch.Tensor, dict)) else list(model_parameters)
-    entries = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
+    entries: list[Any] = (
+        [model_parameters] if isinstance(model_parameters, (torch.Tensor, dict)) else list(model_parameters)
+    )
+    entries = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]  # named_parameters()
     if entries and isinstance(entries[0], dict):
-        return [{**group, "params": _as_list(group["params"])} for group in entries]
+        groups: list[dict[str, Any]] = entries
+        return [{**group, "params": _as_list(group["params"])} for group in groups]
     return entries
 
 
@@ -80,8 +83,8 @@ def _check_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         for position, parameter in enumerate(group["params"]):
             if id(parameter) not in known:
                 raise DeepSpeedConfigError(
-                    f"optimizer: parameter {position} of param group {number} (shape {tuple(parameter.shape)}) is not a "
-                    "parameter of the model given to initialize; build the optimizer on that model's parameters, after "
+                    f"optimizer: parameter {position} of param group {number} (shape {tuple(parameter.shape)}) is not "
+                    "a parameter of the model given to initialize; build the optimizer on that model's parameters, after "
                     "any change of the model"
                 )
             if id(parameter) in seen:
@@ -106,8 +109,8 @@ def needs_whole_tensors(optimizer: torch.optim.Optimizer, placement: Placement, 
     name = type(optimizer).__name__
     if verdict.kind is Kind.UNKNOWN and root.zero_allow_untested_optimizer:
         log_dist(
-            f"optimizer {name} {verdict.reason}; zero_allow_untested_optimizer lets it work on flat fragments, which is "
-            "right only if it treats every element by itself"
+            f"optimizer {name} {verdict.reason}; zero_allow_untested_optimizer lets it work on flat fragments, which "
+            "is right only if it treats every element by itself"
         )
         return False
     remedy = "use ZeRO stage 0, where it gets whole parameters, or an elementwise optimizer such as AdamW"

@@ -69,9 +69,7 @@ class PrecisionPolicy:
             compute_dtype=compute,
             buffer_dtype=dtype_of_name(types.buffer_dtype) if types.buffer_dtype else compute,
             accumulate_dtype=dtype_of_name(types.grad_accum_dtype) if types.grad_accum_dtype else torch.float32,
-            communication_dtype=(
-                dtype_of_name(root.communication_data_type) if root.communication_data_type else None
-            ),
+            communication_dtype=(dtype_of_name(root.communication_data_type) if root.communication_data_type else None),
             autocast_dtype=autocast,
             cast_inputs=root.fp16.enabled and root.fp16.auto_cast,
             skip_non_finite=root.bf16.check_grad_overflow,
@@ -92,6 +90,7 @@ class PrecisionPolicy:
 
     @property
     def needs_loss_scale(self) -> bool:
+        """Whether some gradient is fp16."""
         return torch.float16 in (self.compute_dtype, self.autocast_dtype)
 
     def cast_buffers(self, model: nn.Module, device: torch.device) -> None:

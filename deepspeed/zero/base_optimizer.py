@@ -28,6 +28,7 @@ class DeepSpeedOptimizer:
 
     @property
     def defaults(self) -> dict[str, Any]:
+        """The defaults of the torch optimizer."""
         return self.optimizer.defaults
 
 

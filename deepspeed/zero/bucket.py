@@ -20,7 +20,7 @@ from enum import Enum
 
 import torch
 
-from deepspeed.comm.transport import Transport, Work
+from deepspeed.comm.transport import Transport, Work, transfer_key
 from deepspeed.zero.layout import BucketLayout
 from deepspeed.zero.sharded_parameter import mark_full, mark_sharded
 from deepspeed.zero.storage import FlatBuffer, Kind, Ledger
@@ -34,14 +34,7 @@ class State(Enum):
     FULL = "full"
 
 
-_GATHER_TAG = 0
-REDUCE_TAG = 1
-_TAG_ROUNDS = 1 << 11
-
-
-def transfer_key(bucket: int, kind: int, count: int) -> int:
-    """The number that matches the sends and receives of one transfer (below 2**30 for up to 2**17 buckets)."""
-    return (bucket * _TAG_ROUNDS + count % _TAG_ROUNDS) * 4 + kind
+_GATHER = 0
 
 
 class Bucket:
@@ -124,6 +117,10 @@ class Bucket:
         if self.is_sharded:
             self.shard.copy_(self.transport.my_slice(self.full.tensor))
 
+    def _next_key(self) -> int:
+        self._gathers += 1
+        return transfer_key(self.transport.owner, self.index, _GATHER, self._gathers)
+
     # -- transitions -------------------------------------------------------------------------------------------------
 
     def start_gather(self) -> None:
@@ -131,8 +128,7 @@ class Bucket:
         assert self.state is State.SHARDED, f"{self!r}: a gather starts from SHARDED"
         self.full.grow()
         self.transport.my_slice(self.full.tensor).copy_(self.shard)
-        self._gathers += 1
-        key = transfer_key(self.index, _GATHER_TAG, self._gathers)
+        key = self._next_key()
         self._work = self.transport.all_gather(self.full.tensor, key=key, label=f"the gather of {self.label}")
         self.state = State.GATHERING
 
@@ -148,8 +144,7 @@ class Bucket:
     def repeat_gather(self) -> None:
         """FULL -> FULL: takes part in a gather that only other ranks need; the same values arrive."""
         assert self.state is State.FULL and self.is_sharded
-        self._gathers += 1
-        key = transfer_key(self.index, _GATHER_TAG, self._gathers)
+        key = self._next_key()
         self.transport.all_gather(self.full.tensor, key=key, label=f"the gather of {self.label}").wait()
 
     def reshard(self) -> None:
@@ -192,8 +187,7 @@ class Bucket:
         if self.is_sharded:
             assert self.state is State.SHARDED, f"{self!r}: parameters change only while sharded"
             return None
-        self._gathers += 1
-        key = transfer_key(self.index, _GATHER_TAG, self._gathers)
+        key = self._next_key()
         return self.transport.all_gather(self.full.tensor, key=key, label=f"the update of {self.label}")
 
     def remember_values(self) -> None:

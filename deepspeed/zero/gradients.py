@@ -1,13 +1,13 @@
 """From ``param.grad`` to the reduced gradient that the update reads.
 
 Per backward every trainable bucket goes ``IDLE -> FILLING -> REDUCING -> REDUCED`` (or back to ``IDLE`` where a local
-accumulator took the sum). Autograd's own ``.grad`` holds each gradient until the last one of the bucket has arrived; one
-fused copy then packs them into the flat buffer and ``.grad`` is dropped.
+accumulator took the sum). Autograd's own ``.grad`` holds each gradient until the last one of the bucket has arrived;
+one fused copy then packs them into the flat buffer and ``.grad`` is dropped.
 
 Where the sum over micro-batches is kept depends on the placement: sharded gradients are reduced after every micro-batch
 and added to the owner's accumulator; replicated ones are added up locally first and reduced once, at the boundary, as
-DDP does (so does ``no_sync`` at every stage). With one micro-batch there is no accumulator: the reduced gradient is used
-as it arrives.
+DDP does (so does ``no_sync`` at every stage). With one micro-batch there is no accumulator: the reduced gradient is
+used as it arrives.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from enum import Enum
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from deepspeed.comm.transport import LocalTransport, Transport, Work
+from deepspeed.comm.transport import LocalTransport, Transport, Work, transfer_key
 from deepspeed.errors import CallOrderError
-from deepspeed.zero.bucket import REDUCE_TAG, Bucket, transfer_key
+from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.storage import FlatBuffer, Kind, Ledger
 
 
@@ -60,6 +60,7 @@ class ReductionPolicy:
     overlap: bool = True
 
 
+_REDUCTION = 1
 _MAX_IN_FLIGHT = 2  # reductions whose staging buffers may be alive besides the one being filled
 
 
@@ -158,6 +159,7 @@ class GradientBucket:
 
     @property
     def has_arrivals(self) -> bool:
+        """Whether any gradient arrived in this backward."""
         return self._missing < len(self._arrived)
 
     def begin_backward(self) -> None:
@@ -218,7 +220,7 @@ class GradientBucket:
             source.tensor,
             self._incoming.tensor,
             scale=self._policy.scale,
-            key=transfer_key(self.bucket.index, REDUCE_TAG, self._rounds),
+            key=transfer_key(self._transport.owner, self.bucket.index, _REDUCTION, self._rounds),
             label=f"the reduction of the gradients of {self.bucket.label}",
             limit=self._policy.bucket_numel,
         )
@@ -285,6 +287,7 @@ class GradientBucket:
 
     @property
     def result(self) -> torch.Tensor | None:
+        """The reduced gradient, or None."""
         return None if self._result is None else self._result.tensor
 
     def clear(self) -> None:
@@ -301,8 +304,8 @@ class GradientBucket:
 class GradientReducer:
     """Collects gradients of all trainable buckets and reduces them in one order on all ranks.
 
-    The order is that in which buckets were completed on rank 0 in the first backward; until it is known, and for buckets
-    with repeated arrivals, everything is reduced at the end of the backward.
+    The order is that in which buckets were completed on rank 0 in the first backward; until it is known, and for
+    buckets with repeated arrivals, everything is reduced at the end of the backward.
 
     Args:
         buckets: Trainable buckets in model order.
@@ -335,6 +338,7 @@ class GradientReducer:
         self._in_flight: deque[GradientBucket] = deque()
         self.is_open = False
         self._reduce_now = False
+        self._has_local_sums = False  # equal on all ranks, unlike which buckets have one
         self._hooks: list[RemovableHandle] = []
         for position, gradients in enumerate(self.buckets):
             for index, parameter in enumerate(gradients.bucket.params):
@@ -419,6 +423,7 @@ class GradientReducer:
                 self._send(position)
         self._drain()
         self.is_open = False
+        self._has_local_sums = not self._reduce_now
         if self._order is None and self._reduce_now:
             self._order = self._agree_on_order()
 
@@ -433,7 +438,10 @@ class GradientReducer:
         mine = [p for p in self._completed if p not in held_back] + held_back
         if not mine:
             return mine
-        return [int(p) for p in self._transport.gather_small(torch.tensor(mine, dtype=torch.int64))[0].tolist()]
+        rows = self._transport.gather_small(
+            torch.tensor(mine, dtype=torch.int64), channel="step", label="the order of the first reductions"
+        )
+        return [int(position) for position in rows[0].tolist()]
 
     def drop(self) -> None:
         """After an exception in backward: throws away what is half filled; earlier micro-batches stay."""
@@ -446,12 +454,14 @@ class GradientReducer:
 
     def settle(self) -> None:
         """Reduces sums that no boundary has reduced yet (the optimizer's own ``step``, ``no_sync`` until the end)."""
-        pending = [p for p, gradients in enumerate(self.buckets) if gradients.has_unreduced_sum]
-        if self._transport.size > 1:
-            flags = torch.zeros(max(len(self.buckets), 1), dtype=torch.int64)
-            flags[pending] = 1
-            self._transport.all_reduce_small(flags)
-            pending = [p for p in range(len(self.buckets)) if flags[p]]
+        if not self._has_local_sums:
+            return
+        self._has_local_sums = False
+        mine = [gradients.has_unreduced_sum for gradients in self.buckets]
+        rows = self._transport.gather_small(
+            torch.tensor(mine, dtype=torch.int64), channel="step", label="the reduction of accumulated gradients"
+        )
+        pending = torch.nonzero(rows.sum(dim=0)).view(-1).tolist()
         for position in pending:
             gradients = self.buckets[position]
             if not gradients.has_unreduced_sum:
@@ -461,5 +471,6 @@ class GradientReducer:
 
     def clear(self) -> None:
         """Frees all gradients."""
+        self._has_local_sums = False
         for gradients in self.buckets:
             gradients.clear()

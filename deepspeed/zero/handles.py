@@ -2,8 +2,8 @@
 
 While a forward runs, a pair of saved-tensor hooks looks at everything autograd saves. A tensor that lies in a sharded
 bucket is stored as a handle (bucket, offset, shape, strides); when backward needs it, the bucket is gathered, wherever
-the use is: a tied weight, a view of a foreign bucket, a parameter used outside its module. A bucket without live handles
-whose gradients have arrived may be freed again.
+the use is: a tied weight, a view of a foreign bucket, a parameter used outside its module. A bucket without live
+handles whose gradients have arrived may be freed again.
 """
 
 from __future__ import annotations
@@ -62,12 +62,13 @@ class SavedTensorHooks:
             return False
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             return False
-        if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+        if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             return False
         torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
         return True
 
     def pop(self) -> None:
+        """See the class this one derives from."""
         torch._C._autograd._pop_saved_tensors_default_hooks()
 
     def _pack(self, tensor: torch.Tensor) -> Any:

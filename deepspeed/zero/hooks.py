@@ -1,9 +1,10 @@
 """Module hooks: they turn a forward into scopes that hold buckets, and tell when a backward starts.
 
-A *scope* is one running forward of the root module or of a unit. Entering the scope of a unit makes its buckets FULL and
-counts one user each; leaving it takes the users back and reshards what nothing near needs. The outermost scope opens and
-closes the segment of the schedule and carries the saved-tensor hooks. A forward inside a backward is recomputation: it
-gathers but does not reshard; the buckets stay until their gradients are in or the next unit is recomputed.
+A *scope* is one running forward of the root module or of a unit. Entering the scope of a unit makes its buckets FULL
+and counts one user each; leaving it takes the users back and reshards what nothing near needs. The outermost scope
+opens and closes the segment of the schedule and carries the saved-tensor hooks. A forward inside a backward is
+recomputation: it gathers but does not reshard; the buckets stay until their gradients are in or the next unit is
+recomputed.
 """
 
 from __future__ import annotations
@@ -164,6 +165,7 @@ class ForwardHooks:
 
     @property
     def in_forward(self) -> bool:
+        """Whether a forward of the model is running."""
         return bool(self._scopes)
 
     # -- uses outside the own module ---------------------------------------------------------------------------------

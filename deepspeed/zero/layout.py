@@ -45,6 +45,7 @@ class Tile:
 
     @property
     def numel(self) -> int:
+        """Elements."""
         return prod(self.shape)
 
 
@@ -79,6 +80,7 @@ class Run:
 
     @property
     def numel(self) -> int:
+        """Elements."""
         return self.stop - self.start
 
 
@@ -151,9 +153,7 @@ class BucketLayout:
         return None
 
 
-def bucket_layout(
-    index: int, tiles: Sequence[Tile], *, dtype: str, trainable: bool, world_size: int
-) -> BucketLayout:
+def bucket_layout(index: int, tiles: Sequence[Tile], *, dtype: str, trainable: bool, world_size: int) -> BucketLayout:
     """Lays ``tiles`` end to end, those of one param group side by side so that a slice has few runs.
 
     Args:

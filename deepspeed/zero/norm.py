@@ -1,7 +1,7 @@
 """The squared L2 norm, the same number on every layout, stage and world size.
 
-The buffer is read as blocks of 64 elements, which no layout ever cuts. Each block's norm is taken in fp32; its square is
-exact in fp64 and the squares are added there. The order of the fp64 sum moves the result by about 1e-16, which
+The buffer is read as blocks of 64 elements, which no layout ever cuts. Each block's norm is taken in fp32; its square
+is exact in fp64 and the squares are added there. The order of the fp64 sum moves the result by about 1e-16, which
 ``norm_from_squares`` rounds away by ending in fp32, so that clipping cannot tell two layouts apart.
 """
 

@@ -112,6 +112,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
 
     @property
     def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale follows the gradients."""
         return bool(getattr(self.loss_scaler, "dynamic", False))
 
     def override_loss_scale(self, loss_scale: float) -> None:
@@ -248,7 +249,9 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
                 squares += squared_norm(gradients.result).cpu()
         flags = [used for gradients in self._reducer.buckets for used in gradients.used]
         numbers = [squares.item(), float(self._agreement.digest), *_pack_flags(flags)]
-        rows = self._transport.gather_small(torch.tensor(numbers, dtype=torch.float64))
+        rows = self._transport.gather_small(
+            torch.tensor(numbers, dtype=torch.float64), channel="step", label="the update (optimizer.step)"
+        )
         digests = rows[:, 1].tolist()
         if any(digest != digests[0] for digest in digests):
             raise DivergenceError(
@@ -294,7 +297,10 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
                 if tile is not None:
                     mine = first + tile + 1
             first += len(master.layout.tiles)
-        found = self._transport.gather_small(torch.tensor([mine], dtype=torch.int64)).view(-1).tolist()
+        rows = self._transport.gather_small(
+            torch.tensor([mine], dtype=torch.int64), channel="step", label="the search for a non-finite gradient"
+        )
+        found = rows.view(-1).tolist()
         for rank, index in enumerate(found):
             if index:
                 return rank, names[index - 1]

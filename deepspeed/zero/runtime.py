@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +21,7 @@ from deepspeed.zero.schedule import GatherLimits, GatherSchedule
 from deepspeed.zero.storage import Ledger
 from deepspeed.zero.units import Unit, find_units
 
-_instances = itertools.count()
+_owners = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -52,17 +51,19 @@ class RuntimeOptions:
 
 @dataclass(frozen=True)
 class Channels:
-    """The groups and the store that ranks talk through.
+    """The transports of one engine.
 
     Attributes:
         gather: Carries parameters.
         reduce: Carries gradients and small agreements of the update.
-        store: Rendezvous store of the default group, or None for one rank.
     """
 
     gather: Transport
     reduce: Transport
-    store: Any
+
+    def __post_init__(self) -> None:
+        owner = next(_owners)
+        self.gather.owner = self.reduce.owner = owner
 
 
 class ZeroRuntime:
@@ -104,9 +105,7 @@ class ZeroRuntime:
         self.masters: list[MasterBucket] = []
         self.buckets = self._make_buckets(units)
         self._sharded = sharded = [bucket for bucket in self.buckets if bucket.is_sharded]
-        self.agreement = Agreement(
-            channels.gather, channels.store, f"deepspeed/{next(_instances)}", self._describe_bucket
-        )
+        self.agreement = Agreement(channels.gather, self._describe_bucket)
         self.schedule = GatherSchedule(sharded, self.agreement, options.gathers)
         self.hooks = ForwardHooks(
             model, self._sharded_units(units), sharded, self.schedule, in_backward=lambda: self.in_backward

@@ -1,10 +1,11 @@
 """When sharded buckets are gathered: the agreed order, prefetching, and what stays gathered.
 
 Time is cut into *segments*: one outermost forward (training or evaluation) or one backward. The first time a segment
-starts in a given situation it is *recorded*: before each gather all ranks compare which bucket they want, and at the end
-that they stopped at the same place. From then on every rank *follows* the recorded order without asking. A rank that
-skips part of the order still takes part in the skipped gathers, because the others rely on its slices; a rank that wants
-something that the rest of the order does not hold *leaves* it, which all ranks must do alike (see ``comm.agreement``).
+starts in a given situation it is *recorded*: before each gather all ranks compare which bucket they want, and at the
+end that they stopped at the same place. From then on every rank *follows* the recorded order without asking. A rank
+that skips part of the order still takes part in the skipped gathers, because the others rely on its slices; a rank that
+wants something that the rest of the order does not hold *leaves* it, which all ranks must do alike (see
+``comm.agreement``).
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ class GatherLimits:
 
     Attributes:
         prefetch: Elements that may be on their way ahead of their use (``stage3_prefetch_bucket_size``).
-        max_live: Gathered elements at once, beyond which nothing is prefetched or kept (``stage3_max_live_parameters``).
-        max_reuse_distance: A bucket stays gathered after its forward when its backward is at most so many elements
+        max_live: Gathered elements at once, beyond which nothing is prefetched or kept
+        (``stage3_max_live_parameters``). max_reuse_distance: A bucket stays gathered after its forward when its
+        backward is at most so many elements
             away (``stage3_max_reuse_distance``).
     """
 
@@ -71,6 +73,7 @@ class GatherSchedule:
 
     @property
     def in_segment(self) -> bool:
+        """Whether a segment is open."""
         return self._situation is not None
 
     @property
@@ -127,7 +130,7 @@ class GatherSchedule:
 
     def _issue_up_to(self, bucket: Bucket) -> None:
         if self._situation is None:
-            self._agreement.exchange_alone(bucket.index)
+            self._agreement.exchange(0, bucket.index)
             bucket.start_gather()
             return
         position = len(self._issued)
@@ -135,8 +138,7 @@ class GatherSchedule:
             try:
                 found = self._order.index(bucket.index, position)
             except ValueError:
-                # Every rank must leave the order here, with the same wish, or all raise.
-                self._agreement.leave_order(position, bucket.index)
+                # Every rank must leave the order here, with the same wish, or all raise in the exchange below.
                 self._order = None
             else:
                 for index in self._order[position : found + 1]:

@@ -2,8 +2,8 @@
 
 Between uses a sharded parameter's ``data`` is an empty tensor: shape ``(0,)``, which the ecosystem tests for. An empty
 tensor's ``sum()`` would be a plausible 0.0 and its ``fill_`` would be lost, so for as long as it is sharded the
-parameter's *class* is ``ShardedParameter``, which intercepts torch functions. Inside the engine's forward and backward a
-read gathers the bucket and goes on; elsewhere it raises and names the accessors. Metadata passes. While gathered the
+parameter's *class* is ``ShardedParameter``, which intercepts torch functions. Inside the engine's forward and backward
+a read gathers the bucket and goes on; elsewhere it raises and names the accessors. Metadata passes. While gathered the
 parameter is a plain ``torch.nn.Parameter`` again and costs nothing.
 """
 
@@ -109,8 +109,8 @@ def _refusal(parameter: torch.nn.Parameter, operation: str) -> str:
     name = parameter.__dict__.get("_ds_name", "a parameter")
     shape = tuple(parameter.__dict__.get("ds_shape", ()))
     return (
-        f"{operation} on parameter {name!r} (full shape {shape}): it is sharded (ZeRO stage 3) and this call is outside "
-        "the engine's forward and backward, so its values are not here. To read or change it, use "
+        f"{operation} on parameter {name!r} (full shape {shape}): it is sharded (ZeRO stage 3) and this call is "
+        "outside the engine's forward and backward, so its values are not here. To read or change it, use "
         "`with deepspeed.zero.GatheredParameters(param, modifier_rank=...)`; to read only, "
         "deepspeed.utils.safe_get_full_fp32_param(param)"
     )

@@ -34,6 +34,7 @@ class Ledger:
         self._peak: dict[tuple[Kind, Home], int] = defaultdict(int)
 
     def add(self, kind: Kind, home: Home, nbytes: int) -> None:
+        """Adds to the books."""
         key = (kind, home)
         self._live[key] += nbytes
         self._peak[key] = max(self._peak[key], self._live[key])
@@ -51,6 +52,7 @@ class Ledger:
         return self._peak[(kind, home)]
 
     def reset_peak(self) -> None:
+        """Makes the peak what is allocated now."""
         self._peak = defaultdict(int, self._live)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import torch
 from torch import nn
 
 LEAF_FLAG = "_ds_z3_leaf"
@@ -77,8 +76,3 @@ def _holds_blocks(module: nn.Module) -> bool:
 
 def _numel(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def is_floating(parameter: torch.Tensor) -> bool:
-    """Whether the precision settings apply to ``parameter``."""
-    return parameter.is_floating_point()
