@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deepspeed.launcher.resources import LauncherError
+from deepspeed.logging import logger
 
 DEFAULT_PORT = 29500
 
@@ -53,8 +54,7 @@ class World:
 def read_environment_files(name: str) -> dict[str, str]:
     """Reads ``KEY=value`` lines of the file ``name`` in the home and the current directory (which wins).
 
-    Raises:
-        LauncherError: A line is neither blank, a ``#`` comment nor ``KEY=value``.
+    Other tools append to this file without quoting, so a line of another form is skipped with a warning.
     """
     found: dict[str, str] = {}
     for folder in dict.fromkeys((Path.home(), Path.cwd())):
@@ -67,7 +67,8 @@ def read_environment_files(name: str) -> dict[str, str]:
                 continue
             key, equals, value = line.partition("=")
             if not equals or not key.strip():
-                raise LauncherError(f"{path}, line {number}: expected KEY=value, found {line!r}")
+                logger.warning(f"{path}, line {number}: expected KEY=value, skipped {line!r}")
+                continue
             found[key.strip()] = value.strip()
     return found
 
@@ -77,14 +78,15 @@ def choose_port(address: str, requested: int | None) -> int:
 
     Args:
         address: Where rank 0 will listen.
-        requested: The user's choice; None means the default, or a free one if the default is taken.
+        requested: The user's choice; None or the default (which some tools always pass) means the default, or a free
+            one if that is taken.
 
     Raises:
         LauncherError: The user's choice is taken.
     """
     if not _is_local(address):
         return requested or DEFAULT_PORT
-    if requested is not None:
+    if requested is not None and requested != DEFAULT_PORT:
         if not _is_free(requested):
             raise LauncherError(
                 f"--master_port {requested}: the port is taken on this machine (or not permitted); "

@@ -45,6 +45,7 @@ class Job:
     """
 
     def __init__(self, workers: Sequence[Worker], host: str, logs: Sequence[Path] | None = None) -> None:
+        _open_standard_streams()
         self._workers = workers
         self._host = host
         self._output = Output()
@@ -103,8 +104,9 @@ class Job:
             read_ends.append((out_reader, error_reader))
             write_ends.append((out_writer, error_writer))
         self._channel, theirs = socket.socketpair()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
         pid = os.fork()
         if pid == 0:
             self._channel.close()
@@ -159,8 +161,9 @@ class Job:
             if any(key.fileobj is self._channel for key in ready):
                 is_open = self._read_events()
             now = time.monotonic()
-            for stream in (*self._out, *self._errors):
-                stream.tick(now)
+            if not self._output.is_full:  # a rank that nobody reads is not one that has stopped writing
+                for stream in (*self._out, *self._errors):
+                    stream.tick(now)
             self._output.flush()
             if self._output.is_broken and self._signal is None:
                 self._on_signal(signal.SIGPIPE, None)
@@ -305,6 +308,13 @@ class Job:
 def _began_before(state: RankState, best: RankState) -> bool:
     report = state.errors.report_time
     return state.errors.is_reporting and report is not None and report < best.failure_time
+
+
+def _open_standard_streams() -> None:
+    """Fills descriptors 0 to 2 if the caller closed them: our pipes must not take their numbers."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
 
 
 def _signal_name(number: int) -> str:

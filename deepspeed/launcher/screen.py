@@ -1,8 +1,8 @@
 r"""What many ranks write, as whole labelled lines on one screen.
 
 A line appears when it is complete. Rank 0 is also shown while a line is still being written: a progress bar that
-returns to the start of its line (``\r``) or a prompt. Another rank's line that arrives meanwhile is never mixed into
-it. Everything is bytes: ranks may write any encoding.
+returns to the start of its line (``\r``) or, on a terminal, a prompt. Another rank's line that arrives meanwhile is
+never mixed into it. Everything is bytes: ranks may write any encoding.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ _CLEAR_TO_END = b"\x1b[K"
 _CHUNK = 512 if select.PIPE_BUF < 4096 else 4096
 # Unwritten bytes above which the ranks are not read any more: they then block as they would on a slow terminal.
 _BACKLOG = 1 << 20
-# An unfinished line without carriage return is shown after this long; Python writes text and newline separately.
-_PARTIAL_SECONDS = 0.15
+# On a terminal an unfinished line without carriage return (a prompt) is shown when nothing has followed it for this
+# long; Python writes text and newline separately.
+_PARTIAL_SECONDS = 0.3
 # An unfinished line is cut here, so that binary output cannot fill the memory.
 _LONGEST_LINE = 1 << 20
 
@@ -137,6 +138,10 @@ class Screen:
         if data:
             self._output.put(descriptor, data)
 
+    def is_terminal(self, descriptor: int) -> bool:
+        """Whether a person looks at ``descriptor``, where an unfinished line can be taken back."""
+        return bool(self._clear[descriptor])
+
     def close(self) -> None:
         """Finishes every open line."""
         for descriptor in (2, 1):
@@ -184,10 +189,11 @@ class RankStream:
             self._partial_due = time.monotonic() + _PARTIAL_SECONDS
 
     def tick(self, now: float) -> None:
-        """Shows an unfinished line that has waited long enough."""
+        """Shows an unfinished line that has waited long enough; on terminals only, as a file would keep both states."""
         if self._partial_due is not None and now >= self._partial_due:
             self._partial_due = None
-            self.emit_partial(self._pending)
+            if self._screen.is_terminal(self.descriptor):
+                self.emit_partial(self._pending)
 
     def finish(self) -> None:
         """Takes what is pending for a complete line: the stream has ended."""

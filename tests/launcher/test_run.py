@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from deepspeed.launcher.devices import usable_cores
 from deepspeed.launcher.resources import encode_world_info
 from tests.launcher.processes import Launcher
 
@@ -53,7 +54,7 @@ def test_one_rank_on_the_cpu_unless_asked(tmp_path):
 
 
 def test_threads_are_shared_unless_set(tmp_path):
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     run(tmp_path, DUMP, "--num_gpus=2", environment={"OMP_NUM_THREADS": None})
     assert dumped(tmp_path, 1)["env"]["OMP_NUM_THREADS"] == str(max(1, cores // 2))
     run(tmp_path, DUMP, "--num_gpus=2", environment={"OMP_NUM_THREADS": "7"})
@@ -221,6 +222,23 @@ def test_the_first_failure_is_shown_first_and_named_last(tmp_path):
     assert lines[-1] == "deepspeed: exit code 5; the other ranks (2) were stopped"
 
 
+def test_a_rank_that_fails_beside_a_collective(tmp_path):
+    script = """
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        for step in range(20):
+            if rank == 1 and step == 10: raise ValueError("bad batch")
+            dist.all_reduce(torch.ones(8))
+    """
+    code, _, err = run(tmp_path, script, "--num_gpus=3", "-q", timeout=50)
+    lines = err.splitlines()
+    assert code in (1, 134)  # a process group that nobody destroyed may abort the interpreter's end
+    assert next(line for line in lines if "Traceback" in line).startswith("[rank 1] Traceback")
+    assert err.count("Traceback") == 1
+    assert "rank 1 (local rank 1" in lines[-2] and "ValueError: bad batch (job.py:" in lines[-2]
+    assert lines[-1] == f"deepspeed: exit code {code}; the other ranks (2) were stopped"
+
+
 def test_a_handled_traceback_is_not_a_failure(tmp_path):
     script = """
         import traceback
@@ -246,6 +264,13 @@ def test_a_rank_that_a_signal_ends(tmp_path, number):
     assert code == 128 + number
     assert "rank 1 (local rank 1, pid" in lines[-2] and f"signal {int(number)} ({number.name})" in lines[-2]
     assert lines[-1].startswith(f"deepspeed: exit code {128 + number}")
+
+
+def test_closed_standard_streams_do_no_harm(tmp_path):
+    script = "import pathlib; print('lost'); pathlib.Path(f'ran{rank}').touch()"
+    launcher = Launcher(tmp_path, script, "--num_gpus=2", preexec_fn=lambda: [os.close(end) for end in (0, 1, 2)])
+    assert launcher.process.wait(timeout=20) == 0
+    assert (tmp_path / "ran0").exists() and (tmp_path / "ran1").exists()
 
 
 def test_a_silent_exit_is_still_explained(tmp_path):
