@@ -104,10 +104,6 @@ def check_partitioning(wanted: Settings) -> None:
 def _section(config: Any) -> Any:
     if config is None:
         return None
-    if not hasattr(config, "root"):
-        from deepspeed.config import load_ds_config, parse
+    from deepspeed.config.single import parse_section
 
-        # Only this section is of interest here; the rest may be unfinished, and initialize() checks it anyway.
-        section = load_ds_config(config).get("activation_checkpointing", {})
-        config = parse({"train_batch_size": 1, "activation_checkpointing": section})
-    return config.root.activation_checkpointing
+    return parse_section(config, "activation_checkpointing")

@@ -79,7 +79,7 @@ def init_distributed(
         init_method: A torch rendezvous URL (``tcp://host:port``, ``file:///path``); None: ``MASTER_ADDR`` and
             ``MASTER_PORT``.
         dist_init_required: False: the group must exist already. None or True: it is started if there is none.
-        config: The configuration, or a dict with its ``comms_logger`` section: switches the communication log.
+        config: The configuration (dict, path or parsed): its ``comms_logger`` section switches the communication log.
         rank: Global rank; -1: from the environment.
         world_size: Number of processes; -1: from the environment.
 

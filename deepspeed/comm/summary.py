@@ -25,7 +25,7 @@ def configure(
     """Sets the communication log; explicit arguments win over ``deepspeed_config``.
 
     Args:
-        deepspeed_config: A configuration (its ``comms_logger`` section counts): a dict, or a parsed one.
+        deepspeed_config: A configuration (its ``comms_logger`` section counts): a dict, a path, or a parsed one.
         enabled: Whether anything is recorded.
         prof_all: Record all operations.
         prof_ops: Names of operations to record if not all.
@@ -43,10 +43,10 @@ def configure(
 def _section(config: Any) -> dict[str, Any]:
     if config is None:
         return {}
-    if isinstance(config, dict):
-        return dict(config.get("comms_logger") or {})
-    section = getattr(getattr(config, "root", config), "comms_logger", None)
-    return {name: getattr(section, name, None) for name in _SETTINGS} if section is not None else {}
+    from deepspeed.config.single import parse_section
+
+    section = parse_section(config, "comms_logger")
+    return {} if section is None else {name: getattr(section, name) for name in _SETTINGS}
 
 
 def log_summary(

@@ -146,11 +146,6 @@ FEATURES: tuple[Feature, ...] = (
         },
     ),
     Feature(
-        "the configuration as an object of its own",
-        "Use deepspeed.config.parse, whose result has an attribute for each key.",
-        {"deepspeed.runtime.config": "DeepSpeedConfig"},
-    ),
-    Feature(
         "a tiled linear layer",
         "Use torch.nn.Linear; ZeRO stage 3 gathers one layer at a time.",
         {"deepspeed.runtime.zero.tiling": "TiledLinear TiledLinearReturnBias"},

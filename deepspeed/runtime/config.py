@@ -5,5 +5,10 @@ from __future__ import annotations
 from deepspeed.lazy import lazy_names
 
 __getattr__, __dir__, __all__ = lazy_names(
-    __name__, {"DeepSpeedConfigError": "deepspeed.errors", "load_ds_config": "deepspeed.config"}
+    __name__,
+    {
+        "DeepSpeedConfig": "deepspeed.config",
+        "DeepSpeedConfigError": "deepspeed.errors",
+        "load_ds_config": "deepspeed.config",
+    },
 )

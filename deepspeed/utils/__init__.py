@@ -30,6 +30,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         "logging",
         "numa",
         "nvtx",
+        "tensor_fragment",
         "timer",
         "zero_to_fp32",
     ],

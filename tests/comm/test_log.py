@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import deepspeed.comm as dist
 from deepspeed.comm.recorder import CommsLog, bandwidths, log, num_bytes
+from deepspeed.config import parse
+from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import logger
 from tests.harness import run_ranks
 
@@ -87,11 +88,22 @@ def test_selected_operations():
 
 
 def test_arguments_win_over_the_config():
-    section = SimpleNamespace(enabled=True, prof_all=False, prof_ops=["x"], verbose=True, debug=False)
-    dist.configure(deepspeed_config=SimpleNamespace(root=SimpleNamespace(comms_logger=section)), verbose=False)
+    section = {"enabled": True, "prof_all": False, "prof_ops": ["x"], "verbose": True}
+    dist.configure(deepspeed_config={"comms_logger": section}, verbose=False)
     assert (log.enabled, log.prof_all, log.prof_ops, log.verbose) == (True, False, ["x"], False)
     dist.configure(deepspeed_config={})
     assert log.enabled  # an absent section changes nothing
+    dist.configure(deepspeed_config=parse({"train_batch_size": 1, "comms_logger": {"prof_ops": ["y"]}}))
+    assert (log.enabled, log.prof_ops) == (False, ["y"])
+
+
+def test_config_file_and_wrong_settings(tmp_path):
+    path = tmp_path / "ds_config.json"
+    path.write_text('{"train_batch_size": "auto", "comms_logger": {"enabled": true, "prof_all": false}}')
+    dist.configure(deepspeed_config=str(path))
+    assert log.enabled and not log.prof_all
+    with pytest.raises(DeepSpeedConfigError, match="comms_logger.prof_oops.*prof_ops"):
+        dist.configure(deepspeed_config={"comms_logger": {"enabled": True, "prof_oops": []}})
 
 
 def test_bandwidths():
