@@ -291,12 +291,17 @@ class GradientBucket:
         return None if self._result is None else self._result.tensor
 
     def clear(self) -> None:
-        """After the update, or on ``zero_grad``: frees every gradient of the bucket."""
+        """After the update, or on ``zero_grad``: frees every gradient of the bucket.
+
+        In a group of one the packed buffer is the gradient, so all of them are alive together at every step; they stay
+        allocated in between, because giving them back to the system would cost a page fault per 4 KiB in each backward.
+        """
         for buffer in (self._result, self._accumulator):
-            if buffer is not None:
+            if buffer is not None and buffer is not self._flat:
                 buffer.free()
+        if not (self._is_local and self._result is self._flat):
+            self._flat.free()
         self._result = self._accumulator = None
-        self._flat.free()
         self.used = [False] * len(self.used)
         self.begin_backward()
 
@@ -348,7 +353,6 @@ class GradientReducer:
     def _arrival(self, position: int, index: int) -> Callable[[torch.Tensor], None]:
         gradients = self.buckets[position]
 
-        @torch.compiler.disable
         def arrived(_parameter: torch.Tensor) -> None:
             if not self.is_open:
                 self._on_stray()

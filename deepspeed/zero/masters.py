@@ -62,6 +62,7 @@ class MasterBucket:
             self.flat = original[lower:upper].to(torch.float32, copy=True)
             self.out = compute
             ledger.add(Kind.MASTER, self._home, self.flat.numel() * self.flat.element_size())
+        self._spans: dict[Run, list[tuple[int, int, int]]] = {}
         self.fragments: tuple[Fragment, ...] = self.layout.fragments(self.rank)
         spans = self._tensor_spans() if whole_tensors else list(self.layout.runs(self.rank))
         self.runs = [self._run(span, whole_tensors) for span in spans]
@@ -83,6 +84,11 @@ class MasterBucket:
 
     def tile_spans(self, run: Run) -> list[tuple[int, int, int]]:
         """``(tile, start, stop)`` for each tile inside ``run``, padding included, in elements of the master."""
+        if run not in self._spans:
+            self._spans[run] = self._find_tile_spans(run)
+        return self._spans[run]
+
+    def _find_tile_spans(self, run: Run) -> list[tuple[int, int, int]]:
         lower, _ = self.layout.slice_bounds(self.rank)
         ends = (*self.layout.starts[1:], self.layout.numel)
         found = []
