@@ -65,6 +65,6 @@ traffic = TrafficCounter()
 
 @contextmanager
 def counted() -> Iterator[TrafficCounter]:
-    """Counts from zero inside the block, as in ``with counted() as traffic: ...``."""
+    """Gives the process's counter, starting from zero when the block is entered."""
     traffic.reset()
     yield traffic

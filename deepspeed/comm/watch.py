@@ -137,6 +137,6 @@ def _sentence(waiting: dict[int, str]) -> str:
     parts = "; ".join(f"rank {rank} waits for {label}" for rank, label in sorted(waiting.items()))
     return (
         f"ranks took different branches and wait for each other: {parts}. Every rank must use the same modules and "
-        "make the same calls. Make the branch depend on data that is equal on all ranks, or mark the module that holds both "
-        "branches with deepspeed.utils.set_z3_leaf_modules, so that it is gathered whole"
+        "make the same calls. Make the branch depend on data that is equal on all ranks, or mark the module that holds "
+        "both branches with deepspeed.utils.set_z3_leaf_modules, so that it is gathered whole"
     )

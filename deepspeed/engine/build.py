@@ -224,6 +224,7 @@ def _reduction(root: Root, placement: Placement, precision: PrecisionPolicy, ran
         prescale=before,
         bucket_numel=max(root.zero_optimization.reduce_bucket_size, 1),
         overlap=root.zero_optimization.overlap_comm is not False,
+        allow_unused=root.zero_optimization.ignore_unused_parameters,
     )
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +17,7 @@ from deepspeed.engine.accessors import ConfigAccessors
 from deepspeed.engine.build import EngineParts
 from deepspeed.engine.outputs import tensors_in
 from deepspeed.engine.progress import ProgressLog
+from deepspeed.engine.queries import EngineQueries
 from deepspeed.engine.reports import memory_rows, precision_rows
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.logging import log_dist, log_dist_once, logger
@@ -21,7 +25,7 @@ from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer
 from deepspeed.zero.runtime import ZeroRuntime
 
 
-class DeepSpeedEngine(ConfigAccessors, nn.Module):
+class DeepSpeedEngine(ConfigAccessors, EngineQueries, nn.Module):
     """Wraps a model for training. Made by ``deepspeed.initialize``.
 
     Attributes unknown to the engine are those of the wrapped model.
@@ -77,6 +81,11 @@ class DeepSpeedEngine(ConfigAccessors, nn.Module):
         self._progress = ProgressLog(self._root, self._batch.train_batch_size)
         self._runtime.on_stray_backward = self._open_backward
         log_dist(self._summary())
+        if self._root.dump_state:
+            settings = self._root.model_dump(mode="json", exclude_defaults=True)
+            log_dist(f"configuration: {json.dumps(settings, indent=2)}")
+        if self._root.disable_python_gc:
+            gc.disable()
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -284,6 +293,12 @@ class DeepSpeedEngine(ConfigAccessors, nn.Module):
         """Micro-batches per update."""
         return self._accumulation_steps
 
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Changes the micro-batch and keeps the accumulation steps; the global batch follows."""
+        if micro_batch_size <= 0:
+            raise DeepSpeedConfigError(f"set_train_micro_batch_size({micro_batch_size}): expected a positive number")
+        self._batch = replace(self._batch, micro_batch_size=micro_batch_size)
+
     def get_batch_info(self) -> tuple[int, int, int]:
         """Global batch, micro-batch, accumulation steps."""
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
@@ -329,66 +344,6 @@ class DeepSpeedEngine(ConfigAccessors, nn.Module):
             drop_last=self._root.dataloader_drop_last,
             shuffle=route == "train",
         )
-
-    # -- topology ----------------------------------------------------------------------------------------------------
-
-    @property
-    def dp_world_size(self) -> int:
-        """Data-parallel ranks."""
-        return self._parts.dp_world_size
-
-    seq_dp_world_size = dp_world_size
-
-    @property
-    def mp_world_size(self) -> int:
-        """Model-parallel ranks."""
-        return 1 if self.mpu is None else int(self.mpu.get_model_parallel_world_size())
-
-    @property
-    def sequence_parallel_size(self) -> int:
-        """Ranks that share a sequence: always 1."""
-        return 1
-
-    @property
-    def data_parallel_group(self) -> Any:
-        """The torch process group of the data-parallel ranks; None for the default group."""
-        return self._parts.dp_group
-
-    seq_data_parallel_group = data_parallel_group
-
-    def get_data_parallel_rank(self) -> int:
-        """This rank among the data-parallel ranks."""
-        return self._parts.dp_rank
-
-    def get_model_parallel_rank(self) -> int:
-        """This rank among the model-parallel ranks."""
-        return 0 if self.mpu is None else int(self.mpu.get_model_parallel_rank())
-
-    get_tensor_parallel_rank = get_model_parallel_rank
-
-    def get_sequence_parallel_group(self) -> None:
-        """None: there is no sequence parallelism."""
-        return
-
-    # -- optimizer queries -------------------------------------------------------------------------------------------
-
-    def get_lr(self) -> list[float]:
-        """Learning rate of each param group."""
-        return [] if self.basic_optimizer is None else [group["lr"] for group in self.basic_optimizer.param_groups]
-
-    def get_mom(self) -> list[Any]:
-        """Momentum, or betas, of each param group."""
-        groups = [] if self.basic_optimizer is None else self.basic_optimizer.param_groups
-        return [group["momentum"] if "momentum" in group else group.get("betas", 0.0) for group in groups]
-
-    def get_type(self) -> list[Any]:
-        """The ``type`` entry of each param group, where there is one."""
-        groups = [] if self.basic_optimizer is None else self.basic_optimizer.param_groups
-        return [group.get("type") for group in groups]
-
-    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """Compute dtype and gradient accumulation dtype."""
-        return self._precision.compute_dtype or torch.float32, self._precision.accumulate_dtype
 
     @property
     def param_names(self) -> dict[nn.Parameter, str]:
@@ -474,6 +429,10 @@ class DeepSpeedEngine(ConfigAccessors, nn.Module):
             f"{self.train_batch_size()} = {self._batch.micro_batch_size} x {self._accumulation_steps} x "
             f"{self.dp_world_size} (micro-batch x accumulation x ranks)"
         )
+
+    def collect_python_gc(self) -> None:
+        """Runs Python's garbage collector now, for runs under ``disable_python_gc``."""
+        gc.collect()
 
     def empty_partition_cache(self) -> None:
         """Frees every gathered parameter that is not in use."""

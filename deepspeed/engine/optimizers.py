@@ -6,7 +6,7 @@ only the ``params`` lists are replaced, in place, and state that exists already 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 from deepspeed.ops.build import build_optimizer
 from deepspeed.ops.elementwise import Kind, is_elementwise
+from deepspeed.ops.muon import set_optimizer_flags
 from deepspeed.zero.masters import MasterBucket, MasterRun
 from deepspeed.zero.placement import Placement
 
@@ -68,6 +69,8 @@ def choose_optimizer(
         )
     elif root.optimizer is not None and root.optimizer.type is not None:
         groups = model_parameter_groups(model, model_parameters)
+        if root.optimizer.type == "Muon":
+            set_optimizer_flags(root, model)
         chosen = build_optimizer(root.optimizer.type, dict(root.optimizer.params), groups) if groups else None
     else:
         chosen = None
@@ -84,8 +87,8 @@ def _check_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
             if id(parameter) not in known:
                 raise DeepSpeedConfigError(
                     f"optimizer: parameter {position} of param group {number} (shape {tuple(parameter.shape)}) is not "
-                    "a parameter of the model given to initialize; build the optimizer on that model's parameters, after "
-                    "any change of the model"
+                    "a parameter of the model given to initialize; build the optimizer on that model's parameters, "
+                    "after any change of the model"
                 )
             if id(parameter) in seen:
                 raise DeepSpeedConfigError(
@@ -172,8 +175,3 @@ def _cut_state(master: MasterBucket, run: MasterRun, states: dict[int, Any]) -> 
             else:
                 made.setdefault(key, value.clone() if isinstance(value, torch.Tensor) else value)
     return made
-
-
-def trainable(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Those with ``requires_grad``."""
-    return [parameter for parameter in parameters if parameter.requires_grad]

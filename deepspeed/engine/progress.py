@@ -8,6 +8,7 @@ from collections import defaultdict
 
 import torch
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.config.sections.root import Root
 from deepspeed.logging import log_dist
 
@@ -24,6 +25,7 @@ class ProgressLog:
         every = root.steps_per_print
         self._every = 0 if every is None or math.isinf(every) else int(every)
         self._breakdown = root.wall_clock_breakdown
+        self._memory = root.memory_breakdown
         self._batch = batch
         self._since = time.perf_counter()
         self._steps_since = 0
@@ -39,6 +41,10 @@ class ProgressLog:
         """A phase has ended."""
         if self._breakdown and phase in self._started:
             self._phases[phase] += self._now() - self._started.pop(phase)
+        if self._memory:
+            accelerator = get_accelerator()
+            used, peak = accelerator.memory_allocated(), accelerator.max_memory_allocated()
+            log_dist(f"memory after {phase}: {used / 2**20:,.0f} MiB in use, {peak / 2**20:,.0f} MiB at most")
 
     @staticmethod
     def _now() -> float:

@@ -170,7 +170,7 @@ class Bucket:
         Autograd compares a gradient with its parameter, and not every parameter is gathered for its backward (an
         embedding's is not).
         """
-        if self.state is State.FULL or not self.layout.trainable:
+        if self.state is State.FULL or not any(parameter.requires_grad for parameter in self.params):
             return
         with torch._C.DisableTorchFunctionSubclass():
             for parameter, data in zip(self.params, self._shapes if shown else self._empties, strict=True):

@@ -48,6 +48,7 @@ class ReductionPolicy:
         prescale: Factor on a gradient before it travels (``prescale_gradients``, ``gradient_predivide_factor``).
         bucket_numel: Most elements in one reduction (``reduce_bucket_size``).
         overlap: Start reducing during backward.
+        allow_unused: Tolerate a parameter without gradient at the boundary (``ignore_unused_parameters``).
     """
 
     every_micro_batch: bool
@@ -58,6 +59,7 @@ class ReductionPolicy:
     prescale: float = 1.0
     bucket_numel: int = 500_000_000
     overlap: bool = True
+    allow_unused: bool = True
 
 
 _REDUCTION = 1
@@ -427,9 +429,25 @@ class GradientReducer:
                 self._send(position)
         self._drain()
         self.is_open = False
+        if self._reduce_now and not self.policy.allow_unused:
+            self._refuse_unused()
         self._has_local_sums = not self._reduce_now
         if self._order is None and self._reduce_now:
             self._order = self._agree_on_order()
+
+    def _refuse_unused(self) -> None:
+        names = [
+            tile.name
+            for gradients in self.buckets
+            for tile, used in zip(gradients.bucket.layout.tiles, gradients.used, strict=True)
+            if not used
+        ]
+        if names:
+            raise CallOrderError(
+                f"{len(names)} parameter(s) got no gradient: {', '.join(names[:10])}; zero_optimization."
+                "ignore_unused_parameters is false, so that is an error. Use them in the loss, freeze them, or set it "
+                "to true"
+            )
 
     def _drain(self) -> None:
         while self._in_flight:

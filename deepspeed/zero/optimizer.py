@@ -22,7 +22,7 @@ from deepspeed.zero.base_optimizer import ZeROOptimizer
 from deepspeed.zero.gradients import GradientBucket, GradientReducer
 from deepspeed.zero.masters import MasterBucket, MasterRun, segment_table, split_state
 from deepspeed.zero.norm import norm_from_squares, squared_norm
-from deepspeed.zero.placement import Placement
+from deepspeed.zero.placement import Home, Placement
 from deepspeed.zero.storage import Kind, Ledger
 
 _FLAGS_PER_NUMBER = 48  # bits of an exact integer in fp64
@@ -315,6 +315,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
                     continue
                 self._update_flat(self._flat, master, gradients, flags, factor)
                 self._start_publish(master, publishing)
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look for it
         else:
             self._update_by_step(factor, used)
             for master, flags in zip(self._masters, used, strict=True):
@@ -410,8 +411,6 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
                 if isinstance(value, torch.Tensor) and value.dim() > 0 and value.data_ptr() not in seen:
                     seen.add(value.data_ptr())
                     nbytes += value.numel() * value.element_size()
-        from deepspeed.zero.placement import Home
-
         self._ledger.set(Kind.OPTIMIZER, Home.DEVICE, nbytes)
         return nbytes
 

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from deepspeed.comm.agreement import Agreement
 from deepspeed.comm.transport import LocalTransport, Transport
+from deepspeed.logging import log_dist
 from deepspeed.zero.bucket import Bucket, State
 from deepspeed.zero.gradients import GradientReducer, ReductionPolicy
 from deepspeed.zero.hooks import ForwardHooks
@@ -121,6 +123,7 @@ class ZeroRuntime:
                 on_stray=self._stray_gradient,
             )
         self.on_stray_backward: Callable[[], None] | None = None
+        self._dropping = self._drop_gradients_without_owner()
 
     # -- construction ------------------------------------------------------------------------------------------------
 
@@ -200,6 +203,21 @@ class ZeroRuntime:
     def _describe_bucket(self, index: int) -> str:
         return f"the parameters {self.buckets[index].label}"
 
+    def _drop_gradients_without_owner(self) -> list[RemovableHandle]:
+        """Parameters that require gradients and belong to no optimizer group: their gradients are of no use."""
+        handles, names = [], []
+        for bucket in self.buckets:
+            for parameter, tile in zip(bucket.params, bucket.layout.tiles, strict=True):
+                if not bucket.layout.trainable and parameter.requires_grad:
+                    handles.append(parameter.register_post_accumulate_grad_hook(_drop_gradient))
+                    names.append(tile.name)
+        if names and self.reducer is not None:
+            log_dist(
+                f"{len(names)} parameter(s) require gradients but are in no param group of the optimizer, so they are "
+                f"not trained: {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}"
+            )
+        return handles
+
     # -- backward ----------------------------------------------------------------------------------------------------
 
     def begin_backward(self, *, boundary: bool, sync: bool) -> None:
@@ -266,9 +284,15 @@ class ZeroRuntime:
     def destroy(self) -> None:
         """Takes every hook from the model and gives its memory back; the parameters keep what they hold."""
         self.hooks.remove()
+        for handle in self._dropping:
+            handle.remove()
         if self.reducer is not None:
             self.reducer.clear()
             self.reducer.remove()
+
+
+def _drop_gradient(parameter: torch.Tensor) -> None:
+    parameter.grad = None
 
 
 def _annotate(parameter: nn.Parameter, name: str, shape: tuple[int, ...]) -> None:

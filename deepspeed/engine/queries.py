@@ -1,0 +1,93 @@
+"""Questions that scripts and integrations ask an engine: where it stands among the ranks, what its optimizer holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from deepspeed.engine.build import EngineParts
+from deepspeed.precision.policy import PrecisionPolicy
+
+
+class EngineQueries:
+    """Mixin of the engine: read-only answers."""
+
+    _parts: EngineParts
+    _precision: PrecisionPolicy
+    basic_optimizer: torch.optim.Optimizer | None
+    mpu: Any
+
+    # -- topology ----------------------------------------------------------------------------------------------------
+
+    @property
+    def dp_world_size(self) -> int:
+        """Data-parallel ranks."""
+        return self._parts.dp_world_size
+
+    seq_dp_world_size = dp_world_size
+
+    @property
+    def mp_world_size(self) -> int:
+        """Model-parallel ranks."""
+        return 1 if self.mpu is None else int(self.mpu.get_model_parallel_world_size())
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        """Ranks that share a sequence: always 1."""
+        return 1
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """The torch process group of the data-parallel ranks; None for the default group."""
+        return self._parts.dp_group
+
+    seq_data_parallel_group = data_parallel_group
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank among the data-parallel ranks."""
+        return self._parts.dp_rank
+
+    def get_model_parallel_rank(self) -> int:
+        """This rank among the model-parallel ranks."""
+        return 0 if self.mpu is None else int(self.mpu.get_model_parallel_rank())
+
+    get_tensor_parallel_rank = get_model_parallel_rank
+
+    def get_sequence_parallel_group(self) -> None:
+        """None: there is no sequence parallelism."""
+        return
+
+    # -- optimizer queries -------------------------------------------------------------------------------------------
+
+    def get_lr(self) -> list[float]:
+        """Learning rate of each param group."""
+        return [] if self.basic_optimizer is None else [group["lr"] for group in self.basic_optimizer.param_groups]
+
+    def get_mom(self) -> list[Any]:
+        """Momentum, or betas, of each param group."""
+        groups = [] if self.basic_optimizer is None else self.basic_optimizer.param_groups
+        return [group["momentum"] if "momentum" in group else group.get("betas", 0.0) for group in groups]
+
+    def get_type(self) -> list[Any]:
+        """The ``type`` entry of each param group, where there is one."""
+        groups = [] if self.basic_optimizer is None else self.basic_optimizer.param_groups
+        return [group.get("type") for group in groups]
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """Compute dtype and gradient accumulation dtype."""
+        return self._precision.compute_dtype or torch.float32, self._precision.accumulate_dtype
+
+    # -- mixture of experts ------------------------------------------------------------------------------------------
+
+    has_moe_layers = False
+    expert_parallel_group: Any = None
+    expert_data_parallel_group: Any = None
+
+    @property
+    def num_experts(self) -> list[int]:
+        """Experts per expert layer: there are none."""
+        return []
+
+    gate_modules = num_experts
+    moe_layers = num_experts
