@@ -98,22 +98,22 @@ class MasterBucket:
                 found.append((index, first, last))
         return found
 
-    def split(self, run: MasterRun, used: Sequence[bool]) -> list[MasterRun]:
-        """Cuts ``run`` into stretches whose parameters all have, or all lack, a gradient.
+    def split(self, run: MasterRun, labels: Sequence[Any]) -> list[MasterRun]:
+        """Cuts ``run`` into stretches whose parameters have equal labels.
 
         Args:
             run: One of ``runs``; it is replaced by the result.
-            used: Per tile of the bucket, whether it got a gradient on any rank.
+            labels: Per tile of the bucket, anything with ``==``: whether it got a gradient, its step count, ...
 
         Returns:
             The new runs; ``[run]`` itself if no cut is needed.
         """
-        stretches: list[tuple[bool, int, int]] = []
+        stretches: list[tuple[Any, int, int]] = []
         for tile, start, stop in self.tile_spans(run.span):
-            if stretches and stretches[-1][0] == used[tile]:
-                stretches[-1] = (used[tile], stretches[-1][1], stop)
+            if stretches and stretches[-1][0] == labels[tile]:
+                stretches[-1] = (labels[tile], stretches[-1][1], stop)
             else:
-                stretches.append((used[tile], start, stop))
+                stretches.append((labels[tile], start, stop))
         if len(stretches) <= 1:
             return [run]
         cut = [self._run(Run(run.span.param_group, start, stop)) for _, start, stop in stretches]

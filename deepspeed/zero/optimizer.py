@@ -7,7 +7,7 @@ stage, so that the stage never changes the arithmetic.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,6 +170,43 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
             master.publish()
         self._finish_publishing([work for m in self._masters if (work := m.bucket.start_publish()) is not None])
         self._skipped_in_a_row = state_dict["skipped_in_a_row"]
+
+    # -- what checkpoints need ---------------------------------------------------------------------------------------
+
+    @property
+    def flat_update(self) -> FlatUpdate | None:
+        """The fused update of the torch optimizer, which also says what state a run needs; None if it has none."""
+        return self._flat
+
+    @property
+    def skipped_in_a_row(self) -> int:
+        """Updates skipped since the last one that was applied."""
+        return self._skipped_in_a_row
+
+    @skipped_in_a_row.setter
+    def skipped_in_a_row(self, count: int) -> None:
+        self._skipped_in_a_row = count
+
+    def carry_user_writes(self) -> None:
+        """Takes what users wrote into resident parameters into buckets and masters, as the next step would."""
+        self._carry_user_writes()
+        for master in self._masters:
+            master.bucket.remember_values()
+
+    def cut_runs(self, labels: Sequence[Sequence[Any]]) -> None:
+        """Cuts runs until all parameters of a run have the same label. Every rank must call it.
+
+        Needed where parameters that share a run must not share its scalar states (their step counts differ).
+
+        Args:
+            labels: For each master, a label for each tile of its bucket; compared by ``==``.
+        """
+        for master, of_tiles in zip(self._masters, labels, strict=True):
+            for run in list(master.runs):
+                cut = master.split(run, of_tiles)
+                if len(cut) > 1:
+                    self._replace_in_optimizer(run, cut)
+        self._attach_segments()
 
     def destroy(self) -> None:
         """Frees the gradients and takes the gradient hooks from the model."""
