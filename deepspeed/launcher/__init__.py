@@ -1,9 +1,9 @@
 """Starting the ranks of a run on this machine, and never leaving one behind.
 
 Reading order: :mod:`.runner` (the ``deepspeed`` command), :mod:`.launch` (``python -m deepspeed.launcher.launch``),
-:mod:`.resources` and :mod:`.devices` (which ranks), :mod:`.environment` (what each rank is told), :mod:`.job` (one run
-from start to exit code), :mod:`.supervisor` and :mod:`.processes` (start and stop), :mod:`.screen` and
-:mod:`.failures` (what is shown, and who failed first).
+:mod:`.resources` and :mod:`.devices` (which ranks), :mod:`.environment` and :mod:`.ports` (what each rank is told),
+:mod:`.job` (one run from start to exit code), :mod:`.supervisor` and :mod:`.processes` (start and stop), :mod:`.screen`
+and :mod:`.failures` (what is shown, and who failed first).
 
 A run is three layers of processes::
 

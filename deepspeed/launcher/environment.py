@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepspeed.launcher.resources import LauncherError
 from deepspeed.logging import logger
-
-DEFAULT_PORT = 29500
 
 
 @dataclass(frozen=True)
@@ -71,54 +66,6 @@ def read_environment_files(name: str) -> dict[str, str]:
                 continue
             found[key.strip()] = value.strip()
     return found
-
-
-def choose_port(address: str, requested: int | None) -> int:
-    """The port for the ranks' meeting point on this machine.
-
-    Args:
-        address: Where rank 0 will listen.
-        requested: The user's choice; None or the default (which some tools always pass) means the default, or a free
-            one if that is taken.
-
-    Raises:
-        LauncherError: The user's choice is taken.
-    """
-    if not _is_local(address):
-        return requested or DEFAULT_PORT
-    if requested is not None and requested != DEFAULT_PORT:
-        if not _is_free(requested):
-            raise LauncherError(
-                f"--master_port {requested}: the port is taken on this machine (or not permitted); "
-                "choose another one, or leave the option out to get a free one"
-            )
-        return requested
-    return DEFAULT_PORT if _is_free(DEFAULT_PORT) else _free_port()
-
-
-def _is_local(address: str) -> bool:
-    return address in ("localhost", "127.0.0.1", "::1", socket.gethostname())
-
-
-def _is_free(port: int) -> bool:
-    for family, anywhere in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
-        try:
-            with socket.socket(family, socket.SOCK_STREAM) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if family == socket.AF_INET6:
-                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                probe.bind((anywhere, port))
-        except OSError as error:
-            if family == socket.AF_INET or error.errno == errno.EADDRINUSE:
-                return False
-            # Any other error of the second family: this machine has no IPv6.
-    return True
-
-
-def _free_port() -> int:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 def threads_per_rank(environment: Mapping[str, str], cores: int, ranks: int) -> dict[str, str]:

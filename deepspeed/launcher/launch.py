@@ -17,14 +17,8 @@ from pathlib import Path
 
 from deepspeed.errors import DeepSpeedError, NotYetSupportedError
 from deepspeed.launcher.devices import find_devices, usable_cores
-from deepspeed.launcher.environment import (
-    DEFAULT_PORT,
-    World,
-    choose_port,
-    read_environment_files,
-    screen_width,
-    threads_per_rank,
-)
+from deepspeed.launcher.environment import World, read_environment_files, screen_width, threads_per_rank
+from deepspeed.launcher.ports import DEFAULT_PORT, PortClaim, claim_port
 from deepspeed.launcher.resources import LauncherError, decode_world_info
 from deepspeed.logging import logger, set_log_level_from_string
 
@@ -89,9 +83,6 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _launch(args: argparse.Namespace) -> int:
-    from deepspeed.launcher.job import Job
-    from deepspeed.launcher.supervisor import Worker
-
     if not hasattr(os, "fork"):
         raise NotYetSupportedError(
             "the launcher needs a POSIX system; here, start each rank with RANK and WORLD_SIZE set"
@@ -99,7 +90,20 @@ def _launch(args: argparse.Namespace) -> int:
     set_log_level_from_string("error" if args.quiet else args.log_level)
     refuse_core_binding(args)
     _check_script(args)
-    world, ids = _resolve_world(args)
+    hosts = _hosts(args)
+    if len(hosts) > 1:
+        claim = PortClaim(args.master_port or DEFAULT_PORT)  # all machines must use the same one: none may choose
+    else:
+        claim = claim_port(args.master_addr, args.master_port)
+    with claim, _pid_file(args.save_pid):
+        return _run(args, _world(args, hosts, claim.port), hosts[args.node_rank])
+
+
+def _run(args: argparse.Namespace, world: World, ids: list[int | str]) -> int:
+    """Starts the ranks of this machine and waits for them."""
+    from deepspeed.launcher.job import Job
+    from deepspeed.launcher.supervisor import Worker
+
     devices = find_devices(os.environ)
     common = _common_environment(world, devices.is_cpu)
     for name in devices.visible_variables:
@@ -114,8 +118,7 @@ def _launch(args: argparse.Namespace) -> int:
         for local in range(world.local_size)
     ]
     logs = _log_files(args.enable_each_rank_log, [worker.rank for worker in workers])
-    with _pid_file(args.save_pid):
-        return Job(workers, socket.gethostname(), logs).run()
+    return Job(workers, socket.gethostname(), logs).run()
 
 
 def _check_script(args: argparse.Namespace) -> None:
@@ -125,28 +128,27 @@ def _check_script(args: argparse.Namespace) -> None:
         raise LauncherError(f"{args.training_script}: no such script in {os.getcwd()}; options must precede the script")
 
 
-def _resolve_world(args: argparse.Namespace) -> tuple[World, list[int | str]]:
-    """This machine's place in the world, and its devices."""
+def _hosts(args: argparse.Namespace) -> list[list[int | str]]:
+    """The devices of each machine of the world."""
     if args.world_info is None:
         raise LauncherError("--world_info is missing: it says which ranks to start; the deepspeed command passes it")
     hosts = list(decode_world_info(args.world_info).values())
     if not 0 <= args.node_rank < len(hosts):
         raise LauncherError(f"--node_rank {args.node_rank}: --world_info has {len(hosts)} host(s), counted from 0")
-    if len(hosts) == 1:
-        port = choose_port(args.master_addr, args.master_port)
-    else:
-        port = args.master_port or DEFAULT_PORT  # all machines must use the same one, so none may choose
-    ids = hosts[args.node_rank]
-    world = World(
+    return hosts
+
+
+def _world(args: argparse.Namespace, hosts: list[list[int | str]], port: int) -> World:
+    """This machine's place among them."""
+    return World(
         first_rank=sum(len(slots) for slots in hosts[: args.node_rank]),
-        local_size=len(ids),
+        local_size=len(hosts[args.node_rank]),
         world_size=sum(len(slots) for slots in hosts),
         node_rank=args.node_rank,
         num_nodes=len(hosts),
         master_addr=args.master_addr,
         master_port=port,
     )
-    return world, ids
 
 
 def _common_environment(world: World, on_cpu: bool) -> dict[str, str]:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from deepspeed.errors import DeepSpeedError, NotYetSupportedError
 from deepspeed.launcher import launch
 from deepspeed.launcher.devices import LocalDevices, find_devices, usable_cores
-from deepspeed.launcher.environment import DEFAULT_PORT
+from deepspeed.launcher.ports import DEFAULT_PORT
 from deepspeed.launcher.resources import (
     LauncherError,
     Slots,

@@ -5,9 +5,10 @@ import sys
 
 import pytest
 
-from deepspeed.launcher import devices, environment
+from deepspeed.launcher import devices, ports
 from deepspeed.launcher.devices import find_devices, visible_ids
-from deepspeed.launcher.environment import World, choose_port, read_environment_files, threads_per_rank
+from deepspeed.launcher.environment import World, read_environment_files, threads_per_rank
+from deepspeed.launcher.ports import claim_port
 from deepspeed.launcher.resources import LauncherError
 
 
@@ -34,27 +35,38 @@ def test_world_variables():
 
 
 def test_a_taken_default_port_is_replaced(monkeypatch, taken_port):
-    monkeypatch.setattr(environment, "DEFAULT_PORT", taken_port)
-    chosen = choose_port("127.0.0.1", None)
+    monkeypatch.setattr(ports, "DEFAULT_PORT", taken_port)
+    chosen = claim_port("127.0.0.1", None).port
     assert chosen != taken_port
-    assert choose_port("127.0.0.1", taken_port) != taken_port  # the default, passed by a tool that always does
+    assert claim_port("127.0.0.1", taken_port).port != taken_port  # the default, passed by a tool that always does
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", chosen))
 
 
 def test_a_free_default_port_is_kept(monkeypatch):
-    free = environment._free_port()
-    monkeypatch.setattr(environment, "DEFAULT_PORT", free)
-    assert choose_port("127.0.0.1", None) == free
+    free = ports._free_port()
+    monkeypatch.setattr(ports, "DEFAULT_PORT", free)
+    with claim_port("127.0.0.1", None) as claim:
+        assert claim.port == free
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ports are marked on Linux only")
+def test_two_launchers_do_not_choose_the_same_free_port(monkeypatch):
+    free = ports._free_port()
+    monkeypatch.setattr(ports, "DEFAULT_PORT", free)
+    with claim_port("127.0.0.1", None) as first, claim_port("127.0.0.1", None) as second:
+        assert first.port == free != second.port
+    with claim_port("127.0.0.1", None) as third:
+        assert third.port == free
 
 
 def test_a_taken_port_of_the_users_choice_is_an_error(taken_port):
     with pytest.raises(LauncherError, match=f"--master_port {taken_port}: the port is taken"):
-        choose_port("localhost", taken_port)
+        claim_port("localhost", taken_port)
 
 
 def test_a_port_elsewhere_is_not_probed(taken_port):
-    assert choose_port("other-host.invalid", taken_port) == taken_port
+    assert claim_port("other-host.invalid", taken_port).port == taken_port
 
 
 def test_environment_files(tmp_path, monkeypatch, capfd):
