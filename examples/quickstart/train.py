@@ -209,10 +209,13 @@ def report(engine: deepspeed.DeepSpeedEngine, losses: list[float], output: Path)
     end = sum(losses[-10:]) / len(losses[-10:])
     say(f"\nLoss: {losses[0]:.2f} -> {end:.2f} nats per byte (mean of the last 10 steps) in {len(losses)} steps")
 
-    say(f"\nBytes of model state on rank 0 of {dist.get_world_size()}, between two steps:\n")
+    rows, num_parameters = engine.memory_report(), sum(p.numel() for p in GPT().parameters())
+    say(f"\nBytes of model state on rank 0, between two steps. N = {dist.get_world_size()} ranks,")
+    say(f"Psi = {num_parameters:,} parameters; gradients and gathered parameters come and go during a step:\n")
     say(f"    {'kind':<22}{'counted':>14}{'formula':>14}")
-    for kind, counted, expected, formula in engine.memory_report():
+    for kind, counted, expected, formula in rows:
         say(f"    {kind:<22}{counted:>14,}{expected:>14,}   {formula}")
+    say(f"    {'sum':<22}{sum(row[1] for row in rows):>14,}{sum(row[2] for row in rows):>14,}")
 
     if IS_FIRST:
         say(f"\n{draw(losses, output)}")

@@ -232,7 +232,8 @@ class _Run:
         if unfinished:
             self._collect_stacks(unfinished)
         error = self._error(headline, unfinished)
-        if unfinished or self.died or len(self.ready) < size:
+        is_broken = not all(raised.has_entered for raised in self.raised.values())
+        if unfinished or self.died or is_broken or len(self.ready) < size:
             raise _PoolLost(error or self._stuck_cleaning_up())
         if error is not None:
             skips = [raised.skip_reason for raised in self.raised.values()]

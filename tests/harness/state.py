@@ -6,6 +6,7 @@ import os
 import random
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,14 +14,34 @@ import torch
 SEED = 1234
 
 
-def _forget_logged_messages() -> None:
-    logging = sys.modules.get("deepspeed.logging")
-    if logging is not None:
-        logging._seen.clear()
+def _package_hook(module: str, restore: Callable[[Any], None]) -> Callable[[], None]:
+    """A hook that restores a module of the package if the process has loaded it."""
+
+    def hook() -> None:
+        if module in sys.modules:
+            restore(sys.modules[module])
+
+    return hook
+
+
+def _groups(module: Any) -> None:
+    module.set_mpu(None)
+    module._own_group = module._own_group_world = None
+
+
+def _checkpointing(module: Any) -> None:
+    module.settings = module.Settings()
 
 
 # Run after every call, in this order. State that a module of the package keeps per process gets a line here.
-RESET_HOOKS: list[Callable[[], None]] = [_forget_logged_messages]
+RESET_HOOKS: list[Callable[[], None]] = [
+    _package_hook("deepspeed.logging", lambda module: module._seen.clear()),
+    _package_hook("deepspeed.accelerator.selection", lambda module: setattr(module, "_current", None)),
+    _package_hook("deepspeed.comm.groups", _groups),
+    _package_hook("deepspeed.comm.recorder", lambda module: module.log.__init__()),
+    _package_hook("deepspeed.comm.transport", lambda module: module._watches.clear()),
+    _package_hook("deepspeed.activation_checkpointing.settings", _checkpointing),
+]
 
 
 class ProcessState:

@@ -96,6 +96,20 @@ def _group_exists():
     return dist.is_initialized()
 
 
+def _fail_to_start_a_group_on_rank(rank):
+    if dist.get_rank() == rank:
+        dist.destroy_process_group()
+        backend = "gloo" if torch.cuda.is_available() else "nccl"
+        os.environ["GLOO_SOCKET_IFNAME"] = "no-such-interface"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def test_a_group_that_failed_to_start_does_not_reach_the_next_run():
+    with pytest.raises(RanksFailed):
+        run_ranks(_fail_to_start_a_group_on_rank, 2, 1)
+    assert run_ranks(_group_exists, 2, timeout=20) == [True, True]
+
+
 def _raise_on_rank(rank):
     print(f"a word from rank {dist.get_rank()}")
     if dist.get_rank() == rank:

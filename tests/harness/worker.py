@@ -39,13 +39,14 @@ class Call:
 
 @dataclass(frozen=True)
 class Raised:
-    """How a call failed."""
+    """How a call failed. ``has_entered``: it had its process group, so the failure is the function's own."""
 
     summary: str
     traceback: str
     when: float
     skip_reason: str | None
     pickled: bytes | None
+    has_entered: bool
 
 
 def main() -> None:
@@ -76,13 +77,15 @@ def main() -> None:
 def _run(call: Call, state: Any) -> tuple[str, Any]:
     from tests.harness import wire
 
+    has_entered = False
     try:
         function, args, kwargs = wire.loads(call.payload)
         _enter(call, state)
+        has_entered = True
         result = function(*args, **kwargs)
         return "returned", wire.dumps(result)
     except BaseException as error:  # SystemExit and pytest's outcomes included: the rank reports, whatever it was
-        return "raised", _describe(error)
+        return "raised", _describe(error, has_entered)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -114,6 +117,8 @@ def _enter(call: Call, state: Any) -> None:
         # Above the run's own limit: the pool ends a run that hangs, with the stacks of all ranks.
         timeout=timedelta(seconds=call.timeout + 30),
     )
+    # A rank that returns at once would otherwise take its connections down while a peer still makes them.
+    dist.barrier()
 
 
 def _clean_up(state: Any) -> None:
@@ -121,11 +126,13 @@ def _clean_up(state: Any) -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
+    # A group that failed to start leaves torch's count of groups, which names the next one, ahead of the peers'.
+    dist.distributed_c10d._world.group_count = 0
     state.restore()
     gc.collect()
 
 
-def _describe(error: BaseException) -> Raised:
+def _describe(error: BaseException, has_entered: bool) -> Raised:
     from tests.harness import wire
 
     when = time.monotonic()
@@ -137,7 +144,7 @@ def _describe(error: BaseException) -> Raised:
         wire.loads(pickled)  # many exceptions pickle but cannot be built again
     except (pickle.PickleError, TypeError, AttributeError, ValueError, RuntimeError):
         pickled = None
-    return Raised(summary, text, when, skip, pickled)
+    return Raised(summary, text, when, skip, pickled, has_entered)
 
 
 def _test_frames(error: BaseException) -> Any:

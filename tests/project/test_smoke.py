@@ -17,7 +17,7 @@ from tests.project.graph import ROOT
 SCRIPT = ROOT / "tests" / "project" / "smoke_train.py"
 QUICKSTART = ROOT / "examples" / "quickstart"
 DEEPSPEED = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 PLAIN = [sys.executable]
 BUILD_TOOLS = ("gcc", "g++", "cc", "c++", "clang", "ninja", "nvcc", "hipcc", "cmake", "make")
 
