@@ -12,6 +12,7 @@ from torch import nn
 
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator.host_allocator import keep_freed_memory
 from deepspeed.comm.transport import create_transport, warm_up
 from deepspeed.config import ParsedConfig, parse
 from deepspeed.config.sections.root import Root
@@ -236,6 +237,7 @@ def _local_rank(args: Any) -> int:
 def _device(local_rank: int) -> torch.device:
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
+        keep_freed_memory()
         return torch.device("cpu")
     accelerator.set_device(local_rank)
     return torch.device(accelerator.device_name(local_rank))

@@ -413,7 +413,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, nn.Module):
 
     def memory_report(self) -> list[tuple[str, int, int, str]]:
         """Model-state bytes of this rank now: ``(kind, counted, by formula, formula)`` for each kind."""
-        return memory_rows(self._runtime, self.optimizer, self._precision)
+        return memory_rows(self._runtime, self.optimizer, self._precision, self._accumulation_steps)
 
     def precision_report(self) -> list[dict[str, Any]]:
         """Dtypes per param group: ``compute``, ``accumulate``, ``reduce``, ``master`` and ``state``."""

@@ -14,7 +14,7 @@ from deepspeed.zero.storage import Kind
 
 
 def memory_rows(
-    runtime: ZeroRuntime, optimizer: DeepSpeedZeroOptimizer | None, precision: PrecisionPolicy
+    runtime: ZeroRuntime, optimizer: DeepSpeedZeroOptimizer | None, precision: PrecisionPolicy, accumulation_steps: int
 ) -> list[tuple[str, int, int, str]]:
     """``(kind, counted bytes, bytes by formula, formula)`` of this rank, between two steps."""
     if optimizer is not None:
@@ -25,10 +25,22 @@ def memory_rows(
         (Kind.COMPUTE, *formula.compute()),
         (Kind.MASTER, *formula.master()),
         (Kind.OPTIMIZER, *formula.optimizer(states)),
+        (Kind.GRADIENT_BUCKET, *_kept_buckets(runtime, precision, accumulation_steps)),
         (Kind.GRADIENT, 0, "0 between steps"),
         (Kind.GATHERED, 0, "0 between steps"),
     ]
     return [(kind.value, runtime.ledger.live(kind), expected, text) for kind, expected, text in rows]
+
+
+def _kept_buckets(runtime: ZeroRuntime, precision: PrecisionPolicy, accumulation_steps: int) -> tuple[int, str]:
+    """A group of one keeps its packed gradients allocated (see ``GradientBucket.clear``)."""
+    if runtime.layout.world_size > 1 or accumulation_steps > 1:
+        return 0, "0 between steps"
+    sizes = [
+        gradients.bucket.layout.numel * precision.reduce_dtype(gradients.bucket.dtype).itemsize
+        for gradients in (runtime.reducer.buckets if runtime.reducer is not None else [])
+    ]
+    return sum(sizes), "bytes x Psi, kept from the first step on"
 
 
 def _states_per_element(optimizer: DeepSpeedZeroOptimizer | None) -> int:
