@@ -258,6 +258,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, nn.Module):
             )
         self._scaled_losses = 0
         self._runtime.free_gathered()
+        self._runtime.take_back_frozen()
 
     def was_step_applied(self) -> bool:
         """Whether the latest ``step`` changed the parameters."""

@@ -21,6 +21,7 @@ from enum import Enum
 import torch
 
 from deepspeed.comm.transport import Transport, Work, transfer_key
+from deepspeed.logging import logger
 from deepspeed.zero.layout import BucketLayout
 from deepspeed.zero.sharded_parameter import mark_full, mark_sharded
 from deepspeed.zero.storage import FlatBuffer, Kind, Ledger
@@ -204,6 +205,18 @@ class Bucket:
             for index, (parameter, seen) in enumerate(zip(self.params, self._fingerprints, strict=True))
             if (parameter.data_ptr(), parameter._version) != seen
         ]
+
+    def take_back_changes(self) -> list[int]:
+        """Indices of resident parameters that something wrote to; those that were detached are back in the buffer."""
+        changed = self.changed_params()
+        for index in changed:
+            if self.reattach(index):
+                logger.warning(
+                    "parameter %r was taken out of its flat buffer (by .to(), .data = or load_state_dict(assign=True)); "
+                    "its values were copied back, at the cost of a copy",
+                    self.layout.tiles[index].name,
+                )
+        return changed
 
     def reattach(self, index: int) -> bool:
         """Brings a resident parameter back into the buffer with its present values.

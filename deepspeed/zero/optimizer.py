@@ -16,7 +16,7 @@ import torch
 from deepspeed.comm.agreement import Agreement
 from deepspeed.comm.transport import Transport, Work
 from deepspeed.errors import CallOrderError, DivergenceError, NonFiniteError
-from deepspeed.logging import log_dist, logger
+from deepspeed.logging import log_dist
 from deepspeed.ops.flat import FlatUpdate, flat_updater
 from deepspeed.zero.base_optimizer import ZeROOptimizer
 from deepspeed.zero.gradients import GradientBucket, GradientReducer
@@ -97,6 +97,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         self._steps = 0
         self._skipped_in_a_row = 0
         self._first_skip = ""
+        self._cut_for: set[tuple[int, tuple[bool, ...]]] = set()
         self._flat: FlatUpdate | None = flat_updater(optimizer)
         self._needs_segments = callable(getattr(optimizer, "attach_segments", None))
         self._attach_segments()
@@ -264,15 +265,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
 
     def _carry_user_writes(self) -> None:
         for master in self._masters:
-            bucket = master.bucket
-            for index in bucket.changed_params():
-                name = bucket.layout.tiles[index].name
-                if bucket.reattach(index):
-                    logger.warning(
-                        "parameter %r was taken out of its flat buffer (by .to(), .data = or load_state_dict(assign="
-                        "True)); its values were copied back, at the cost of a copy",
-                        name,
-                    )
+            for index in master.bucket.take_back_changes():
                 master.refresh(index)
 
     def _agree(self) -> tuple[float, list[list[bool]]]:
@@ -363,16 +356,17 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
 
     def _cut_runs(self, used: list[list[bool]]) -> None:
         """Cuts runs in which only some parameters have gradients, so that the others are left alone."""
-        changed = False
-        for master, flags in zip(self._masters, used, strict=True):
-            if all(flags):
+        is_new = False  # decided by what is equal on all ranks: some of them may have nothing to cut
+        for number, (master, flags) in enumerate(zip(self._masters, used, strict=True)):
+            if all(flags) or not any(flags) or (number, tuple(flags)) in self._cut_for:
                 continue
+            self._cut_for.add((number, tuple(flags)))
+            is_new = True
             for run in list(master.runs):
                 cut = master.split(run, flags)
                 if len(cut) > 1:
                     self._replace_in_optimizer(run, cut)
-                    changed = True
-        if changed:
+        if is_new:
             self._attach_segments()
 
     def _replace_in_optimizer(self, run: MasterRun, cut: list[MasterRun]) -> None:

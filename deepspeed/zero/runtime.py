@@ -276,6 +276,12 @@ class ZeroRuntime:
         """Reshards everything that is gathered, so that parameters may change."""
         self.hooks.free_all()
 
+    def take_back_frozen(self) -> None:
+        """Brings frozen parameters that something detached back into their buffers; trained ones the optimizer does."""
+        for bucket in self.buckets:
+            if not bucket.layout.trainable and bucket.take_back_changes():
+                bucket.remember_values()
+
     @property
     def sharded_now(self) -> list[Bucket]:
         """Buckets whose parameters are elsewhere at the moment."""
