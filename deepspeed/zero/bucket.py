@@ -212,7 +212,7 @@ class Bucket:
         for index in changed:
             if self.reattach(index):
                 logger.warning(
-                    "parameter %r was taken out of its flat buffer (by .to(), .data = or load_state_dict(assign=True)); "
+                    "parameter %r was taken out of its flat buffer (by .to(), .data = or load_state_dict with assign); "
                     "its values were copied back, at the cost of a copy",
                     self.layout.tiles[index].name,
                 )
