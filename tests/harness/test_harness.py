@@ -129,6 +129,16 @@ def test_an_exception_shows_every_rank_the_first_failure_on_top():
     assert "a word from rank 2" in text
 
 
+def _assert_something():
+    ranks = list(range(dist.get_world_size()))
+    assert ranks == [0, 7]
+
+
+def test_a_failed_assertion_shows_its_values():
+    with pytest.raises(RanksFailed, match=r"assert \[0, 1\] == \[0, 7\]"):
+        run_ranks(_assert_something, 2)
+
+
 class _NeedsTwo(Exception):
     def __init__(self, a, b):
         super().__init__(f"{a} and {b}")

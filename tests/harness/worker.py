@@ -55,6 +55,7 @@ def main() -> None:
     faulthandler.enable(file=stacks)
     faulthandler.register(DUMP_STACKS, file=stacks, all_threads=True)
     _die_with_parent()
+    _explain_assertions()
 
     import torch
 
@@ -153,6 +154,14 @@ def _test_frames(error: BaseException) -> Any:
     while frame is not None and frame.tb_frame.f_code.co_filename == __file__:
         frame = frame.tb_next
     return frame or error.__traceback__
+
+
+def _explain_assertions() -> None:
+    """Makes a failed ``assert`` in a test module show its values, as it does in pytest's own process."""
+    from _pytest.assertion import install_importhook
+    from _pytest.config import get_config
+
+    install_importhook(get_config())
 
 
 def _die_with_parent() -> None:
