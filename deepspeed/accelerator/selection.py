@@ -13,7 +13,7 @@ from deepspeed.accelerator.cuda import CUDAAccelerator
 from deepspeed.accelerator.mps import MPSAccelerator
 from deepspeed.accelerator.torch_device import TorchDeviceAccelerator
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.logging import warn_once
+from deepspeed.logging import log_dist_once
 
 SUPPORTED = ("cuda", "cpu", "xpu", "npu", "mps", "hpu", "mlu", "sdaa", "supa", "klxpu")
 
@@ -97,8 +97,5 @@ def _detect() -> DeepSpeedAccelerator:
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is not None:
         return _create(found.type)
-    warn_once(
-        "accelerator-cpu",
-        "no accelerator device found, using the CPU (DS_ACCELERATOR=cpu chooses it without this line)",
-    )
+    log_dist_once("no accelerator device found, using the CPU (DS_ACCELERATOR=cpu chooses it without this line)")
     return CPUAccelerator()
