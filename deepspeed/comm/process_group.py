@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 
-from deepspeed.comm.place import DEFAULT_PORT, Place, find_place, local_rank_of
+from deepspeed.comm.place import DEFAULT_PORT, Place, find_place, free_port, local_rank_of
 from deepspeed.errors import CallOrderError, CommunicationError
 from deepspeed.logging import log_dist
 
@@ -139,10 +139,15 @@ def _start(backend: str, place: Place, init_method: str | None, timeout: timedel
     try:
         torch_dist.init_process_group(backend, **arguments)
     except (RuntimeError, ValueError, OSError) as error:
+        if "EADDRINUSE" in str(error):
+            remedy = (
+                f"Another program listens there: set MASTER_PORT to a free port, such as {free_port()}, on all ranks"
+            )
+        else:
+            remedy = f"Check that all {place.world_size} processes were started and can reach that address"
         raise CommunicationError(
             f"rank {place.rank} of {place.world_size} (from {place.way}) could not start the process group with "
-            f"backend {backend!r} at {where} within {timeout}: {error}. Check that all {place.world_size} processes "
-            "were started and can reach that address"
+            f"backend {backend!r} at {where} within {timeout}: {error}. {remedy}"
         ) from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import textwrap
@@ -127,6 +128,24 @@ def test_time_out_of_the_environment():
     assert "DEEPSPEED_TIMEOUT must be a number of minutes above 0, but is 'soon'" in err
 
 
+def test_a_taken_port_is_named_with_a_free_one():
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = str(server.getsockname()[1])
+        job = start(
+            "dist.init_distributed()",
+            RANK="0",
+            WORLD_SIZE="2",
+            LOCAL_RANK="0",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=port,
+        )
+        _, err = job.communicate(timeout=120)
+    assert job.returncode == 1
+    assert f"127.0.0.1:{port}" in err and "Another program listens there: set MASTER_PORT to a free port" in err
+
+
 @pytest.mark.parametrize(
     ("code", "environ", "words"),
     [
@@ -139,13 +158,15 @@ def test_time_out_of_the_environment():
         ),
         (
             "from datetime import timedelta; dist.init_distributed(timeout=timedelta(seconds=1))",
-            {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},
+            {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "free"},
             "Check that all 2 processes were started",
         ),
         ("dist.get_local_rank()", {}, "LOCAL_RANK is not set; call deepspeed.init_distributed"),
     ],
 )
 def test_failures_are_sentences(code, environ, words):
+    if environ.get("MASTER_PORT") == "free":
+        environ = {**environ, "MASTER_PORT": str(free_port())}
     job = start(code, **environ)
     _, err = job.communicate(timeout=120)
     assert job.returncode == 1

@@ -136,6 +136,10 @@ def test_local_rank_without_its_variable():
             {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "h", "MASTER_PORT": "x"},
             "MASTER_PORT must be a whole number",
         ),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "h", "MASTER_PORT": "0"},
+            "MASTER_PORT is 0, where 2 ranks cannot meet.*--standalone",
+        ),
     ],
 )
 def test_errors_are_sentences(environ, words):
