@@ -43,6 +43,8 @@ class Result:
     rounds: list[list[float]] = field(default_factory=list)  # seconds of the timed steps of each round
     losses: list[float] = field(default_factory=list)  # mean over ranks, every step since the start
     bytes_per_step: float | None = None  # payload received, sum over ranks
+    cpu_seconds: list[float] = field(default_factory=list)  # per round: of one step, all threads, busiest rank
+    page_faults: list[float] = field(default_factory=list)  # per round: minor ones of one step, highest of the ranks
     memory: dict[str, float] = field(default_factory=dict)  # MiB, highest of the ranks
     idle_share: float = 0.0  # processor time while paused / time paused, highest of the ranks
     failure: str | None = None
@@ -276,6 +278,8 @@ class Arena:
             return
         slowest = [max(seconds) for seconds in zip(*(a["seconds"] for a in answers), strict=True)]
         result.rounds.append(slowest[1:])
+        result.cpu_seconds.append(max(a["cpu_seconds"] for a in answers) / count)
+        result.page_faults.append(max(a["page_faults"] for a in answers) / count)
         if all(a["bytes_received"] is not None for a in answers):
             self._received.setdefault(name, []).append(sum(a["bytes_received"] for a in answers) / count)
         if all(a["idle"] is not None for a in answers):

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import platform
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,6 +97,8 @@ def times_table(contest: Contest) -> Rows:
         "contestant",
         "ms/step",
         "quartiles",
+        "fastest",
+        "cpu ms",
         "samples/s",
         "MB/step",
         "peak MiB",
@@ -118,6 +121,7 @@ def times_table(contest: Contest) -> Rows:
                 f"{result.median * 1e3:.1f}",
                 f"{lower * 1e3:.1f}-{upper * 1e3:.1f}",
                 f"{result.fastest * 1e3:.1f}",
+                f"{statistics.median(result.cpu_seconds) * 1e3:.1f}",
                 f"{workload.samples * workload.world_size / result.median:.0f}",
                 traffic,
                 f"{peak:.0f}",

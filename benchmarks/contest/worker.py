@@ -12,6 +12,7 @@ import io
 import json
 import os
 import pstats
+import resource
 import socket
 import struct
 import sys
@@ -90,18 +91,22 @@ class Worker:
         }
 
     def steps(self, count: int) -> dict[str, Any]:
-        """Runs ``count`` steps; seconds and loss of each, bytes received and the processor time spent while paused."""
+        """Runs ``count`` steps; times, losses, traffic, processor time running and paused, page faults."""
         idle = None
         if self._cpu_when_paused is not None:
             paused = time.perf_counter() - self._paused_at
             idle = {"cpu_seconds": time.process_time() - self._cpu_when_paused, "seconds": paused}
         batches = [self._workload.draw(self._rank, self._done + index) for index in range(count)]
         before = tcp_bytes_received()
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        cpu_start = time.process_time()
         seconds, losses = [], []
         for batch in batches:
             start = time.perf_counter()
             losses.append(self._step(batch))
             seconds.append(time.perf_counter() - start)
+        cpu_seconds = time.process_time() - cpu_start
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - usage.ru_minflt
         after = tcp_bytes_received()
         self._done += count
         self._cpu_when_paused, self._paused_at = time.process_time(), time.perf_counter()
@@ -109,6 +114,8 @@ class Worker:
             "seconds": seconds,
             "losses": losses,
             "bytes_received": None if before is None or after is None else after - before,
+            "cpu_seconds": cpu_seconds,
+            "page_faults": faults,
             "idle": idle,
         }
 
