@@ -188,8 +188,8 @@ def _meeting_point(
         return address or "127.0.0.1", port or 0
     if port is not None and not 0 < port < 65536:
         raise CommunicationError(
-            f"MASTER_PORT is {port}, where {world_size} ranks cannot meet; set it to a port from 1 to 65535, the same on "
-            "all ranks. With torchrun on one host use --standalone instead of --master-port 0"
+            f"MASTER_PORT is {port}, where {world_size} ranks cannot meet; set it to a port from 1 to 65535, the "
+            "same on all ranks. With torchrun on one host use --standalone instead of --master-port 0"
         )
     if address is None and slurm:
         nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
