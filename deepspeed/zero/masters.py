@@ -16,7 +16,6 @@ import torch
 
 from deepspeed.ops.segments import Segment, SegmentTable
 from deepspeed.zero.bucket import Bucket
-from deepspeed.zero.intervals import Part, part_of
 from deepspeed.zero.layout import BucketLayout, Fragment, Run
 from deepspeed.zero.placement import Home
 from deepspeed.zero.storage import Kind, Ledger
@@ -124,41 +123,14 @@ class MasterBucket:
 
     def refresh(self, tile: int) -> None:
         """Carries a user's write to a resident parameter into the master."""
-        self.adopt(tile, self.bucket.params[tile].detach().reshape(-1))
-
-    def adopt(self, tile: int, values: torch.Tensor, offset: int = 0) -> None:
-        """Takes new compute values of one parameter into the master, where they are new.
-
-        An element whose compute value is what the master rounds to keeps its more precise master value.
-
-        Args:
-            tile: Index of the parameter.
-            values: 1-D, elements ``[offset, offset + len)`` of the flattened parameter, in the compute dtype; what this
-                rank does not own is passed over.
-            offset: See ``values``.
-        """
         if self.out is None:
             return
-        part = part_of(self.layout, tile, self.rank)
-        if part is None:
-            return
-        first, last = max(part.tile_start, offset), min(part.tile_stop, offset + values.numel())
-        if first >= last:
-            return
-        start = part.slice_start + first - part.tile_start
-        mine = self.flat[start : start + last - first]
-        new = values[first - offset : last - offset].to(mine.device)
-        mine.copy_(torch.where(new == mine.to(new.dtype), mine, new.to(mine.dtype)))
-
-    def part(self, tile: int) -> Part | None:
-        """What this rank owns of the master of one parameter, or None."""
-        return part_of(self.layout, tile, self.rank)
-
-    def whole_tile(self, tile: int) -> torch.Tensor:
-        """The master of one parameter in its shape, as a view; only where masters are not cut over ranks."""
-        assert self.layout.world_size == 1
-        start, shape = self.layout.starts[tile], self.layout.tiles[tile]
-        return self.flat[start : start + shape.numel].view(shape.shape)
+        lower, _ = self.layout.slice_bounds(self.rank)
+        values = self.bucket.params[tile].detach().reshape(-1)
+        for fragment in self.fragments:
+            if fragment.tile == tile:
+                part = values[fragment.tile_start : fragment.tile_start + fragment.numel]
+                self.flat[fragment.slice_start : fragment.slice_start + fragment.numel].copy_(part)
 
     def refresh_all(self) -> None:
         """Reads the whole master again from the compute parameters."""
