@@ -1,0 +1,154 @@
+"""What this rank writes: the stretches of every bucket that fall to it, and the small states of the optimizer.
+
+Sharded states are written by their owner. Replicated ones are divided alike: rank *r* writes the *r*-th slice of each
+bucket, whatever the placement, so that every byte is written once and all ranks write equally much.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from deepspeed.checkpoint.format import COMPUTE, MASTER, optimizer_kind
+from deepspeed.checkpoint.writer import Stretch
+from deepspeed.errors import CheckpointError
+from deepspeed.zero.bucket import Bucket
+from deepspeed.zero.masters import MasterBucket, MasterRun
+from deepspeed.zero.runtime import ZeroRuntime
+
+_COMPARED_NUMEL = 1 << 20
+
+
+@dataclass
+class Collected:
+    """This rank's part of a checkpoint, as views of live tensors.
+
+    Attributes:
+        stretches: By kind, in bucket order.
+        scalars: For each set of parameter names the optimizer states that are no per-element tensors.
+        left_out: Parameters that are not saved.
+        frozen: Parameters without gradient.
+    """
+
+    stretches: dict[str, list[Stretch]] = field(default_factory=lambda: defaultdict(list))
+    scalars: list[tuple[tuple[str, ...], dict[str, Any]]] = field(default_factory=list)
+    left_out: set[str] = field(default_factory=set)
+    frozen: set[str] = field(default_factory=set)
+
+
+def collect(
+    runtime: ZeroRuntime, optimizer: torch.optim.Optimizer | None, *, rank: int, exclude_frozen: bool
+) -> Collected:
+    """Gathers references; copies nothing.
+
+    Args:
+        runtime: The sharded model.
+        optimizer: The torch optimizer over runs, or None.
+        rank: This rank among those that share the buckets.
+        exclude_frozen: Leave out parameters that have no gradient and no master.
+    """
+    found = Collected()
+    masters = {master.bucket.index: master for master in runtime.masters}
+    for bucket in runtime.buckets:
+        names = [tile.name for tile in bucket.layout.tiles]
+        frozen = [not parameter.requires_grad for parameter in bucket.params]
+        found.frozen.update(name for name, is_frozen in zip(names, frozen, strict=True) if is_frozen)
+        master = masters.get(bucket.index)
+        if master is not None:
+            _collect_master(found, bucket, master, rank)
+            if optimizer is not None:
+                for run in master.runs:
+                    _collect_state(found, bucket, master, run, optimizer.state.get(run.param) or {}, rank)
+        else:
+            kept = [not (exclude_frozen and is_frozen) for is_frozen in frozen]
+            found.left_out.update(name for name, keep in zip(names, kept, strict=True) if not keep)
+            _collect_compute(found, bucket, kept, rank)
+    found.stretches = {kind: list(_joined(parts)) for kind, parts in found.stretches.items()}
+    return found
+
+
+def _collect_master(found: Collected, bucket: Bucket, master: MasterBucket, rank: int) -> None:
+    lower, upper = bucket.layout.slice_bounds(rank)
+    base, _ = master.layout.slice_bounds(master.rank)
+    flat = master.flat[lower - base : upper - base]
+    if lower == upper:
+        return
+    found.stretches[MASTER].append(Stretch(bucket.index, lower, upper, (flat,)))
+    if master.out is not None:
+        out = master.out[lower - base : upper - base]
+        if not _is_rounded(out, flat):
+            found.stretches[COMPUTE].append(Stretch(bucket.index, lower, upper, (out,)))
+
+
+def _is_rounded(out: torch.Tensor, flat: torch.Tensor) -> bool:
+    """Whether ``out`` holds the bits of ``flat`` in its own dtype, so that writing it would be waste."""
+    for start in range(0, flat.numel(), _COMPARED_NUMEL):
+        part = flat[start : start + _COMPARED_NUMEL].to(out.dtype)
+        if not torch.equal(part.view(torch.uint8), out[start : start + _COMPARED_NUMEL].view(torch.uint8)):
+            return False
+    return True
+
+
+def _collect_compute(found: Collected, bucket: Bucket, kept: list[bool], rank: int) -> None:
+    lower, upper = bucket.layout.slice_bounds(rank)
+    values = bucket.shard if bucket.is_sharded else bucket.full.tensor[lower:upper]
+    if all(kept):
+        intervals = [(lower, upper)] if upper > lower else []
+    else:
+        spans = zip(bucket.layout.tiles, bucket.layout.starts, kept, strict=True)
+        wanted = [(max(start, lower), min(start + tile.numel, upper)) for tile, start, keep in spans if keep]
+        intervals = [(first, last) for first, last in wanted if first < last]
+    for first, last in intervals:
+        found.stretches[COMPUTE].append(Stretch(bucket.index, first, last, (values[first - lower : last - lower],)))
+
+
+def _collect_state(
+    found: Collected, bucket: Bucket, master: MasterBucket, run: MasterRun, state: dict[str, Any], rank: int
+) -> None:
+    """The optimizer state of one run: what falls to this rank of per-element tensors, and everything else by name."""
+    if not state:
+        return
+    lower, upper = bucket.layout.slice_bounds(rank)
+    base, _ = master.layout.slice_bounds(master.rank)
+    start = base + run.span.start
+    names = tuple(master.layout.tiles[tile].name for tile, _, _ in master.tile_spans(run.span))
+    scalars: dict[str, Any] = {}
+    for key, value in state.items():
+        if is_per_element(value, run.param):
+            flat = value.detach().reshape(-1)
+            first, last = max(start, lower), min(start + flat.numel(), upper)
+            if first < last:
+                part = flat[first - start : last - start]
+                found.stretches[optimizer_kind(key)].append(Stretch(bucket.index, first, last, (part,)))
+        elif isinstance(value, torch.Tensor) and value.numel() > 1 and len(names) > 1:
+            raise CheckpointError(
+                f"the optimizer keeps a state {key!r} of shape {tuple(value.shape)} for {len(names)} parameters "
+                f"together ({names[0]!r} ...), which belongs to none of them and cannot be saved; use an elementwise "
+                "optimizer, or ZeRO stage 0"
+            )
+        else:
+            scalars[key] = value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+    found.scalars.append((names, scalars))
+
+
+def is_per_element(value: Any, param: torch.Tensor) -> bool:
+    """Whether an optimizer's state ``value`` has one entry per element of the run ``param``."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == param.shape
+
+
+def _joined(stretches: Iterable[Stretch]) -> Iterable[Stretch]:
+    """Neighbours of one bucket and dtype as one."""
+    last: Stretch | None = None
+    for part in stretches:
+        if last is not None and (last.bucket, last.stop, last.dtype) == (part.bucket, part.start, part.dtype):
+            last = Stretch(last.bucket, last.start, part.stop, (*last.values, *part.values))
+            continue
+        if last is not None:
+            yield last
+        last = part
+    if last is not None:
+        yield last

@@ -1,0 +1,184 @@
+"""How a save becomes visible: all at once, by a rename, after everything in it is on the disk.
+
+A save is written into ``.saving-<random>/`` beside the tags. Its lock is held by the writing process, so that a later
+save recognises what a killed one left and removes it. A tag that exists already is first renamed to
+``.replaced-<tag>``, where readers still find it (:func:`deepspeed.checkpoint.directory.find`), and removed only after
+the new one is in place. ``latest`` moves last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import time
+from pathlib import Path
+
+from deepspeed.checkpoint import disk
+from deepspeed.checkpoint.directory import (
+    LATEST,
+    REPLACED,
+    SAVING,
+    Format,
+    format_of,
+    is_checkpoint_file,
+    replaced_folder,
+    tag_of_replaced,
+    tags,
+)
+from deepspeed.checkpoint.format import MANIFEST, Manifest
+from deepspeed.errors import CheckpointError
+from deepspeed.logging import logger
+
+_LOCK = ".lock"
+_LOCKLESS_AGE = 24 * 3600.0  # seconds after which a left-over without a working lock is removed
+
+
+class SaveFolder:
+    """The folder of one save until it is committed. One process owns it; others may write files into it.
+
+    Args:
+        root: The folder of checkpoints.
+        tag: Name of the checkpoint.
+        token: Makes the name of the folder unique; the same for all processes that write into it.
+
+    Attributes:
+        folder: Where the files go.
+    """
+
+    def __init__(self, root: Path, tag: str, token: str) -> None:
+        self._root = root
+        self._tag = tag
+        self.folder = root / f"{SAVING}{token}"
+        self._lock = disk.FolderLock(Path(f"{self.folder}{_LOCK}"))
+
+    def create(self) -> None:
+        """Makes the folder, after removing what killed saves left."""
+        disk.make_folder(self._root)
+        clean(self._root)
+        self._lock.take()
+        disk.make_folder(self.folder)
+
+    def write_manifest(self, manifest: Manifest) -> None:
+        """The last file: it makes the folder a checkpoint."""
+        with disk.new_file(self.folder / MANIFEST) as descriptor:
+            disk.write_all(descriptor, memoryview(manifest.encode()))
+        disk.sync_folder(self.folder)
+
+    def commit(self) -> Path:
+        """Gives the folder its name.
+
+        Returns:
+            The tag folder.
+        """
+        final, replaced = self._root / self._tag, replaced_folder(self._root, self._tag)
+        disk.make_folder(final.parent)
+        stands_aside = final.exists()
+        if stands_aside:
+            disk.remove_folder(replaced)
+            disk.rename(final, replaced)
+        try:
+            disk.rename(self.folder, final)
+        except BaseException:
+            if stands_aside and not final.exists():
+                os.rename(replaced, final)
+            raise
+        if replaced.exists():
+            _keep_foreign_files(replaced, final)
+            disk.remove_folder(replaced)
+        self._drop_lock()
+        return final
+
+    def abandon(self) -> None:
+        """Removes whatever was written."""
+        with contextlib.suppress(OSError):
+            disk.remove_folder(self.folder)
+        self._drop_lock()
+
+    def _drop_lock(self) -> None:
+        with contextlib.suppress(OSError):
+            os.unlink(self._lock.path)
+        self._lock.release()
+
+
+def _keep_foreign_files(old: Path, new: Path) -> None:
+    """Moves what others put into the former tag folder into the new one."""
+    for name in os.listdir(old):
+        if not is_checkpoint_file(name) and not (new / name).exists():
+            os.rename(old / name, new / name)
+
+
+def clean(root: Path) -> None:
+    """Removes what killed saves left in ``root``, and completes a replacement that was cut short."""
+    names = os.listdir(root)
+    in_use = False
+    for name in names:
+        path = root / name
+        if name.startswith(SAVING) and name.endswith(_LOCK):
+            in_use |= not _remove_if_abandoned(root / name.removesuffix(_LOCK), path)
+        elif name.startswith(SAVING) and path.is_dir() and not Path(f"{path}{_LOCK}").exists():
+            in_use |= not _remove_if_abandoned(path, Path(f"{path}{_LOCK}"))
+    for name in names:
+        if name.startswith(REPLACED) and not in_use and (root / name).is_dir():
+            _finish_replacement(root, root / name, tag_of_replaced(name))
+
+
+def _remove_if_abandoned(folder: Path, lock_file: Path) -> bool:
+    """Whether nobody works in ``folder``; then it is gone."""
+    lock = disk.FolderLock(lock_file)
+    try:
+        if not lock.take():
+            return False
+        if not lock.is_held and folder.exists() and time.time() - folder.stat().st_mtime < _LOCKLESS_AGE:
+            return False
+        disk.remove_folder(folder)
+        os.unlink(lock_file)
+    except FileNotFoundError:
+        return True  # another process cleans too
+    finally:
+        lock.release()
+    return True
+
+
+def _finish_replacement(root: Path, replaced: Path, tag: str) -> None:
+    final = root / tag
+    if final.exists():
+        _keep_foreign_files(replaced, final)
+        disk.remove_folder(replaced)
+    else:
+        disk.make_folder(final.parent)
+        disk.rename(replaced, final)
+        logger.warning("%s: a save was interrupted; its former content is back under this tag", final)
+
+
+def point_latest(root: Path, tag: str) -> None:
+    """Makes ``latest`` name ``tag``."""
+    disk.replace_file(root / LATEST, tag.encode())
+
+
+def prune(root: Path, keep: int, newest: str) -> list[str]:
+    """Removes the oldest checkpoints of this format.
+
+    Args:
+        root: The folder of checkpoints.
+        keep: How many stay.
+        newest: The tag that was just saved; it always stays.
+
+    Returns:
+        The tags that were removed.
+    """
+    ours = []
+    for tag in tags(root):
+        try:
+            if format_of(root / tag) is Format.OURS and Manifest.read(root / tag).facts.get("tag") == tag:
+                ours.append(tag)
+        except CheckpointError:
+            continue  # a damaged one is left for a person to look at
+    candidates = [tag for tag in ours if tag != newest]
+    removed = candidates[: max(len(candidates) - (keep - 1), 0)]
+    for tag in removed:
+        # First out of sight, so that nobody meets half a checkpoint; then for good.
+        aside = root / f"{SAVING}{secrets.token_hex(8)}"
+        disk.rename(root / tag, aside)
+        disk.remove_folder(aside)
+    return removed

@@ -1,0 +1,132 @@
+"""Everything that changes files goes through here: whole writes, fsync of files and folders, renames.
+
+A file or a rename is only as lasting as the folder entry that names it, so the folder is synced too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # not on Windows: then a left-over folder is recognised by its age alone
+    fcntl = None  # type: ignore[assignment]
+
+
+def write_all(descriptor: int, data: memoryview) -> None:
+    """Writes all of ``data`` (bytes) at the file's position."""
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[int]:
+    """A descriptor of a new file, synced to the disk when the block ends well; removed when it does not."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
+    try:
+        yield descriptor
+        os.fsync(descriptor)
+    except BaseException:
+        os.close(descriptor)
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        raise
+    os.close(descriptor)
+
+
+def replace_file(path: Path, data: bytes, *, executable: bool = False) -> None:
+    """Gives ``path`` the content ``data`` in one step: readers see the old content or the new one."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.new")
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(beside)
+    with new_file(beside) as descriptor:
+        write_all(descriptor, memoryview(data))
+        if executable:
+            os.fchmod(descriptor, os.fstat(descriptor).st_mode | 0o111)
+    try:
+        os.replace(beside, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(beside)
+        raise
+    sync_folder(path.parent)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Renames a folder and makes that last."""
+    os.rename(source, target)
+    sync_folder(target.parent)
+    if source.parent != target.parent:
+        sync_folder(source.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the entries of ``folder`` last."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_folder(folder: Path) -> None:
+    """Makes ``folder`` and what is missing above it, each entry lasting."""
+    missing = [folder]
+    while not missing[-1].parent.exists():
+        missing.append(missing[-1].parent)
+    for path in reversed(missing):
+        if not path.is_dir():
+            os.makedirs(path, exist_ok=True)
+            sync_folder(path.parent)
+
+
+def remove_folder(folder: Path) -> None:
+    """Removes ``folder`` and all in it; nothing happens if it is not there."""
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(folder)
+
+
+class FolderLock:
+    """Shows that a process works in a folder; the system lets go of it when the process ends, however it does.
+
+    Attributes:
+        path: The lock file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor: int | None = None
+
+    def take(self) -> bool:
+        """Takes the lock if nobody has it.
+
+        Returns:
+            Whether it was taken. Where the file system has no locks, it counts as free.
+        """
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
+        if fcntl is not None:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(descriptor)
+                return False
+            except OSError:  # no locks on this file system
+                os.close(descriptor)
+                return True
+        self._descriptor = descriptor
+        return True
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this object has the lock, on a file system that has locks."""
+        return self._descriptor is not None
+
+    def release(self) -> None:
+        """Lets go; does nothing without the lock."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None

@@ -1,0 +1,131 @@
+"""Copies weights and buffers from a checkpoint into a model, each rank its own slices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from deepspeed.checkpoint.format import COMPUTE, MASTER
+from deepspeed.checkpoint.plan import Fill, Match, fills
+from deepspeed.checkpoint.source import Source, Wanted
+from deepspeed.errors import CheckpointError
+from deepspeed.zero.bucket import Bucket, State
+from deepspeed.zero.layout import BucketLayout
+from deepspeed.zero.runtime import ZeroRuntime
+
+
+class WeightFiller:
+    """Fills the masters and compute parameters of one rank.
+
+    The best values go into the master (where there is one) and are rounded into the compute parameter. Where the
+    checkpoint has compute values of their own, they are laid over the rounded ones.
+
+    Args:
+        runtime: The sharded model.
+        rank: This rank among those that share the buckets.
+        source: The checkpoint.
+        matches: Which of its parameters fills which of the model's.
+        use_masters: False: masters are taken from the compute values.
+    """
+
+    def __init__(
+        self,
+        runtime: ZeroRuntime,
+        rank: int,
+        source: Source,
+        matches: Mapping[str, Match],
+        *,
+        use_masters: bool = True,
+    ) -> None:
+        self._runtime = runtime
+        self._rank = rank
+        self._source = source
+        self._matches = matches
+        self._use_masters = use_masters
+        self._masters = {master.bucket.index: master for master in runtime.masters}
+
+    def wanted(self) -> list[Wanted]:
+        """All that :meth:`fill` will read."""
+        found = []
+        for bucket in self._runtime.buckets:
+            layout, rank, _, out = self._target(bucket)
+            found += [entry.wanted for entry in fills(layout, rank, self._matches, None)]
+            found += [entry.wanted for entry in self._overlays(layout, rank, out)]
+        return found
+
+    def check_state(self) -> None:
+        """Makes sure that parameters may change now.
+
+        Raises:
+            CheckpointError: Some are gathered.
+        """
+        for bucket in self._runtime.buckets:
+            if bucket.is_sharded and bucket.state is not State.SHARDED:
+                raise CheckpointError(
+                    f"the parameters {bucket.label} are gathered just now (GatheredParameters); load outside of it"
+                )
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Copies. Other ranks' slices are not touched; :meth:`publish` brings them."""
+        for bucket in self._runtime.buckets:
+            layout, rank, values, out = self._target(bucket)
+            for entry in fills(layout, rank, self._matches, None):
+                self._source.read(entry.wanted, values[entry.start : entry.stop])
+            master = self._masters.get(bucket.index)
+            if master is not None:
+                master.publish()
+            if out is not None:
+                for entry in self._overlays(layout, rank, out):
+                    self._source.read(entry.wanted, out[entry.start : entry.stop])
+            if master is not None and not self._use_masters:
+                master.refresh_all()
+
+    def _target(self, bucket: Bucket) -> tuple[BucketLayout, int, torch.Tensor, torch.Tensor | None]:
+        """``(layout, rank in it, what takes the best values, what takes compute values)``; the last may be None."""
+        master = self._masters.get(bucket.index)
+        if master is not None:
+            return master.layout, master.rank, master.flat, master.out
+        lower, upper = bucket.layout.slice_bounds(self._rank)
+        values = bucket.shard if bucket.is_sharded else bucket.full.tensor[lower:upper]
+        return bucket.layout, self._rank, values, values
+
+    def _overlays(self, layout: BucketLayout, rank: int, out: torch.Tensor | None) -> list[Fill]:
+        """Compute values that differ from the rounded master, where they fit the model's dtype."""
+        if out is None:
+            return []
+        found = []
+        for fragment in layout.fragments(rank):
+            entry = self._matches.get(layout.tiles[fragment.tile].name)
+            if entry is None or entry.weights != MASTER or entry.saved.compute_dtype != out.dtype:
+                continue
+            start = fragment.tile_start
+            whole = Wanted(COMPUTE, entry.saved.name, start, start + fragment.numel)
+            for first, last in self._source.covered(whole):
+                position = fragment.slice_start + first - start
+                wanted = Wanted(COMPUTE, entry.saved.name, first, last)
+                found.append(Fill(position, position + last - first, wanted))
+        return found
+
+
+def publish(runtime: ZeroRuntime) -> None:
+    """Brings every rank's changed slices to where parameters stay whole. Every rank must call it."""
+    for bucket in runtime.buckets:
+        work = bucket.start_publish()
+        if work is not None:
+            work.wait()
+        bucket.remember_values()
+
+
+@torch.no_grad()
+def load_buffers(source: Source, names: Mapping[str, str], buffers: Mapping[str, torch.Tensor]) -> None:
+    """Copies buffers in place.
+
+    Args:
+        source: The checkpoint.
+        names: The checkpoint's name of each of the model's buffers.
+        buffers: The model's, by name.
+    """
+    for name, saved in names.items():
+        buffers[name].copy_(source.read_buffer(saved))

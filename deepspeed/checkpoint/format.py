@@ -1,0 +1,438 @@
+"""The files of a checkpoint and its manifest. Pure: no process group, no device, nothing executed.
+
+A tag folder holds
+
+- safetensors files, one per rank and *kind*, whose tensors are flat 1-D stretches of the model's buckets
+  (:mod:`deepspeed.zero.layout`). A **piece** is such a stretch: elements ``[start, stop)`` of the flat buffer of one
+  bucket. Nothing in a piece depends on how many ranks wrote it, so any number of ranks can read it.
+- small torch files with counters, schedules and the caller's own state, readable by torch's restricted loader.
+- ``manifest.json``, written last: the layout (every parameter's name, shape and place, once), every file with its size
+  and a CRC-32 for each 4 MiB, every piece, and a digest of all that. A folder without it is not a checkpoint.
+
+Kinds: ``master`` (the values the optimizer updates), ``compute`` (the values the model computes with, where there is no
+master, or where they are not just the master rounded), ``optimizer.<state>`` for each per-element optimizer state,
+``buffers``, ``torch``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepspeed.errors import CheckpointError
+from deepspeed.zero.layout import BucketLayout, Tile
+
+FORMAT = "deepspeed-checkpoint"
+VERSION = 1
+MANIFEST = "manifest.json"
+
+CHUNK_BYTES = 4 << 20
+"""Bytes of a file that share one CRC-32: what a reader must read to verify one element."""
+
+MASTER = "master"
+COMPUTE = "compute"
+BUFFERS = "buffers"
+TORCH = "torch"
+_OPTIMIZER = "optimizer."
+
+_LARGEST_MANIFEST = 1 << 30
+_LARGEST_NUMEL = 1 << 48
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}")
+
+# safetensors' names of dtypes, which the pieces use too.
+_DTYPE_CODES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_CODE_OF = {dtype: code for code, dtype in _DTYPE_CODES.items()}
+
+
+def dtype_code(dtype: torch.dtype) -> str:
+    """The name of ``dtype`` in files.
+
+    Raises:
+        CheckpointError: safetensors cannot hold it.
+    """
+    if dtype not in _CODE_OF:
+        raise CheckpointError(
+            f"a tensor of dtype {dtype} cannot be saved; convert it to one of {', '.join(_DTYPE_CODES)}"
+        )
+    return _CODE_OF[dtype]
+
+
+def dtype_of(code: str) -> torch.dtype:
+    """The dtype that a file names ``code``."""
+    if code not in _DTYPE_CODES:
+        raise CheckpointError(f"unknown dtype {code!r} in a checkpoint; known are {', '.join(_DTYPE_CODES)}")
+    return _DTYPE_CODES[code]
+
+
+def optimizer_kind(state: str) -> str:
+    """The kind of the per-element optimizer state ``state``, such as ``exp_avg``."""
+    return _OPTIMIZER + state
+
+
+def state_of_kind(kind: str) -> str | None:
+    """The optimizer state that ``kind`` holds, or None for other kinds."""
+    return kind.removeprefix(_OPTIMIZER) if kind.startswith(_OPTIMIZER) else None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements ``[start, stop)`` of the flat buffer of bucket ``bucket``.
+
+    Attributes:
+        bucket: Index in the manifest's layout.
+        start: First element.
+        stop: One past the last.
+        dtype: Of the elements.
+        offset: First byte in the file.
+    """
+
+    bucket: int
+    start: int
+    stop: int
+    dtype: torch.dtype
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in the file."""
+        return (self.stop - self.start) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class NamedTensor:
+    """A tensor that is stored whole, under its own name (a buffer of the model).
+
+    Attributes:
+        name: Qualified name.
+        shape: Its shape.
+        dtype: Of the elements.
+        offset: First byte in the file.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in the file."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    """One file of a tag folder.
+
+    Attributes:
+        name: File name, without folders.
+        kind: What it holds; see the module.
+        size: Bytes.
+        checksums: CRC-32 of each :data:`CHUNK_BYTES` of the file.
+        pieces: Stretches of buckets in it.
+        tensors: Whole tensors in it.
+    """
+
+    name: str
+    kind: str
+    size: int
+    checksums: tuple[int, ...]
+    pieces: tuple[Piece, ...] = ()
+    tensors: tuple[NamedTensor, ...] = ()
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint is made of.
+
+    Attributes:
+        buckets: The layout that wrote it.
+        files: All files but the manifest itself.
+        facts: Numbers and names for people and for checks: ``tag``, ``written_by``, ``global_steps``, ``zero_stage``,
+            ``world_size``, ``precision``, ``optimizer``, ...
+        aliases: Further names of tied parameters and buffers, to the name they are stored under.
+        left_out: Parameters of the layout that were not saved (frozen ones, on request).
+        frozen: Parameters that had no gradient when saved.
+        by_name: Name to ``(bucket, tile)``.
+    """
+
+    buckets: tuple[BucketLayout, ...]
+    files: tuple[SavedFile, ...]
+    facts: Mapping[str, Any]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    left_out: frozenset[str] = frozenset()
+    frozen: frozenset[str] = frozenset()
+    by_name: Mapping[str, tuple[int, int]] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        table = {
+            tile.name: (bucket.index, number) for bucket in self.buckets for number, tile in enumerate(bucket.tiles)
+        }
+        object.__setattr__(self, "by_name", table)
+
+    def tile(self, name: str) -> Tile:
+        """The tile of parameter ``name``."""
+        bucket, number = self.by_name[name]
+        return self.buckets[bucket].tiles[number]
+
+    def start(self, name: str) -> int:
+        """Where parameter ``name`` begins in its bucket."""
+        bucket, number = self.by_name[name]
+        return self.buckets[bucket].starts[number]
+
+    def file(self, name: str) -> SavedFile | None:
+        """The file called ``name``."""
+        return next((entry for entry in self.files if entry.name == name), None)
+
+    # -- to and from JSON --------------------------------------------------------------------------------------------
+
+    def encode(self) -> bytes:
+        """The bytes of ``manifest.json``."""
+        body = {
+            "format": FORMAT,
+            "version": VERSION,
+            "facts": dict(self.facts),
+            "aliases": dict(self.aliases),
+            "left_out": sorted(self.left_out),
+            "frozen": sorted(self.frozen),
+            "buckets": [_encode_bucket(bucket) for bucket in self.buckets],
+            "files": [_encode_file(entry) for entry in self.files],
+        }
+        text = _canonical(body)
+        return f'{{"digest":"{_digest(text)}","manifest":{text}}}\n'.encode()
+
+    @classmethod
+    def decode(cls, data: bytes, where: str | os.PathLike[str]) -> Manifest:
+        """Reads ``manifest.json``; everything in it is checked, nothing is trusted.
+
+        Args:
+            data: The bytes of the file.
+            where: Its path, for messages.
+
+        Raises:
+            CheckpointError: It is damaged, of a later version, or describes something impossible.
+        """
+        return _decode(data, _Checker(str(where)))
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """Reads the manifest of a tag folder."""
+        path = folder / MANIFEST
+        try:
+            if path.stat().st_size > _LARGEST_MANIFEST:
+                raise CheckpointError(f"{path}: larger than any manifest can be; the checkpoint is damaged")
+            data = path.read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read ({error.strerror}); the checkpoint is damaged") from error
+        return cls.decode(data, path)
+
+
+def _canonical(body: Any) -> str:
+    return json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _encode_bucket(bucket: BucketLayout) -> dict[str, Any]:
+    return {
+        "dtype": bucket.dtype,
+        "trainable": bucket.trainable,
+        "numel": bucket.numel,
+        "world_size": bucket.world_size,
+        "tiles": [
+            [tile.name, list(tile.shape), start, tile.param_group]
+            for tile, start in zip(bucket.tiles, bucket.starts, strict=True)
+        ],
+    }
+
+
+def _encode_file(entry: SavedFile) -> dict[str, Any]:
+    return {
+        "name": entry.name,
+        "kind": entry.kind,
+        "size": entry.size,
+        "crc32": list(entry.checksums),
+        "pieces": [[p.bucket, p.start, p.stop, dtype_code(p.dtype), p.offset] for p in entry.pieces],
+        "tensors": [[t.name, list(t.shape), dtype_code(t.dtype), t.offset] for t in entry.tensors],
+    }
+
+
+class _Checker:
+    """Takes values out of untrusted JSON and says what is wrong with them."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def fail(self, what: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.where}: {what}. The checkpoint is damaged or was altered; use another tag, or copy it again from "
+            "where it was written"
+        )
+
+    def get(self, container: Any, key: str, kind: type | tuple[type, ...]) -> Any:
+        if not isinstance(container, dict) or key not in container:
+            raise self.fail(f"{key!r} is missing")
+        value = container[key]
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
+            raise self.fail(f"{key!r} is a {type(value).__name__}")
+        return value
+
+    def number(self, value: Any, what: str, low: int = 0, high: int = _LARGEST_NUMEL) -> int:
+        if type(value) is not int or not low <= value <= high:
+            raise self.fail(f"{what} is {value!r}, expected an integer from {low} to {high}")
+        return value
+
+    def row(self, value: Any, length: int, what: str) -> list[Any]:
+        if not isinstance(value, list) or len(value) != length:
+            raise self.fail(f"{what} does not have {length} entries")
+        return value
+
+    def text(self, value: Any, what: str) -> str:
+        if not isinstance(value, str) or not value or "\0" in value:
+            raise self.fail(f"{what} is {value!r}, expected a name")
+        return value
+
+    def shape(self, value: Any, what: str) -> tuple[int, ...]:
+        if not isinstance(value, list) or len(value) > 64:
+            raise self.fail(f"the shape of {what} is {value!r}")
+        shape = tuple(self.number(extent, f"an extent of {what}") for extent in value)
+        self.number(prod(shape), f"the size of {what}")
+        return shape
+
+
+def _decode(data: bytes, check: _Checker) -> Manifest:
+    try:
+        outer = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise check.fail(f"not readable as JSON ({error})") from None
+    body = check.get(outer, "manifest", dict)
+    if body.get("format") != FORMAT:
+        raise check.fail(f"'format' is {body.get('format')!r}, expected {FORMAT!r}")
+    version = check.number(body.get("version"), "'version'", 1)
+    if version > VERSION:
+        raise CheckpointError(
+            f"{check.where}: written in format version {version}, this release reads up to {VERSION}; upgrade deepspeed"
+        )
+    try:
+        intact = _digest(_canonical(body)) == outer.get("digest")
+    except (ValueError, RecursionError):
+        intact = False
+    if not intact:
+        raise check.fail("its digest does not match its content")
+    buckets = tuple(_decode_bucket(index, entry, check) for index, entry in enumerate(check.get(body, "buckets", list)))
+    names = [tile.name for bucket in buckets for tile in bucket.tiles]
+    if len(set(names)) != len(names):
+        raise check.fail("a parameter occurs twice in the layout")
+    files = tuple(_decode_file(entry, buckets, check) for entry in check.get(body, "files", list))
+    if len({entry.name for entry in files}) != len(files):
+        raise check.fail("a file occurs twice")
+    return Manifest(
+        buckets=buckets,
+        files=files,
+        facts=check.get(body, "facts", dict),
+        aliases={
+            check.text(alias, "an alias"): check.text(name, "the name of an alias")
+            for alias, name in check.get(body, "aliases", dict).items()
+        },
+        left_out=frozenset(_names(body, "left_out", check)),
+        frozen=frozenset(_names(body, "frozen", check)),
+    )
+
+
+def _names(body: dict[str, Any], key: str, check: _Checker) -> Iterable[str]:
+    return (check.text(name, f"an entry of {key!r}") for name in check.get(body, key, list))
+
+
+def _decode_bucket(index: int, entry: Any, check: _Checker) -> BucketLayout:
+    numel = check.number(check.get(entry, "numel", int), "the size of a bucket")
+    tiles, starts, end = [], [], 0
+    for row in check.get(entry, "tiles", list):
+        name, shape, start, group = check.row(row, 4, "a parameter")
+        tile = Tile(
+            check.text(name, "the name of a parameter"),
+            check.shape(shape, f"parameter {name!r}"),
+            check.number(group, "a param group", -1),
+        )
+        if check.number(start, f"the place of {name!r}", 0, numel) < end or start + tile.numel > numel:
+            raise check.fail(f"parameter {name!r} lies outside its bucket or over its neighbour")
+        end = start + tile.numel
+        tiles.append(tile)
+        starts.append(start)
+    world_size = check.number(check.get(entry, "world_size", int), "the number of ranks", 1, 1 << 32)
+    return BucketLayout(
+        index=index,
+        tiles=tuple(tiles),
+        starts=tuple(starts),
+        dtype=check.text(check.get(entry, "dtype", str), "a dtype"),
+        trainable=check.get(entry, "trainable", bool),
+        world_size=world_size,
+        numel=numel,
+    )
+
+
+def _decode_file(entry: Any, buckets: Sequence[BucketLayout], check: _Checker) -> SavedFile:
+    name = check.text(check.get(entry, "name", str), "the name of a file")
+    if not _PLAIN_NAME.fullmatch(name) or name == MANIFEST:
+        raise check.fail(f"{name!r} is not the name of a file of a checkpoint")
+    size = check.number(check.get(entry, "size", int), f"the size of {name!r}", 0, 1 << 56)
+    checksums = check.get(entry, "crc32", list)
+    if len(checksums) != -(-size // CHUNK_BYTES):
+        raise check.fail(f"{name!r} has {len(checksums)} checksums for {size} bytes")
+    pieces = []
+    for row in check.get(entry, "pieces", list):
+        bucket, start, stop, code, offset = check.row(row, 5, f"a piece of {name!r}")
+        bucket = check.number(bucket, f"a bucket in {name!r}", 0, len(buckets) - 1)
+        numel = buckets[bucket].numel
+        stop = check.number(stop, f"the end of a piece of {name!r}", 1, numel)
+        start = check.number(start, f"the start of a piece of {name!r}", 0, stop - 1)
+        pieces.append(Piece(bucket, start, stop, dtype_of(code), check.number(offset, f"an offset in {name!r}", 8)))
+    tensors = []
+    for row in check.get(entry, "tensors", list):
+        tensor, shape, code, offset = check.row(row, 4, f"a tensor of {name!r}")
+        tensors.append(
+            NamedTensor(
+                check.text(tensor, f"a tensor of {name!r}"),
+                check.shape(shape, f"tensor {tensor!r}"),
+                dtype_of(code),
+                check.number(offset, f"an offset in {name!r}", 8),
+            )
+        )
+    ends = [piece.offset + piece.nbytes for piece in pieces] + [held.offset + held.nbytes for held in tensors]
+    if max(ends, default=0) > size:
+        raise check.fail(f"{name!r} is too short for what it should hold")
+    return SavedFile(
+        name=name,
+        kind=check.text(check.get(entry, "kind", str), "a kind"),
+        size=size,
+        checksums=tuple(check.number(value, "a checksum", 0, 0xFFFFFFFF) for value in checksums),
+        pieces=tuple(pieces),
+        tensors=tuple(tensors),
+    )

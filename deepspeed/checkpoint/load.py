@@ -1,0 +1,248 @@
+"""Loading: find, match, check, agree; only then change anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from logging import WARNING
+from pathlib import Path
+from typing import Any, TypeVar
+
+from deepspeed.checkpoint.directory import Format, Found, find, what_exists
+from deepspeed.checkpoint.exchange import Exchange
+from deepspeed.checkpoint.fill import WeightFiller, load_buffers, publish
+from deepspeed.checkpoint.native import read_training_state
+from deepspeed.checkpoint.optimizer_state import OptimizerFiller
+from deepspeed.checkpoint.plan import Mismatch, match
+from deepspeed.checkpoint.random_state import restore_random_state
+from deepspeed.checkpoint.reader import CheckpointReader
+from deepspeed.checkpoint.source import Source, TrainingState
+from deepspeed.checkpoint.states import ENGINE_KEYS
+from deepspeed.checkpoint.subject import COUNTERS, Subject
+from deepspeed.errors import CheckpointError
+from deepspeed.logging import log_dist
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """What one call of ``load_checkpoint`` asks for.
+
+    Attributes:
+        root: Folder of checkpoints.
+        tag: Name of one; None for the newest.
+        strict: Differences between model and checkpoint are an error.
+        optimizer_states: Restore the optimizer.
+        lr_scheduler_states: Restore the schedule.
+        module_only: Restore the model's weights and buffers and nothing else.
+        custom_load_fn: Called with ``(state_dict, module)`` instead of copying weights by name.
+        must_exist: A folder without any checkpoint is an error.
+        trust_objects: Unpickle what the restricted loader would not restore.
+    """
+
+    root: Path
+    tag: str | None
+    strict: bool = True
+    optimizer_states: bool = True
+    lr_scheduler_states: bool = True
+    module_only: bool = False
+    custom_load_fn: Callable[..., Any] | None = None
+    must_exist: bool = False
+    trust_objects: bool = False
+
+
+@dataclass
+class Loaded:
+    """What was loaded.
+
+    Attributes:
+        folder: The tag folder.
+        client_state: The caller's own state and what else the ecosystem expects.
+        counters: What the engine must take over; empty if nothing but weights was asked for.
+        world_size: Ranks that saved.
+    """
+
+    folder: Path
+    client_state: dict[str, Any]
+    counters: dict[str, int]
+    world_size: int
+
+
+@dataclass
+class _Prepared:
+    """A checkpoint that fits and is whole, and what will be copied out of it."""
+
+    source: Source
+    state: TrainingState
+    weights: WeightFiller
+    optimizer: OptimizerFiller | None
+    buffers: dict[str, str]
+    notes: list[str] = field(default_factory=list)
+
+
+def load(subject: Subject, options: LoadOptions, exchange: Exchange) -> Loaded | None:
+    """Loads a checkpoint into a training run. Every rank must call it.
+
+    Nothing is changed unless every rank has found all it needs, undamaged.
+
+    Returns:
+        None if the folder holds no checkpoint at all (and need not).
+
+    Raises:
+        CheckpointError: The same on all ranks.
+    """
+    doing = f"load_checkpoint({options.root}{'' if options.tag is None else f', tag={options.tag!r}'})"
+    found = _find(subject, options, exchange, doing)
+    if found is None:
+        return None
+    with ExitStack() as stack:
+        prepared = _on_all(exchange, doing, lambda: _prepare(subject, options, found, exchange.rank, stack))
+        for note in prepared.notes:
+            log_dist(f"{doing}: {note}", level=WARNING)
+        if prepared.optimizer is not None:
+            prepared.optimizer.cut_runs()
+        try:
+            loaded = _on_all(exchange, doing, lambda: _apply(subject, options, found, prepared))
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error}\nThe model is now partly loaded: load a checkpoint again, or build the engine anew"
+            ) from error
+        publish(subject.runtime)
+    return loaded
+
+
+def _on_all(exchange: Exchange, doing: str, action: Callable[[], T]) -> T:
+    """This rank's result of ``action``, once it has succeeded on all ranks."""
+    results: list[T] = []
+    exchange.together(doing, lambda: results.append(action()))
+    return results[0]
+
+
+def _find(subject: Subject, options: LoadOptions, exchange: Exchange, doing: str) -> Found | None:
+    """The same checkpoint on all ranks."""
+
+    def look() -> Found | None:
+        universal = subject.settings.load_universal and options.tag is None
+        found = find(options.root, options.tag, prefer_universal=universal)
+        if found is None and options.must_exist:
+            raise CheckpointError(f"must_exist=True, but {what_exists(options.root)}")
+        return found
+
+    all_found = exchange.together(doing, look)
+    seen = {None if found is None else (found.tag, found.format) for found in all_found}
+    if len(seen) > 1:
+        rows = [f"  rank {r}: {'nothing' if f is None else f.folder}" for r, f in enumerate(all_found)]
+        raise CheckpointError(
+            f"{doing}: ranks see different checkpoints; the folder must be the same for all of them (shared by all "
+            "nodes, or complete on each):\n" + "\n".join(rows[:40])
+        )
+    if all_found[0] is None:
+        log_dist(
+            f"{doing}: NO CHECKPOINT WAS LOADED, because {what_exists(options.root)}; training starts afresh",
+            level=WARNING,
+        )
+    return all_found[exchange.rank]
+
+
+def _open(
+    found: Found, subject: Subject, options: LoadOptions, rank: int, stack: ExitStack
+) -> tuple[Source, TrainingState]:
+    if found.format is not Format.OURS:
+        raise CheckpointError(f"{found.folder}: checkpoints of the format '{found.format.value}' cannot be read yet")
+    reader = stack.enter_context(CheckpointReader(found.folder, verify=subject.settings.verify_checksums))
+    return reader, read_training_state(reader, rank, trust=options.trust_objects)
+
+
+def _prepare(subject: Subject, options: LoadOptions, found: Found, rank: int, stack: ExitStack) -> _Prepared:
+    """Everything that can go wrong, before anything is changed."""
+    source, state = _open(found, subject, options, rank, stack)
+    shapes = {tile.name: tile.shape for bucket in subject.runtime.layout.buckets for tile in bucket.tiles}
+    matches, buffers, difference = match(source, shapes, subject.aliases(), subject.buffers())
+    _check_fit(found, difference, strict=options.strict and options.custom_load_fn is None)
+    weights = WeightFiller(
+        subject.runtime, rank, source, matches, use_masters=subject.use_fp32_weights or subject.optimizer is None
+    )
+    weights.check_state()
+    wanted = weights.wanted()
+    optimizer = None
+    notes = []
+    if difference:
+        notes.append(f"the model and the checkpoint differ (load_module_strict=False):\n{difference.table()}")
+    if subject.optimizer is not None and options.optimizer_states and not options.module_only:
+        optimizer = OptimizerFiller(
+            subject.optimizer, subject.runtime.masters, source, state, matches, subject.group_names()
+        )
+        optimizer.check()
+        wanted += optimizer.wanted()
+        notes += optimizer.notes
+    if state.withheld:
+        notes.append(
+            f"not restored, because that would run code: {', '.join(state.withheld)}; if you trust the file, pass "
+            "allow_pickled_objects=True"
+        )
+    _check_scheduler(subject, options, state)
+    source.check(wanted)
+    return _Prepared(source, state, weights, optimizer, buffers, notes)
+
+
+def _check_fit(found: Found, difference: Mismatch, *, strict: bool) -> None:
+    if difference.shapes or (strict and difference):
+        remedy = ""
+        if not difference.shapes:
+            remedy = "\nload_module_strict=False loads what fits"
+        raise CheckpointError(
+            f"{found.folder} does not fit the model; nothing was loaded:\n{difference.table()}{remedy}"
+        )
+
+
+def _check_scheduler(subject: Subject, options: LoadOptions, state: TrainingState) -> None:
+    if not _loads_scheduler(subject, options, state):
+        return
+    cut = [name for name in state.withheld if name.startswith("lr_scheduler")]
+    if cut:
+        raise CheckpointError(
+            f"the state of the schedule holds objects that only code can restore ({', '.join(cut)}); if you trust the "
+            "file, pass allow_pickled_objects=True, else load_lr_scheduler_states=False"
+        )
+
+
+def _loads_scheduler(subject: Subject, options: LoadOptions, state: TrainingState) -> bool:
+    wanted = options.lr_scheduler_states and not options.module_only
+    return wanted and state.lr_scheduler is not None and hasattr(subject.lr_scheduler, "load_state_dict")
+
+
+def _apply(subject: Subject, options: LoadOptions, found: Found, prepared: _Prepared) -> Loaded:
+    """Copies everything on this rank. No communication."""
+    state = prepared.state
+    prepared.weights.fill()
+    load_buffers(prepared.source, prepared.buffers, subject.buffers())
+    for key, module in subject.extra_state_owners().items():
+        if key in state.extra_state:
+            module.set_extra_state(state.extra_state[key])
+    loads_scheduler = _loads_scheduler(subject, options, state)
+    if prepared.optimizer is not None:
+        prepared.optimizer.fill()
+        _restore_position(subject, state)
+    if loads_scheduler:
+        subject.lr_scheduler.load_state_dict(state.lr_scheduler)
+    client_state = {key: value for key, value in state.model_states.items() if key not in ENGINE_KEYS}
+    if options.module_only:
+        client_state = {key: value for key, value in state.model_states.items() if key != "module"}
+    if loads_scheduler or options.module_only:
+        client_state.pop("lr_scheduler", None)
+    if prepared.optimizer is not None or options.module_only:
+        client_state.pop("optimizer", None)
+    counters = {} if options.module_only else {key: int(state.counters.get(key, 0)) for key in COUNTERS}
+    return Loaded(found.folder, client_state, counters, state.world_size)
+
+
+def _restore_position(subject: Subject, state: TrainingState) -> None:
+    """RNG and data position, which belong to a rank: only where the ranks are the same."""
+    if state.rank_state is None or state.world_size != subject.dp_world_size:
+        return
+    restore_random_state(state.rank_state["random"])
+    restore = getattr(subject.dataloader, "load_state_dict", None)
+    if callable(restore) and "data" in state.rank_state:
+        restore(state.rank_state["data"])

@@ -1,0 +1,80 @@
+"""Names of the files in a tag folder. Reads nothing."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from deepspeed.checkpoint.format import BUFFERS
+
+_SAFE = re.compile(r"[A-Za-z0-9_.\-]{1,80}")
+
+TRAINING_STATE = "rank00000-training.pt"
+OBJECTS = "rank00000-objects.pt"
+
+
+def data_file(rank: int, kind: str, number: int) -> str:
+    """The safetensors file of one rank and kind; ``number`` stands in for a kind that is no file name."""
+    return f"rank{rank:05d}-{kind if _SAFE.fullmatch(kind) else f'kind{number}'}.safetensors"
+
+
+def buffers_file() -> str:
+    """The safetensors file of the model's buffers."""
+    return data_file(0, BUFFERS, 0)
+
+
+def rank_state_file(rank: int) -> str:
+    """RNG and data position of one rank."""
+    return f"rank{rank:05d}-state.pt"
+
+
+def model_states_file(stage: int, rank: int = 0) -> str:
+    """The file with counters and the caller's state, where the ecosystem looks for it."""
+    return f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if stage >= 3 else "mp_rank_00_model_states.pt"
+
+
+def optim_states_file(bf16: bool, rank: int = 0) -> str:
+    """The file in which the ecosystem looks for the ZeRO stage."""
+    return f"{'bf16_' if bf16 else ''}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+
+
+# -- finding them, as deepspeed.utils.zero_to_fp32 offers it ---------------------------------------------------------
+
+
+def get_checkpoint_files(checkpoint_dir: str | Path, glob_pattern: str) -> list[str]:
+    """Paths in a tag folder that match ``glob_pattern``, numbers in their names sorted as numbers.
+
+    Raises:
+        FileNotFoundError: There is none.
+    """
+    found = sorted((str(path) for path in Path(checkpoint_dir).glob(glob_pattern)), key=_natural)
+    if not found:
+        raise FileNotFoundError(f"no file {glob_pattern!r} in {checkpoint_dir}; pass the folder of one tag")
+    return found
+
+
+def get_optim_files(checkpoint_dir: str | Path) -> list[str]:
+    """The optimizer-states files of a tag folder, by rank."""
+    return get_checkpoint_files(checkpoint_dir, "*_optim_states.pt")
+
+
+def get_model_state_files(checkpoint_dir: str | Path) -> list[str]:
+    """The model-states files of a tag folder, by rank."""
+    return get_checkpoint_files(checkpoint_dir, "*_model_states.pt")
+
+
+def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
+    """The model-states file of rank 0.
+
+    Args:
+        checkpoint_dir: The tag folder.
+        zero_stage: The stage that saved, which decides the name.
+    """
+    path = Path(checkpoint_dir) / model_states_file(int(zero_stage))
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist; pass the folder of one tag and the stage that saved it")
+    return str(path)
+
+
+def _natural(text: str) -> list[int | str]:
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", text)]

@@ -1,0 +1,252 @@
+"""Copies optimizer states and hyperparameters from a checkpoint into runs.
+
+A run holds several parameters and has one set of scalar states (``step``). Where the checkpoint has different scalars,
+or states for some of the parameters only, the run is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from deepspeed.checkpoint.collect import is_per_element
+from deepspeed.checkpoint.plan import Fill, Match, state_fills
+from deepspeed.checkpoint.source import Source, TrainingState, Wanted
+from deepspeed.errors import CheckpointError
+from deepspeed.zero.masters import MasterBucket, MasterRun
+from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer
+
+_NOT_HYPERPARAMETERS = frozenset({"params", "param_names"})
+
+
+class OptimizerFiller:
+    """Fills the optimizer of one rank.
+
+    Args:
+        optimizer: The ZeRO optimizer.
+        masters: Of the same model.
+        source: The checkpoint.
+        state: Its small states.
+        matches: Which of its parameters fills which of the model's.
+        group_names: The model's parameter names by param group.
+    """
+
+    def __init__(
+        self,
+        optimizer: DeepSpeedZeroOptimizer,
+        masters: list[MasterBucket],
+        source: Source,
+        state: TrainingState,
+        matches: Mapping[str, Match],
+        group_names: list[list[str]],
+    ) -> None:
+        self._zero = optimizer
+        self._optimizer = optimizer.optimizer
+        self._masters = masters
+        self._source = source
+        self._state = state
+        self._matches = matches
+        self._group_names = group_names
+        self.notes: list[str] = []
+
+    def wanted(self) -> list[Wanted]:
+        """All per-element states that :meth:`fill` may read."""
+        return [
+            entry.wanted
+            for master in self._masters
+            for entries in state_fills(master.layout, master.rank, self._matches).values()
+            for entry in entries
+        ]
+
+    # -- does it fit? --------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Makes sure that the optimizer can go on from the saved states.
+
+        Raises:
+            CheckpointError: It needs states that the checkpoint does not have.
+        """
+        name, saved_name = type(self._optimizer).__name__, self._state.optimizer
+        remedy = "Use the optimizer that saved it, or pass load_optimizer_states=False to start this one afresh"
+        flat = self._zero.flat_update
+        if flat is None and saved_name not in (None, name):
+            raise CheckpointError(
+                f"{self._source.label} has states of the optimizer {saved_name}, which do not fit {name}. {remedy}"
+            )
+        fresh, surplus = [], set()
+        for number, members in enumerate(self._group_names):
+            needed: set[str] | None = None
+            if flat is not None:
+                probe: dict[str, Any] = {}
+                flat.init_flat_state(self._optimizer.param_groups[number], torch.zeros(64), probe)
+                needed = {key for key, value in probe.items() if isinstance(value, torch.Tensor) and value.dim() > 0}
+            for member in members:
+                entry = self._matches.get(member)
+                have = self._states_of(member)
+                if have is None or entry is None:
+                    fresh.append(member)
+                    continue
+                if needed is not None and not needed <= have:
+                    raise CheckpointError(
+                        f"{self._source.label} has the optimizer states {_list(have)} of {member!r} (saved by "
+                        f"{saved_name or 'an unknown optimizer'}), but {name} needs {_list(needed)}. {remedy}"
+                    )
+                if needed is not None:
+                    surplus |= have - needed
+        if surplus:
+            self.notes.append(f"{name} has no use for the saved optimizer states {_list(surplus)}; they are left out")
+        if fresh and self._state.scalars:
+            shown = ", ".join(repr(member) for member in fresh[:5]) + (" ..." if len(fresh) > 5 else "")
+            self.notes.append(f"{len(fresh)} parameters have no saved optimizer state and start afresh: {shown}")
+        self._check_regrouping()
+
+    def _states_of(self, name: str) -> set[str] | None:
+        """Names of the per-element states that the checkpoint has for a parameter; None if it never was updated."""
+        entry = self._matches.get(name)
+        if entry is None:
+            return None
+        states = set(entry.states())
+        return states if states or entry.saved.name in self._state.scalars else None
+
+    # -- copying -------------------------------------------------------------------------------------------------------
+
+    def cut_runs(self) -> None:
+        """Cuts runs where the saved states make it necessary. Every rank must call it."""
+        labels = []
+        for master in self._masters:
+            labels.append([self._label(tile.name) for tile in master.layout.tiles])
+        self._zero.cut_runs(labels)
+
+    def _label(self, name: str) -> Any:
+        states = self._states_of(name)
+        if states is None:
+            return None
+        scalars = self._scalars_of(name)
+        return sorted(states), [(key, _comparable(value)) for key, value in sorted(scalars.items())]
+
+    def _scalars_of(self, name: str) -> dict[str, Any]:
+        return self._state.scalars.get(self._matches[name].saved.name, {})
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Copies states and hyperparameters into this rank's runs."""
+        for master in self._masters:
+            entries = state_fills(master.layout, master.rank, self._matches)
+            for run in master.runs:
+                self._fill_run(master, run, entries)
+        self._fill_groups()
+        self._zero.skipped_in_a_row = self._state.skipped_in_a_row
+        self._fill_loss_scaler()
+        self._zero.count_state()
+
+    def _fill_run(self, master: MasterBucket, run: MasterRun, entries: dict[str, list[Fill]]) -> None:
+        tiles = [tile for tile, _, _ in master.tile_spans(run.span)]
+        name = master.layout.tiles[tiles[0]].name if tiles else ""
+        saved = self._states_of(name) if tiles else None
+        if saved is None:
+            self._optimizer.state.pop(run.param, None)
+            return
+        group = self._optimizer.param_groups[run.span.param_group]
+        old = self._optimizer.state.get(run.param) or {}
+        flat = self._zero.flat_update
+        state: dict[str, Any] = {}
+        if flat is not None:
+            state = old
+            flat.init_flat_state(group, run.param.data, state)
+        for key in sorted(saved):
+            if flat is not None and key not in state:
+                continue  # of no use here, as check() said
+            target = state.get(key, old.get(key))
+            if target is None or not is_per_element(target, run.param):
+                target = torch.zeros_like(run.param, dtype=self._matches[name].states()[key], requires_grad=False)
+            self._fill_state(target.view(-1), run, entries[key])
+            state[key] = target
+        for key, value in self._scalars_of(name).items():
+            state[key] = _restored(value, state.get(key), group, run.param)
+        self._optimizer.state[run.param] = state
+
+    def _fill_state(self, target: torch.Tensor, run: MasterRun, entries: list[Fill]) -> None:
+        for entry in entries:
+            if run.span.start <= entry.start < run.span.stop:
+                self._source.read(entry.wanted, target[entry.start - run.span.start : entry.stop - run.span.start])
+
+    # -- hyperparameters and scaler ------------------------------------------------------------------------------------
+
+    def _saved_group_of(self, number: int) -> tuple[dict[str, Any] | None, list[int]]:
+        """The saved group that most elements of group ``number`` come from, and the numbers of all such groups."""
+        home = {name: index for index, group in enumerate(self._state.param_groups) for name in group["params"]}
+        votes: dict[int, int] = {}
+        for member in self._group_names[number]:
+            entry = self._matches.get(member)
+            index = home.get(entry.saved.name) if entry is not None else None
+            if entry is not None and index is not None:
+                votes[index] = votes.get(index, 0) + entry.saved.numel
+        if not votes:
+            return None, []
+        return self._state.param_groups[max(votes, key=lambda index: (votes[index], -index))], sorted(votes)
+
+    def _check_regrouping(self) -> None:
+        for number in range(len(self._group_names)):
+            chosen, sources = self._saved_group_of(number)
+            if chosen is None:
+                continue
+            different = sorted(
+                {
+                    key
+                    for index in sources
+                    for key, value in self._state.param_groups[index].items()
+                    if key not in _NOT_HYPERPARAMETERS and _comparable(value) != _comparable(chosen.get(key))
+                }
+            )
+            if different:
+                self.notes.append(
+                    f"param group {number} holds parameters of the saved groups {sources}, which differ in "
+                    f"{_list(different)}; it takes the values of the one that most of its elements come from"
+                )
+
+    def _fill_groups(self) -> None:
+        """Hyperparameters, into the same group dicts: schedules may hold on to them."""
+        for number, group in enumerate(self._optimizer.param_groups):
+            saved, _ = self._saved_group_of(number)
+            for key, value in (saved or {}).items():
+                if key in _NOT_HYPERPARAMETERS:
+                    continue
+                present = group.get(key)
+                if isinstance(present, torch.Tensor) and isinstance(value, (int, float, torch.Tensor)):
+                    present.fill_(float(value))
+                elif isinstance(present, float) and isinstance(value, torch.Tensor):
+                    group[key] = value.item()
+                else:
+                    group[key] = value
+
+    def _fill_loss_scaler(self) -> None:
+        scaler, saved = self._zero.loss_scaler, self._state.loss_scaler
+        if scaler is None or saved is None or not getattr(scaler, "dynamic", False):
+            return  # without fp16 there is none; a fixed scale is the configuration's
+        if scaler.state_dict().keys() == saved.keys():
+            scaler.load_state_dict(saved)
+
+
+def _restored(value: Any, present: Any, group: Mapping[str, Any], param: torch.Tensor) -> Any:
+    """A scalar state in the form in which the optimizer keeps it."""
+    if isinstance(present, torch.Tensor):
+        number = value.to(present.device) if isinstance(value, torch.Tensor) else value
+        return present.copy_(number) if isinstance(number, torch.Tensor) else present.fill_(number)
+    if isinstance(present, (int, float)) and isinstance(value, (int, float, torch.Tensor)):
+        return type(present)(value.item() if isinstance(value, torch.Tensor) else value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    on_device = value.numel() > 1 or group.get("capturable") or group.get("fused")
+    return value.to(param.device if on_device else "cpu", copy=True)
+
+
+def _comparable(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.tolist() if value.numel() <= 64 else (tuple(value.shape), value.double().sum().item())
+    return value
+
+
+def _list(names: Any) -> str:
+    return ", ".join(sorted(names)) or "none"

@@ -1,0 +1,174 @@
+"""Which parts of a checkpoint this rank's model needs, and whether the two fit. Nothing is read and nothing changed.
+
+Matching is by parameter name: neither the order of parameters, nor their param groups, nor how either side is cut
+matters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from deepspeed.checkpoint.format import COMPUTE, MASTER, optimizer_kind, state_of_kind
+from deepspeed.checkpoint.source import SavedParameter, Source, Wanted
+from deepspeed.zero.layout import BucketLayout
+
+_SHOWN = 40
+
+
+@dataclass
+class Mismatch:
+    """How a model and a checkpoint differ.
+
+    Attributes:
+        missing: Parameters and buffers that the model has and the checkpoint has not.
+        unexpected: The other way round.
+        shapes: Name to (shape in the model, shape in the checkpoint).
+        left_out: Those of ``missing`` that were left out on purpose when saving.
+    """
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    left_out: set[str] = field(default_factory=set)
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.shapes)
+
+    def table(self) -> str:
+        """One line per difference."""
+        rows = []
+        for name, (ours, theirs) in self.shapes.items():
+            rows.append(("shape", name, f"model {tuple(ours)}, checkpoint {tuple(theirs)}"))
+        for name in self.missing:
+            reason = "saved without frozen parameters" if name in self.left_out else "not in the checkpoint"
+            rows.append(("missing", name, reason))
+        rows += [("unexpected", name, "not in the model") for name in self.unexpected]
+        more = [f"  ... and {len(rows) - _SHOWN} more"] if len(rows) > _SHOWN else []
+        width = max((len(name) for _, name, _ in rows[:_SHOWN]), default=0)
+        return "\n".join([f"  {kind:<10} {name:<{width}}  {text}" for kind, name, text in rows[:_SHOWN]] + more)
+
+
+@dataclass(frozen=True)
+class Match:
+    """A parameter of the model and the one of the checkpoint that fills it."""
+
+    name: str
+    saved: SavedParameter
+
+    @property
+    def weights(self) -> str:
+        """The kind that has the best values."""
+        return MASTER if MASTER in self.saved.kinds else COMPUTE
+
+    def states(self) -> dict[str, torch.dtype]:
+        """Dtype of each per-element optimizer state that the checkpoint has."""
+        return {state: dtype for kind, dtype in self.saved.kinds.items() if (state := state_of_kind(kind)) is not None}
+
+
+def match(
+    source: Source,
+    shapes: Mapping[str, tuple[int, ...]],
+    aliases: Mapping[str, str],
+    buffers: Mapping[str, torch.Tensor],
+) -> tuple[dict[str, Match], dict[str, str], Mismatch]:
+    """Pairs the model's tensors with the checkpoint's, by name; a tied tensor answers to each of its names.
+
+    Args:
+        source: The checkpoint.
+        shapes: Shape of each of the model's parameters.
+        aliases: Further names of the model's tied tensors.
+        buffers: The model's persistent buffers.
+
+    Returns:
+        Matches by the model's parameter name; the checkpoint's name of each buffer; the differences.
+    """
+    difference = Mismatch()
+    other_names = _other_names(aliases)
+    matches: dict[str, Match] = {}
+    used: set[str] = set()
+    for name, shape in shapes.items():
+        found = _resolve(source, [name, *other_names.get(name, ())])
+        if found is None:
+            difference.missing.append(name)
+            if name in source.left_out:
+                difference.left_out.add(name)
+            continue
+        used.add(found)
+        saved = source.parameters[found]
+        if tuple(saved.shape) != tuple(shape):
+            difference.shapes[name] = (tuple(shape), tuple(saved.shape))
+            continue
+        matches[name] = Match(name, saved)
+    buffer_names: dict[str, str] = {}
+    used_buffers: set[str] = set()
+    for name, buffer in buffers.items():
+        candidates = [name, *other_names.get(name, ())]
+        saved_name = next((c for n in candidates if (c := source.aliases.get(n, n)) in source.buffers), None)
+        if saved_name is None:
+            difference.missing.append(name)
+            continue
+        used_buffers.add(saved_name)
+        if tuple(source.buffers[saved_name].shape) != tuple(buffer.shape):
+            difference.shapes[name] = (tuple(buffer.shape), tuple(source.buffers[saved_name].shape))
+            continue
+        buffer_names[name] = saved_name
+    difference.unexpected += [name for name in source.parameters if name not in used]
+    difference.unexpected += [name for name in source.buffers if name not in used_buffers]
+    return matches, buffer_names, difference
+
+
+def _other_names(aliases: Mapping[str, str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for alias, name in aliases.items():
+        found.setdefault(name, []).append(alias)
+    return found
+
+
+def _resolve(source: Source, candidates: Iterable[str]) -> str | None:
+    for name in candidates:
+        kept = source.aliases.get(name, name)
+        if kept in source.parameters:
+            return kept
+    return None
+
+
+@dataclass(frozen=True)
+class Fill:
+    """Elements ``[start, stop)`` of a flat tensor, and what fills them."""
+
+    start: int
+    stop: int
+    wanted: Wanted
+
+
+def fills(layout: BucketLayout, rank: int, matches: Mapping[str, Match], kind: str | None) -> list[Fill]:
+    """What ``rank``'s slice of a bucket takes from a checkpoint.
+
+    Args:
+        layout: The bucket as it is shared.
+        rank: Whose slice.
+        matches: Of :func:`match`.
+        kind: What to read; None for the best values of each parameter.
+
+    Returns:
+        In order of the slice; tiles that the checkpoint does not have are left out.
+    """
+    found = []
+    for fragment in layout.fragments(rank):
+        entry = matches.get(layout.tiles[fragment.tile].name)
+        if entry is None:
+            continue
+        wanted_kind = kind or entry.weights
+        if wanted_kind in entry.saved.kinds:
+            wanted = Wanted(wanted_kind, entry.saved.name, fragment.tile_start, fragment.tile_start + fragment.numel)
+            found.append(Fill(fragment.slice_start, fragment.slice_start + fragment.numel, wanted))
+    return found
+
+
+def state_fills(layout: BucketLayout, rank: int, matches: Mapping[str, Match]) -> dict[str, list[Fill]]:
+    """For each per-element optimizer state, what ``rank``'s slice of a bucket takes from a checkpoint."""
+    states = {state for tile in layout.tiles if tile.name in matches for state in matches[tile.name].states()}
+    return {state: fills(layout, rank, matches, optimizer_kind(state)) for state in sorted(states)}

@@ -1,0 +1,183 @@
+"""Torch files without code: what may be in them, what is set apart when it may not, and how they are read.
+
+Loading goes through ``torch.load(weights_only=True)`` with the allow-list below: plain containers, numbers, tensors,
+numpy arrays, paths, times and namespaces. Whatever else a caller puts into its client state is still saved, in a file
+of its own that is only opened on request, because opening it may run code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import datetime
+import io
+import pathlib
+import pickle
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+import torch
+
+from deepspeed.errors import CheckpointError
+
+Path = tuple[Any, ...]
+"""Keys from the top of a nested dict down to an entry."""
+
+_SMALL_BYTES = 1 << 16
+
+
+def _allowed() -> list[Any]:
+    """Types and functions that the restricted loader may use beyond torch's own; a pair gives the name in files too."""
+    builtins: list[Any] = [int, float, bool, str, bytes, complex, list, tuple, dict, set, frozenset, slice, range]
+    found: list[Any] = [*((kind, f"builtins.{kind.__name__}") for kind in builtins)]
+    found += [collections.OrderedDict, collections.defaultdict, collections.Counter, collections.deque]
+    found += [datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone]
+    found += [argparse.Namespace]
+    # Python 3.13 moved the classes to pathlib._local; files of either version must open in both.
+    for flavour in ("PurePosixPath", "PureWindowsPath", "PosixPath", "WindowsPath"):
+        kind = getattr(pathlib, flavour)
+        if flavour == "WindowsPath" and not isinstance(pathlib.Path(), kind):
+            kind = pathlib.PureWindowsPath
+        if flavour == "PosixPath" and not isinstance(pathlib.Path(), kind):
+            kind = pathlib.PurePosixPath
+        found += [(kind, f"pathlib.{flavour}"), (kind, f"pathlib._local.{flavour}")]
+    array_functions = {
+        "_reconstruct": numpy.empty(0).__reduce__()[0],
+        "scalar": numpy.float64(0).__reduce__()[0],  # type: ignore[attr-defined]
+    }
+    for module in ("numpy._core.multiarray", "numpy.core.multiarray"):
+        found += [(function, f"{module}.{name}") for name, function in array_functions.items()]
+    found += [numpy.ndarray, numpy.dtype]
+    found += [kind for name in dir(numpy.dtypes) if isinstance(kind := getattr(numpy.dtypes, name), type)]
+    found += [kind for kind in set(numpy.sctypeDict.values()) if kind is not numpy.object_]
+    return found
+
+
+@contextmanager
+def allow_list(further: list[Any] | None = None) -> Iterator[None]:
+    """Extends the restricted loader by our allow-list, and ``further``, inside the block."""
+    with torch.serialization.safe_globals([*_allowed(), *(further or [])]):
+        yield
+
+
+class _Pickler(pickle.Pickler):
+    """Writes containers that the restricted loader will not fill entry by entry as one call of their class."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is collections.defaultdict:
+            return collections.defaultdict, (value.default_factory, dict(value))
+        if type(value) is collections.deque:
+            return collections.deque, (list(value), value.maxlen)
+        return NotImplemented
+
+
+_pickle_module = types.ModuleType("deepspeed_checkpoint_pickle")
+_pickle_module.Pickler = _Pickler  # type: ignore[attr-defined]
+
+
+def dumps(value: Any) -> bytes:
+    """A torch file."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer, pickle_module=_pickle_module)
+    return buffer.getvalue()
+
+
+def loads(data: bytes, what: str, further: list[Any] | None = None) -> Any:
+    """Reads a torch file without running code.
+
+    Args:
+        data: The file.
+        what: Its path, for messages.
+        further: Additions to the allow-list.
+
+    Raises:
+        CheckpointError: It is no torch file, or needs more than the allow-list.
+    """
+    try:
+        with allow_list(further):
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(
+            f"{what}: refused by the restricted loader ({_reason(error)}). The file is damaged, or holds objects that "
+            "only code could restore"
+        ) from None
+
+
+def loads_trusting(data: bytes) -> Any:
+    """Reads a torch file that may run code. Only for files that the caller vouches for."""
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+
+
+def split(value: dict[str, Any]) -> tuple[dict[str, Any], dict[Path, Any]]:
+    """Takes out of a nested dict what the restricted loader would refuse.
+
+    Args:
+        value: The state; it is not changed.
+
+    Returns:
+        A dict without the refused entries, and the refused entries by path. Dicts are searched through, so that one
+        odd entry does not take its neighbours with it; other containers are kept or taken as a whole.
+    """
+    if _is_accepted(value):
+        return value, {}
+    kept: dict[str, Any] = {}
+    refused: dict[Path, Any] = {}
+    for key, entry in value.items():
+        if not _is_accepted(key):
+            refused[(key,)] = entry
+        elif type(entry) is dict:
+            kept[key], below = split(entry)
+            refused.update({(key, *path): part for path, part in below.items()})
+        elif _is_accepted(entry):
+            kept[key] = entry
+        else:
+            refused[(key,)] = entry
+    return kept, refused
+
+
+def merge(value: dict[str, Any], refused: dict[Path, Any]) -> None:
+    """Puts back, in place, what :func:`split` took out."""
+    for path, entry in refused.items():
+        target = value
+        for key in path[:-1]:
+            target = target.setdefault(key, {})
+        target[path[-1]] = entry
+
+
+def describe(path: Path) -> str:
+    """A path as it would be written in code."""
+    return str(path[0]) + "".join(f"[{key!r}]" for key in path[1:])
+
+
+def _is_accepted(value: Any) -> bool:
+    """Whether the restricted loader gives ``value`` back: tried out, with large tensors left aside."""
+    try:
+        data = dumps(_without_bulk(value))
+        with allow_list():
+            torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception:  # whatever an object's own pickling raises means the same: it cannot be loaded safely
+        return False
+    return True
+
+
+def _without_bulk(value: Any) -> Any:
+    """The same structure with large plain tensors replaced by small ones."""
+    if type(value) in (torch.Tensor, torch.nn.Parameter):
+        return value if value.untyped_storage().nbytes() <= _SMALL_BYTES else torch.empty(0, dtype=value.dtype)
+    if type(value) is dict:
+        return {key: _without_bulk(entry) for key, entry in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_without_bulk(entry) for entry in value)
+    return value
+
+
+def _reason(error: BaseException) -> str:
+    """What torch's long message is about."""
+    text = str(error)
+    marker = "WeightsUnpickler error:"
+    text = text[text.index(marker) + len(marker) :] if marker in text else text
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,280 @@
+"""Saving: collect, write, agree, commit. In the calling thread, or beside training from a copy in host memory."""
+
+from __future__ import annotations
+
+import datetime
+import secrets
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepspeed.checkpoint import names, states
+from deepspeed.checkpoint.collect import Collected, collect
+from deepspeed.checkpoint.commit import SaveFolder, point_latest, prune
+from deepspeed.checkpoint.directory import check_tag
+from deepspeed.checkpoint.exchange import Exchange
+from deepspeed.checkpoint.format import BUFFERS, TORCH, Manifest, SavedFile
+from deepspeed.checkpoint.subject import Subject
+from deepspeed.checkpoint.writer import FileWriter, Stretch
+from deepspeed.errors import CheckpointError
+from deepspeed.logging import log_dist, logger
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """What one call of ``save_checkpoint`` asks for.
+
+    Attributes:
+        root: Folder of checkpoints.
+        tag: Name of this one.
+        client_state: The caller's own state.
+        save_latest: Let ``latest`` name it.
+        exclude_frozen: Leave frozen parameters out.
+        in_background: Write beside training.
+    """
+
+    root: Path
+    tag: str
+    client_state: dict[str, Any]
+    save_latest: bool
+    exclude_frozen: bool
+    in_background: bool
+
+
+@dataclass
+class _Job:
+    """Everything that the writing needs, so that it can run beside training.
+
+    Attributes:
+        leads: This rank makes the folder and commits it: rank 0, with node-local storage the first of each node.
+        writes_shared: This rank writes the small files and buffers.
+    """
+
+    options: SaveOptions
+    token: str
+    rank: int
+    leads: bool
+    writes_shared: bool
+    collected: Collected
+    shared: dict[str, bytes]
+    buffers: list[tuple[str, torch.Tensor]]
+    rank_state: bytes
+    manifest: Callable[[tuple[SavedFile, ...]], Manifest]
+    keep_last: int | None
+
+
+class Saver:
+    """The saves of one engine, one at a time.
+
+    Args:
+        group: Process group of the ranks that save together; None for all.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._exchange: Exchange | None = None
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    @property
+    def exchange(self) -> Exchange:
+        """The ranks' own channel for checkpoints. Made at the first use, when every rank must ask for it."""
+        if self._exchange is None:
+            self._exchange = Exchange(self._group).side_channel()
+        return self._exchange
+
+    def wait(self) -> None:
+        """Waits for the save in the background.
+
+        Raises:
+            CheckpointError: It failed.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise CheckpointError(f"the last save, in the background, failed: {failure}") from failure
+
+    def save(self, subject: Subject, options: SaveOptions) -> None:
+        """Saves. Every rank must call it.
+
+        Raises:
+            CheckpointError: It failed on some rank, now or in the background the last time; the same on all ranks. The
+                former checkpoints are as they were.
+        """
+        self.wait()
+        job = self._prepare(subject, options)
+        if not options.in_background:
+            _run(job, self.exchange)
+            return
+        _copy_to_host(job)
+        self._thread = threading.Thread(target=self._run_in_background, args=(job, self.exchange), name="checkpoint")
+        self._thread.start()
+
+    def _run_in_background(self, job: _Job, exchange: Exchange) -> None:
+        try:
+            _run(job, exchange)
+        except BaseException as error:
+            self._failure = error
+            logger.error("saving %s in the background failed: %s", job.options.tag, error)
+
+    def _prepare(self, subject: Subject, options: SaveOptions) -> _Job:
+        exchange = self.exchange
+        subject.settle()
+        token, tag = _agree_on_tag(exchange, options.tag, subject.settings.tag_validation)
+        options = SaveOptions(**{**vars(options), "tag": tag})
+        node_local = subject.settings.use_node_local_storage
+        aliases = subject.aliases()
+        collected: Collected | None = None
+
+        def mine() -> list[Any]:
+            nonlocal collected
+            collected = collect(
+                subject.runtime, subject.torch_optimizer, rank=exchange.rank, exclude_frozen=options.exclude_frozen
+            )
+            return collected.scalars if exchange.rank == 0 or _is_sharded(subject) else []
+
+        scalars = [entry for rank in exchange.together("collecting what to save", mine) for entry in rank]
+        assert collected is not None
+        buffers = list(subject.buffers().items())
+
+        def small() -> Any:
+            if exchange.rank != 0:
+                return None
+            files = states.shared_files(subject, options.client_state, scalars, aliases)
+            return (files, [(name, t.detach().cpu()) for name, t in buffers]) if node_local else (files, None)
+
+        leads = exchange.rank == 0 or (node_local and subject.local_rank == 0)
+        if node_local:
+            shared, buffers = exchange.together("collecting what to save", small)[0]
+        else:
+            made: list[Any] = []
+            exchange.together("collecting what to save", lambda: made.append(small()))
+            shared = made[0][0] if exchange.rank == 0 else {}
+        return _Job(
+            options=options,
+            token=token,
+            rank=exchange.rank,
+            leads=leads,
+            writes_shared=leads,
+            collected=collected,
+            shared=shared,
+            buffers=buffers if leads else [],
+            rank_state=states.rank_file(subject),
+            manifest=_manifest_maker(subject, options.tag, collected, aliases),
+            keep_last=subject.settings.keep_last,
+        )
+
+
+def _is_sharded(subject: Subject) -> bool:
+    return any(master.layout.world_size > 1 for master in subject.runtime.masters)
+
+
+def _agree_on_tag(exchange: Exchange, tag: str, validation: str) -> tuple[str, str]:
+    """``(a fresh token, the tag)``, the same on all ranks: those of rank 0."""
+    given = exchange.gather((secrets.token_hex(8), str(tag)))
+    tags = [entry[1] for entry in given]
+    if len(set(tags)) > 1 and validation != "Ignore":
+        text = (
+            f"save_checkpoint: ranks gave different tags, expected one ("
+            f"{', '.join(f'rank {rank}: {given!r}' for rank, given in enumerate(tags))})"
+        )
+        if validation == "Fail":
+            raise CheckpointError(f"{text}. checkpoint.tag_validation: Warn saves under that of rank 0")
+        log_dist(f"{text}; saving under {tags[0]!r}", level=30)
+    return given[0][0], check_tag(tags[0])
+
+
+def _manifest_maker(
+    subject: Subject, tag: str, collected: Collected, aliases: dict[str, str]
+) -> Callable[[tuple[SavedFile, ...]], Manifest]:
+    optimizer = subject.torch_optimizer
+    facts = {
+        "tag": tag,
+        "written_by": subject.version,
+        "torch": torch.__version__,
+        "saved_at": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "world_size": subject.dp_world_size,
+        "zero_stage": subject.stage,
+        "precision": subject.precision,
+        "optimizer": type(optimizer).__name__ if optimizer is not None else None,
+        **subject.counters,
+    }
+    buckets = subject.runtime.layout.buckets
+
+    def make(files: tuple[SavedFile, ...]) -> Manifest:
+        return Manifest(
+            buckets=buckets,
+            files=files,
+            facts=facts,
+            aliases=aliases,
+            left_out=frozenset(collected.left_out),
+            frozen=frozenset(collected.frozen),
+        )
+
+    return make
+
+
+def _copy_to_host(job: _Job) -> None:
+    """Takes a copy of everything that training will change."""
+
+    def copy(values: torch.Tensor) -> torch.Tensor:
+        held = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.device.type == "cuda")
+        return held.copy_(values.detach(), non_blocking=True)
+
+    for kind, stretches in job.collected.stretches.items():
+        job.collected.stretches[kind] = [
+            Stretch(s.bucket, s.start, s.stop, tuple(copy(part) for part in s.values)) for s in stretches
+        ]
+    job.buffers = [(name, copy(buffer)) for name, buffer in job.buffers]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def _run(job: _Job, exchange: Exchange) -> None:
+    """Writes and commits. Every rank runs it; they meet after each phase, so that one failure is everybody's."""
+    options = job.options
+    folder = SaveFolder(options.root, options.tag, job.token)
+    doing = f"save_checkpoint({options.root}, tag={options.tag!r})"
+    try:
+        exchange.together(f"{doing}: making the folder", lambda: folder.create() if job.leads else None)
+        written = exchange.together(f"{doing}: writing", lambda: _write_files(job, folder.folder))
+        unique = {entry.name: entry for files in written for entry in files}
+        manifest = job.manifest(tuple(unique.values()))
+        exchange.together(f"{doing}: completing", lambda: _commit(job, folder, manifest) if job.leads else None)
+    except BaseException:
+        if job.leads:
+            folder.abandon()
+        raise
+
+
+def _write_files(job: _Job, folder: Path) -> list[SavedFile]:
+    """This rank's files."""
+    written = []
+    with FileWriter(folder) as writer:
+        for number, (kind, stretches) in enumerate(job.collected.stretches.items()):
+            name = names.data_file(job.rank, kind, number)
+            written.append(writer.write_stretches(name, kind, stretches))
+        written.append(writer.write_bytes(names.rank_state_file(job.rank), TORCH, job.rank_state))
+        if job.writes_shared:
+            if job.buffers:
+                written.append(writer.write_tensors(names.buffers_file(), BUFFERS, job.buffers))
+            written += [writer.write_bytes(name, TORCH, data) for name, data in job.shared.items()]
+    return written
+
+
+def _commit(job: _Job, folder: SaveFolder, manifest: Manifest) -> None:
+    root, tag = job.options.root, job.options.tag
+    folder.write_manifest(manifest)
+    folder.commit()
+    if job.options.save_latest:
+        point_latest(root, tag)
+    if job.keep_last is not None:
+        removed = prune(root, job.keep_last, tag)
+        if removed:
+            logger.info("checkpoint.keep_last %d: removed %s", job.keep_last, ", ".join(removed))

@@ -1,0 +1,137 @@
+"""What a loader asks of a checkpoint, whoever wrote it.
+
+Values are addressed by parameter name and by element of the flattened parameter, so that any layout can be filled from
+any other: the loader asks for the intervals that its rank owns and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class SavedParameter:
+    """A parameter of a checkpoint.
+
+    Attributes:
+        name: Qualified name.
+        shape: Full shape.
+        kinds: Dtype by kind (see :mod:`deepspeed.checkpoint.format`), for kinds that hold the whole parameter.
+        is_frozen: It had no gradient when it was saved.
+        compute_dtype: What the model computed with.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kinds: Mapping[str, torch.dtype]
+    is_frozen: bool
+    compute_dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True)
+class SavedBuffer:
+    """A buffer of a checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Wanted(NamedTuple):
+    """Elements ``[start, stop)`` of the flattened parameter ``name``, of one kind."""
+
+    kind: str
+    name: str
+    start: int
+    stop: int
+
+
+@dataclass
+class TrainingState:
+    """Everything that is not a large tensor.
+
+    Attributes:
+        counters: ``global_steps``, ``global_samples``, ``skipped_steps``, ``micro_steps``.
+        world_size: Data-parallel ranks that saved.
+        optimizer: Name of the torch optimizer's class, or None.
+        param_groups: Hyperparameters of each group; ``params`` lists parameter names.
+        scalars: Per parameter name the optimizer states that are no per-element tensors, such as ``step``.
+        loss_scaler: State of the loss scaler, or None.
+        skipped_in_a_row: Non-finite steps at the end.
+        lr_scheduler: State of the schedule, or None.
+        extra_state: Extra state of modules, by state-dict key.
+        model_states: Top level of the model-states file: the caller's keys and the engine's.
+        rank_state: RNG and data position of this rank, or None if the number of ranks differs.
+        withheld: Paths of objects that only an unrestricted loader would restore.
+    """
+
+    counters: dict[str, int]
+    world_size: int
+    optimizer: str | None = None
+    param_groups: list[dict[str, Any]] = field(default_factory=list)
+    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
+    loss_scaler: dict[str, Any] | None = None
+    skipped_in_a_row: int = 0
+    lr_scheduler: dict[str, Any] | None = None
+    extra_state: dict[str, Any] = field(default_factory=dict)
+    model_states: dict[str, Any] = field(default_factory=dict)
+    rank_state: dict[str, Any] | None = None
+    withheld: list[str] = field(default_factory=list)
+
+
+class Source(Protocol):
+    """A checkpoint that can be read."""
+
+    @property
+    def label(self) -> str:
+        """Its path, for messages."""
+        ...
+
+    @property
+    def parameters(self) -> Mapping[str, SavedParameter]:
+        """By name, tied ones once."""
+        ...
+
+    @property
+    def buffers(self) -> Mapping[str, SavedBuffer]:
+        """Persistent buffers by name."""
+        ...
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Further names of tied tensors."""
+        ...
+
+    @property
+    def left_out(self) -> Collection[str]:
+        """Parameters that the model had and the checkpoint has not (frozen ones, on request)."""
+        ...
+
+    def check(self, wanted: Sequence[Wanted]) -> None:
+        """Makes sure that ``wanted`` and all buffers can be read and are undamaged, as far as the format can tell.
+
+        Raises:
+            CheckpointError: Something is missing or altered; names the file.
+        """
+        ...
+
+    def read(self, wanted: Wanted, out: torch.Tensor) -> None:
+        """Copies ``wanted`` into ``out``: 1-D, of that length, any dtype and device."""
+        ...
+
+    def covered(self, wanted: Wanted) -> list[tuple[int, int]]:
+        """The parts of ``wanted`` that the checkpoint has, as intervals of the flattened parameter."""
+        ...
+
+    def read_buffer(self, name: str) -> torch.Tensor:
+        """The buffer ``name``."""
+        ...

@@ -1,0 +1,177 @@
+"""The small files: counters, schedule, scaler, the caller's state, what the ecosystem's tools look up."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from deepspeed.checkpoint import names, restricted
+from deepspeed.checkpoint.random_state import random_state
+from deepspeed.checkpoint.subject import Subject
+from deepspeed.errors import CheckpointError
+from deepspeed.logging import logger
+
+ENGINE_KEYS = frozenset(
+    {
+        "module",
+        "sparse_tensor_module_names",
+        "csr_tensor_module_names",
+        "skipped_steps",
+        "global_steps",
+        "dp_world_size",
+        "mp_world_size",
+        "data_sampler",
+        "random_ltd",
+    }
+)
+"""Keys of the model-states file that are the engine's own and never returned as client state."""
+
+_CLIENT, _TRAINING = "client_state", "training"
+
+
+def shared_files(
+    subject: Subject,
+    client_state: dict[str, Any],
+    scalars: Iterable[tuple[tuple[str, ...], dict[str, Any]]],
+    aliases: dict[str, str],
+) -> dict[str, bytes]:
+    """Content by file name of everything small that rank 0 writes for all.
+
+    Args:
+        subject: The training run.
+        client_state: The caller's state.
+        scalars: Optimizer states that are no per-element tensors, of all ranks.
+        aliases: Further names of tied tensors.
+    """
+    top = {**_model_states(subject, aliases), **client_state}
+    kept, refused = restricted.split(top)
+    training, odd = restricted.split(_training(subject, scalars))
+    files = {
+        names.model_states_file(subject.stage): restricted.dumps(kept),
+        names.TRAINING_STATE: restricted.dumps(training),
+    }
+    if subject.stage >= 1:
+        files[names.optim_states_file(subject.precision == "bf16")] = restricted.dumps(
+            {"optimizer_state_dict": {"zero_stage": subject.stage}}
+        )
+    if refused or odd:
+        files[names.OBJECTS] = _objects({_CLIENT: refused, _TRAINING: odd})
+    return files
+
+
+def rank_file(subject: Subject) -> bytes:
+    """Content of this rank's own small file."""
+    state: dict[str, Any] = {"random": random_state()}
+    position = getattr(subject.dataloader, "state_dict", None)
+    if callable(position):
+        state["data"] = position()
+    return restricted.dumps(state)
+
+
+def _objects(refused: dict[str, dict[restricted.Path, Any]]) -> bytes:
+    """What only an unrestricted loader restores, and a warning that names it; what nothing can save is an error."""
+    data: dict[str, list[tuple[restricted.Path, bytes]]] = {}
+    for part, entries in refused.items():
+        data[part] = []
+        for path, value in entries.items():
+            name = restricted.describe(path)
+            try:
+                data[part].append((path, restricted.dumps(value)))
+            except Exception as error:
+                raise CheckpointError(
+                    f"{part}: {name} ({type(value).__name__}) cannot be pickled ({error}); leave it out, or put its "
+                    "numbers, texts and tensors there instead"
+                ) from error
+            logger.warning(
+                "save_checkpoint: %s %s (%s) is saved apart, because restoring it runs code; "
+                "load_checkpoint(..., allow_pickled_objects=True) brings it back",
+                part,
+                name,
+                type(value).__name__,
+            )
+    return restricted.dumps(data)
+
+
+def merge_objects(data: bytes, what: str, training: dict[str, Any], top: dict[str, Any], *, trust: bool) -> list[str]:
+    """Puts back what was saved apart, if the caller trusts it.
+
+    Args:
+        data: The file.
+        what: Its path, for messages.
+        training: Content of the training-state file; completed in place.
+        top: Content of the model-states file; completed in place.
+        trust: Whether the objects may be unpickled, which may run code.
+
+    Returns:
+        Names of what was withheld.
+    """
+    withheld = []
+    for part, entries in restricted.loads(data, what).items():
+        target = training if part == _TRAINING else top
+        for path, value in entries:
+            if trust:
+                restricted.merge(target, {tuple(path): restricted.loads_trusting(value)})
+            else:
+                withheld.append(restricted.describe(tuple(path)))
+    return withheld
+
+
+def _model_states(subject: Subject, aliases: dict[str, str]) -> dict[str, Any]:
+    """What the ecosystem expects at the top level of the model-states file."""
+    groups: list[OrderedDict[str, torch.Size]] = [OrderedDict() for _ in subject.group_names()]
+    frozen: OrderedDict[str, torch.Size] = OrderedDict()
+    shapes = {tile.name: tile.shape for bucket in subject.runtime.layout.buckets for tile in bucket.tiles}
+    for group, members in zip(groups, subject.group_names(), strict=True):
+        group.update((name, torch.Size(shapes[name])) for name in members)
+    for bucket in subject.runtime.buckets:
+        for tile, parameter in zip(bucket.layout.tiles, bucket.params, strict=True):
+            if not parameter.requires_grad:
+                frozen[tile.name] = torch.Size(tile.shape)
+    buffers = subject.buffers()
+    return {
+        "module": None,
+        "buffer_names": list(buffers),
+        "optimizer": None,
+        "param_shapes": groups,
+        "frozen_param_shapes": frozen or None,
+        "frozen_param_fragments": None,
+        "shared_params": {alias: name for alias, name in aliases.items() if name not in buffers},
+        "lr_scheduler": _scheduler_state(subject),
+        "data_sampler": None,
+        "random_ltd": None,
+        "skipped_steps": subject.counters["skipped_steps"],
+        "global_steps": subject.counters["global_steps"],
+        "global_samples": subject.counters["global_samples"],
+        "dp_world_size": subject.dp_world_size,
+        "mp_world_size": 1,
+        "ds_config": subject.config,
+        "ds_version": subject.version,
+    }
+
+
+def _scheduler_state(subject: Subject) -> dict[str, Any] | None:
+    state_dict = getattr(subject.lr_scheduler, "state_dict", None)
+    return state_dict() if callable(state_dict) else None
+
+
+def _training(subject: Subject, scalars: Iterable[tuple[tuple[str, ...], dict[str, Any]]]) -> dict[str, Any]:
+    optimizer = subject.torch_optimizer
+    zero = subject.optimizer
+    groups = []
+    for members, group in zip(subject.group_names(), optimizer.param_groups if optimizer else [], strict=True):
+        groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": members})
+    extra = {key: module.get_extra_state() for key, module in subject.extra_state_owners().items()}
+    return {
+        "counters": dict(subject.counters),
+        "world_size": subject.dp_world_size,
+        "optimizer": type(optimizer).__name__ if optimizer is not None else None,
+        "param_groups": groups,
+        "scalars": [[list(members), values] for members, values in scalars],
+        "loss_scaler": zero.loss_scaler.state_dict() if zero is not None and zero.loss_scaler is not None else None,
+        "skipped_in_a_row": zero.skipped_in_a_row if zero is not None else 0,
+        "lr_scheduler": _scheduler_state(subject),
+        "extra_state": extra,
+    }

@@ -1,0 +1,117 @@
+"""What of an engine a checkpoint holds, handed over as one value so that this package knows no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.config.sections.checkpoint import Checkpoint
+from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer
+from deepspeed.zero.runtime import ZeroRuntime
+
+COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+
+
+@dataclass
+class Subject:
+    """One training run on one rank.
+
+    Attributes:
+        model: The wrapped model.
+        runtime: Its sharded parameters.
+        optimizer: The ZeRO optimizer, or None.
+        lr_scheduler: The schedule, or None.
+        dataloader: The engine's own loader, or None.
+        counters: Values of :data:`COUNTERS`.
+        config: The configuration as the caller gave it.
+        settings: The ``checkpoint`` section.
+        precision: ``fp32``, ``fp16`` or ``bf16``.
+        stage: ZeRO stage.
+        dp_world_size: Data-parallel ranks.
+        local_rank: Rank on this machine.
+        version: Of this package.
+        use_fp32_weights: Fill masters from saved masters, not from 16-bit values.
+    """
+
+    model: nn.Module
+    runtime: ZeroRuntime
+    optimizer: DeepSpeedZeroOptimizer | None
+    lr_scheduler: Any
+    dataloader: Any
+    counters: dict[str, int]
+    config: dict[str, Any]
+    settings: Checkpoint
+    precision: str
+    stage: int
+    dp_world_size: int
+    local_rank: int
+    version: str
+    use_fp32_weights: bool = True
+
+    @property
+    def torch_optimizer(self) -> torch.optim.Optimizer | None:
+        """The torch optimizer over runs, or None."""
+        return self.optimizer.optimizer if self.optimizer is not None else None
+
+    def settle(self) -> None:
+        """Takes what users wrote into resident parameters into buckets and masters, so that it counts as the value."""
+        if self.optimizer is not None:
+            self.optimizer.carry_user_writes()
+        mastered = {master.bucket.index for master in self.runtime.masters}
+        for bucket in self.runtime.buckets:
+            if bucket.index not in mastered:
+                for index in bucket.changed_params():
+                    bucket.reattach(index)
+                bucket.remember_values()
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Persistent buffers by name, each tensor once."""
+        found: dict[str, torch.Tensor] = {}
+        seen: set[int] = set()
+        for name, buffer in self._named_buffers():
+            if id(buffer) not in seen:
+                seen.add(id(buffer))
+                found[name] = buffer
+        return found
+
+    def _named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for prefix, module in self.model.named_modules(remove_duplicate=False):
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    yield f"{prefix}.{name}" if prefix else name, buffer
+
+    def aliases(self) -> dict[str, str]:
+        """Further names of tied parameters and buffers, to the name they are stored under."""
+        canonical = {id(parameter): name for parameter, name in self.runtime.param_names.items()}
+        found = {
+            name: canonical[id(parameter)]
+            for name, parameter in self.model.named_parameters(remove_duplicate=False)
+            if canonical.get(id(parameter), name) != name
+        }
+        first: dict[int, str] = {}
+        for name, buffer in self._named_buffers():
+            if first.setdefault(id(buffer), name) != name:
+                found[name] = first[id(buffer)]
+        return found
+
+    def extra_state_owners(self) -> dict[str, nn.Module]:
+        """Modules with a state of their own (``get_extra_state``), by state-dict key."""
+        default = nn.Module.get_extra_state
+        return {
+            f"{prefix}._extra_state" if prefix else "_extra_state": module
+            for prefix, module in self.model.named_modules()
+            if type(module).get_extra_state is not default
+        }
+
+    def group_names(self) -> list[list[str]]:
+        """Parameter names of each param group, in layout order."""
+        groups: list[list[str]] = [[] for _ in (self.torch_optimizer.param_groups if self.torch_optimizer else [])]
+        for master in self.runtime.masters:
+            for tile in master.layout.tiles:
+                if 0 <= tile.param_group < len(groups):
+                    groups[tile.param_group].append(tile.name)
+        return groups

@@ -1,0 +1,233 @@
+"""Writes safetensors files as a stream: header first, then one tensor after the other, with checksums on the way.
+
+Nothing is collected in memory: host tensors are written from where they lie, device tensors pass through two small
+staging buffers. The checksums are computed by a second thread while the bytes are on their way to the disk.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from deepspeed.checkpoint import disk
+from deepspeed.checkpoint.format import CHUNK_BYTES, NamedTensor, Piece, SavedFile, dtype_code
+from deepspeed.errors import CheckpointError
+
+_STAGING_BYTES = 16 << 20
+_HEADER_ALIGNMENT = 64  # so that mapped tensors are aligned
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Values of elements ``[start, stop)`` of the flat buffer of bucket ``bucket``.
+
+    Attributes:
+        bucket: Index of the bucket.
+        start: First element.
+        stop: One past the last.
+        values: The elements, in order: 1-D contiguous tensors of one dtype, on any device.
+    """
+
+    bucket: int
+    start: int
+    stop: int
+    values: tuple[torch.Tensor, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the elements."""
+        return self.values[0].dtype
+
+
+class ChunkedStream:
+    """Bytes to a file, and a CRC-32 for each chunk of it."""
+
+    def __init__(self, descriptor: int, crc_pool: ThreadPoolExecutor) -> None:
+        self._descriptor = descriptor
+        self._pool = crc_pool
+        self._checksums: list[int] = []
+        self._crc = 0
+        self._pending: deque[Future[None]] = deque()
+        self.size = 0
+
+    def write(self, data: memoryview) -> Future[None] | None:
+        """Writes ``data``, which must stay unchanged until the returned future is done."""
+        last: Future[None] | None = None
+        while data:
+            room = CHUNK_BYTES - self.size % CHUNK_BYTES
+            part, data = data[:room], data[room:]
+            last = self._pool.submit(self._checksum, part, len(part) == room)
+            self._pending.append(last)
+            disk.write_all(self._descriptor, part)
+            self.size += len(part)
+            while self._pending and self._pending[0].done():
+                self._pending.popleft().result()
+        return last
+
+    def _checksum(self, part: memoryview, closes_chunk: bool) -> None:
+        """Runs in the pool's one thread, in order."""
+        self._crc = zlib.crc32(part, self._crc)
+        if closes_chunk:
+            self._checksums.append(self._crc)
+            self._crc = 0
+
+    def finish(self) -> tuple[int, ...]:
+        """Waits for the checksums and returns them."""
+        while self._pending:
+            self._pending.popleft().result()
+        if self.size % CHUNK_BYTES:
+            self._checksums.append(self._crc)
+        return tuple(self._checksums)
+
+
+class _Staging:
+    """Two host buffers through which device tensors travel."""
+
+    def __init__(self) -> None:
+        self._buffers: list[torch.Tensor] = []
+        self._in_use: list[Future[None] | None] = [None, None]
+        self._turn = 0
+
+    def pass_through(self, values: torch.Tensor, stream: ChunkedStream) -> None:
+        raw = values.view(torch.uint8)
+        if not self._buffers:
+            pinned = values.device.type == "cuda"
+            self._buffers = [torch.empty(_STAGING_BYTES, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+        for start in range(0, raw.numel(), _STAGING_BYTES):
+            part = raw[start : start + _STAGING_BYTES]
+            turn = self._turn
+            self._turn ^= 1
+            busy = self._in_use[turn]
+            if busy is not None:
+                busy.result()
+            buffer = self._buffers[turn][: part.numel()]
+            buffer.copy_(part)
+            self._in_use[turn] = stream.write(bytes_of(buffer))
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous host tensor, without a copy."""
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    values: tuple[torch.Tensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.numel() for part in self.values) * self.dtype.itemsize
+
+
+class FileWriter:
+    """Writes the files of one rank into a folder. A context manager: it owns the checksum thread.
+
+    Args:
+        folder: An existing folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._pool = ThreadPoolExecutor(1, "checkpoint-crc")
+        self._staging = _Staging()
+
+    def __enter__(self) -> FileWriter:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self._pool.shutdown()
+
+    def write_stretches(self, name: str, kind: str, stretches: Sequence[Stretch]) -> SavedFile:
+        """Writes stretches of buckets; each becomes a 1-D tensor named ``<bucket>:<start>``."""
+        entries = [_Entry(f"{s.bucket}:{s.start}", s.dtype, (s.stop - s.start,), s.values) for s in stretches]
+        offsets, size, checksums = self._write(name, entries)
+        pieces = tuple(
+            Piece(s.bucket, s.start, s.stop, s.dtype, offset) for s, offset in zip(stretches, offsets, strict=True)
+        )
+        return SavedFile(name, kind, size, checksums, pieces=pieces)
+
+    def write_tensors(self, name: str, kind: str, tensors: Sequence[tuple[str, torch.Tensor]]) -> SavedFile:
+        """Writes whole tensors under their names."""
+        entries = [_Entry(key, t.dtype, tuple(t.shape), (t.detach().contiguous().view(-1),)) for key, t in tensors]
+        offsets, size, checksums = self._write(name, entries)
+        records = tuple(NamedTensor(e.name, e.shape, e.dtype, o) for e, o in zip(entries, offsets, strict=True))
+        return SavedFile(name, kind, size, checksums, tensors=records)
+
+    def write_bytes(self, name: str, kind: str, data: bytes) -> SavedFile:
+        """Writes a file as it is."""
+
+        def fill(stream: ChunkedStream) -> None:
+            stream.write(memoryview(data))
+
+        size, checksums = self._stream(name, fill)
+        return SavedFile(name, kind, size, checksums)
+
+    def _write(self, name: str, entries: Sequence[_Entry]) -> tuple[list[int], int, tuple[int, ...]]:
+        header = safetensors_header([(e.name, e.dtype, e.shape) for e in entries])
+        offsets, position = [], len(header)
+        for entry in entries:
+            if entry.nbytes != _numel(entry.shape) * entry.dtype.itemsize:
+                raise CheckpointError(f"{name}: {entry.name} has {entry.nbytes} bytes, not those of its shape")
+            offsets.append(position)
+            position += entry.nbytes
+
+        def fill(stream: ChunkedStream) -> None:
+            stream.write(memoryview(header))
+            for entry in entries:
+                for part in entry.values:
+                    self._put(part, stream)
+
+        size, checksums = self._stream(name, fill)
+        return offsets, size, checksums
+
+    def _stream(self, name: str, fill: Callable[[ChunkedStream], None]) -> tuple[int, tuple[int, ...]]:
+        with disk.new_file(self.folder / name) as descriptor:
+            stream = ChunkedStream(descriptor, self._pool)
+            fill(stream)
+            return stream.size, stream.finish()
+
+    def _put(self, part: torch.Tensor, stream: ChunkedStream) -> None:
+        part = part.detach()
+        if part.device.type == "cpu":
+            stream.write(bytes_of(part))
+        else:
+            self._staging.pass_through(part, stream)
+
+
+def safetensors_header(
+    entries: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], metadata: dict[str, str] | None = None
+) -> bytes:
+    """The first bytes of a safetensors file whose tensors follow end to end, in this order.
+
+    Args:
+        entries: Name, dtype and shape of each tensor.
+        metadata: Texts for the file's own section.
+    """
+    header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
+    position = 0
+    for name, dtype, shape in entries:
+        end = position + _numel(shape) * dtype.itemsize
+        header[name] = {"dtype": dtype_code(dtype), "shape": list(shape), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % _HEADER_ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    numel = 1
+    for extent in shape:
+        numel *= extent
+    return numel

@@ -1,0 +1,191 @@
+"""Checkpoints, as methods of the engine; the work is done by :mod:`deepspeed.checkpoint`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from deepspeed.checkpoint.load import LoadOptions, load
+from deepspeed.checkpoint.save import SaveOptions, Saver
+from deepspeed.checkpoint.subject import COUNTERS, Subject
+from deepspeed.errors import CallOrderError, NotYetSupportedError
+from deepspeed.logging import log_dist_once
+
+if TYPE_CHECKING:
+    from deepspeed.config.sections.root import Root
+    from deepspeed.engine.build import EngineParts
+    from deepspeed.precision.policy import PrecisionPolicy
+    from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer
+    from deepspeed.zero.runtime import ZeroRuntime
+
+_PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+class CheckpointMethods:
+    """Mixin of the engine: saving and loading."""
+
+    module: torch.nn.Module
+    optimizer: DeepSpeedZeroOptimizer | None
+    lr_scheduler: Any
+    training_dataloader: Any
+    config: dict[str, Any]
+    local_rank: int
+    micro_steps: int
+    global_steps: int
+    loaded_checkpoint_dp_world_size: int | None
+    loaded_checkpoint_mp_world_size: int | None
+    _root: Root
+    _parts: EngineParts
+    _runtime: ZeroRuntime
+    _precision: PrecisionPolicy
+    _accumulation_steps: int
+
+    def save_checkpoint(
+        self,
+        save_dir: str | PathLike[str],
+        tag: Any = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        *,
+        async_save: bool | None = None,
+    ) -> bool:
+        """Saves everything that a later run needs. Every rank must call it; all return together.
+
+        The checkpoint becomes visible at once, when all of it is on the disk; until then the former ones stay as they
+        were.
+
+        Args:
+            save_dir: Folder of checkpoints; made if it is not there.
+            tag: Name of this one; ``global_step<N>`` by default.
+            client_state: The caller's own state, that of rank 0; ``load_checkpoint`` returns it.
+            save_latest: Let the file ``latest`` name this one.
+            exclude_frozen_parameters: Leave parameters without gradient out.
+            async_save: Return when the state is copied, and write beside training; the next save waits. None is the
+                configuration's ``checkpoint.async_save``.
+
+        Returns:
+            True.
+
+        Raises:
+            CheckpointError: Some rank could not write; the same on all ranks.
+        """
+        self._check_plain("save_checkpoint")
+        if self.micro_steps % self._accumulation_steps:
+            log_dist_once(
+                "save_checkpoint in the middle of gradient accumulation: gradients are not saved, so a resumed run "
+                "lacks those of the micro-batches since the last update"
+            )
+        settings = self._root.checkpoint
+        options = SaveOptions(
+            root=Path(save_dir),
+            tag=f"global_step{self.global_steps}" if tag is None else tag,
+            client_state=dict(client_state or {}),
+            save_latest=save_latest,
+            exclude_frozen=exclude_frozen_parameters,
+            in_background=settings.async_save if async_save is None else async_save,
+        )
+        self._saver.save(self._subject(), options)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | PathLike[str],
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+        *,
+        must_exist: bool = False,
+        allow_pickled_objects: bool = False,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Loads what any number of ranks saved at any stage. Every rank must call it.
+
+        Random states and the position in the data are restored only where as many ranks save and load.
+
+        Args:
+            load_dir: Folder of checkpoints.
+            tag: Name of one; the one that ``latest`` names by default.
+            load_module_strict: A parameter or buffer that only one side has is an error.
+            load_optimizer_states: Restore optimizer states and hyperparameters; otherwise the optimizer keeps its own.
+            load_lr_scheduler_states: Restore the schedule.
+            load_module_only: Restore weights and buffers, and no counters either.
+            custom_load_fn: Called as ``custom_load_fn(src=state_dict, dst=module)`` with full parameters, to load the
+                weights instead of by name.
+            must_exist: A folder without any checkpoint is an error.
+            allow_pickled_objects: Also restore objects that were saved apart because restoring them runs code. Only
+                for files that you trust.
+
+        Returns:
+            ``(folder of the checkpoint, client state)``; ``(None, None)`` where there is no checkpoint at all.
+
+        Raises:
+            CheckpointError: The checkpoint is missing, damaged or does not fit; the same on all ranks, and nothing
+                was changed.
+        """
+        self._check_plain("load_checkpoint")
+        self._saver.wait()
+        self._runtime.drop_open_work()
+        self._runtime.free_gathered()
+        subject = self._subject()
+        subject.settle()
+        options = LoadOptions(
+            root=Path(load_dir),
+            tag=None if tag is None else str(tag),
+            strict=load_module_strict,
+            optimizer_states=load_optimizer_states,
+            lr_scheduler_states=load_lr_scheduler_states,
+            module_only=load_module_only,
+            custom_load_fn=custom_load_fn,
+            must_exist=must_exist,
+            trust_objects=allow_pickled_objects,
+        )
+        loaded = load(subject, options, self._saver.exchange)
+        if loaded is None:
+            return None, None
+        for name, value in loaded.counters.items():
+            setattr(self, name, value)
+        self.loaded_checkpoint_dp_world_size = loaded.world_size
+        self.loaded_checkpoint_mp_world_size = 1
+        return str(loaded.folder), loaded.client_state
+
+    # -- parts -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _saver(self) -> Saver:
+        saver = self.__dict__.get("_checkpoint_saver")
+        if saver is None:
+            saver = self.__dict__["_checkpoint_saver"] = Saver(self._parts.dp_group)
+        return saver
+
+    def _check_plain(self, call: str) -> None:
+        if self._parts.client.mpu is not None and self._parts.client.mpu.get_model_parallel_world_size() > 1:
+            raise NotYetSupportedError(f"{call}: model-parallel ranks cannot be saved and loaded in this release")
+        if self._runtime.in_backward:
+            raise CallOrderError(f"{call}: a backward is running; call it between steps")
+
+    def _subject(self) -> Subject:
+        from deepspeed import __version__
+
+        return Subject(
+            model=self.module,
+            runtime=self._runtime,
+            optimizer=self.optimizer,
+            lr_scheduler=self.lr_scheduler,
+            dataloader=self.training_dataloader,
+            counters={name: getattr(self, name) for name in COUNTERS},
+            config=self.config,
+            settings=self._root.checkpoint,
+            precision=_PRECISIONS.get(self._precision.compute_dtype, "fp32"),  # type: ignore[arg-type]
+            stage=self._root.zero_optimization.stage,
+            dp_world_size=self._parts.dp_world_size,
+            local_rank=self.local_rank,
+            version=__version__,
+            use_fp32_weights=self._root.zero_optimization.load_from_fp32_weights,
+        )
