@@ -15,6 +15,7 @@ from torch import nn
 from deepspeed.config import ParsedConfig
 from deepspeed.engine.accessors import ConfigAccessors
 from deepspeed.engine.build import EngineParts
+from deepspeed.engine.checkpointing import CheckpointMethods
 from deepspeed.engine.outputs import tensors_in
 from deepspeed.engine.progress import ProgressLog
 from deepspeed.engine.queries import EngineQueries
@@ -25,7 +26,7 @@ from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer
 from deepspeed.zero.runtime import ZeroRuntime
 
 
-class DeepSpeedEngine(ConfigAccessors, EngineQueries, nn.Module):
+class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, nn.Module):
     """Wraps a model for training. Made by ``deepspeed.initialize``.
 
     Attributes unknown to the engine are those of the wrapped model.
