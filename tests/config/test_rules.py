@@ -313,7 +313,6 @@ SWITCHED_ON: dict[str, Any] = {
     "tensor_parallel.tensor_parallel.tp_size": 2,
     "sparse_attention": {},
     "checkpoint.writer": {},
-    "checkpoint.keep_last": 2,
     "datastates_ckpt": {},
 }
 
