@@ -1,0 +1,130 @@
+"""Models with what has broken sharded trainers before. Small, odd sizes, no dropout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+VOCABULARY, WIDTH, HIDDEN, LENGTH, SAMPLES = 13, 7, 37, 5, 2
+
+
+@dataclass
+class Batch:
+    """One micro-batch of one rank.
+
+    Attributes:
+        tokens: SAMPLES x LENGTH, int64.
+        targets: The same.
+        branch: Which of the two branches of the model runs; equal on all ranks.
+        boost: Factor on the loss; infinity makes the gradients overflow.
+    """
+
+    tokens: torch.Tensor
+    targets: torch.Tensor
+    branch: bool
+    boost: float = 1.0
+
+
+def make_batch(*position: int, branch: bool = True, boost: float = 1.0) -> Batch:
+    """The batch at ``position`` (step, micro-batch, rank, ...): the same numbers wherever it is asked for."""
+    seed = 17
+    for number in position:
+        seed = seed * 1009 + number + 1
+    generator = torch.Generator().manual_seed(seed)
+    tokens, targets = torch.randint(VOCABULARY, (2, SAMPLES, LENGTH), generator=generator)
+    return Batch(tokens, targets, branch, boost)
+
+
+@dataclass
+class Losses:
+    """What the awkward model returns by default: two losses of one forward, both fp32 scalars."""
+
+    loss: torch.Tensor
+    auxiliary: torch.Tensor
+
+
+class Block(nn.Module):
+    """A residual block with a norm in front; its parameters are cut by rank boundaries at odd places."""
+
+    def __init__(self, width: int = WIDTH, hidden: int = HIDDEN) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.rise = nn.Linear(width, hidden)
+        self.fall = nn.Linear(hidden, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.fall(torch.tanh(self.rise(self.norm(x))))
+
+
+class Awkward(nn.Module):
+    """All at once: tied, frozen, unused, empty and scalar parameters, a block used twice, a branch, root parameters."""
+
+    def __init__(self, output: str = "dataclass") -> None:
+        super().__init__()
+        self.output = output
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.gain = nn.Parameter(torch.tensor(0.9))
+        self.shift = nn.Parameter(torch.linspace(-0.2, 0.3, WIDTH))
+        self.empty = nn.Parameter(torch.zeros(0, WIDTH))
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.frozen = Block()
+        self.frozen.requires_grad_(False)
+        self.left = nn.Linear(WIDTH, WIDTH)
+        self.right = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.unused = nn.Linear(5, 3)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("offset", torch.full((1, WIDTH), 0.125))
+        self.register_buffer("count", torch.tensor(3))
+
+    def forward(self, batch: Batch) -> Any:
+        x = self.embed(batch.tokens) * self.gain + self.shift + self.offset
+        x = torch.cat([x.flatten(0, 1), self.empty]).view_as(x)
+        for index in (0, 1, 2, 1):
+            x = self.blocks[index](x)
+        x = self.frozen(x)
+        x = self.left(x) if batch.branch else self.right(x)
+        x = self.norm(x)
+        logits = self.head(x).float()
+        loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten()) * batch.boost
+        auxiliary = x.float().pow(3).mean() + 0.1 * self.shift.float().pow(2).sum()
+        if self.output == "dict":
+            return {"loss": loss, "extra": {"auxiliary": auxiliary}, "text": "not a tensor"}
+        if self.output == "tuple":
+            return loss, (auxiliary, None, 3)
+        return Losses(loss, auxiliary)
+
+
+def losses_of(output: Any) -> Losses:
+    """The two losses in whichever form :class:`Awkward` returned them."""
+    if isinstance(output, dict):
+        return Losses(output["loss"], output["extra"]["auxiliary"])
+    if isinstance(output, tuple):
+        return Losses(output[0], output[1][0])
+    return output
+
+
+def build(output: str = "dataclass", seed: int = 5) -> Awkward:
+    """The awkward model with the same values wherever it is asked for."""
+    torch.manual_seed(seed)
+    return Awkward(output)
+
+
+def param_groups(model: nn.Module, *, lr: float = 0.01, with_empty: bool = True) -> list[dict[str, Any]]:
+    """Two interleaved groups, as training scripts make them: matrices decay, the rest does not and moves faster.
+
+    Args:
+        model: Its trained parameters.
+        lr: Of the first group.
+        with_empty: Parameters without elements too; some optimizers divide by their size.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad and (with_empty or p.numel())]
+    return [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": 0.1, "lr": lr},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0, "lr": 2 * lr},
+    ]
