@@ -118,9 +118,12 @@ def clean(root: Path) -> None:
             in_use |= not _remove_if_abandoned(root / name.removesuffix(_LOCK), path)
         elif name.startswith(SAVING) and path.is_dir() and not Path(f"{path}{_LOCK}").exists():
             in_use |= not _remove_if_abandoned(path, Path(f"{path}{_LOCK}"))
-    for name in names:
-        if name.startswith(REPLACED) and not in_use and (root / name).is_dir():
-            _finish_replacement(root, root / name, tag_of_replaced(name))
+    for name in [] if in_use else names:
+        path = root / name
+        if name.startswith(REPLACED) and path.is_dir():
+            _finish_replacement(root, path, tag_of_replaced(name))
+        elif name.startswith(SAVING) and path.is_file():
+            os.unlink(path)  # a file that was about to replace another
 
 
 def _remove_if_abandoned(folder: Path, lock_file: Path) -> bool:

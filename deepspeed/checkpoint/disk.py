@@ -11,6 +11,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from deepspeed.checkpoint.directory import SAVING
+
 try:
     import fcntl
 except ImportError:  # not on Windows: then a left-over folder is recognised by its age alone
@@ -40,7 +42,7 @@ def new_file(path: Path) -> Iterator[int]:
 
 def replace_file(path: Path, data: bytes, *, executable: bool = False) -> None:
     """Gives ``path`` the content ``data`` in one step: readers see the old content or the new one."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.new")
+    beside = path.with_name(SAVING + path.name)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(beside)
     with new_file(beside) as descriptor:

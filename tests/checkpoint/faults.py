@@ -19,8 +19,8 @@ class CountingOs:
 
     Args:
         at: Which operation, from 0; None only counts.
-        act: ``fail`` raises "no space left", ``before`` and ``after`` kill the process on either side of it, ``half`` writes
-            half of the bytes and then kills.
+        act: ``fail`` raises "no space left", ``before`` and ``after`` kill the process on either side of it, ``half``
+            writes half of the bytes and then kills.
     """
 
     def __init__(self, at: int | None, act: str) -> None:

@@ -1,0 +1,59 @@
+"""``kill -9`` at any moment of a save leaves a whole checkpoint, named by ``latest``, and no litter that stays."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*arguments: str, timeout: float) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.checkpoint.killed", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture
+def folder():
+    """In memory where there is such a place: what is synced here need not outlive the machine."""
+    place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=place, prefix="checkpoints-") as name:
+        yield name
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("tag", "act"),
+    [
+        ("same", "before"),
+        ("", "half"),
+        pytest.param("", "before", marks=SLOW),
+        pytest.param("", "after", marks=SLOW),
+        pytest.param("same", "half", marks=SLOW),
+        pytest.param("same", "after", marks=SLOW),
+    ],
+)
+def test_death_at_each_file_operation(tag, act, folder):
+    shown = run(folder, "operations", tag, act, timeout=250)
+    assert int(shown.split()[0]) > 40 and "all survived" in shown
+
+
+@pytest.mark.parametrize("count", [5, pytest.param(60, marks=[SLOW, pytest.mark.timeout(900)])])
+def test_death_of_a_rank_at_a_random_moment(count, folder):
+    shown = run(folder, "moments", str(count), timeout=800)
+    assert shown.count("moment ") == count and "all survived" in shown
