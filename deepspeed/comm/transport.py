@@ -15,7 +15,8 @@ Every rank of the group must make the same calls with the same keys; on gloo the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -27,6 +28,7 @@ from deepspeed.comm.store import rendezvous_store
 from deepspeed.comm.watch import Watch
 
 _CHUNK = 65536  # elements of a local sum: 256 KiB of fp32, so that operands stay in cache
+_PIECES = 2  # kind of transfer, see transfer_key
 _SMALL_TAG = 1 << 30
 _ABORT_TAG = _SMALL_TAG - 1
 _OWNERS = 8  # engines whose transfers keep apart by tag; more engines reuse the tags in turn
@@ -55,6 +57,22 @@ class Work(Protocol):
         """Blocks (host or current stream) until the result is in place. Later calls return at once."""
 
 
+@dataclass(frozen=True)
+class Piece:
+    """One tensor on its way from one rank.
+
+    Attributes:
+        source: Group rank that has the values.
+        target: Group rank that gets them; None: all ranks.
+        tensor: The values on the source, the place for them on a target; contiguous, of equal length and dtype. None on
+            ranks that have no part in it.
+    """
+
+    source: int
+    target: int | None
+    tensor: torch.Tensor | None
+
+
 class DoneWork:
     """A transfer that needed nothing."""
 
@@ -81,6 +99,7 @@ class Transport:
         self.size = size
         self.owner = 0
         self.watch: Watch | None = None
+        self._moves = 0
 
     def issue(self, channel: str) -> tuple[str, int]:
         """Counts a transfer on one of this engine's channels."""
@@ -144,6 +163,22 @@ class Transport:
         """Overwrites ``tensor`` with that of group rank ``source``; blocks."""
         raise NotImplementedError
 
+    def move(self, pieces: Sequence[Piece], *, label: str) -> None:
+        """Moves many pieces in one round; blocks.
+
+        Every rank must call it with the same pieces in the same order, also one that has no part in any.
+
+        Args:
+            pieces: What travels; a piece from a rank to itself is left to the caller.
+            label: What travels, for error messages.
+        """
+        raise NotImplementedError
+
+    def next_move(self) -> int:
+        """The key of the next round of pieces."""
+        self._moves += 1
+        return transfer_key(self.owner, 0, _PIECES, self._moves)
+
     def abort(self) -> None:
         """Makes every pending and later wait of the group raise. Called from a watching thread."""
 
@@ -201,6 +236,10 @@ class LocalTransport(Transport):
         return tensor.unsqueeze(0)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """See the class this one derives from."""
+        return
+
+    def move(self, pieces: Sequence[Piece], *, label: str) -> None:
         """See the class this one derives from."""
         return
 
@@ -372,6 +411,26 @@ class GlooTransport(Transport):
         """See the class this one derives from."""
         dist.broadcast(tensor, group_src=source, group=self.group)
 
+    def move(self, pieces: Sequence[Piece], *, label: str) -> None:
+        """See the class this one derives from."""
+        ticket, key = self.issue("pieces"), self.next_move()
+        works: list[Any] = []
+        nbytes = 0
+        for piece in pieces:  # pieces between the same two ranks match in this order
+            if piece.tensor is None or piece.tensor.numel() == 0:
+                continue
+            if piece.source != self.rank:
+                if piece.target in (None, self.rank):
+                    works.append(self.receive(piece.tensor, piece.source, key))
+                continue
+            for peer in range(self.size) if piece.target is None else (piece.target,):
+                if peer != self.rank:
+                    works.append(self.send(piece.tensor, peer, key))
+                    nbytes += piece.tensor.numel() * piece.tensor.element_size()
+        traffic.record_asked("move", nbytes)
+        for work in works:
+            self.guard(work.wait, ticket, label)
+
     def abort(self) -> None:
         """See the class this one derives from."""
         # gloo cannot cancel a receive; a receive that times out closes every pair, which wakes all pending waits.
@@ -459,6 +518,30 @@ class NativeTransport(Transport):
         """See the class this one derives from."""
         dist.broadcast(tensor, group_src=source, group=self.group)
 
+    def move(self, pieces: Sequence[Piece], *, label: str) -> None:
+        """See the class this one derives from."""
+        ticket = self.issue("pieces")
+        works: list[Any] = []
+        between: list[Any] = []
+        nbytes = 0
+        for piece in pieces:
+            tensor = piece.tensor
+            if tensor is None or tensor.numel() == 0:
+                continue
+            if piece.target is None:
+                works.append(dist.broadcast(tensor, group_src=piece.source, group=self.group, async_op=True))
+            elif piece.source == self.rank != piece.target:
+                between.append(dist.P2POp(dist.isend, tensor, group=self.group, group_peer=piece.target))
+            elif piece.target == self.rank != piece.source:
+                between.append(dist.P2POp(dist.irecv, tensor, group=self.group, group_peer=piece.source))
+            nbytes += tensor.numel() * tensor.element_size() if piece.source == self.rank else 0
+        traffic.record_asked("move", nbytes)
+        traffic.record_ran("broadcast or send", nbytes, len(works) + len(between))
+        if between:
+            works += dist.batch_isend_irecv(between)
+        for work in works:
+            self.guard(work.wait, ticket, label)
+
     def abort(self) -> None:
         """See the class this one derives from."""
         self.group.abort()
@@ -523,6 +606,7 @@ __all__ = [
     "GlooTransport",
     "LocalTransport",
     "NativeTransport",
+    "Piece",
     "Transport",
     "Work",
     "create_transport",

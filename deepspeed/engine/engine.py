@@ -24,6 +24,7 @@ from deepspeed.errors import CallOrderError, DeepSpeedConfigError, NotYetSupport
 from deepspeed.logging import log_dist, log_dist_once, logger
 from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer
 from deepspeed.zero.runtime import ZeroRuntime
+from deepspeed.zero.sources import iter_full
 
 
 class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, nn.Module):
@@ -81,6 +82,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, nn.Modu
         self._step_applied = False
         self._progress = ProgressLog(self._root, self._batch.train_batch_size)
         self._runtime.on_stray_backward = self._open_backward
+        self._runtime.optimizer = self.optimizer
         log_dist(self._summary())
         if self._root.dump_state:
             settings = self._root.model_dump(mode="json", exclude_defaults=True)
@@ -258,6 +260,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, nn.Modu
                 "become zero. Write engine.scale(loss).backward(), or engine.backward(loss)"
             )
         self._scaled_losses = 0
+        self._runtime.refuse_open_blocks("the update")
         self._runtime.free_gathered()
         self._runtime.take_back_frozen()
 
@@ -351,6 +354,22 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, nn.Modu
     def param_names(self) -> dict[nn.Parameter, str]:
         """Parameter to qualified name."""
         return self._runtime.param_names
+
+    def iter_full(self, kind: str = "param", bucket_bytes: int | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every full parameter, gradient or optimizer state. Every rank must go through all of it.
+
+        One collective per bucket; where everything is on every rank, none.
+
+        Args:
+            kind: ``param`` (in the compute dtype), ``fp32`` (master weights; frozen parameters cast), ``grad`` (reduced
+                and unscaled; between the last backward and the update), or a state's name, such as ``exp_avg``.
+            bucket_bytes: Most bytes gathered at once; a larger bucket is read in parts. None: a bucket at a time.
+
+        Yields:
+            ``(qualified name, tensor of the full shape)`` in model order; parameters without the quantity are left out.
+            The tensors of one bucket may share memory with each other, never with the model.
+        """
+        return iter_full(self._runtime, kind, bucket_bytes)
 
     # -- modes -------------------------------------------------------------------------------------------------------
 

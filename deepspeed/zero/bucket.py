@@ -16,29 +16,23 @@ Only the methods below change the state; each asserts where it comes from.
 
 from __future__ import annotations
 
-from enum import Enum
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 import torch
 
 from deepspeed.comm.transport import Transport, Work, transfer_key
 from deepspeed.logging import logger
+from deepspeed.zero.holder import Holder, State, set_address
 from deepspeed.zero.layout import BucketLayout
-from deepspeed.zero.sharded_parameter import mark_full, mark_sharded
+from deepspeed.zero.sharded_parameter import mark_full, mark_sharded, remember_class
 from deepspeed.zero.storage import FlatBuffer, Kind, Ledger
 
-
-class State(Enum):
-    """See the table at the top of the module."""
-
-    SHARDED = "sharded"
-    GATHERING = "gathering"
-    FULL = "full"
-
-
+T = TypeVar("T")
 _GATHER = 0
 
 
-class Bucket:
+class Bucket(Holder):
     """The parameters of one ``BucketLayout`` on this rank.
 
     Attributes:
@@ -64,13 +58,14 @@ class Bucket:
         is_sharded: bool,
         ledger: Ledger,
     ) -> None:
+        super().__init__()
         self.layout = layout
         self.index = layout.index
         self.params = params
         self.dtype = dtype
         self.device = device
         self.transport = transport
-        self.is_sharded = is_sharded
+        self.is_sharded = self.is_partitioned = is_sharded
         self.users = 0
         self.live_handles = 0
         self.gradients_in = False
@@ -83,12 +78,13 @@ class Bucket:
         self.full.tensor.zero_()  # padding must be zeros: norms and optimizers run over it
         self._views = self.full.views(layout.starts, [tile.shape for tile in layout.tiles])
         self._empties = [torch.empty(0, dtype=dtype, device=device) for _ in params] if is_sharded else []
-        self._shapes = [torch.empty(1, dtype=dtype, device=device).expand(t.shape) for t in layout.tiles if is_sharded]
+        self._shapes = [_shape_only(tile.shape, dtype, device) for tile in layout.tiles if is_sharded]
         self.shard = transport.my_slice(self.full.tensor)
         if is_sharded:
             self.shard = torch.zeros_like(self.shard)
             ledger.add(Kind.COMPUTE, self.full._home, self.shard.numel() * self.shard.element_size())
         self.state = State.FULL
+        self._classes = [remember_class(parameter) for parameter in params]
         self._fingerprints: list[tuple[int, int]] = []
 
     def __repr__(self) -> str:
@@ -111,6 +107,11 @@ class Bucket:
                 view.copy_(parameter.data)
                 parameter.data = view
         self.remember_values()
+
+    def take_addresses(self) -> None:
+        """Makes this bucket the place where its parameters' values are kept."""
+        for tile, parameter in enumerate(self.params):
+            set_address(parameter, self, tile)
 
     def store_shard(self) -> None:
         """Copies this rank's slice of the full buffer into the shard (after the full values changed)."""
@@ -138,8 +139,8 @@ class Bucket:
         assert self.state is State.GATHERING and self._work is not None, f"{self!r}: nothing to wait for"
         self._work.wait()
         self._work = None
-        for parameter, view in zip(self.params, self._views, strict=True):
-            mark_full(parameter, view)
+        for parameter, view, kind in self._not_lent(zip(self.params, self._views, self._classes, strict=True)):
+            mark_full(parameter, view, kind)
         self.state = State.FULL
 
     def repeat_gather(self) -> None:
@@ -148,10 +149,16 @@ class Bucket:
         key = self._next_key()
         self.transport.all_gather(self.full.tensor, key=key, label=f"the gather of {self.label}").wait()
 
+    def restore_full(self) -> None:
+        """FULL -> FULL: brings the values of the shards back; every rank must call it."""
+        assert self.state is State.FULL and self.is_sharded
+        self.transport.my_slice(self.full.tensor).copy_(self.shard)
+        self.repeat_gather()
+
     def reshard(self) -> None:
         """FULL -> SHARDED: takes the values from the parameters and frees the full buffer."""
         assert self.state is State.FULL and self.is_sharded, f"{self!r}: only a FULL sharded bucket can be resharded"
-        for parameter, empty in zip(self.params, self._empties, strict=True):
+        for parameter, empty in self._not_lent(zip(self.params, self._empties, strict=True)):
             mark_sharded(parameter, empty)
         self.full.free()
         self.is_kept = False
@@ -174,8 +181,51 @@ class Bucket:
         if self.state is State.FULL or not any(parameter.requires_grad for parameter in self.params):
             return
         with torch._C.DisableTorchFunctionSubclass():
-            for parameter, data in zip(self.params, self._shapes if shown else self._empties, strict=True):
+            for parameter, data in self._not_lent(
+                zip(self.params, self._shapes if shown else self._empties, strict=True)
+            ):
                 parameter.data = data
+
+    # -- single parameters -------------------------------------------------------------------------------------------
+
+    def _not_lent(self, entries: Iterable[T]) -> Iterable[T]:
+        """Entries per parameter, without those of parameters that have values of their own at the moment."""
+        return entries if not self.loans else self._skip_lent(entries)
+
+    def _skip_lent(self, entries: Iterable[T]) -> Iterator[T]:
+        for tile, entry in enumerate(entries):
+            loan = self.loans.get(tile)
+            if loan is None or loan.tensor is None:
+                yield entry
+
+    def lend(self, tile: int, parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
+        """See the class this one derives from."""
+        mark_full(parameter, tensor, self._classes[tile])
+
+    def take_back(self, tile: int, parameter: torch.nn.Parameter) -> None:
+        """See the class this one derives from."""
+        if self.state is State.FULL:
+            mark_full(parameter, self._views[tile], self._classes[tile])
+        else:
+            mark_sharded(parameter, self._empties[tile])
+
+    def view(self, tile: int) -> torch.Tensor:
+        """The place of a parameter in the full buffer, in its shape; only while FULL."""
+        assert self.state is State.FULL, f"{self!r}: the full buffer is not there"
+        return self._views[tile]
+
+    def pin(self) -> None:
+        """Keeps the bucket FULL until :meth:`unpin`."""
+        assert self.state is State.FULL
+        self.pins += 1
+        self.users += 1
+
+    def unpin(self) -> None:
+        """Undoes :meth:`pin`; frees the bucket if nothing else uses it."""
+        self.pins -= 1
+        self.users -= 1
+        if self.users == 0 and not self.is_kept and self.is_sharded and self.state is State.FULL:
+            self.reshard()
 
     # -- the update --------------------------------------------------------------------------------------------------
 
@@ -218,6 +268,12 @@ class Bucket:
                 )
         return changed
 
+    def remember_value(self, index: int) -> None:
+        """As :meth:`remember_values`, for one parameter."""
+        if not self.is_sharded and self._fingerprints:
+            parameter = self.params[index]
+            self._fingerprints[index] = (parameter.data_ptr(), parameter._version)
+
     def reattach(self, index: int) -> bool:
         """Brings a resident parameter back into the buffer with its present values.
 
@@ -231,3 +287,8 @@ class Bucket:
             view.copy_(parameter.data)
         parameter.data = view
         return True
+
+
+def _shape_only(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of ``shape`` over one element of memory."""
+    return torch.empty(1, dtype=dtype, device=device).as_strided(shape, [0] * len(shape))

@@ -20,7 +20,6 @@ from torch.utils.hooks import RemovableHandle
 from deepspeed.zero.bucket import Bucket, State
 from deepspeed.zero.handles import SavedTensorHooks
 from deepspeed.zero.schedule import GatherSchedule
-from deepspeed.zero.sharded_parameter import set_gatherer
 
 
 @dataclass
@@ -65,8 +64,7 @@ class ForwardHooks:
             for module, unit_buckets in by_module.items():
                 self._hook(module, unit_buckets)
             for bucket in buckets:
-                for parameter in bucket.params:
-                    set_gatherer(parameter, self._gatherer(bucket))
+                bucket.gatherer = self._gatherer(bucket)
 
     def _hook(self, module: nn.Module, buckets: list[Bucket]) -> None:
         @torch.compiler.disable
@@ -153,7 +151,7 @@ class ForwardHooks:
                 self._saved.pop()
         self._recomputed.clear()
         for bucket in self._buckets:
-            bucket.users = 0
+            bucket.users = bucket.pins
         self.free_all()
 
     def free_all(self) -> None:

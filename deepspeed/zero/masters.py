@@ -16,6 +16,7 @@ import torch
 
 from deepspeed.ops.segments import Segment, SegmentTable
 from deepspeed.zero.bucket import Bucket
+from deepspeed.zero.intervals import Part, part_of
 from deepspeed.zero.layout import BucketLayout, Fragment, Run
 from deepspeed.zero.placement import Home
 from deepspeed.zero.storage import Kind, Ledger
@@ -123,14 +124,39 @@ class MasterBucket:
 
     def refresh(self, tile: int) -> None:
         """Carries a user's write to a resident parameter into the master."""
-        if self.out is None:
+        self.adopt(tile, self.bucket.params[tile].detach().reshape(-1))
+
+    def adopt(self, tile: int, values: torch.Tensor, offset: int = 0) -> None:
+        """Takes new compute values of one parameter into the master, where they are new.
+
+        An element whose compute value is what the master rounds to keeps its more precise master value.
+
+        Args:
+            tile: Index of the parameter.
+            values: 1-D, elements ``[offset, offset + len)`` of the flattened parameter, in the compute dtype; what this
+                rank does not own is passed over.
+            offset: See ``values``.
+        """
+        part = self.part(tile)
+        if self.out is None or part is None:
             return
-        lower, _ = self.layout.slice_bounds(self.rank)
-        values = self.bucket.params[tile].detach().reshape(-1)
-        for fragment in self.fragments:
-            if fragment.tile == tile:
-                part = values[fragment.tile_start : fragment.tile_start + fragment.numel]
-                self.flat[fragment.slice_start : fragment.slice_start + fragment.numel].copy_(part)
+        first, last = max(part.tile_start, offset), min(part.tile_stop, offset + values.numel())
+        if first >= last:
+            return
+        start = part.slice_start + first - part.tile_start
+        mine = self.flat[start : start + last - first]
+        new = values[first - offset : last - offset].to(mine.device)
+        mine.copy_(torch.where(new == mine.to(new.dtype), mine, new.to(mine.dtype)))
+
+    def part(self, tile: int) -> Part | None:
+        """What this rank owns of the master of one parameter, or None."""
+        return part_of(self.layout, tile, self.rank)
+
+    def whole_tile(self, tile: int) -> torch.Tensor:
+        """The master of one parameter in its shape, as a view; only where masters are not cut over ranks."""
+        assert self.layout.world_size == 1
+        start, described = self.layout.starts[tile], self.layout.tiles[tile]
+        return self.flat[start : start + described.numel].view(described.shape)
 
     def refresh_all(self) -> None:
         """Reads the whole master again from the compute parameters."""

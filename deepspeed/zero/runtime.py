@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,9 +13,10 @@ from torch.utils.hooks import RemovableHandle
 
 from deepspeed.comm.agreement import Agreement
 from deepspeed.comm.transport import LocalTransport, Transport
+from deepspeed.errors import CallOrderError
 from deepspeed.logging import log_dist
 from deepspeed.zero.bucket import Bucket, State
-from deepspeed.zero.gradients import GradientReducer, ReductionPolicy
+from deepspeed.zero.gradients import GradientBucket, GradientReducer, ReductionPolicy
 from deepspeed.zero.hooks import ForwardHooks
 from deepspeed.zero.layout import Limits, ModelLayout, Tile, UnitTile, model_layout
 from deepspeed.zero.masters import MasterBucket
@@ -22,6 +24,7 @@ from deepspeed.zero.placement import Placement
 from deepspeed.zero.schedule import GatherLimits, GatherSchedule
 from deepspeed.zero.storage import Ledger
 from deepspeed.zero.units import Unit, find_units
+from deepspeed.zero.views import install_views
 
 _owners = itertools.count()
 
@@ -78,6 +81,8 @@ class ZeroRuntime:
         ledger: Books of the memory.
         reducer: The gradients; None where nothing is trained.
         in_backward: Whether a backward of this model is running.
+        optimizer: The ZeRO optimizer; set by the engine once it exists.
+        open_blocks: ``GatheredParameters`` blocks that hold parameters of this model.
     """
 
     def __init__(
@@ -99,12 +104,15 @@ class ZeroRuntime:
         self.placement = options.placement
         self.ledger = Ledger()
         self.in_backward = False
+        self.optimizer: Any = None
+        self.open_blocks = 0
         self._channels = channels
         self._options = options
         units = find_units(model, options.granularity)
         self.layout = self._make_layout(units, param_groups)
         self.param_names = {parameter: name for unit in units for name, parameter in unit.params.items()}
         self.masters: list[MasterBucket] = []
+        self._trained: dict[int, int] = {}  # index of a bucket to its position among the masters
         self.buckets = self._make_buckets(units)
         self._sharded = sharded = [bucket for bucket in self.buckets if bucket.is_sharded]
         self.agreement = Agreement(channels.gather, self._describe_bucket)
@@ -177,8 +185,7 @@ class ZeroRuntime:
                 parameter.data = original[start : start + tile.numel].view(tile.shape)
             bucket.load_full_values()
             bucket.store_shard()
-            for tile, parameter in zip(layout.tiles, bucket.params, strict=True):
-                _annotate(parameter, tile.name, tile.shape)
+            self._own(bucket)
             if layout.trainable:
                 self.masters.append(
                     MasterBucket(
@@ -189,8 +196,17 @@ class ZeroRuntime:
                         whole_tensors=self._options.whole_tensors,
                     )
                 )
+                self._trained[bucket.index] = len(self.masters) - 1
         if bucket.is_sharded:
             bucket.reshard()
+
+    def _own(self, bucket: Bucket) -> None:
+        """Parameters know from now on where their values are kept."""
+        bucket.owner = self
+        bucket.is_partitioned = self.placement.shard_params
+        bucket.take_addresses()
+        if bucket.is_partitioned:
+            install_views()
 
     def _sharded_units(self, units: list[Unit]) -> list[tuple[nn.Module, list[Bucket]]]:
         found = []
@@ -272,6 +288,24 @@ class ZeroRuntime:
 
     # -- parameters --------------------------------------------------------------------------------------------------
 
+    def master_of(self, bucket: Bucket) -> MasterBucket | None:
+        """The master weights of a bucket; None where it is not trained."""
+        position = self._trained.get(bucket.index)
+        return None if position is None else self.masters[position]
+
+    def gradients_of(self, bucket: Bucket) -> GradientBucket | None:
+        """The gradients of a bucket; None where it is not trained."""
+        position = self._trained.get(bucket.index)
+        return None if position is None or self.reducer is None else self.reducer.buckets[position]
+
+    def refuse_open_blocks(self, call: str) -> None:
+        """Raises inside ``GatheredParameters``, where parameters must not change otherwise."""
+        if self.open_blocks:
+            raise CallOrderError(
+                f"{call}: called inside a GatheredParameters block on this model's parameters, whose end would undo "
+                "the update or publish old values; leave the block first"
+            )
+
     def free_gathered(self) -> None:
         """Reshards everything that is gathered, so that parameters may change."""
         self.hooks.free_all()
@@ -299,11 +333,3 @@ class ZeroRuntime:
 
 def _drop_gradient(parameter: torch.Tensor) -> None:
     parameter.grad = None
-
-
-def _annotate(parameter: nn.Parameter, name: str, shape: tuple[int, ...]) -> None:
-    """Names and true shape for messages and for the ecosystem, which reads ``ds_shape`` and ``ds_numel``."""
-    attributes = parameter.__dict__
-    attributes["_ds_name"] = name
-    attributes["ds_shape"] = torch.Size(shape)
-    attributes["ds_numel"] = attributes["ds_shape"].numel()

@@ -4,11 +4,12 @@ Between uses a sharded parameter's ``data`` is an empty tensor: shape ``(0,)``, 
 tensor's ``sum()`` would be a plausible 0.0 and its ``fill_`` would be lost, so for as long as it is sharded the
 parameter's *class* is ``ShardedParameter``, which intercepts torch functions. Inside the engine's forward and backward
 a read gathers the bucket and goes on; elsewhere it raises and names the accessors. Metadata passes. While gathered the
-parameter is a plain ``torch.nn.Parameter`` again and costs nothing.
+parameter has the class it was made with, ``torch.nn.Parameter`` as a rule, and costs nothing.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +17,8 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 
 from deepspeed.errors import ShardedAccessError
-
-_GATHERER = "_ds_gather_for_use"
+from deepspeed.logging import warn_once
+from deepspeed.zero.holder import Address, address_of
 
 # Names of functions that read no values: they see the empty tensor, as the ecosystem expects.
 _METADATA = frozenset(
@@ -26,9 +27,6 @@ _METADATA = frozenset(
         "__set__",
         "__delete__",
         "__hash__",
-        "__repr__",
-        "__reduce_ex__",
-        "__deepcopy__",
         "__len__",
         "_is_view",
         "_version",
@@ -63,11 +61,13 @@ _METADATA = frozenset(
         "untyped_storage",
     }
 )
-_BLOCKED_PROPERTIES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
+_COMPUTED_PROPERTIES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
+# Module.to() and its kin call these on every parameter; to the present dtype and device they change nothing.
+_CONVERSIONS = frozenset({"to", "cpu", "cuda", "xpu", "float", "double", "half", "bfloat16"})
 
 
 class ShardedParameter(torch.nn.Parameter):
-    """The class of a parameter while it is sharded. Never instantiated: plain parameters are turned into it."""
+    """The class of a parameter while it is sharded. Never instantiated: parameters are turned into it."""
 
     @classmethod
     def __torch_function__(
@@ -75,20 +75,113 @@ class ShardedParameter(torch.nn.Parameter):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in _METADATA and not _reads_values(func):
+        attribute = _property_of(func) if name in ("__get__", "__set__") else ""
+        if attribute == "data" or name == "detach":
+            if _gather(args[0]):
+                return func(*args, **kwargs)
+            if attribute == "data":
+                return _guarded_data(args[0]) if name == "__get__" else _refuse_data(*args)
+        if name in _METADATA and attribute not in _COMPUTED_PROPERTIES:
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if name in _CONVERSIONS and _is_idle_conversion(func, args, kwargs):
+            return args[0]
         for parameter in _sharded_in((args, kwargs)):
-            gather = parameter.__dict__.get(_GATHERER)
-            if gather is None or not gather():
-                raise ShardedAccessError(_refusal(parameter, name or repr(func)))
+            if not _gather(parameter):
+                raise ShardedAccessError(_refusal(address_of(parameter), name or repr(func)))
         return func(*args, **kwargs)
 
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        address = address_of(self)
+        if address is None:
+            return "Parameter of unknown name (its values are gone)"
+        holder = address.holder
+        return (
+            f"Parameter {address.name!r} of shape {address.shape} and dtype {self.dtype}, sharded over "
+            f"{holder.transport.size} ranks, requires_grad={self.requires_grad}"
+        )
 
-def _reads_values(func: Callable[..., Any]) -> bool:
-    """Getters of properties are all called ``__get__``; a few of them are computations."""
-    owner = getattr(func, "__self__", None)
-    return getattr(owner, "__name__", "") in _BLOCKED_PROPERTIES
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            address = address_of(self)
+            assert address is not None, "a sharded parameter has an address"
+            from deepspeed.zero.provisional import copy_sharded  # made of this class
+
+            memo[id(self)] = copy_sharded(self, address, memo)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        note_placeholders("pickling a module or parameter")
+        with DisableTorchFunctionSubclass():
+            empty = torch.empty(0, dtype=self.dtype, device=self.device)
+            return torch._utils._rebuild_parameter, (empty, self.requires_grad, OrderedDict())
+
+
+def note_placeholders(call: str) -> None:
+    """Says once that what ``call`` returned holds empty tensors for sharded parameters."""
+    warn_once(
+        f"placeholders:{call}",
+        f"{call}: parameters are sharded (ZeRO stage 3), so it holds an empty tensor of size 0 for each of them. For "
+        "the values use engine.save_checkpoint, engine.save_16bit_model, engine.iter_full, or "
+        "deepspeed.zero.GatheredParameters around the call",
+    )
+
+
+def _property_of(func: Callable[..., Any]) -> str:
+    """Getters and setters of properties are all called ``__get__`` and ``__set__``; this is the property's name."""
+    return getattr(getattr(func, "__self__", None), "__name__", "")
+
+
+def _gather(parameter: torch.Tensor) -> bool:
+    """Makes a parameter full if that is allowed now."""
+    address = address_of(parameter)
+    gatherer = None if address is None else address.holder.gatherer
+    return gatherer is not None and gatherer()
+
+
+class ShardedData(torch.Tensor):
+    """What ``parameter.data`` is while the parameter is sharded: empty, and no more to be computed on."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        attribute = _property_of(func) if name in ("__get__", "__set__") else ""
+        if name in _METADATA and attribute not in _COMPUTED_PROPERTIES:
+            with DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        mine = next((arg for arg in args if isinstance(arg, ShardedData)), None)
+        raise ShardedAccessError(_refusal(mine.__dict__.get("_ds_data_of") if mine is not None else None, name))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"<no values here: {self.__dict__.get('_ds_data_of')!r}>"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with DisableTorchFunctionSubclass():
+            return torch.empty(0, dtype=self.dtype, device=self.device).__reduce_ex__(protocol)
+
+
+def _guarded_data(parameter: torch.Tensor) -> torch.Tensor:
+    with DisableTorchFunctionSubclass():
+        data = parameter.detach().as_subclass(ShardedData)
+    data.__dict__["_ds_data_of"] = address_of(parameter)
+    return data
+
+
+def _refuse_data(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    if value is not parameter and value.numel():  # Module.to() assigns what its conversion returned
+        raise ShardedAccessError(_refusal(address_of(parameter), "assigning to .data"))
+
+
+def _is_idle_conversion(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a conversion leaves dtype and device as they are."""
+    if not isinstance(args[0], ShardedParameter):
+        return False
+    with DisableTorchFunctionSubclass():
+        empty = args[0].detach()
+        result = func(empty, *args[1:], **kwargs)
+        return isinstance(result, torch.Tensor) and (result.dtype, result.device) == (empty.dtype, empty.device)
 
 
 def _sharded_in(value: Any) -> list[ShardedParameter]:
@@ -105,9 +198,8 @@ def _sharded_in(value: Any) -> list[ShardedParameter]:
     return found
 
 
-def _refusal(parameter: torch.nn.Parameter, operation: str) -> str:
-    name = parameter.__dict__.get("_ds_name", "a parameter")
-    shape = tuple(parameter.__dict__.get("ds_shape", ()))
+def _refusal(address: Address | None, operation: str) -> str:
+    name, shape = ("unknown", ()) if address is None else (address.name, address.shape)
     return (
         f"{operation} on parameter {name!r} (full shape {shape}): it is sharded (ZeRO stage 3) and this call is "
         "outside the engine's forward and backward, so its values are not here. To read or change it, use "
@@ -122,12 +214,28 @@ def mark_sharded(parameter: torch.nn.Parameter, empty: torch.Tensor) -> None:
     parameter.__class__ = ShardedParameter
 
 
-def mark_full(parameter: torch.nn.Parameter, view: torch.Tensor) -> None:
-    """Gives ``parameter`` its values and its plain class back."""
-    parameter.__class__ = torch.nn.Parameter
+def mark_full(
+    parameter: torch.nn.Parameter, view: torch.Tensor, kind: type[torch.nn.Parameter] = torch.nn.Parameter
+) -> None:
+    """Gives ``parameter`` its values and the class it was made with back."""
+    parameter.__class__ = kind
     parameter.data = view
 
 
-def set_gatherer(parameter: torch.nn.Parameter, gather: Callable[[], bool]) -> None:
-    """Names the function that makes ``parameter`` full if that is allowed now, and returns whether it did."""
-    parameter.__dict__[_GATHERER] = gather
+def plain_class(parameter: torch.nn.Parameter) -> type[torch.nn.Parameter]:
+    """The class to give back to a parameter when it is full."""
+    kind = type(parameter)
+    if kind is not ShardedParameter:
+        return kind
+    return parameter.__dict__.get(_CLASS, torch.nn.Parameter)
+
+
+_CLASS = "_ds_class"
+
+
+def remember_class(parameter: torch.nn.Parameter) -> type[torch.nn.Parameter]:
+    """Notes the class of a parameter that is full, for :func:`plain_class`; nothing is stored for the usual one."""
+    kind = plain_class(parameter)
+    if kind is not torch.nn.Parameter:
+        parameter.__dict__[_CLASS] = kind
+    return kind

@@ -1,0 +1,488 @@
+"""``GatheredParameters``: full parameters for the length of a block.
+
+Only what was asked for moves: each owner sends its part of each parameter, all in one round. Where every parameter of
+a bucket was asked for, the bucket itself is gathered and stays FULL, so that forwards inside the block gather nothing.
+Before anything moves, the ranks compare what they ask for; so ranks that ask for different things all raise.
+
+Edits. With ``modifier_rank`` the values of that rank reach every shard and the fp32 masters when the block ends (a
+master changes only where its 16-bit value did). Without, edits are dropped, with one warning.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from deepspeed.comm.transport import Piece, Transport
+from deepspeed.errors import CallOrderError, DeepSpeedConfigError
+from deepspeed.logging import warn_once
+from deepspeed.zero.bucket import Bucket
+from deepspeed.zero.calls import compare_calls
+from deepspeed.zero.holder import Address, Holder, Loan, State, address_of
+from deepspeed.zero.intervals import Part, tile_parts
+from deepspeed.zero.untouched import untouched
+
+Entry = tuple[torch.nn.Parameter, Address]
+
+
+class GatheredParameters:
+    """Inside the block, the given parameters are full: they have their shape and their values.
+
+    Every rank of the group must enter it, with the same parameters in any order. Parameters that are full already, that
+    belong to no engine, buffers, duplicates and None are let pass; an empty collection does nothing. May be nested: the
+    inner block does nothing for what the outer one made full, except that with ``modifier_rank`` it publishes edits.
+
+    Args:
+        params: One parameter or any iterable of them (consumed at once).
+        modifier_rank: Rank, within the parameters' group, whose values every rank and the fp32 master take when the
+            block ends. None: edits are dropped, with a warning that names the parameter. At stages 0 to 2, where
+            parameters are ordinary, None leaves them alone.
+        fwd_module: Also registers the parameters as external to this module (see ``register_external_parameter``).
+        enabled: False: do nothing.
+
+    Raises:
+        DivergenceError: Ranks ask for different parameters; raised on all of them.
+    """
+
+    def __init__(
+        self,
+        params: torch.Tensor | Iterable[torch.Tensor | None] | None,
+        modifier_rank: int | None = None,
+        fwd_module: torch.nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        self._blocks: list[GatheredBlock] = []
+        self._entries: list[Entry] = []
+        self._modifier = modifier_rank
+        if not enabled:
+            return
+        found = _unique(params)
+        if fwd_module is not None:
+            from deepspeed.zero.external import register_external_parameter
+
+            for parameter in found:
+                if isinstance(parameter, torch.nn.Parameter):
+                    register_external_parameter(fwd_module, parameter)
+        self._entries = with_addresses(found)
+
+    def __enter__(self) -> None:
+        with untouched():
+            blocks = [
+                GatheredBlock(transport, entries, self._modifier) for transport, entries in by_transport(self._entries)
+            ]
+            try:
+                for block in blocks:
+                    block.open()
+                    self._blocks.append(block)
+            except BaseException as error:
+                while self._blocks:
+                    self._blocks.pop().close(error)
+                raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with untouched():
+            while self._blocks:
+                self._blocks.pop().close(error)
+
+
+def _unique(params: Any) -> list[torch.Tensor]:
+    if params is None:
+        return []
+    tensors = [params] if isinstance(params, torch.Tensor) else list(params)
+    for tensor in tensors:
+        if tensor is not None and not isinstance(tensor, torch.Tensor):
+            raise DeepSpeedConfigError(
+                "GatheredParameters(params): expected a parameter or an iterable of parameters, found "
+                f"{type(tensor).__name__} in it"
+            )
+    return list({id(tensor): tensor for tensor in tensors if tensor is not None}.values())
+
+
+def with_addresses(tensors: Iterable[torch.Tensor]) -> list[Entry]:
+    """Those of ``tensors`` whose values a holder keeps, with their addresses."""
+    found: list[Entry] = []
+    for tensor in tensors:
+        address = address_of(tensor)
+        if address is not None:
+            found.append((tensor, address))  # type: ignore[arg-type]
+    return found
+
+
+def by_transport(entries: list[Entry]) -> list[tuple[Transport, list[Entry]]]:
+    """Entries by the group that shares them, groups and entries in an order that is equal on all ranks."""
+    groups: dict[int, tuple[Transport, list[Entry]]] = {}
+    for entry in entries:
+        transport = entry[1].holder.transport
+        groups.setdefault(id(transport), (transport, []))[1].append(entry)
+    for _, members in groups.values():
+        members.sort(key=lambda entry: (entry[1].holder.layout.index, entry[1].tile))
+    return sorted(groups.values(), key=lambda group: (group[0].owner, group[0].size))
+
+
+class GatheredBlock:
+    """One ``GatheredParameters`` block on the parameters of one group.
+
+    Args:
+        transport: Of the group.
+        entries: Parameters and addresses, in the same order on all ranks.
+        modifier: Rank whose values count, or None.
+    """
+
+    def __init__(self, transport: Transport, entries: list[Entry], modifier: int | None) -> None:
+        self._transport = transport
+        self._modifier = modifier
+        # Ordinary parameters (stages 0 to 2) take part only where a rank's values are to be spread.
+        self._entries = [
+            entry for entry in entries if entry[1].holder.is_partitioned or (modifier is not None and entry[1].numel)
+        ]
+        self._lent: list[Entry] = []
+        self._present: list[Entry] = []
+        self._pinned: list[Bucket] = []
+        self._whole: list[Bucket] = []
+        if modifier is not None and not 0 <= modifier < transport.size:
+            raise DeepSpeedConfigError(
+                f"GatheredParameters(modifier_rank={modifier}): the parameters' group has ranks 0 to "
+                f"{transport.size - 1}"
+            )
+
+    # -- entering ----------------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Makes the parameters full; every rank of the group must call it."""
+        missing = [entry for entry in self._entries if _is_away(entry)]
+        if missing or (self._modifier is not None and self._entries):
+            compare_calls(self._transport, self._words("entering"))
+        by_holder: dict[int, tuple[Holder, list[Entry]]] = {}
+        for entry in self._entries:
+            by_holder.setdefault(id(entry[1].holder), (entry[1].holder, []))[1].append(entry)
+        lending: list[Entry] = []
+        for holder, entries in by_holder.values():
+            lending += self._open_holder(holder, entries)
+        self._lend(lending)
+        for holder, _ in by_holder.values():
+            if holder.owner is not None:
+                holder.owner.open_blocks += 1
+
+    def _open_holder(self, holder: Holder, entries: list[Entry]) -> list[Entry]:
+        """Deals with one bucket; returns the parameters whose parts must travel."""
+        away = [entry for entry in entries if _is_away(entry)]
+        if isinstance(holder, Bucket) and holder.is_sharded:
+            if holder.state is State.GATHERING:  # a prefetch; all ranks have it on its way
+                holder.finish_gather()
+            elif holder.state is State.SHARDED and _is_everything(holder, away):
+                holder.start_gather()
+                holder.finish_gather()
+                self._whole.append(holder)
+            if holder.state is State.FULL:
+                holder.pin()
+                self._pinned.append(holder)
+        lending: list[Entry] = []
+        for parameter, address in entries:
+            loan = holder.loans.setdefault(address.tile, Loan(version=parameter._version))
+            loan.depth += 1
+            if loan.depth > 1:
+                (self._present if loan.tensor is None else self._lent).append((parameter, address))
+            elif holder.state is State.FULL:
+                self._present.append((parameter, address))
+                if self._modifier is None and holder not in self._whole and _master_values(address) is None:
+                    loan.backup = parameter.detach().clone()
+            else:
+                lending.append((parameter, address))
+        return lending
+
+    def _lend(self, entries: list[Entry]) -> None:
+        """Brings the parts of the parameters together in tensors of their own."""
+        pieces: list[Piece] = []
+        tensors = []
+        for _, address in entries:
+            holder = address.holder
+            flat = torch.empty(address.numel, dtype=holder.dtype, device=holder.device)
+            tensors.append(flat)
+            for part in tile_parts(holder.layout, address.tile):
+                place = flat[part.tile_start : part.tile_stop]
+                if part.rank == self._transport.rank:
+                    place.copy_(holder.read_part(part))
+                pieces.append(Piece(part.rank, None, place))
+        if entries:
+            self._transport.move(pieces, label=f"the values of {_label(entries)}")
+        for (parameter, address), flat in zip(entries, tensors, strict=True):
+            tensor = flat.view(address.shape)
+            loan = address.holder.loans[address.tile]
+            loan.tensor = tensor
+            address.holder.lend(address.tile, parameter, tensor)
+            self._lent.append((parameter, address))
+
+    def _words(self, what: str) -> str:
+        # States travel with the words: a rank for which a bucket is FULL would take another path than the others.
+        states = "".join(entry[1].holder.state.value[0] for entry in self._entries)
+        names = [(entry[1].name, entry[1].shape) for entry in self._entries]
+        shown = ", ".join(name for name, _ in names[:3]) + (", ..." if len(names) > 3 else "")
+        return (
+            f"{what} GatheredParameters of {len(names)} parameter(s) ({shown}), modifier_rank={self._modifier} "
+            f"[{checksum(names):08x} {checksum(states):08x}]"
+        )
+
+    # -- leaving -----------------------------------------------------------------------------------------------------
+
+    def close(self, error: BaseException | None) -> None:
+        """Publishes or drops edits and gives the memory back; every rank must call it where a modifier was named."""
+        failed = False
+        try:
+            if self._modifier is not None and self._entries:
+                misfit = self._misfit()
+                told = compare_calls(self._transport, self._words("leaving"), [int(error is not None), misfit + 1])
+                failed = any(flag or number for flag, number in told)
+                if failed and error is None:
+                    self._raise_for(told)
+                if not failed:
+                    self._publish()
+            elif error is None:
+                self._warn_of_edits()
+        finally:
+            self._give_back(restore=self._modifier is None or failed)
+
+    def _misfit(self) -> int:
+        """The first parameter whose data the block replaced by something of another shape; -1 for none."""
+        for index, (parameter, address) in enumerate(self._entries):
+            if tuple(parameter.shape) != address.shape:
+                return index
+        return -1
+
+    def _raise_for(self, told: list[list[int]]) -> None:
+        for rank, (flag, number) in enumerate(told):
+            if flag:
+                raise CallOrderError(
+                    f"GatheredParameters: rank {rank} left the block with an exception; edits were dropped on all ranks"
+                )
+            if number:
+                parameter, address = self._entries[number - 1]
+                raise CallOrderError(
+                    f"GatheredParameters: on rank {rank} {address.name!r} left the block with another shape than "
+                    f"{address.shape}; edits were dropped on all ranks. A parameter that has been sharded keeps its "
+                    "shape: make a new Parameter and assign it to the module instead"
+                )
+
+    def _give_back(self, *, restore: bool) -> None:
+        for parameter, address in self._present:
+            loan = self._end_loan(address)
+            if loan is not None and restore:
+                self._restore(parameter, address, loan)
+        for parameter, address in self._lent:
+            if self._end_loan(address) is not None:
+                address.holder.take_back(address.tile, parameter)
+        for bucket in self._pinned:
+            bucket.unpin()
+            if restore and bucket in self._whole and bucket.state is State.FULL:
+                bucket.restore_full()  # others still use it
+        for holder in {id(entry[1].holder): entry[1].holder for entry in self._entries}.values():
+            if holder.owner is not None:
+                holder.owner.open_blocks -= 1
+        self._present, self._lent, self._pinned, self._whole = [], [], [], []
+
+    def _restore(self, parameter: torch.nn.Parameter, address: Address, loan: Loan) -> None:
+        """Drops edits of a parameter that stays where it is."""
+        values = loan.backup if loan.backup is not None else _master_values(address)
+        if values is None or address.holder in self._whole:
+            return
+        if isinstance(address.holder, Bucket):
+            address.holder.reattach(address.tile)
+        with torch.no_grad():
+            parameter.data.copy_(values)
+        if isinstance(address.holder, Bucket):
+            address.holder.remember_value(address.tile)
+
+    def _end_loan(self, address: Address) -> Loan | None:
+        """Counts a context out; returns the loan if it was the last one."""
+        loan = address.holder.loans[address.tile]
+        loan.depth -= 1
+        return address.holder.loans.pop(address.tile) if loan.depth == 0 else None
+
+    def _warn_of_edits(self) -> None:
+        for parameter, address in [*self._present, *self._lent]:
+            loan = address.holder.loans[address.tile]
+            if loan.depth == 1 and _was_edited(parameter, address, loan):
+                warn_once(
+                    f"gathered-edit:{address.name}",
+                    f"GatheredParameters: {address.name!r} was changed inside the block, but modifier_rank is None, so "
+                    "the change is dropped; name the rank whose values shall count (modifier_rank=0)",
+                    ranks=[-1],
+                )
+
+    # -- publishing --------------------------------------------------------------------------------------------------
+
+    def _publish(self) -> None:
+        """The modifier's values reach every rank that keeps them: everybody, or the owner of each part."""
+        assert self._modifier is not None
+        pieces: list[Piece] = []
+        arriving: list[tuple[Holder, int, Part, torch.Tensor]] = []
+        for parameter, address in [*self._present, *self._lent]:
+            _back_in_place(parameter, address)
+            holder, values = address.holder, parameter.data.view(-1)
+            if self._stays_full(address):
+                pieces.append(Piece(self._modifier, None, values))
+                continue
+            for part in tile_parts(holder.layout, address.tile):
+                place = values[part.tile_start : part.tile_stop]
+                if part.rank == self._transport.rank:
+                    arriving.append((holder, address.tile, part, place))
+                if part.rank != self._modifier:
+                    pieces.append(Piece(self._modifier, part.rank, place))
+        if pieces:
+            self._transport.move(pieces, label=f"the changes of {_label(self._entries)}")
+        for holder, tile, part, values in arriving:
+            _keep_part(holder, tile, part, values)
+        for parameter, address in [*self._present, *self._lent]:
+            if self._stays_full(address):
+                keep_full(address, parameter.data)
+
+    def _stays_full(self, address: Address) -> bool:
+        """Whether every rank goes on using the full values after this block."""
+        holder, loan = address.holder, address.holder.loans[address.tile]
+        if loan.depth > 1 or not holder.is_sharded:
+            return True
+        if loan.tensor is not None:
+            return holder.state is State.FULL
+        assert isinstance(holder, Bucket)
+        return holder.users > 1 or holder.is_kept
+
+
+def checksum(values: Sequence[Any]) -> int:
+    """A number that is equal on all ranks for equal values."""
+    return zlib.crc32(repr(values).encode())
+
+
+def _label(entries: list[Entry]) -> str:
+    first = entries[0][1].name
+    return first if len(entries) == 1 else f"{first} and {len(entries) - 1} more"
+
+
+def _is_away(entry: Entry) -> bool:
+    """Whether the values are not on this rank at the moment."""
+    holder, tile = entry[1].holder, entry[1].tile
+    loan = holder.loans.get(tile)
+    return holder.state is not State.FULL and (loan is None or loan.tensor is None)
+
+
+def _is_everything(bucket: Bucket, entries: list[Entry]) -> bool:
+    asked = {address.tile for _, address in entries}
+    return all(index in asked for index, tile in enumerate(bucket.layout.tiles) if tile.numel)
+
+
+def _back_in_place(parameter: torch.nn.Parameter, address: Address) -> None:
+    """Copies values that the block put elsewhere (``parameter.data = ...``) to where they are expected."""
+    holder, loan = address.holder, address.holder.loans[address.tile]
+    place = loan.tensor
+    if place is None and isinstance(holder, Bucket):
+        place = holder.view(address.tile)
+    if place is not None and place.data_ptr() != parameter.data_ptr():
+        place.copy_(parameter.data)
+        parameter.data = place
+
+
+def _master_values(address: Address) -> torch.Tensor | None:
+    """The values of a resident parameter as its fp32 master has them, where that is separate and whole here."""
+    holder = address.holder
+    master = holder.owner.master_of(holder) if holder.owner is not None and not holder.is_sharded else None
+    if master is None or master.out is None or master.layout.world_size > 1:
+        return None
+    return master.whole_tile(address.tile).to(holder.dtype)
+
+
+def _was_edited(parameter: torch.nn.Parameter, address: Address, loan: Loan) -> bool:
+    """Whether the values differ from those that the block began with, as far as this rank can tell by itself."""
+    if parameter._version != loan.version:
+        return True
+    values = loan.backup if loan.backup is not None else _master_values(address)
+    if values is not None:
+        return not _same_bits(parameter.data, values)
+    part = address.holder.part(address.tile) if address.holder.is_sharded else None
+    if part is None:
+        return False
+    mine = parameter.data.reshape(-1)[part.tile_start : part.tile_stop]
+    return not _same_bits(mine, address.holder.read_part(part).to(mine.device))
+
+
+def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if left.shape != right.shape:
+        return False
+    return torch.equal(left.contiguous().view(-1).view(torch.uint8), right.contiguous().view(-1).view(torch.uint8))
+
+
+def _keep_part(holder: Holder, tile: int, part: Part, values: torch.Tensor) -> None:
+    """Writes this rank's part of a parameter into the shard and, where it differs, into the master."""
+    master = holder.owner.master_of(holder) if holder.owner is not None else None
+    if master is not None:
+        master.adopt(tile, values, part.tile_start)
+    holder.read_part(part).copy_(values)
+
+
+def keep_full(address: Address, values: torch.Tensor) -> None:
+    """Takes new values of one parameter, equal on all ranks, into whatever keeps them on this rank.
+
+    Args:
+        address: Of the parameter.
+        values: All of it, in its shape and in the holder's dtype.
+    """
+    holder, tile = address.holder, address.tile
+    flat = values.reshape(-1)
+    master = holder.owner.master_of(holder) if holder.owner is not None else None
+    if master is not None:
+        master.adopt(tile, flat, 0)
+    if holder.is_sharded:
+        part = holder.part(tile)
+        if part is not None:
+            holder.read_part(part).copy_(flat[part.tile_start : part.tile_stop])
+    if isinstance(holder, Bucket) and holder.state is State.FULL:
+        view = holder.view(tile)
+        if view.data_ptr() != values.data_ptr():
+            view.copy_(values)
+        holder.remember_value(tile)
+    loan = holder.loans.get(tile)
+    if loan is not None:
+        for copy in (loan.tensor, loan.backup):
+            if copy is not None and copy.data_ptr() != values.data_ptr():
+                copy.copy_(values)
+
+
+# -- gathering without a block ---------------------------------------------------------------------------------------
+
+
+def gather_until_partition(params: Iterable[torch.Tensor]) -> None:
+    """``parameter.all_gather()``: full until :func:`partition`. Every rank must call it."""
+    with untouched():
+        for transport, entries in by_transport(with_addresses(_unique(params))):
+            away = [entry for entry in entries if _is_away(entry)]
+            if not away:
+                continue
+            block = GatheredBlock(transport, away, None)
+            compare_calls(transport, block._words("all_gather as"))
+            for parameter, address in away:
+                address.holder.loans[address.tile] = Loan(depth=1, version=parameter._version)
+            block._lend(away)
+
+
+def partition(params: Iterable[torch.Tensor], *, keep_values: bool) -> None:
+    """``parameter.partition()``: ends :func:`gather_until_partition`.
+
+    Args:
+        params: Parameters; those that are not full for their own sake are let pass.
+        keep_values: Each rank keeps its part of the values that it has now; otherwise edits are dropped.
+    """
+    with untouched():
+        for parameter, address in with_addresses(_unique(params)):
+            holder = address.holder
+            loan = holder.loans.get(address.tile)
+            if loan is None or loan.tensor is None or loan.depth > 1:
+                continue
+            if keep_values:
+                part = holder.part(address.tile)
+                if part is not None:
+                    _keep_part(holder, address.tile, part, parameter.data.reshape(-1)[part.tile_start : part.tile_stop])
+            del holder.loans[address.tile]
+            holder.take_back(address.tile, parameter)  # type: ignore[arg-type]

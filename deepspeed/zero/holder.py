@@ -1,0 +1,172 @@
+"""What keeps the values of parameters while they are sharded, and the address of each parameter in it.
+
+A *holder* is an engine's bucket (``zero.bucket``) or a provisional one, made by ``zero.Init`` before there is an engine
+(``zero.provisional``). Every parameter that has a holder knows its *address*: the holder and the tile. Whoever wants
+to read, gather or move a parameter starts from there.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+
+from deepspeed.comm.transport import Transport
+from deepspeed.zero.intervals import Part, part_of
+from deepspeed.zero.layout import BucketLayout
+
+
+class State(Enum):
+    """Where the values of a holder's parameters are; see ``zero.bucket``."""
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    FULL = "full"
+
+
+@dataclass
+class Loan:
+    """A parameter that ``GatheredParameters`` keeps full.
+
+    Attributes:
+        depth: Contexts that asked for it and are open.
+        tensor: Its values in storage of their own, or None where the parameter was full anyway.
+        backup: The values to go back to when the context discards edits; None where nothing needs it.
+        version: The parameter's version counter when the first context was entered.
+    """
+
+    depth: int = 0
+    tensor: torch.Tensor | None = None
+    backup: torch.Tensor | None = None
+    version: int = 0
+
+
+class Holder:
+    """Keeps the values of the tiles of one layout.
+
+    Attributes:
+        layout: Where each parameter lies.
+        dtype: Of the parameters.
+        device: Where they compute.
+        transport: Of the group that shares them.
+        is_sharded: Whether a rank keeps only its slice between uses.
+        is_partitioned: Whether the placement shards parameters, so that the ecosystem's ``ds_*`` attributes exist;
+            small parameters and those of a group of one may be resident all the same.
+        state: Where the values are.
+        shard: This rank's slice, 1-D; for a resident holder a view of all values.
+        loans: Parameters that ``GatheredParameters`` keeps full, by tile.
+        pins: Contexts that keep the whole holder full.
+        gatherer: Makes the holder FULL if that is allowed now, and says whether it did; None: never.
+        owner: The ZeRO runtime that trains the parameters, or None.
+    """
+
+    layout: BucketLayout
+    dtype: torch.dtype
+    device: torch.device
+    transport: Transport
+    is_sharded: bool
+    is_partitioned: bool
+    state: State
+    shard: torch.Tensor
+
+    def __init__(self) -> None:
+        self.loans: dict[int, Loan] = {}
+        self.pins = 0
+        self.gatherer: Callable[[], bool] | None = None
+        self.owner: Any = None
+
+    def part(self, tile: int) -> Part | None:
+        """This rank's part of a tile, or None."""
+        return part_of(self.layout, tile, self.transport.rank)
+
+    def read_part(self, part: Part) -> torch.Tensor:
+        """A view of this rank's part in the shard."""
+        return self.shard[part.slice_start : part.slice_start + part.numel]
+
+    def lend(self, tile: int, parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
+        """Makes one parameter full with values in a tensor of its own, in the parameter's shape."""
+        raise NotImplementedError
+
+    def take_back(self, tile: int, parameter: torch.nn.Parameter) -> None:
+        """Undoes :meth:`lend`; the values of the lent tensor are dropped."""
+        raise NotImplementedError
+
+
+_ADDRESS = "_ds_address"
+_numbers = itertools.count()
+
+
+class Address:
+    """Where a parameter's values are kept.
+
+    Attributes:
+        holder: The bucket.
+        tile: Index of the parameter in it.
+        number: Unique in this process; stays with the parameter when it moves (``ds_id``).
+        active_modules: For programs that clear ``ds_active_sub_modules``; nothing here needs it.
+    """
+
+    __slots__ = ("active_modules", "holder", "number", "tile")
+
+    def __init__(self, holder: Holder, tile: int, number: int) -> None:
+        self.holder = holder
+        self.tile = tile
+        self.number = number
+        self.active_modules: set[Any] = set()
+
+    def __reduce__(self) -> Any:
+        return _nowhere, ()  # a parameter that was saved or copied has left its holder
+
+    def __deepcopy__(self, memo: Any) -> None:
+        return None
+
+    def __repr__(self) -> str:
+        return f"parameter {self.name!r} of full shape {self.shape}"
+
+    @property
+    def name(self) -> str:
+        """Qualified name of the parameter."""
+        return self.holder.layout.tiles[self.tile].name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the full parameter."""
+        return self.holder.layout.tiles[self.tile].shape
+
+    @property
+    def numel(self) -> int:
+        """Elements of the full parameter."""
+        return self.holder.layout.tiles[self.tile].numel
+
+
+def _nowhere() -> None:
+    return None
+
+
+def address_of(parameter: torch.Tensor) -> Address | None:
+    """The address of a parameter, or None where it belongs to no holder."""
+    return parameter.__dict__.get(_ADDRESS)
+
+
+def set_address(parameter: torch.Tensor, holder: Holder, tile: int) -> Address:
+    """Gives a parameter its (next) address; its number stays the same."""
+    old = address_of(parameter)
+    address = Address(holder, tile, next(_numbers) if old is None else old.number)
+    parameter.__dict__[_ADDRESS] = address
+    return address
+
+
+def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Shape of a parameter, sharded or not."""
+    address = address_of(parameter)
+    return tuple(parameter.shape) if address is None else address.shape
+
+
+def full_numel(parameter: torch.Tensor) -> int:
+    """Elements of a parameter, sharded or not."""
+    address = address_of(parameter)
+    return parameter.numel() if address is None else address.numel

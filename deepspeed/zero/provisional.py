@@ -1,0 +1,174 @@
+"""Where parameters are kept before there is an engine: in a provisional bucket per module.
+
+It has the shape of an engine's bucket, one flat layout cut over the ranks, but no buffer for full values and no life of
+its own: parameters become full only in ``GatheredParameters``. ``deepspeed.initialize`` moves the values into the
+final buckets (``zero.filling``). A copied sharded parameter lives in such a bucket too.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from deepspeed.comm.transport import Piece, Transport
+from deepspeed.zero.calls import compare_calls
+from deepspeed.zero.holder import Address, Holder, State, set_address
+from deepspeed.zero.intervals import tile_parts
+from deepspeed.zero.layout import BucketLayout, Tile, bucket_layout
+from deepspeed.zero.sharded_parameter import mark_full, mark_sharded, plain_class, remember_class
+from deepspeed.zero.untouched import untouched
+from deepspeed.zero.views import install_views
+
+_indices = itertools.count(1 << 20)  # apart from those of engines' buckets, beside which copies are sorted
+
+
+class ProvisionalBucket(Holder):
+    """Parameters that are sharded but belong to no engine.
+
+    Attributes:
+        home: Device of the shard: that of the parameters, or the host.
+    """
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        home: torch.device,
+        transport: Transport,
+    ) -> None:
+        super().__init__()
+        self.layout = layout
+        self.dtype = dtype
+        self.device = device
+        self.home = home
+        self.transport = transport
+        self.is_sharded = transport.size > 1
+        self.is_partitioned = True
+        self.state = State.SHARDED if self.is_sharded else State.FULL
+        # On one rank the parameters keep what they have.
+        self.shard = torch.zeros(layout.slice_numel if self.is_sharded else 0, dtype=dtype, device=home)
+
+    def lend(self, tile: int, parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
+        """See the class this one derives from."""
+        mark_full(parameter, tensor, plain_class(parameter))
+
+    def take_back(self, tile: int, parameter: torch.nn.Parameter) -> None:
+        """See the class this one derives from."""
+        mark_sharded(parameter, torch.empty(0, dtype=self.dtype, device=self.device))
+
+    def copy(self) -> ProvisionalBucket:
+        """Another bucket with the same values; communicates nothing."""
+        return copy_of(self)
+
+
+def copy_of(holder: Holder) -> ProvisionalBucket:
+    """A provisional bucket with the present values of ``holder``; communicates nothing."""
+    tiles = tuple(replace(tile, name=f"copy of {tile.name}") for tile in holder.layout.tiles)
+    made = ProvisionalBucket(
+        replace(holder.layout, index=next(_indices), tiles=tiles),
+        dtype=holder.dtype,
+        device=holder.device,
+        home=holder.shard.device,
+        transport=holder.transport,
+    )
+    made.shard.copy_(holder.shard)
+    return made
+
+
+def copy_sharded(parameter: torch.nn.Parameter, address: Address, memo: dict[int, Any]) -> torch.nn.Parameter:
+    """``copy.deepcopy`` of a sharded parameter: a sharded parameter with the same values.
+
+    Parameters of one bucket that are copied together share the copy of the bucket. Needs no communication.
+    """
+    with untouched():
+        holder = address.holder
+        if id(holder) not in memo:
+            memo[id(holder)] = copy_of(holder)
+        made = torch.nn.Parameter(
+            torch.empty(0, dtype=holder.dtype, device=holder.device), requires_grad=parameter.requires_grad
+        )
+        made.__class__ = plain_class(parameter)
+        remember_class(made)
+        set_address(made, memo[id(holder)], address.tile)
+        memo[id(holder)].take_back(address.tile, made)
+        return made
+
+
+def shard_parameters(
+    params: Sequence[torch.nn.Parameter],
+    names: Sequence[str],
+    *,
+    transport: Transport,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    home: torch.device | None = None,
+) -> None:
+    """Shards full parameters into provisional buckets; rank 0's values win.
+
+    Every rank of the group must call it, with parameters of the same shapes.
+
+    Args:
+        params: Parameters with their values, the same on all ranks but for the values.
+        names: For messages; equal on all ranks.
+        transport: Of the group that shares them.
+        device: Where they shall compute.
+        dtype: Of floating parameters from now on; None keeps each one's own.
+        home: Where the shards are kept; None: on ``device``.
+    """
+    kinds: dict[torch.dtype, list[tuple[torch.nn.Parameter, str]]] = {}
+    for parameter, name in zip(params, names, strict=True):
+        wanted = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+        kinds.setdefault(wanted, []).append((parameter, name))
+    with untouched(), torch.no_grad():
+        install_views()
+        described = [(name, tuple(p.shape), str(p.dtype)) for p, name in zip(params, names, strict=True)]
+        compare_calls(transport, f"zero.Init shards {described}")
+        for kind, members in kinds.items():
+            _shard_kind(members, transport, device, kind, home or device)
+
+
+def _shard_kind(
+    members: Iterable[tuple[torch.nn.Parameter, str]],
+    transport: Transport,
+    device: torch.device,
+    dtype: torch.dtype,
+    home: torch.device,
+) -> None:
+    members = list(members)
+    layout = bucket_layout(
+        next(_indices),
+        [Tile(name, tuple(parameter.shape)) for parameter, name in members],
+        dtype=str(dtype).removeprefix("torch."),
+        trainable=False,
+        world_size=transport.size,
+    )
+    bucket = ProvisionalBucket(layout, dtype=dtype, device=device, home=home, transport=transport)
+    pieces: list[Piece] = []
+    arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for tile, (parameter, _) in enumerate(members):
+        remember_class(parameter)
+        set_address(parameter, bucket, tile)
+        if parameter.dtype != dtype or parameter.device != device:
+            parameter.data = parameter.data.to(device=device, dtype=dtype)
+        if not bucket.is_sharded:
+            continue
+        values = parameter.data.reshape(-1)
+        for part in tile_parts(layout, tile):
+            place = values[part.tile_start : part.tile_stop]
+            if part.rank == transport.rank:
+                arriving.append((bucket.read_part(part), place))
+            if part.rank != 0:
+                pieces.append(Piece(0, part.rank, place))
+    if not bucket.is_sharded:
+        return
+    transport.move(pieces, label=f"the first values of {layout.tiles[0].name}")
+    for place, values in arriving:
+        place.copy_(values)
+    for tile, (parameter, _) in enumerate(members):
+        bucket.take_back(tile, parameter)

@@ -1,0 +1,222 @@
+"""Reading whole buckets of parameters, masters, gradients or optimizer states: one collective for each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from deepspeed.comm.transport import Piece, Transport
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.zero.bucket import Bucket
+from deepspeed.zero.calls import compare_calls
+from deepspeed.zero.intervals import tile_parts
+from deepspeed.zero.layout import BucketLayout
+from deepspeed.zero.masters import MasterBucket
+from deepspeed.zero.runtime import ZeroRuntime
+from deepspeed.zero.untouched import untouched
+
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+)
+"""Dtypes of states by the number that ranks tell each other."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """This rank's part of one quantity of a bucket.
+
+    Attributes:
+        flat: 1-D, aligned with this rank's slice of ``layout``.
+        layout: How the quantity is cut; ``world_size`` 1 where every rank has all of it.
+        transport: Of the ranks that share it.
+        label: For messages.
+    """
+
+    flat: torch.Tensor
+    layout: BucketLayout
+    transport: Transport
+    label: str
+
+    def read(self, tiles: Sequence[int]) -> dict[int, torch.Tensor]:
+        """Whole tensors in their shapes, by tile; every rank must call it with the same tiles.
+
+        All tiles of the bucket cost one all-gather, some of them one round of sends.
+        """
+        layout = self.layout
+        if layout.world_size == 1:
+            return {tile: self._cut(self.flat, tile).clone() for tile in tiles}
+        if len(tiles) == len(layout.tiles):
+            whole = torch.empty(layout.numel, dtype=self.flat.dtype, device=self.flat.device)
+            self.transport.my_slice(whole).copy_(self.flat)
+            self.transport.all_gather(whole, key=self.transport.next_move(), label=self.label).wait()
+            return {tile: self._cut(whole, tile) for tile in tiles}
+        return self._read_some(tiles)
+
+    def _cut(self, whole: torch.Tensor, tile: int) -> torch.Tensor:
+        start, described = self.layout.starts[tile], self.layout.tiles[tile]
+        return whole[start : start + described.numel].view(described.shape)
+
+    def _read_some(self, tiles: Sequence[int]) -> dict[int, torch.Tensor]:
+        found, pieces = {}, []
+        for tile in tiles:
+            described = self.layout.tiles[tile]
+            flat = torch.empty(described.numel, dtype=self.flat.dtype, device=self.flat.device)
+            for part in tile_parts(self.layout, tile):
+                place = flat[part.tile_start : part.tile_stop]
+                if part.rank == self.transport.rank:
+                    place.copy_(self.flat[part.slice_start : part.slice_start + part.numel])
+                pieces.append(Piece(part.rank, None, place))
+            found[tile] = flat.view(described.shape)
+        self.transport.move(pieces, label=self.label)
+        return found
+
+
+def bucket_source(runtime: ZeroRuntime, bucket: Bucket, kind: str, dtype: torch.dtype | None = None) -> Source | None:
+    """This rank's part of one quantity of a bucket, or None where the bucket has none on any rank.
+
+    Args:
+        runtime: The model's.
+        bucket: One of its buckets.
+        kind: ``param``, ``fp32``, ``grad``, or the name of a per-element optimizer state.
+        dtype: Of a state, for ranks that own nothing of it.
+    """
+    label = f"{kind} of {bucket.label}"
+    master = runtime.master_of(bucket)
+    if kind == "param" or (kind == "fp32" and master is None):
+        flat, layout = (
+            (bucket.shard, bucket.layout) if bucket.is_sharded else (bucket.full.tensor, _whole(bucket.layout))
+        )
+        wanted = torch.float32 if kind == "fp32" and flat.is_floating_point() else flat.dtype
+        return Source(flat.to(wanted), layout, bucket.transport, label)
+    if master is None:
+        return None
+    if kind == "fp32":
+        return Source(master.flat, master.layout, bucket.transport, label)
+    if kind == "grad":
+        gradients = runtime.gradients_of(bucket)
+        result = None if gradients is None else gradients.result
+        return None if result is None else Source(result, master.layout, bucket.transport, label)
+    flat = _states(runtime, master, kind, dtype or torch.float32)
+    return Source(flat, master.layout, bucket.transport, label)
+
+
+def _whole(layout: BucketLayout) -> BucketLayout:
+    from dataclasses import replace
+
+    return replace(layout, world_size=1)
+
+
+def _states(runtime: ZeroRuntime, master: MasterBucket, key: str, dtype: torch.dtype) -> torch.Tensor:
+    flat = torch.zeros(master.flat.numel(), dtype=dtype, device=master.flat.device)
+    for run in master.runs:
+        value = runtime.optimizer.optimizer.state.get(run.param, {}).get(key)
+        if isinstance(value, torch.Tensor) and value.dim() > 0:
+            flat[run.span.start : run.span.start + value.numel()].copy_(value.view(-1))
+    return flat
+
+
+def iter_full(runtime: ZeroRuntime, kind: str, bucket_bytes: int | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """See ``DeepSpeedEngine.iter_full``."""
+    if not runtime.buckets:
+        return
+    with untouched():
+        present = _agree_on_contents(runtime, kind)
+    scale = 1.0
+    if kind == "grad" and runtime.optimizer is not None:
+        scale = runtime.optimizer.loss_scale
+    for bucket, (tiles, dtype) in zip(runtime.buckets, present, strict=True):
+        for window in _windows(bucket, tiles, dtype.itemsize, bucket_bytes):
+            with untouched(), torch.no_grad():
+                source = bucket_source(runtime, bucket, kind, dtype)
+                assert source is not None
+                found = source.read(window)
+            for tile in window:
+                value = found.pop(tile)
+                if tile in tiles:
+                    yield bucket.layout.tiles[tile].name, value if scale == 1.0 else value.div_(scale)
+
+
+def _windows(bucket: Bucket, tiles: set[int], itemsize: int, limit: int | None) -> Iterator[list[int]]:
+    """Groups of neighbouring tiles of at most ``limit`` bytes: the whole bucket if it fits."""
+    if not tiles:
+        return
+    everything = list(range(len(bucket.layout.tiles)))
+    if limit is None or bucket.layout.numel * itemsize <= limit:
+        yield everything
+        return
+    window: list[int] = []
+    nbytes = 0
+    for tile in everything:
+        if tile not in tiles:
+            continue
+        size = bucket.layout.tiles[tile].numel * itemsize
+        if window and nbytes + size > limit:
+            yield window
+            window, nbytes = [], 0
+        window.append(tile)
+        nbytes += size
+    if window:
+        yield window
+
+
+def _agree_on_contents(runtime: ZeroRuntime, kind: str) -> list[tuple[set[int], torch.dtype]]:
+    """Per bucket, which tiles have the quantity on some rank, and its dtype; one exchange for all buckets."""
+    mine: list[int] = []
+    for bucket in runtime.buckets:
+        mine += _contents(runtime, bucket, kind)
+    rows = compare_calls(runtime.buckets[0].transport, f"iter_full({kind!r})", mine)
+    merged = [max(column) for column in zip(*rows, strict=True)]
+    found, position = [], 0
+    for bucket in runtime.buckets:
+        count = len(bucket.layout.tiles)
+        code, flags = merged[position], merged[position + 1 : position + 1 + count]
+        position += 1 + count
+        if code > len(DTYPES):
+            raise DeepSpeedConfigError(
+                f"iter_full({kind!r}): the optimizer has states, but no per-element one of that name; kinds are "
+                "'param', 'fp32', 'grad', and names of states such as 'exp_avg'"
+            )
+        tiles = {tile for tile, flag in enumerate(flags) if flag}
+        found.append((tiles if code else set(), DTYPES[code - 1] if code else torch.float32))
+    return found
+
+
+def _contents(runtime: ZeroRuntime, bucket: Bucket, kind: str) -> list[int]:
+    """``[number of the dtype + 1 or 0, flag per tile]`` of one bucket on this rank."""
+    everything = [1] * len(bucket.layout.tiles)
+    nothing = [0] * len(bucket.layout.tiles)
+    if kind in ("param", "fp32"):
+        dtype = bucket.dtype if kind == "param" or not bucket.dtype.is_floating_point else torch.float32
+        return [1 + _number(dtype), *everything]
+    gradients, master = runtime.gradients_of(bucket), runtime.master_of(bucket)
+    if gradients is None or master is None or runtime.optimizer is None:
+        return [0, *nothing]
+    if kind == "grad":
+        if gradients.result is None:
+            return [0, *nothing]
+        return [1 + _number(gradients.result.dtype), *(int(flag) for flag in gradients.used)]
+    code, flags = 0, list(nothing)
+    for run in master.runs:
+        states = runtime.optimizer.optimizer.state.get(run.param, {})
+        value = states.get(kind)
+        if isinstance(value, torch.Tensor) and value.dim() > 0:
+            code = max(code, 1 + _number(value.dtype))
+            for tile, _, _ in master.tile_spans(run.span):
+                flags[tile] = 1
+        elif states:
+            code = len(DTYPES) + 1
+    return [code, *flags]
+
+
+def _number(dtype: torch.dtype) -> int:
+    """Dtypes of parameters outside the list only need to be told from none."""
+    return DTYPES.index(dtype) if dtype in DTYPES else 0

@@ -1,0 +1,24 @@
+"""Keeps the tensor constructors that ``zero.Init`` replaces away from this package's own tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_depth = 0
+
+
+@contextmanager
+def untouched() -> Iterator[None]:
+    """Inside, tensors get the dtype and device that they are made with, also while ``zero.Init`` is active."""
+    global _depth
+    _depth += 1
+    try:
+        yield
+    finally:
+        _depth -= 1
+
+
+def is_untouched() -> bool:
+    """Whether constructors must do nothing of their own."""
+    return _depth > 0

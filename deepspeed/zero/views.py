@@ -1,0 +1,180 @@
+"""The ``ds_*`` attributes by which the ecosystem recognises and reads partitioned parameters.
+
+A parameter changes its class with every gather, so the attributes cannot live in a subclass, and stored in each
+parameter they would have to be written with every gather and would be pickled with it. They are therefore computed
+when they are read: descriptors on ``torch.nn.Parameter``, put there when the first partitioned parameter is made. For
+every other parameter they raise ``AttributeError``, so that ``hasattr(parameter, "ds_id")`` tells the two apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from enum import Enum
+from typing import Any
+
+import torch
+
+from deepspeed.zero.holder import Address, State, address_of
+from deepspeed.zero.sharded_parameter import ShardedParameter
+
+
+class ZeroParamType(Enum):
+    """Kinds of parameters."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
+class ZeroParamStatus(Enum):
+    """Whether a parameter's values are here."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+class DeepSpeedTensorOverride(Enum):
+    """What ``zero.Init`` overrides in tensor constructors."""
+
+    dtype = 1
+    device = 2
+
+
+class _View:
+    """An attribute computed from the parameter's address. Assigning to the name on one parameter replaces it there."""
+
+    def __init__(self, name: str, compute: Callable[[torch.nn.Parameter, Address], Any]) -> None:
+        self._name = name
+        self._compute = compute
+
+    def __get__(self, parameter: torch.nn.Parameter | None, kind: type | None = None) -> Any:
+        if parameter is None:
+            raise AttributeError(f"{self._name} exists on partitioned parameters only")
+        address = address_of(parameter)
+        if address is None or not address.holder.is_partitioned:
+            raise AttributeError(f"{self._name}: this parameter is not partitioned (ZeRO stage 3)")
+        return self._compute(parameter, address)
+
+
+def _status(parameter: torch.nn.Parameter, address: Address) -> ZeroParamStatus:
+    if not isinstance(parameter, ShardedParameter):
+        return ZeroParamStatus.AVAILABLE
+    in_flight = address.holder.state is State.GATHERING
+    return ZeroParamStatus.INFLIGHT if in_flight else ZeroParamStatus.NOT_AVAILABLE
+
+
+def _local_tensor(parameter: torch.nn.Parameter, address: Address) -> torch.Tensor:
+    """This rank's part of the flattened parameter, as a view: 1-D, possibly empty; all of it where it is resident."""
+    holder = address.holder
+    if not holder.is_sharded:
+        return parameter.detach().view(-1)
+    part = holder.part(address.tile)
+    return holder.shard[:0] if part is None else holder.read_part(part)
+
+
+def _local_numel(parameter: torch.nn.Parameter, address: Address) -> int:
+    return _local_tensor(parameter, address).numel()
+
+
+def _method(compute: Callable[..., Any]) -> Callable[[torch.nn.Parameter, Address], Any]:
+    """A view that is called: ``parameter.name(...)``."""
+
+    def bind(parameter: torch.nn.Parameter, address: Address) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return compute(parameter, address, *args, **kwargs)
+
+        return call
+
+    return bind
+
+
+def _summary(parameter: torch.nn.Parameter, address: Address) -> dict[str, Any]:
+    return {
+        "id": address.number,
+        "name": address.name,
+        "status": _status(parameter, address).name,
+        "numel": parameter.numel(),
+        "ds_numel": address.numel,
+        "shape": tuple(parameter.shape),
+        "ds_shape": address.shape,
+        "requires_grad": parameter.requires_grad,
+        "grad_shape": None if parameter.grad is None else tuple(parameter.grad.shape),
+        "persist": not address.holder.is_sharded,
+        "active_sub_modules": address.active_modules,
+        "ds_tensor.shape": tuple(_local_tensor(parameter, address).shape),
+    }
+
+
+def _asked(parameter: torch.nn.Parameter, param_list: Iterable[torch.nn.Parameter] | None) -> list[torch.nn.Parameter]:
+    if param_list is None:
+        return [parameter]
+    return [param_list] if isinstance(param_list, torch.nn.Parameter) else list(param_list)
+
+
+def _all_gather(
+    parameter: torch.nn.Parameter,
+    address: Address,
+    param_list: Iterable[torch.nn.Parameter] | None = None,
+    async_op: bool = False,
+    hierarchy: int = 0,
+) -> None:
+    """Makes parameters full until ``partition``; every rank must call it. Always whole and at once."""
+    from deepspeed.zero.gathered import gather_until_partition
+
+    gather_until_partition(_asked(parameter, param_list))
+
+
+def _partition(
+    parameter: torch.nn.Parameter,
+    address: Address,
+    param_list: Iterable[torch.nn.Parameter] | None = None,
+    hierarchy: int = 0,
+    has_been_updated: bool = False,
+    free_data: bool = True,
+) -> None:
+    """Ends what ``all_gather`` began; ``has_been_updated``: each rank keeps its part of its present values."""
+    from deepspeed.zero.gathered import partition
+
+    partition(_asked(parameter, param_list), keep_values=has_been_updated)
+
+
+def _convert(parameter: torch.nn.Parameter, address: Address, param_list: Iterable[torch.nn.Parameter]) -> None:
+    """Partitions further parameters as this one is."""
+    from deepspeed.zero.provisional import shard_parameters
+
+    holder = address.holder
+    plain = [other for other in param_list if address_of(other) is None]
+    names = [f"converted with {address.name}, {position}" for position in range(len(plain))]
+    shard_parameters(plain, names, transport=holder.transport, device=holder.device, dtype=None)
+
+
+_VIEWS: dict[str, Callable[[torch.nn.Parameter, Address], Any]] = {
+    "ds_id": lambda parameter, address: address.number,
+    "ds_shape": lambda parameter, address: torch.Size(address.shape),
+    "ds_numel": lambda parameter, address: address.numel,
+    "ds_numel_aligned": lambda parameter, address: address.numel,
+    "ds_status": _status,
+    "ds_tensor": _local_tensor,
+    "ds_param_type": lambda parameter, address: ZeroParamType.PARTITIONED,
+    "ds_persist": lambda parameter, address: not address.holder.is_sharded,
+    "ds_active_sub_modules": lambda parameter, address: address.active_modules,
+    "ds_process_group": lambda parameter, address: address.holder.transport.group,
+    "ds_zero_partition_rank": lambda parameter, address: address.holder.transport.rank,
+    "ds_zero_partition_world_size": lambda parameter, address: address.holder.transport.size,
+    "partition_numel": _method(_local_numel),
+    "aligned_size": _method(lambda parameter, address: address.numel),
+    "padding_size": _method(lambda parameter, address: 0),
+    "ds_summary": _method(_summary),
+    "all_gather": _method(_all_gather),
+    "all_gather_coalesced": _method(_all_gather),
+    "partition": _method(_partition),
+    "convert_to_zero_parameters": _method(_convert),
+}
+
+
+def install_views() -> None:
+    """Makes the attributes exist. Cheap to call again."""
+    if "ds_id" not in torch.nn.Parameter.__dict__:
+        for name, compute in _VIEWS.items():
+            setattr(torch.nn.Parameter, name, _View(name, compute))
