@@ -1,0 +1,444 @@
+"""Reading and writing the fp32 master, the gradient and the optimizer state of single parameters, at every stage.
+
+*Full* functions deal in whole tensors of the parameter's shape. Where the state is sharded the owners' parts are
+brought together, so every rank of the group must call them; the ranks compare their calls first. *Local* functions deal
+in this rank's part of the flattened parameter (all of it where the state is replicated), 1-D and possibly empty.
+Getters return copies; None where there is nothing: a parameter that is frozen or under no engine, a gradient before
+backward or after the update, a state before the first update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deepspeed.comm.transport import Piece
+from deepspeed.errors import CallOrderError, DeepSpeedConfigError
+from deepspeed.zero.bucket import Bucket
+from deepspeed.zero.calls import compare_calls
+from deepspeed.zero.gathered import keep_full
+from deepspeed.zero.holder import Address, address_of
+from deepspeed.zero.intervals import tile_parts
+from deepspeed.zero.masters import MasterBucket, MasterRun
+from deepspeed.zero.runtime import ZeroRuntime
+from deepspeed.zero.sources import DTYPES, bucket_source
+from deepspeed.zero.untouched import untouched
+
+_NOTHING, _ELEMENTS, _SCALAR, _UNKNOWN = range(4)
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """A parameter that an engine trains."""
+
+    address: Address
+    runtime: ZeroRuntime
+    master: MasterBucket
+
+    @property
+    def bucket(self) -> Bucket:
+        return self.master.bucket
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank keeps all of the state."""
+        return self.master.layout.world_size == 1
+
+    def mine(self, flat: torch.Tensor) -> torch.Tensor:
+        """A view of this rank's part in a tensor that is aligned with the master."""
+        part = self.master.part(self.address.tile)
+        return flat[:0] if part is None else flat[part.slice_start : part.slice_start + part.numel]
+
+    def mine_of_full(self, value: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a whole value, 1-D."""
+        part = self.master.part(self.address.tile)
+        flat = value.reshape(-1)
+        return flat[:0] if part is None else flat[part.tile_start : part.tile_stop]
+
+    def gradient(self) -> torch.Tensor | None:
+        """This rank's part of the reduced gradient, as a view; None before backward and after the update."""
+        gradients = self.runtime.gradients_of(self.bucket)
+        return None if gradients is None or gradients.result is None else self.mine(gradients.result)
+
+    @property
+    def loss_scale(self) -> float:
+        """What the gradient is multiplied by until the update."""
+        return 1.0 if self.runtime.optimizer is None else self.runtime.optimizer.loss_scale
+
+    def run(self) -> MasterRun | None:
+        """The stretch of the master that holds this rank's part; one suffices, since runs are never cut in a tile."""
+        part = self.master.part(self.address.tile)
+        if part is None:
+            return None
+        return next((r for r in self.master.runs if r.span.start <= part.slice_start < r.span.stop), None)
+
+    def states(self) -> dict[str, Any]:
+        """The optimizer state of that run."""
+        run = self.run()
+        if run is None or self.runtime.optimizer is None:
+            return {}
+        return self.runtime.optimizer.optimizer.state.get(run.param, {})
+
+    def state_view(self, value: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a per-element state, as a view."""
+        run, part = self.run(), self.master.part(self.address.tile)
+        assert run is not None and part is not None
+        start = part.slice_start - run.span.start
+        return value.view(-1)[start : start + part.numel]
+
+
+def _trained(parameter: torch.Tensor) -> _Trained | None:
+    address = address_of(parameter)
+    if address is None or not isinstance(address.holder, Bucket) or address.holder.owner is None:
+        return None
+    master = address.holder.owner.master_of(address.holder)
+    return None if master is None else _Trained(address, address.holder.owner, master)
+
+
+def _need(parameter: torch.Tensor, call: str) -> _Trained:
+    found = _trained(parameter)
+    if found is None:
+        raise CallOrderError(
+            f"{call}: this parameter (shape {tuple(parameter.shape)}) is trained by no engine: it is frozen, in no "
+            "param group, or its model was not given to initialize"
+        )
+    return found
+
+
+def _agree(found: _Trained, call: str, numbers: tuple[int, ...] = ()) -> list[list[int]]:
+    """Compares the call; nothing to do where this rank has everything."""
+    if found.is_whole:
+        return [list(numbers)]
+    return compare_calls(found.bucket.transport, f"{call} of {found.address.name!r}", numbers)
+
+
+def _assemble(found: _Trained, mine: torch.Tensor, label: str) -> torch.Tensor:
+    """The whole value from everybody's part."""
+    address, layout, transport = found.address, found.master.layout, found.bucket.transport
+    if found.is_whole:
+        return mine.clone().view(address.shape)
+    flat = torch.empty(address.numel, dtype=mine.dtype, device=found.bucket.device)
+    pieces = []
+    for part in tile_parts(layout, address.tile):
+        place = flat[part.tile_start : part.tile_stop]
+        if part.rank == transport.rank:
+            place.copy_(mine)
+        pieces.append(Piece(part.rank, None, place))
+    transport.move(pieces, label=f"{label} of {address.name}")
+    return flat.view(address.shape)
+
+
+def _check_full(found: _Trained, value: torch.Tensor, call: str) -> None:
+    if tuple(value.shape) != found.address.shape:
+        raise DeepSpeedConfigError(
+            f"{call}: {found.address.name!r} has the full shape {found.address.shape}, the value has "
+            f"{tuple(value.shape)}; pass the whole tensor on every rank"
+        )
+
+
+def _check_local(found: _Trained, value: torch.Tensor, call: str) -> None:
+    part = found.master.part(found.address.tile)
+    numel = 0 if part is None else part.numel
+    if value.numel() != numel:
+        raise DeepSpeedConfigError(
+            f"{call}: this rank's part of {found.address.name!r} has {numel} elements, the value has {value.numel()}"
+        )
+
+
+# -- master weights --------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def safe_get_full_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
+    """The fp32 master weight of a parameter, whole. Every rank must call it where masters are sharded."""
+    with untouched():
+        found = _trained(param)
+        if found is None:
+            return None
+        _carry_writes(found)
+        _agree(found, "safe_get_full_fp32_param")
+        return _assemble(found, found.mine(found.master.flat), "the master weight")
+
+
+@torch.no_grad()
+def safe_set_full_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> None:
+    """Writes the master weight of a parameter and the compute copy with it.
+
+    Args:
+        param: The parameter.
+        value: Whole, of any floating dtype, and the same on every rank of the group; every rank must call it.
+
+    Raises:
+        CallOrderError: No engine trains the parameter.
+        DeepSpeedConfigError: ``value`` has another shape.
+    """
+    with untouched():
+        found = _need(param, "safe_set_full_fp32_param")
+        _check_full(found, value, "safe_set_full_fp32_param")
+        _agree(found, "safe_set_full_fp32_param")
+        keep_full(found.address, value.to(found.bucket.device, found.bucket.dtype))
+        mine = found.mine(found.master.flat)
+        mine.copy_(found.mine_of_full(value))
+
+
+@torch.no_grad()
+def safe_get_local_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
+    """This rank's part of the fp32 master weight."""
+    with untouched():
+        found = _trained(param)
+        if found is None:
+            return None
+        _carry_writes(found)
+        return found.mine(found.master.flat).clone()
+
+
+@torch.no_grad()
+def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> None:
+    """Writes this rank's part of the master weight; ranks that keep the compute copy whole get it at the next update.
+
+    Below stage 3 the compute copy is whole on every rank, so there every rank must call it.
+    """
+    with untouched():
+        found = _need(param, "safe_set_local_fp32_param")
+        _check_local(found, value, "safe_set_local_fp32_param")
+        mine = found.mine(found.master.flat)
+        mine.copy_(value.reshape(-1))
+        bucket = found.bucket
+        if bucket.is_sharded and bucket.state.value == "sharded":
+            part = bucket.part(found.address.tile)
+            if part is not None:
+                bucket.read_part(part).copy_(mine)
+            return
+        # Everybody computes with the whole value, so the parts go round.
+        _agree(found, "safe_set_local_fp32_param")
+        whole = _assemble(found, mine.to(bucket.dtype), "the changed master weight")
+        keep_full(found.address, whole)
+        mine.copy_(value.reshape(-1))
+
+
+def _carry_writes(found: _Trained) -> None:
+    """What a user wrote into a resident parameter since the last update counts as its master value."""
+    bucket, tile = found.bucket, found.address.tile
+    if not bucket.is_sharded and tile in bucket.changed_params():
+        bucket.reattach(tile)
+        found.master.refresh(tile)
+        bucket.remember_value(tile)
+
+
+# -- gradients -------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def safe_get_full_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
+    """The reduced gradient of a parameter, whole, without the loss scale.
+
+    Valid between the backward of the last micro-batch and the update. Every rank must call it where gradients are
+    sharded. None where there is none: frozen, unused on all ranks, not reduced yet, or used up by the update.
+    """
+    with untouched():
+        found = _trained(param)
+        if found is None:
+            return None
+        gradients = found.runtime.gradients_of(found.bucket)
+        mine = found.gradient()
+        used = int(gradients is not None and gradients.used[found.address.tile])
+        told = _agree(found, "safe_get_full_grad", (used,))
+        if mine is None or not any(flag for (flag,) in told):
+            return None
+        return _unscaled(_assemble(found, mine, "the gradient"), found.loss_scale)
+
+
+@torch.no_grad()
+def safe_set_full_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
+    """Replaces the reduced gradient of a parameter, whole and without the loss scale; the next update uses it.
+
+    Args:
+        param: The parameter.
+        value: Whole and the same on every rank of the group; every rank must call it.
+
+    Raises:
+        CallOrderError: There is no gradient to replace.
+    """
+    with untouched():
+        found = _need(param, "safe_set_full_grad")
+        _check_full(found, value, "safe_set_full_grad")
+        _agree(found, "safe_set_full_grad")
+        _write_gradient(found, found.mine_of_full(value), "safe_set_full_grad")
+
+
+@torch.no_grad()
+def safe_get_local_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
+    """This rank's part of the reduced gradient, without the loss scale; see :func:`safe_get_full_grad`."""
+    with untouched():
+        found = _trained(param)
+        mine = None if found is None else found.gradient()
+        return None if found is None or mine is None else _unscaled(mine.clone(), found.loss_scale)
+
+
+@torch.no_grad()
+def safe_set_local_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
+    """Replaces this rank's part of the reduced gradient, without the loss scale."""
+    with untouched():
+        found = _need(param, "safe_set_local_grad")
+        _check_local(found, value, "safe_set_local_grad")
+        _write_gradient(found, value.reshape(-1), "safe_set_local_grad")
+
+
+def _unscaled(gradient: torch.Tensor, loss_scale: float) -> torch.Tensor:
+    return gradient if loss_scale == 1.0 else gradient.div_(loss_scale)
+
+
+def _write_gradient(found: _Trained, value: torch.Tensor, call: str) -> None:
+    mine = found.gradient()
+    if mine is None:
+        raise CallOrderError(
+            f"{call}: {found.address.name!r} has no gradient now; gradients exist between the backward of the last "
+            "micro-batch and the update"
+        )
+    mine.copy_(value)
+    if found.loss_scale != 1.0:
+        mine.mul_(found.loss_scale)
+
+
+@torch.no_grad()
+def safe_update_full_grad_vectorized(
+    param_list: Iterable[torch.nn.Parameter],
+    update_func: Callable[[torch.Tensor, torch.nn.Parameter], torch.Tensor],
+) -> None:
+    """Replaces the gradients of many parameters by ``update_func(full gradient, parameter)``.
+
+    One collective per bucket instead of one per parameter. Every rank must call it with the same parameters; those
+    without a gradient are let pass.
+
+    Args:
+        param_list: Parameters.
+        update_func: Gets the whole unscaled gradient and the parameter, returns the new gradient, equal on every rank.
+    """
+    with untouched():
+        by_bucket: dict[int, list[tuple[torch.nn.Parameter, _Trained]]] = {}
+        for param in param_list:
+            found = _trained(param)
+            if found is not None:
+                by_bucket.setdefault(id(found.bucket), []).append((param, found))
+        for members in by_bucket.values():
+            _, first = members[0]
+            if first.gradient() is None:
+                continue
+            names = [found.address.name for _, found in members]
+            if not first.is_whole:
+                compare_calls(first.bucket.transport, f"safe_update_full_grad_vectorized of {', '.join(names)}")
+            source = bucket_source(first.runtime, first.bucket, "grad")
+            assert source is not None
+            tiles = sorted(found.address.tile for _, found in members)
+            whole = source.read(tiles)
+            for param, found in members:
+                new = update_func(_unscaled(whole[found.address.tile], found.loss_scale), param)
+                _check_full(found, new, "safe_update_full_grad_vectorized")
+                _write_gradient(found, found.mine_of_full(new), "safe_update_full_grad_vectorized")
+
+
+# -- optimizer state -------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def safe_get_full_optimizer_state(param: torch.nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """One optimizer state of a parameter, whole (``exp_avg``), or the number that belongs to it (``step``).
+
+    Every rank must call it where states are sharded. None before the first update.
+
+    Raises:
+        DeepSpeedConfigError: There are states, but none of that name.
+    """
+    with untouched():
+        found = _trained(param)
+        if found is None:
+            return None
+        states = found.states()
+        value = states.get(optim_state_key)
+        kind, code, number = _describe(found, states, value)
+        told = _agree(found, f"safe_get_full_optimizer_state({optim_state_key!r})", (kind, code, number))
+        kinds = [row[0] for row in told]
+        if _UNKNOWN in kinds:
+            raise DeepSpeedConfigError(
+                f"safe_get_full_optimizer_state: {found.address.name!r} has no state {optim_state_key!r}"
+                + (f"; it has {', '.join(sorted(states))}" if states else "")
+            )
+        if _SCALAR in kinds:
+            number = told[kinds.index(_SCALAR)][2]
+            return torch.frombuffer(bytearray(number.to_bytes(8, "little", signed=True)), dtype=torch.float64)[
+                0
+            ].float()
+        if _ELEMENTS not in kinds:
+            return None
+        dtype = DTYPES[told[kinds.index(_ELEMENTS)][1]]
+        empty = torch.empty(0, dtype=dtype, device=found.bucket.device)
+        mine = found.state_view(value) if isinstance(value, torch.Tensor) and kind == _ELEMENTS else empty
+        return _assemble(found, mine, f"the state {optim_state_key}")
+
+
+def _describe(found: _Trained, states: dict[str, Any], value: Any) -> tuple[int, int, int]:
+    """What this rank has of a state: kind, index of the dtype, bits of a scalar."""
+    if not states:
+        return _NOTHING, 0, 0
+    if value is None:
+        return _UNKNOWN, 0, 0
+    if isinstance(value, torch.Tensor) and value.dim() > 0:
+        return _ELEMENTS, DTYPES.index(value.dtype), 0
+    bits = torch.tensor(float(value), dtype=torch.float64).view(torch.int64).item()
+    return _SCALAR, 0, int(bits)
+
+
+@torch.no_grad()
+def safe_set_full_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Writes one optimizer state of a parameter.
+
+    Args:
+        param: The parameter.
+        value: Whole, and the same on every rank of the group; every rank must call it.
+        optim_state_key: Name of a per-element state, such as ``exp_avg``.
+
+    Raises:
+        CallOrderError: The optimizer has no such state yet.
+    """
+    with untouched():
+        found = _need(param, "safe_set_full_optimizer_state")
+        _check_full(found, value, "safe_set_full_optimizer_state")
+        _agree(found, f"safe_set_full_optimizer_state({optim_state_key!r})")
+        _write_state(found, found.mine_of_full(value), optim_state_key)
+
+
+@torch.no_grad()
+def safe_get_local_optimizer_state(param: torch.nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """This rank's part of one optimizer state; None before the first update and where this rank owns nothing of it."""
+    with untouched():
+        found = _trained(param)
+        value = None if found is None else found.states().get(optim_state_key)
+        if found is None or value is None:
+            return None
+        if isinstance(value, torch.Tensor) and value.dim() > 0:
+            return found.state_view(value).clone()
+        return torch.as_tensor(value).clone()
+
+
+@torch.no_grad()
+def safe_set_local_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Writes this rank's part of one optimizer state."""
+    with untouched():
+        found = _need(param, "safe_set_local_optimizer_state")
+        _check_local(found, value, "safe_set_local_optimizer_state")
+        _write_state(found, value.reshape(-1), optim_state_key)
+
+
+def _write_state(found: _Trained, value: torch.Tensor, key: str) -> None:
+    if found.master.part(found.address.tile) is None:
+        return
+    old = found.states().get(key)
+    if not isinstance(old, torch.Tensor) or old.dim() == 0:
+        raise CallOrderError(
+            f"safe_set_*_optimizer_state: {found.address.name!r} has no per-element state {key!r}; states exist after "
+            f"the first update (now: {', '.join(sorted(found.states())) or 'none'})"
+        )
+    found.state_view(old).copy_(value)
