@@ -126,13 +126,10 @@ FEATURES: tuple[Feature, ...] = (
         {"deepspeed.monitor.monitor": "MonitorMaster TensorBoardMonitor WandbMonitor CometMonitor csvMonitor"},
     ),
     Feature(
-        "building a model in shards and gathering single parameters",
+        "building a model in shards",
         "Build the model as usual and hand it to deepspeed.initialize, which shards it.",
         {
-            "deepspeed.zero": (
-                "Init GatheredParameters register_external_parameter unregister_external_parameter ZeroParamStatus "
-                "ZeroParamType DeepSpeedTensorOverride unwrap_model_for_generation"
-            ),
+            "deepspeed.zero": "Init unwrap_model_for_generation",
             "deepspeed.runtime.zero.parameter_offload": "DeepSpeedZeRoOffload",
         },
     ),
@@ -165,18 +162,6 @@ FEATURES: tuple[Feature, ...] = (
                 "get_model_state_files get_optim_files get_checkpoint_files to_torch_tensor"
             ),
             "deepspeed.checkpoint": "DeepSpeedCheckpoint",
-        },
-    ),
-    Feature(
-        "access to single parameters and their states under ZeRO",
-        "Read engine.module and the returned optimizer's state at stage 0.",
-        {
-            "deepspeed.utils": (
-                "safe_get_full_fp32_param safe_set_full_fp32_param safe_get_full_grad safe_set_full_grad "
-                "safe_get_full_optimizer_state safe_set_full_optimizer_state safe_get_local_fp32_param "
-                "safe_get_local_grad safe_get_local_optimizer_state safe_set_local_fp32_param safe_set_local_grad "
-                "safe_set_local_optimizer_state safe_update_full_grad_vectorized"
-            ),
         },
     ),
     Feature(

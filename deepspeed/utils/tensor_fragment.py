@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from deepspeed.features import missing_names
 from deepspeed.lazy import lazy_names
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__, {name: "deepspeed.utils" for name in missing_names("deepspeed.utils") if name.startswith("safe_")}
-)
+_NAMES = (
+    "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_get_local_fp32_param "
+    "safe_get_local_grad safe_get_local_optimizer_state safe_set_full_fp32_param safe_set_full_grad "
+    "safe_set_full_optimizer_state safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state "
+    "safe_update_full_grad_vectorized"
+).split()
+
+__getattr__, __dir__, __all__ = lazy_names(__name__, {name: "deepspeed.zero.access" for name in _NAMES})

@@ -4,4 +4,14 @@ from __future__ import annotations
 
 from deepspeed.lazy import lazy_names
 
-__getattr__, __dir__, __all__ = lazy_names(__name__)
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "DeepSpeedTensorOverride": "deepspeed.zero.views",
+        "GatheredParameters": "deepspeed.zero.gathered",
+        "ZeroParamStatus": "deepspeed.zero.views",
+        "ZeroParamType": "deepspeed.zero.views",
+        "register_external_parameter": "deepspeed.zero.external",
+        "unregister_external_parameter": "deepspeed.zero.external",
+    },
+)
