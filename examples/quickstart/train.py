@@ -216,8 +216,9 @@ def report(engine: deepspeed.DeepSpeedEngine, losses: list[float], output: Path)
     for kind, counted, expected, formula in rows:
         say(f"    {kind:<22}{counted:>14,}{expected:>14,}   {formula}")
     say(f"    {'sum':<22}{sum(row[1] for row in rows):>14,}{sum(row[2] for row in rows):>14,}")
-    whole = (12 if next(engine.module.parameters()).dtype == torch.float32 else 14) * num_parameters
-    say(f"\nWithout sharding (stage 0) every rank would keep {whole:,} bytes of it.")
+    if engine.zero_optimization_stage() > 0 and dist.get_world_size() > 1:
+        whole = (12 if next(engine.module.parameters()).dtype == torch.float32 else 14) * num_parameters
+        say(f"\nWithout sharding (stage 0) every rank would keep {whole:,} bytes.")
 
     if IS_FIRST:
         say(f"\n{draw(losses, output)}")

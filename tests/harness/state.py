@@ -63,7 +63,8 @@ class ProcessState:
         torch.set_default_device(None)
         torch.set_grad_enabled(True)
         torch.autograd.set_detect_anomaly(False)
-        torch.use_deterministic_algorithms(False)
+        if torch.are_deterministic_algorithms_enabled():  # setting it imports the compiler, which takes seconds
+            torch.use_deterministic_algorithms(False)
         torch.set_float32_matmul_precision("highest")
         torch.set_autocast_enabled("cpu", False)
         torch.set_num_threads(1)
