@@ -29,6 +29,7 @@ from deepspeed.comm.watch import Watch
 
 _CHUNK = 65536  # elements of a local sum: 256 KiB of fp32, so that operands stay in cache
 _PIECES = 2  # kind of transfer, see transfer_key
+_CONFIRMATION = 3  # added to the key of a gather: the fourth kind of transfer, see transfer_key
 _SMALL_TAG = 1 << 30
 _ABORT_TAG = _SMALL_TAG - 1
 _OWNERS = 8  # engines whose transfers keep apart by tag; more engines reuse the tags in turn
@@ -56,6 +57,9 @@ class Work(Protocol):
     def wait(self) -> None:
         """Blocks (host or current stream) until the result is in place. Later calls return at once."""
 
+    def will_arrive(self) -> bool:
+        """Whether waiting depends on no further call of this rank: all peers are known to have sent their part."""
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -80,6 +84,10 @@ class DoneWork:
         """Blocks until the transfer is done."""
         return
 
+    def will_arrive(self) -> bool:
+        """See the class this one derives from."""
+        return True
+
 
 class Transport:
     """Moves slices inside one group.
@@ -100,6 +108,12 @@ class Transport:
         self.owner = 0
         self.watch: Watch | None = None
         self._moves = 0
+        self.companion: Transport | None = None
+        self.confirms = False
+
+    def next_owner(self) -> int:
+        """A number for one more engine on this group; equal on all ranks if all make their engines together."""
+        return self.watch.next_owner() if self.watch is not None else 0
 
     def issue(self, channel: str) -> tuple[str, int]:
         """Counts a transfer on one of this engine's channels."""
@@ -246,18 +260,32 @@ class LocalTransport(Transport):
 
 class _GlooGather:
     def __init__(
-        self, transport: GlooTransport, works: list[Any], flat: torch.Tensor, ticket: tuple[str, int], label: str
+        self,
+        transport: GlooTransport,
+        works: list[Any],
+        flat: torch.Tensor,
+        ticket: tuple[str, int],
+        label: str,
+        confirmations: list[tuple[int, torch.Tensor]],
     ) -> None:
         self._transport = transport
         self._works = works
         self._flat = flat
         self._ticket = ticket
         self._label = label
+        self._confirmations = confirmations
 
     def wait(self) -> None:
         works, self._works = self._works, []
         for work in works:
             self._transport.guard(work.wait, self._ticket, self._label)
+        for peer, count in self._confirmations:
+            self._transport.note_sent(peer, int(count))
+        self._confirmations = []
+
+    def will_arrive(self) -> bool:
+        """See the class this one derives from."""
+        return not self._works
 
 
 class _GlooReduce:
@@ -282,6 +310,8 @@ class _GlooReduce:
         self._scale = scale
         self._key = key
         self._ticket = transport.issue("reduce")
+        transport.reductions += 1
+        self._number = transport.reductions
         self._label = label
         # A rank holds (size - 1) foreign copies of the elements that are on the wire.
         slices = 1 if whole else transport.size
@@ -308,6 +338,9 @@ class _GlooReduce:
                 base = 0 if self._whole else peer * length
                 works.append(transport.send(self._flat[base + start : base + stop], peer, self._key))
         self._pieces.append((parts, works))
+
+    def will_arrive(self) -> bool:
+        return self._number <= self._transport.sent_by_all() and len(self._bounds) <= 1
 
     def wait(self) -> None:
         while self._bounds:
@@ -343,6 +376,9 @@ class _GlooAllReduce:
             transport, flat, transport.my_slice(out), whole=False, scale=scale, key=key, label=label, limit=limit
         )
 
+    def will_arrive(self) -> bool:
+        return False  # its second half is issued only when the first has been waited for
+
     def wait(self) -> None:
         if self._out is None:
             return
@@ -352,9 +388,30 @@ class _GlooAllReduce:
 
 
 class GlooTransport(Transport):
-    """Sends and receives of slices, matched by tag."""
+    """Sends and receives of slices, matched by tag.
+
+    Attributes:
+        reductions: Reductions that this rank has started.
+        companion: The transport that carries this engine's reductions. While ``confirms``, gathers carry along how many
+            of them a rank has started, so that its peers know which may be waited for (see ``Work.will_arrive``).
+        confirms: Set during backward, on all ranks alike.
+    """
 
     name = "gloo"
+
+    def __init__(self, group: Any, rank: int, size: int) -> None:
+        super().__init__(group, rank, size)
+        self.reductions = 0
+        self._sent = [0] * size
+
+    def note_sent(self, peer: int, count: int) -> None:
+        """Notes that ``peer`` has started at least ``count`` reductions."""
+        assert isinstance(self.companion, GlooTransport)
+        self.companion._sent[peer] = max(self.companion._sent[peer], count)
+
+    def sent_by_all(self) -> int:
+        """Reductions that every peer is known to have started."""
+        return min(count for peer, count in enumerate(self._sent) if peer != self.rank)
 
     def send(self, tensor: torch.Tensor, peer: int, key: int) -> Any:
         """See the class this one derives from."""
@@ -373,7 +430,14 @@ class GlooTransport(Transport):
         peers = [(self.rank + step) % self.size for step in range(1, self.size)]
         works = [self.receive(flat.narrow(0, peer * length, length), peer, key) for peer in peers]
         works += [self.send(mine, peer, key) for peer in reversed(peers)]
-        return _GlooGather(self, works, flat, ticket, label)
+        confirmations: list[tuple[int, torch.Tensor]] = []
+        if self.confirms and channel == "gather" and isinstance(self.companion, GlooTransport):
+            mine_sent = torch.tensor([self.companion.reductions])
+            confirmations = [(peer, torch.zeros(1, dtype=torch.int64)) for peer in peers]
+            works += [self.receive(count, peer, key + _CONFIRMATION) for peer, count in confirmations]
+            works += [self.group.send([mine_sent], peer, key + _CONFIRMATION) for peer in peers]
+            self._keep = mine_sent
+        return _GlooGather(self, works, flat, ticket, label, confirmations)
 
     def all_gather(self, flat: torch.Tensor, *, key: int, label: str) -> Work:
         """See the class this one derives from."""
@@ -451,6 +515,10 @@ class _NativeWork:
         self._label = label
         self._finish = finish
         self._keep = keep
+
+    def will_arrive(self) -> bool:
+        """Waiting puts the current stream behind the transfer, and later gathers behind that stream."""
+        return self._work is None or self._work.is_completed()
 
     def wait(self) -> None:
         if self._work is None:

@@ -52,10 +52,16 @@ class Watch:
         self._rank = rank
         self._size = size
         self._abort = abort
+        self._owners = 0
         self._issued: dict[str, int] = defaultdict(int)
         self._awaited: Awaited | None = None
         self._verdict: str | None = None
         self._thread: threading.Thread | None = None
+
+    def next_owner(self) -> int:
+        """Counts the engines of this group from 0."""
+        self._owners += 1
+        return self._owners - 1
 
     def issue(self, channel: str) -> int:
         """Counts a transfer that this rank takes part in now; returns its number on the channel."""

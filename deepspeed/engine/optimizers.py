@@ -21,6 +21,8 @@ from deepspeed.ops.muon import set_optimizer_flags
 from deepspeed.zero.masters import MasterBucket, MasterRun
 from deepspeed.zero.placement import Placement
 
+_UNUSABLE = (torch.optim.LBFGS, torch.optim.SparseAdam)
+
 
 def model_parameter_groups(model: nn.Module, model_parameters: Any) -> list[Any]:
     """The caller's ``model_parameters`` as a list of parameters or of group dicts.
@@ -107,9 +109,11 @@ def needs_whole_tensors(optimizer: torch.optim.Optimizer, placement: Placement, 
     verdict = is_elementwise(optimizer)
     if verdict.kind in (Kind.ELEMENTWISE, Kind.SEGMENTS):
         return False
+    name = type(optimizer).__name__
+    if isinstance(optimizer, _UNUSABLE):
+        raise DeepSpeedConfigError(f"optimizer {name}: it {verdict.reason}; no engine step can do that. Use AdamW")
     if not placement.shard_master:
         return True
-    name = type(optimizer).__name__
     if verdict.kind is Kind.UNKNOWN and root.zero_allow_untested_optimizer:
         log_dist(
             f"optimizer {name} {verdict.reason}; zero_allow_untested_optimizer lets it work on flat fragments, which "
@@ -150,12 +154,12 @@ def move_to_runs(
     for master in masters:
         for run in master.runs:
             optimizer.param_groups[run.span.param_group]["params"].append(run.param)
-            state = _cut_state(master, run, states)
+            state = _cut_state(master, run, states, master.whole_tensors)
             if state:
                 optimizer.state[run.param] = state
 
 
-def _cut_state(master: MasterBucket, run: MasterRun, states: dict[int, Any]) -> dict[str, Any]:
+def _cut_state(master: MasterBucket, run: MasterRun, states: dict[int, Any], whole_tensors: bool) -> dict[str, Any]:
     """State of a run, put together from the state of the parameters it holds."""
     made: dict[str, Any] = {}
     for fragment in master.fragments:
@@ -164,8 +168,8 @@ def _cut_state(master: MasterBucket, run: MasterRun, states: dict[int, Any]) -> 
         parameter = master.bucket.params[fragment.tile]
         tile = master.layout.tiles[fragment.tile]
         for key, value in (states.get(id(parameter)) or {}).items():
-            if isinstance(value, torch.Tensor) and tuple(value.shape) == tile.shape and value.dim() > 0:
-                if run.param.dim() > 1 or run.param.shape == value.shape:
+            if isinstance(value, torch.Tensor) and tuple(value.shape) == tile.shape and key != "step":
+                if whole_tensors:
                     made[key] = value.to(run.param.device)
                     continue
                 whole = made.setdefault(key, torch.zeros(run.span.numel, dtype=value.dtype, device=run.param.device))

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from deepspeed.comm.transport import LocalTransport, Transport, Work, transfer_key
 from deepspeed.errors import CallOrderError
+from deepspeed.logging import log_dist
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.storage import FlatBuffer, Kind, Ledger
 
@@ -103,6 +104,8 @@ class GradientBucket:
         self._source: FlatBuffer = self._flat
         self._work: Work | None = None
         self._rounds = 0
+        self._had_sum = self._added = False
+        self._used_before = list(self.used)
         self.repeats = False
 
     def _padding(self) -> list[torch.Tensor]:
@@ -171,22 +174,36 @@ class GradientBucket:
             self._missing = len(self._arrived)
         self.bucket.gradients_in = False
         self.state = GradientState.IDLE
+        self._had_sum = self._result is not None or self._accumulator is not None
+        self._added = False
+        self._used_before = list(self.used)
 
-    def drop_half_filled(self) -> None:
-        """After an exception in backward: what has arrived of it is thrown away; earlier micro-batches stay."""
+    @property
+    def is_mixed(self) -> bool:
+        """Whether this backward's gradient has been added to a sum that was there before it."""
+        return self._added and self._had_sum
+
+    def drop_backward(self, *, everything: bool) -> None:
+        """After an exception in backward: throws away what it delivered.
+
+        Args:
+            everything: Throw away the sum of earlier micro-batches too.
+        """
         for parameter in self.bucket.params:
             parameter.grad = None
-        self._flat_free_unless_result()
-        self.begin_backward()
-
-    def _flat_free_unless_result(self) -> None:
+        if everything or (self._added and not self._had_sum):
+            self.clear()
+            return
         if self._result is not self._flat:
             self._flat.free()
+        self.used = list(self._used_before)
+        self.begin_backward()
 
     # -- accumulating and reducing -----------------------------------------------------------------------------------
 
     def accumulate_locally(self) -> None:
         """Adds the packed gradient to this rank's own sum over micro-batches, over the whole bucket."""
+        self._added = True
         if self._accumulator is None:
             self._accumulator = self._new_buffer(self.bucket.layout.numel, self._policy.accumulate_dtype)
             self._accumulator.tensor.copy_(self._flat.tensor)
@@ -245,6 +262,7 @@ class GradientBucket:
         """A group of one: the packed gradient is the result; further backwards are added to it."""
         if self._policy.scale * self._policy.prescale != 1.0:
             source.tensor.mul_(self._policy.scale * self._policy.prescale)
+        self._added = True
         if self._result is None:
             self._result = source  # where that is the packed buffer, the next pack moves it out of the way
         else:
@@ -257,6 +275,10 @@ class GradientBucket:
             self._result = self._new_buffer(self._flat.tensor.numel(), self._policy.accumulate_dtype)
             self._result.tensor.copy_(self._flat.tensor)
 
+    def will_arrive(self) -> bool:
+        """Whether the reduction can be finished without a further call of this rank."""
+        return self._work is None or self._work.will_arrive()
+
     def finish_reduction(self) -> None:
         """REDUCING -> REDUCED: waits and adds the reduced gradient to what earlier backwards left."""
         if self.state is not GradientState.REDUCING:
@@ -267,6 +289,7 @@ class GradientBucket:
             self._source.free()
             assert self._incoming is not None
             incoming, self._incoming = self._incoming, None
+            self._added = True
             if self._result is None:
                 self._result = self._in_accumulate_dtype(incoming)
             else:
@@ -321,6 +344,7 @@ class GradientReducer:
         ledger: Counts the buffers.
         on_packed: Called when a bucket's gradients have left the parameters.
         on_stray: Called when a gradient arrives while no backward is open.
+        may_block: Whether this rank owes its peers no gather, so that it may wait for their part of a reduction.
     """
 
     def __init__(
@@ -332,11 +356,13 @@ class GradientReducer:
         *,
         on_packed: Callable[[Bucket], None],
         on_stray: Callable[[], None],
+        may_block: Callable[[], bool],
     ) -> None:
         self.policy = policy
         self._transport = transport
         self._on_packed = on_packed
         self._on_stray = on_stray
+        self._may_block = may_block
         self.buckets = [GradientBucket(bucket, policy, transport, ledger) for bucket in buckets]
         self._order: list[int] | None = None
         self._completed: list[int] = []
@@ -411,7 +437,14 @@ class GradientReducer:
             self._cursor += 1
 
     def _send(self, position: int) -> None:
+        """Starts a reduction and finishes older ones, but never by waiting for a peer that may wait for this rank.
+
+        A peer holds a bucket back in which it has unused parameters; until its backward is over it may need gathers
+        from this rank. So during backward only what all peers are known to have sent is waited for.
+        """
         while len(self._in_flight) >= _MAX_IN_FLIGHT:
+            if not (self._may_block() or self._in_flight[0].will_arrive()):
+                break
             self._in_flight.popleft().finish_reduction()
         self.buckets[position].start_reduction()
         self._in_flight.append(self.buckets[position])
@@ -466,10 +499,21 @@ class GradientReducer:
         return [int(position) for position in rows[0].tolist()]
 
     def drop(self) -> None:
-        """After an exception in backward: throws away what is half filled; earlier micro-batches stay."""
+        """After an exception in backward: throws away what the backward has delivered.
+
+        Sums of earlier micro-batches stay, unless a part of this backward has been added to them already; then they
+        cannot be taken apart again and all go.
+        """
         self._drain()
+        is_mixed = any(gradients.is_mixed for gradients in self.buckets)
+        if is_mixed:
+            log_dist(
+                "gradients of the failed backward were already added to those of earlier micro-batches, so the sum of "
+                "this step starts again from zero"
+            )
         for gradients in self.buckets:
-            gradients.drop_half_filled()
+            gradients.drop_backward(everything=is_mixed)
+        self._has_local_sums = self._has_local_sums and not is_mixed
         self.is_open = False
 
     # -- the update's side -------------------------------------------------------------------------------------------

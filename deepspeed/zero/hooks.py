@@ -106,21 +106,25 @@ class ForwardHooks:
         scope.held.append(bucket)
 
     def _leave(self) -> None:
+        bare = not self._scopes[0].pushed_hooks  # somebody else's hooks keep plain views of what is saved
         scope = self._scopes.pop()
         recomputing = self._in_backward()
         for bucket in scope.held:
             bucket.users -= 1
             if bucket.users == 0 and bucket.state is State.FULL:
-                if recomputing:
+                if recomputing and bare:
                     if bucket not in self._recomputed:
                         self._recomputed.append(bucket)
+                elif recomputing:
+                    self._free_if_done(bucket)
                 else:
                     self._after_use(bucket)
         if scope.pushed_hooks:
             self._saved.pop()
         if scope.opened_segment:
+            is_training = self._schedule.kind == "forward"
             self._schedule.end()
-            self._free_unused()
+            self._free_unused(is_training)
 
     def _after_use(self, bucket: Bucket) -> None:
         if bucket.is_kept:
@@ -130,16 +134,20 @@ class ForwardHooks:
         else:
             bucket.reshard()
 
-    def _free_unused(self) -> None:
-        """After a forward: buckets that this rank gathered for the others' sake."""
+    def _free_unused(self, is_training: bool) -> None:
+        """After a forward: buckets that this rank gathered for the others' sake, which keep or free them alike."""
         for bucket in self._buckets:
             if bucket.state is State.FULL and bucket.users == 0 and not bucket.is_kept:
-                bucket.reshard()
+                if is_training and self._schedule.stays_after_forward(bucket):
+                    bucket.is_kept = True
+                else:
+                    bucket.reshard()
 
     def _free_recomputed(self, except_for: list[Bucket]) -> None:
         """The next unit is recomputed: the backward of those recomputed before it is over, gradients apart."""
         for bucket in list(self._recomputed):
-            if bucket not in except_for and bucket.users == 0 and not bucket.layout.trainable:
+            waits_for_gradients = bucket.layout.trainable and not bucket.gradients_in
+            if bucket not in except_for and bucket.users == 0 and not waits_for_gradients:
                 self._recomputed.remove(bucket)
                 if bucket.state is State.FULL and bucket.live_handles == 0:
                     bucket.reshard()
@@ -194,11 +202,8 @@ class ForwardHooks:
         """During backward: frees a bucket that no scope, no handle and no missing gradient needs any more."""
         if not bucket.is_sharded or bucket.state is not State.FULL or bucket.users or bucket.live_handles:
             return
-        if bucket.layout.trainable:
-            if not bucket.gradients_in:
-                return
-        elif bucket in self._recomputed:
-            return  # what recomputation saved are bare views; the next unit frees it
+        if bucket.layout.trainable and not bucket.gradients_in:
+            return
         if bucket in self._recomputed:
-            self._recomputed.remove(bucket)
+            return  # what recomputation saved are bare views; the next unit, or the end of backward, frees it
         bucket.reshard()

@@ -42,6 +42,7 @@ class MasterBucket:
         bucket: The compute side.
         layout: The bucket's layout as it is shared for the update: cut over the ranks, or whole where replicated.
         rank: Position of this rank in that sharing.
+        whole_tensors: Whether each run is one parameter in its shape.
         flat: 1-D master.
         out: 1-D compute tensor that must receive the update, or None where ``flat`` is the compute tensor.
         runs: In order of their start; together they cover every parameter that has a param group.
@@ -51,6 +52,7 @@ class MasterBucket:
         self, bucket: Bucket, *, is_sharded: bool, original: torch.Tensor, ledger: Ledger, whole_tensors: bool
     ) -> None:
         self.bucket = bucket
+        self.whole_tensors = whole_tensors
         self._ledger = ledger
         self._home = Home.DEVICE
         self.layout: BucketLayout = bucket.layout if is_sharded else replace(bucket.layout, world_size=1)
@@ -68,10 +70,15 @@ class MasterBucket:
         spans = self._tensor_spans() if whole_tensors else list(self.layout.runs(self.rank))
         self.runs = [self._run(span, whole_tensors) for span in spans]
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether other ranks own other parts."""
+        return self.layout.world_size > 1
+
     def _run(self, span: Run, whole_tensor: bool = False) -> MasterRun:
         view = self.flat[span.start : span.stop]
         if whole_tensor:
-            tile = self.layout.tiles[self.layout.starts.index(span.start)]
+            tile = self.layout.tiles[self.tile_spans(span)[0][0]]
             view = view[: tile.numel].view(tile.shape)
         return MasterRun(torch.nn.Parameter(view), span)
 

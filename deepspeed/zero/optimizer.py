@@ -424,6 +424,8 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
                 run.param.grad = None
 
     def _start_publish(self, master: MasterBucket, publishing: list[Work]) -> None:
+        if not master.is_sharded:
+            return  # every rank has updated everything
         work = master.bucket.start_publish()
         if work is not None:
             publishing.append(work)

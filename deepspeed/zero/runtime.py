@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +24,6 @@ from deepspeed.zero.schedule import GatherLimits, GatherSchedule
 from deepspeed.zero.storage import Ledger
 from deepspeed.zero.units import Unit, find_units
 from deepspeed.zero.views import install_views
-
-_owners = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -67,8 +64,8 @@ class Channels:
     reduce: Transport
 
     def __post_init__(self) -> None:
-        owner = next(_owners)
-        self.gather.owner = self.reduce.owner = owner
+        self.gather.owner = self.reduce.owner = self.gather.next_owner()
+        self.gather.companion = self.reduce
 
 
 class ZeroRuntime:
@@ -129,6 +126,7 @@ class ZeroRuntime:
                 self.ledger,
                 on_packed=self.hooks.gradients_arrived,
                 on_stray=self._stray_gradient,
+                may_block=lambda: self.schedule.expects_no_gather,
             )
         self.on_stray_backward: Callable[[], None] | None = None
         self._dropping = self._drop_gradients_without_owner()
@@ -248,6 +246,7 @@ class ZeroRuntime:
         if self.reducer is not None:
             every = self.reducer.policy.every_micro_batch and not isinstance(self._channels.reduce, LocalTransport)
             self.reducer.begin(reduce_now=sync and (boundary or every))
+        self._channels.gather.confirms = True
         self.schedule.begin("backward")
         for bucket in self._sharded:
             bucket.show_shapes(True)
@@ -256,6 +255,7 @@ class ZeroRuntime:
         """Settles the backward: leftover gathers, leftover reductions; frees what it gathered."""
         assert self.in_backward
         self.schedule.end()
+        self._channels.gather.confirms = False
         if self.reducer is not None:
             self.reducer.end()
         self._hide_shapes()
@@ -275,6 +275,7 @@ class ZeroRuntime:
         was_open = self.in_backward or self.schedule.in_segment or self.hooks.in_forward
         if was_open:
             self.schedule.drop()
+            self._channels.gather.confirms = False
             if self.reducer is not None and self.reducer.is_open:
                 self.reducer.drop()
             self.in_backward = False

@@ -72,6 +72,11 @@ class GatherSchedule:
         return bucket.index in self._kept_after_forward
 
     @property
+    def expects_no_gather(self) -> bool:
+        """Whether no segment is open, or the rest of it gathers nothing, by the agreed order."""
+        return self._situation is None or self._order is not None and len(self._issued) >= len(self._order)
+
+    @property
     def in_segment(self) -> bool:
         """Whether a segment is open."""
         return self._situation is not None
@@ -106,9 +111,12 @@ class GatherSchedule:
             for index in self._order[len(self._issued) :]:
                 self._issue(self._buckets[index])
         self._agreement.end_segment(self._issued)
+        keeps = self._kept_after_forward if self._situation[0] == "forward" else frozenset()
         self._situation = None
         for bucket in self._buckets.values():
-            if bucket.state is State.GATHERING:
+            if bucket.state is State.GATHERING and bucket.index in keeps:
+                bucket.finish_gather()  # this rank skipped it, but what is gathered must be equal on all ranks
+            elif bucket.state is State.GATHERING:
                 bucket.abandon_gather()
 
     def drop(self) -> None:

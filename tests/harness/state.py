@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import random
 import sys
@@ -42,7 +41,6 @@ RESET_HOOKS: list[Callable[[], None]] = [
     _package_hook("deepspeed.comm.recorder", lambda module: module.log.__init__()),
     _package_hook("deepspeed.comm.transport", lambda module: module._watches.clear()),
     _package_hook("deepspeed.activation_checkpointing.settings", _checkpointing),
-    _package_hook("deepspeed.zero.runtime", lambda module: setattr(module, "_owners", itertools.count())),
 ]
 
 
