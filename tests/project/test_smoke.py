@@ -105,6 +105,24 @@ def test_quickstart_in_short(launcher, environment, tmp_path):
     _check_report(shown, tmp_path / "out")
 
 
+OLD_PROCESSOR = """
+import runpy, sys
+from deepspeed.accelerator import cpu_features
+cpu_features.cpu_has_bf16 = lambda: False
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_quickstart_on_a_processor_without_bf16(environment, tmp_path):
+    config = short_config(tmp_path, steps=3)
+    script = [str(QUICKSTART / "train.py"), "--deepspeed_config", str(config), "--output", str(tmp_path / "out")]
+    shown = run([sys.executable, "-c", OLD_PROCESSOR, *script], environment, tmp_path)
+    assert "no bf16 instructions: training in fp32" in shown
+    _check_report(shown, tmp_path / "out")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_quickstart_learns(environment, tmp_path):
