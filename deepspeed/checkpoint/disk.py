@@ -6,10 +6,13 @@ A file or a rename is only as lasting as the folder entry that names it, so the 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+
+import torch
 
 from deepspeed.checkpoint.directory import SAVING
 
@@ -17,6 +20,19 @@ try:
     import fcntl
 except ImportError:  # not on Windows: then a left-over folder is recognised by its age alone
     fcntl = None  # type: ignore[assignment]
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous host tensor, to read or to write, without a copy.
+
+    The caller must keep the tensor. Not by way of numpy: torch pins a storage's size for good once numpy has seen it,
+    and the flat buffers of sharded parameters come and go by resizing.
+    """
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes == 0:
+        return memoryview(b"")
+    assert tensor.is_contiguous() and tensor.device.type == "cpu"
+    return memoryview((ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def write_all(descriptor: int, data: memoryview) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 
@@ -116,6 +117,24 @@ def publish(runtime: ZeroRuntime) -> None:
         if work is not None:
             work.wait()
         bucket.remember_values()
+
+
+@contextmanager
+def full_parameters(runtime: ZeroRuntime) -> Iterator[None]:
+    """Every parameter in full inside the block; what was written there is kept. Every rank must enter it.
+
+    The whole model must fit on the device.
+    """
+    sharded = [bucket for bucket in runtime.buckets if bucket.state is State.SHARDED]
+    for bucket in sharded:
+        bucket.start_gather()
+        bucket.finish_gather()
+    try:
+        yield
+    finally:
+        for bucket in sharded:
+            bucket.store_shard()
+            bucket.reshard()
 
 
 @torch.no_grad()

@@ -45,6 +45,7 @@ TORCH = "torch"
 _OPTIMIZER = "optimizer."
 
 _LARGEST_MANIFEST = 1 << 30
+_HEADER_ALIGNMENT = 64  # so that mapped tensors are aligned
 _LARGEST_NUMEL = 1 << 48
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}")
 
@@ -436,3 +437,23 @@ def _decode_file(entry: Any, buckets: Sequence[BucketLayout], check: _Checker) -
         pieces=tuple(pieces),
         tensors=tuple(tensors),
     )
+
+
+def safetensors_header(
+    entries: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], metadata: dict[str, str] | None = None
+) -> bytes:
+    """The first bytes of a safetensors file whose tensors follow end to end, in this order.
+
+    Args:
+        entries: Name, dtype and shape of each tensor.
+        metadata: Texts for the file's own section.
+    """
+    header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
+    position = 0
+    for name, dtype, shape in entries:
+        end = position + prod(shape) * dtype.itemsize
+        header[name] = {"dtype": dtype_code(dtype), "shape": list(shape), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % _HEADER_ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from logging import WARNING
 from pathlib import Path
 from typing import Any, TypeVar
 
+from deepspeed.checkpoint.consolidate import full_tensors
 from deepspeed.checkpoint.directory import Format, Found, find, what_exists
 from deepspeed.checkpoint.exchange import Exchange
-from deepspeed.checkpoint.fill import WeightFiller, load_buffers, publish
+from deepspeed.checkpoint.fill import WeightFiller, full_parameters, load_buffers, publish
 from deepspeed.checkpoint.native import read_training_state
 from deepspeed.checkpoint.optimizer_state import OptimizerFiller
 from deepspeed.checkpoint.plan import Mismatch, match
 from deepspeed.checkpoint.random_state import restore_random_state
 from deepspeed.checkpoint.reader import CheckpointReader
-from deepspeed.checkpoint.source import Source, TrainingState
+from deepspeed.checkpoint.source import Source, StateDictSource, TrainingState
 from deepspeed.checkpoint.states import ENGINE_KEYS
 from deepspeed.checkpoint.subject import COUNTERS, Subject
 from deepspeed.errors import CheckpointError
@@ -110,7 +111,55 @@ def load(subject: Subject, options: LoadOptions, exchange: Exchange) -> Loaded |
                 f"{error}\nThe model is now partly loaded: load a checkpoint again, or build the engine anew"
             ) from error
         publish(subject.runtime)
+        if options.custom_load_fn is not None:
+            load_by(subject, full_tensors(prepared.source), options.custom_load_fn)
     return loaded
+
+
+def load_by(subject: Subject, state_dict: dict[str, Any], custom_load_fn: Callable[..., Any]) -> None:
+    """Lets the caller's function fill the model, with every parameter in full. Every rank must call it."""
+    with full_parameters(subject.runtime):
+        custom_load_fn(src=state_dict, dst=subject.model)
+    if subject.optimizer is not None:
+        subject.optimizer.refresh_fp32_params()
+
+
+def load_state_dict(
+    subject: Subject, state_dict: dict[str, Any], exchange: Exchange, *, strict: bool, may_miss: Iterable[str]
+) -> None:
+    """Fills the model from a full state dict that every rank has. Every rank must call it.
+
+    Args:
+        subject: The training run.
+        state_dict: Full tensors by name.
+        exchange: The ranks.
+        strict: Differences are an error.
+        may_miss: Names that need not be there.
+
+    Raises:
+        CheckpointError: It does not fit; nothing was changed.
+    """
+    doing = "load_module_state_dict"
+    source = StateDictSource(state_dict, subject.extra_state_owners())
+
+    def prepare() -> tuple[WeightFiller, dict[str, str], Mismatch]:
+        shapes = {tile.name: tile.shape for bucket in subject.runtime.layout.buckets for tile in bucket.tiles}
+        matches, buffers, difference = match(source, shapes, subject.aliases(), subject.buffers())
+        difference.missing = [name for name in difference.missing if name not in set(may_miss)]
+        _check_fit("the state dict", difference, strict=strict)
+        weights = WeightFiller(subject.runtime, exchange.rank, source, matches)
+        weights.check_state()
+        return weights, buffers, difference
+
+    weights, buffers, difference = _on_all(exchange, doing, prepare)
+    if difference:
+        log_dist(f"{doing}: the model and the state dict differ:\n{difference.table()}", level=WARNING)
+    weights.fill()
+    load_buffers(source, buffers, subject.buffers())
+    for key, module in subject.extra_state_owners().items():
+        if key in state_dict:
+            module.set_extra_state(state_dict[key])
+    publish(subject.runtime)
 
 
 def _on_all(exchange: Exchange, doing: str, action: Callable[[], T]) -> T:
@@ -160,7 +209,7 @@ def _prepare(subject: Subject, options: LoadOptions, found: Found, rank: int, st
     source, state = _open(found, subject, options, rank, stack)
     shapes = {tile.name: tile.shape for bucket in subject.runtime.layout.buckets for tile in bucket.tiles}
     matches, buffers, difference = match(source, shapes, subject.aliases(), subject.buffers())
-    _check_fit(found, difference, strict=options.strict and options.custom_load_fn is None)
+    _check_fit(str(found.folder), difference, strict=options.strict and options.custom_load_fn is None)
     weights = WeightFiller(
         subject.runtime, rank, source, matches, use_masters=subject.use_fp32_weights or subject.optimizer is None
     )
@@ -187,14 +236,12 @@ def _prepare(subject: Subject, options: LoadOptions, found: Found, rank: int, st
     return _Prepared(source, state, weights, optimizer, buffers, notes)
 
 
-def _check_fit(found: Found, difference: Mismatch, *, strict: bool) -> None:
+def _check_fit(what: str, difference: Mismatch, *, strict: bool) -> None:
     if difference.shapes or (strict and difference):
         remedy = ""
         if not difference.shapes:
-            remedy = "\nload_module_strict=False loads what fits"
-        raise CheckpointError(
-            f"{found.folder} does not fit the model; nothing was loaded:\n{difference.table()}{remedy}"
-        )
+            remedy = "\nload_module_strict=False (strict=False) loads what fits"
+        raise CheckpointError(f"{what} does not fit the model; nothing was loaded:\n{difference.table()}{remedy}")
 
 
 def _check_scheduler(subject: Subject, options: LoadOptions, state: TrainingState) -> None:

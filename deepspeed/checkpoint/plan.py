@@ -115,8 +115,8 @@ def match(
             difference.shapes[name] = (tuple(buffer.shape), tuple(source.buffers[saved_name].shape))
             continue
         buffer_names[name] = saved_name
-    difference.unexpected += [name for name in source.parameters if name not in used]
-    difference.unexpected += [name for name in source.buffers if name not in used_buffers]
+    known = used | used_buffers | set(aliases)
+    difference.unexpected += [name for name in {**source.parameters, **source.buffers} if name not in known]
     return matches, buffer_names, difference
 
 

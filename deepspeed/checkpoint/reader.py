@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from deepspeed.checkpoint.disk import bytes_of
 from deepspeed.checkpoint.format import BUFFERS, CHUNK_BYTES, COMPUTE, MASTER, Manifest, NamedTensor, Piece, SavedFile
 from deepspeed.checkpoint.source import SavedBuffer, SavedParameter, Wanted
 from deepspeed.errors import CheckpointError
@@ -263,7 +264,7 @@ class CheckpointReader:
     def _read_named(reader: FileReader, tensor: NamedTensor) -> torch.Tensor:
         out = torch.empty(tensor.shape, dtype=tensor.dtype)
         if out.numel():
-            reader.read_into(tensor.offset, bytes_view(out))
+            reader.read_into(tensor.offset, bytes_of(out))
         return out
 
     def read_file(self, name: str) -> bytes | None:
@@ -280,18 +281,13 @@ class CheckpointReader:
         return out.view(parameter.shape)
 
 
-def bytes_view(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous host tensor, to be written into."""
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-
-
 def _copy(reader: FileReader, offset: int, dtype: torch.dtype, out: torch.Tensor) -> None:
     """Bytes of a file into ``out``: straight where it lies in host memory in the same dtype, else by a small buffer."""
     if out.device.type == "cpu" and out.dtype == dtype and out.is_contiguous():
-        reader.read_into(offset, bytes_view(out))
+        reader.read_into(offset, bytes_of(out))
         return
     staging = torch.empty(min(_STAGING_NUMEL, out.numel()), dtype=dtype)
     for start in range(0, out.numel(), _STAGING_NUMEL):
         part = staging[: min(_STAGING_NUMEL, out.numel() - start)]
-        reader.read_into(offset + start * dtype.itemsize, bytes_view(part))
+        reader.read_into(offset + start * dtype.itemsize, bytes_of(part))
         out[start : start + part.numel()].copy_(part)

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
-from deepspeed.checkpoint import names, states
+from deepspeed.checkpoint import disk, names, states
 from deepspeed.checkpoint.collect import Collected, collect
 from deepspeed.checkpoint.commit import SaveFolder, point_latest, prune
 from deepspeed.checkpoint.directory import check_tag
 from deepspeed.checkpoint.exchange import Exchange
 from deepspeed.checkpoint.format import BUFFERS, TORCH, Manifest, SavedFile
+from deepspeed.checkpoint.script import SCRIPT_NAME, script
 from deepspeed.checkpoint.subject import Subject
 from deepspeed.checkpoint.writer import FileWriter, Stretch
 from deepspeed.errors import CheckpointError
@@ -272,6 +273,10 @@ def _commit(job: _Job, folder: SaveFolder, manifest: Manifest) -> None:
     root, tag = job.options.root, job.options.tag
     folder.write_manifest(manifest)
     folder.commit()
+    text = script().encode()
+    path = root / SCRIPT_NAME
+    if not path.is_file() or path.read_bytes() != text:
+        disk.replace_file(path, text, executable=True)
     if job.options.save_latest:
         point_latest(root, tag)
     if job.keep_last is not None:

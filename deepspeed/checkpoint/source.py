@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from deepspeed.checkpoint.format import COMPUTE
+
 
 @dataclass(frozen=True)
 class SavedParameter:
@@ -135,3 +137,46 @@ class Source(Protocol):
     def read_buffer(self, name: str) -> torch.Tensor:
         """The buffer ``name``."""
         ...
+
+
+class StateDictSource:
+    """A full state dict in memory, as a :class:`Source`.
+
+    Args:
+        state_dict: Tensors by name; tied names may share one tensor.
+        others: Keys that are no tensors of the model.
+    """
+
+    label = "the state dict"
+
+    def __init__(self, state_dict: Mapping[str, Any], others: Collection[str] = ()) -> None:
+        self._tensors = {
+            name: value.detach()
+            for name, value in state_dict.items()
+            if isinstance(value, torch.Tensor) and name not in others
+        }
+        # A name may be a parameter's or a buffer's: only the model knows, so it is both.
+        self.parameters = {
+            name: SavedParameter(name, tuple(value.shape), {COMPUTE: value.dtype}, False, value.dtype)
+            for name, value in self._tensors.items()
+        }
+        self.buffers = {
+            name: SavedBuffer(name, tuple(value.shape), value.dtype) for name, value in self._tensors.items()
+        }
+        self.aliases: dict[str, str] = {}
+        self.left_out: frozenset[str] = frozenset()
+
+    def check(self, wanted: Sequence[Wanted]) -> None:
+        """See :class:`Source`; what is in memory is whole."""
+
+    def read(self, wanted: Wanted, out: torch.Tensor) -> None:
+        """See :class:`Source`."""
+        out.copy_(self._tensors[wanted.name].reshape(-1)[wanted.start : wanted.stop])
+
+    def covered(self, wanted: Wanted) -> list[tuple[int, int]]:
+        """See :class:`Source`."""
+        return [(wanted.start, wanted.stop)] if wanted.kind == COMPUTE else []
+
+    def read_buffer(self, name: str) -> torch.Tensor:
+        """See :class:`Source`."""
+        return self._tensors[name]

@@ -84,6 +84,14 @@ class Subject:
                 if buffer is not None and name not in module._non_persistent_buffers_set:
                     yield f"{prefix}.{name}" if prefix else name, buffer
 
+    def state_dict_names(self) -> Iterator[str]:
+        """Names of parameters and persistent buffers in the order of the model's state dict, tied ones each time."""
+        for prefix, module in self.model.named_modules(remove_duplicate=False):
+            buffers = (name for name in module._buffers if name not in module._non_persistent_buffers_set)
+            for name in (*module._parameters, *buffers):
+                if getattr(module, name) is not None:
+                    yield f"{prefix}.{name}" if prefix else name
+
     def aliases(self) -> dict[str, str]:
         """Further names of tied parameters and buffers, to the name they are stored under."""
         canonical = {id(parameter): name for parameter, name in self.runtime.param_names.items()}

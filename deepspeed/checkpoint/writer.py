@@ -6,22 +6,21 @@ staging buffers. The checksums are computed by a second thread while the bytes a
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import torch
 
 from deepspeed.checkpoint import disk
-from deepspeed.checkpoint.format import CHUNK_BYTES, NamedTensor, Piece, SavedFile, dtype_code
+from deepspeed.checkpoint.format import CHUNK_BYTES, NamedTensor, Piece, SavedFile, safetensors_header
 from deepspeed.errors import CheckpointError
 
 _STAGING_BYTES = 16 << 20
-_HEADER_ALIGNMENT = 64  # so that mapped tensors are aligned
 
 
 @dataclass(frozen=True)
@@ -109,14 +108,7 @@ class _Staging:
                 busy.result()
             buffer = self._buffers[turn][: part.numel()]
             buffer.copy_(part)
-            self._in_use[turn] = stream.write(bytes_of(buffer))
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous host tensor, without a copy."""
-    if tensor.numel() == 0:
-        return memoryview(b"")
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+            self._in_use[turn] = stream.write(disk.bytes_of(buffer))
 
 
 @dataclass(frozen=True)
@@ -178,7 +170,7 @@ class FileWriter:
         header = safetensors_header([(e.name, e.dtype, e.shape) for e in entries])
         offsets, position = [], len(header)
         for entry in entries:
-            if entry.nbytes != _numel(entry.shape) * entry.dtype.itemsize:
+            if entry.nbytes != prod(entry.shape) * entry.dtype.itemsize:
                 raise CheckpointError(f"{name}: {entry.name} has {entry.nbytes} bytes, not those of its shape")
             offsets.append(position)
             position += entry.nbytes
@@ -201,33 +193,6 @@ class FileWriter:
     def _put(self, part: torch.Tensor, stream: ChunkedStream) -> None:
         part = part.detach()
         if part.device.type == "cpu":
-            stream.write(bytes_of(part))
+            stream.write(disk.bytes_of(part))
         else:
             self._staging.pass_through(part, stream)
-
-
-def safetensors_header(
-    entries: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], metadata: dict[str, str] | None = None
-) -> bytes:
-    """The first bytes of a safetensors file whose tensors follow end to end, in this order.
-
-    Args:
-        entries: Name, dtype and shape of each tensor.
-        metadata: Texts for the file's own section.
-    """
-    header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
-    position = 0
-    for name, dtype, shape in entries:
-        end = position + _numel(shape) * dtype.itemsize
-        header[name] = {"dtype": dtype_code(dtype), "shape": list(shape), "data_offsets": [position, end]}
-        position = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % _HEADER_ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    numel = 1
-    for extent in shape:
-        numel *= extent
-    return numel

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from logging import WARNING
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deepspeed.checkpoint.load import LoadOptions, load
+from deepspeed.checkpoint.export import full_state_dict, write_weights
+from deepspeed.checkpoint.load import LoadOptions, load, load_by, load_state_dict
 from deepspeed.checkpoint.save import SaveOptions, Saver
 from deepspeed.checkpoint.subject import COUNTERS, Subject
+from deepspeed.checkpoint.weights_file import parse_size
 from deepspeed.errors import CallOrderError, NotYetSupportedError
-from deepspeed.logging import log_dist_once
+from deepspeed.logging import log_dist, log_dist_once
 
 if TYPE_CHECKING:
     from deepspeed.config.sections.root import Root
@@ -131,10 +134,7 @@ class CheckpointMethods:
         """
         self._check_plain("load_checkpoint")
         self._saver.wait()
-        self._runtime.drop_open_work()
-        self._runtime.free_gathered()
-        subject = self._subject()
-        subject.settle()
+        subject = self._settled_subject()
         options = LoadOptions(
             root=Path(load_dir),
             tag=None if tag is None else str(tag),
@@ -155,6 +155,110 @@ class CheckpointMethods:
         self.loaded_checkpoint_mp_world_size = 1
         return str(loaded.folder), loaded.client_state
 
+    # -- weights for other programs ------------------------------------------------------------------------------------
+
+    def save_16bit_model(
+        self,
+        save_dir: str | PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+        *,
+        max_shard_size: int | str | None = None,
+    ) -> bool:
+        """Writes the full model in its compute dtype, for programs that load a state dict. Every rank must call it.
+
+        Args:
+            save_dir: Folder; made if it is not there.
+            save_filename: A name ending in ``.safetensors`` gives that format, any other a torch file.
+            exclude_frozen_parameters: Leave parameters without gradient out.
+            max_shard_size: Largest file, in bytes or as a text such as ``5GB``; then there may be several with an
+                index. None is one file.
+
+        Returns:
+            False, and nothing is written, at stage 3 without
+            ``zero_optimization.stage3_gather_16bit_weights_on_model_save``.
+
+        Raises:
+            CheckpointError: Rank 0 could not write; the same on all ranks.
+        """
+        if (
+            self._parts.placement.shard_params
+            and not self._root.zero_optimization.stage3_gather_16bit_weights_on_model_save
+        ):
+            log_dist(
+                "save_16bit_model: nothing was saved, because the parameters are sharded and "
+                "zero_optimization.stage3_gather_16bit_weights_on_model_save is false; set it to true",
+                level=WARNING,
+            )
+            return False
+        self._check_plain("save_16bit_model")
+        subject = self._settled_subject()
+        limit = None if max_shard_size is None else parse_size(max_shard_size)
+        write_weights(
+            subject,
+            self._saver.exchange,
+            Path(save_dir),
+            save_filename,
+            exclude_frozen=exclude_frozen_parameters,
+            limit=limit,
+        )
+        return True
+
+    def save_fp16_model(self, save_dir: str | PathLike[str], save_filename: str = "pytorch_model.bin") -> bool:
+        """Old name of :meth:`save_16bit_model`."""
+        return self.save_16bit_model(save_dir, save_filename)
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """The full state dict in the compute dtype on rank 0, None elsewhere. Every rank must call it.
+
+        Raises:
+            ValueError: Parameters are not sharded; then ``module.state_dict()`` is complete.
+        """
+        if not self._parts.placement.shard_params:
+            raise ValueError(
+                "_zero3_consolidated_16bit_state_dict is for ZeRO stage 3, and this is stage "
+                f"{self._parts.placement.stage}; engine.module.state_dict() is complete on every rank"
+            )
+        return self._consolidated_16bit_state_dict(exclude_frozen_parameters)
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """The full state dict in the compute dtype on rank 0, None elsewhere, at any stage. Every rank must call it."""
+        self._check_plain("_consolidated_16bit_state_dict")
+        return full_state_dict(self._settled_subject(), self._parts.dp_rank, exclude_frozen=exclude_frozen_parameters)
+
+    def load_module_state_dict(
+        self,
+        checkpoint: dict[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        fetch_z3_params: bool = False,
+        z3_params_to_fetch: Any = None,
+        allowed_missing_keys: Any = None,
+    ) -> None:
+        """Fills the model from ``checkpoint["module"]``, a full state dict on every rank. Every rank must call it.
+
+        Args:
+            checkpoint: A dict with the key ``module``.
+            strict: Names that only one side has are an error.
+            custom_load_fn: Called as ``custom_load_fn(src=state_dict, dst=module)`` with every parameter in full,
+                instead.
+            fetch_z3_params: Not needed: sharded parameters are filled slice by slice.
+            z3_params_to_fetch: Likewise.
+            allowed_missing_keys: Names that need not be there.
+
+        Raises:
+            CheckpointError: The state dict does not fit; nothing was changed.
+        """
+        self._check_plain("load_module_state_dict")
+        subject = self._settled_subject()
+        state_dict = checkpoint["module"]
+        if custom_load_fn is not None:
+            load_by(subject, state_dict, custom_load_fn)
+            return
+        load_state_dict(
+            subject, state_dict, self._saver.exchange, strict=strict, may_miss=tuple(allowed_missing_keys or ())
+        )
+
     # -- parts -------------------------------------------------------------------------------------------------------
 
     @property
@@ -169,6 +273,14 @@ class CheckpointMethods:
             raise NotYetSupportedError(f"{call}: model-parallel ranks cannot be saved and loaded in this release")
         if self._runtime.in_backward:
             raise CallOrderError(f"{call}: a backward is running; call it between steps")
+
+    def _settled_subject(self) -> Subject:
+        """The present state with nothing half done and nothing gathered."""
+        self._runtime.drop_open_work()
+        self._runtime.free_gathered()
+        subject = self._subject()
+        subject.settle()
+        return subject
 
     def _subject(self) -> Subject:
         from deepspeed import __version__

@@ -153,16 +153,9 @@ FEATURES: tuple[Feature, ...] = (
         {"deepspeed.runtime.checkpoint_engine.checkpoint_engine": "CheckpointEngine TorchCheckpointEngine"},
     ),
     Feature(
-        "converting a ZeRO checkpoint into one file",
-        "Load the checkpoint with engine.load_checkpoint and save engine.module.state_dict() at stages 0 to 2.",
-        {
-            "deepspeed.utils.zero_to_fp32": (
-                "get_fp32_state_dict_from_zero_checkpoint convert_zero_checkpoint_to_fp32_state_dict "
-                "convert_zero_checkpoint_to_state_dict load_state_dict_from_zero_checkpoint get_model_state_file "
-                "get_model_state_files get_optim_files get_checkpoint_files to_torch_tensor"
-            ),
-            "deepspeed.checkpoint": "DeepSpeedCheckpoint",
-        },
+        "taking a checkpoint apart by its upstream layout",
+        "Use the functions of deepspeed.utils.zero_to_fp32, or ds_inspect to look into it.",
+        {"deepspeed.checkpoint": "DeepSpeedCheckpoint"},
     ),
     Feature(
         "choosing leaf modules for ZeRO stage 3",

@@ -1,0 +1,132 @@
+"""Full tensors out of a running engine: gathered bucket by bucket, kept or written on rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepspeed.checkpoint.exchange import Exchange
+from deepspeed.checkpoint.subject import Subject
+from deepspeed.checkpoint.weights_file import Entry, WeightsWriter
+from deepspeed.zero.bucket import Bucket, State
+
+
+def full_state_dict(subject: Subject, rank: int, *, exclude_frozen: bool) -> dict[str, Any] | None:
+    """The model's state dict with full parameters in their compute dtype, in host memory. Every rank must call it.
+
+    Args:
+        subject: The training run.
+        rank: This rank; only rank 0 keeps the values.
+        exclude_frozen: Leave frozen parameters out.
+
+    Returns:
+        On rank 0 copies of which each owns its storage, but for tied ones, which are one tensor; None elsewhere.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for names, values in _walk(subject, exclude_frozen=exclude_frozen):
+        if rank == 0:
+            copied = values.to("cpu", copy=True, memory_format=torch.contiguous_format)
+            found.update(dict.fromkeys(names, copied))
+    if rank != 0:
+        return None
+    state: dict[str, Any] = {key: found[key] for key in subject.state_dict_names() if key in found}
+    for key, module in subject.extra_state_owners().items():
+        state[key] = module.get_extra_state()
+    return state
+
+
+def write_weights(
+    subject: Subject, exchange: Exchange, folder: Path, filename: str, *, exclude_frozen: bool, limit: int | None
+) -> None:
+    """Writes the full parameters, in their compute dtype, for other programs. Every rank must call it.
+
+    Args:
+        subject: The training run.
+        exchange: The ranks.
+        folder: Made if it is not there; only rank 0 writes.
+        filename: Ends in ``.safetensors`` for that format.
+        exclude_frozen: Leave frozen parameters out.
+        limit: Largest file in bytes; None for one file.
+
+    Raises:
+        CheckpointError: Rank 0 could not write; the same on all ranks.
+    """
+    entries = _entries(subject, exclude_frozen)
+    writer: WeightsWriter | None = None
+    failure: BaseException | None = None
+    if exchange.rank == 0:
+        try:
+            writer = WeightsWriter(folder, filename, entries, limit)
+        except OSError as error:
+            failure = error
+    waiting = iter(entries)
+    for names, values in _walk(subject, exclude_frozen=exclude_frozen):
+        # After a failure rank 0 goes on gathering, because the others wait for it.
+        for _ in names:
+            entry = next(waiting)
+            if writer is not None and failure is None:
+                try:
+                    writer.add(entry, iter([values.detach().to("cpu").contiguous().reshape(-1)]))
+                except OSError as error:
+                    failure = error
+
+    def finish() -> None:
+        if failure is not None:
+            if writer is not None:
+                writer.abandon()
+            raise failure
+        if writer is not None:
+            writer.finish()
+
+    exchange.together(f"writing {folder / filename}", finish)
+
+
+def _walk(subject: Subject, *, exclude_frozen: bool) -> Iterator[tuple[list[str], torch.Tensor]]:
+    """``(all names, values)`` of every parameter and buffer; valid until the next. Gathers on all ranks."""
+    tied: dict[str, list[str]] = {}
+    for alias, name in subject.aliases().items():
+        tied.setdefault(name, []).append(alias)
+    for bucket in subject.runtime.buckets:
+        kept = [not (exclude_frozen and not parameter.requires_grad) for parameter in bucket.params]
+        if not any(kept):
+            continue
+        gathered_here = _gather(bucket)
+        for tile, parameter, keep in zip(bucket.layout.tiles, bucket.params, kept, strict=True):
+            if keep:
+                yield [tile.name, *tied.get(tile.name, ())], parameter.data
+        if gathered_here:
+            bucket.reshard()
+    for name, buffer in subject.buffers().items():
+        yield [name, *tied.get(name, ())], buffer
+
+
+def _gather(bucket: Bucket) -> bool:
+    """Makes ``bucket`` full; returns whether it was not."""
+    if bucket.state is State.FULL:
+        return False
+    bucket.start_gather()
+    bucket.finish_gather()
+    return True
+
+
+def _entries(subject: Subject, exclude_frozen: bool) -> list[Entry]:
+    """What :func:`_walk` will yield, one entry per name."""
+    tied: dict[str, list[str]] = {}
+    for alias, name in subject.aliases().items():
+        tied.setdefault(name, []).append(alias)
+    found: list[Entry] = []
+
+    def add(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        found.append(Entry(name, dtype, shape))
+        found.extend(Entry(alias, dtype, shape, same_as=name) for alias in tied.get(name, ()))
+
+    for bucket in subject.runtime.buckets:
+        for tile, parameter in zip(bucket.layout.tiles, bucket.params, strict=True):
+            if parameter.requires_grad or not exclude_frozen:
+                add(tile.name, bucket.dtype, tile.shape)
+    for name, buffer in subject.buffers().items():
+        add(name, buffer.dtype, tuple(buffer.shape))
+    return found
