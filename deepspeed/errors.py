@@ -60,3 +60,11 @@ class CommunicationError(DeepSpeedError, RuntimeError):
 
 class CheckpointError(DeepSpeedError, RuntimeError):
     """A checkpoint is missing, damaged, or does not fit the model."""
+
+
+class OffloadError(DeepSpeedError, RuntimeError):
+    """Files of offloaded states cannot be made, read or written."""
+
+
+class MemoryBudgetError(DeepSpeedError, RuntimeError):
+    """More device memory was asked for than the allowed budget holds."""

@@ -76,10 +76,6 @@ def _offload(zero: ZeroOptimization, findings: Findings) -> None:
         return
     at = (ZERO, "offload_optimizer", "device")
     if optimizer.device == "nvme":
-        if zero.stage < 3:
-            findings.problem(
-                at, f'"nvme" needs zero_optimization.stage 3, found stage {zero.stage}; use "cpu" or stage 3', STAGE
-            )
         if optimizer.nvme_path is None:
             findings.problem(
                 at,

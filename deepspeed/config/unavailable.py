@@ -50,25 +50,10 @@ def _above(limit: int) -> Callable[[Any], bool]:
     return lambda value: value > limit
 
 
-def _off_device(value: Any) -> bool:
-    return value in ("cpu", "nvme")
-
-
-_NO_OFFLOAD = 'set it to "none" or leave the section out'
 _OFF = "set it to false or leave the section out"
 _PRUNING = "prune outside training"
 
 UNAVAILABLE: tuple[Unavailable, ...] = (
-    Unavailable(
-        "zero_optimization.offload_optimizer.device",
-        _off_device,
-        "Optimizer offload to host or NVMe",
-        _NO_OFFLOAD,
-        True,
-    ),
-    Unavailable(
-        "zero_optimization.offload_param.device", _off_device, "Parameter offload to host or NVMe", _NO_OFFLOAD
-    ),
     Unavailable("zero_optimization.offload_optimizer.super_offload", _true, "SuperOffload", _OFF, True),
     Unavailable("zero_optimization.zenflow", _present, "ZenFlow", "leave the section out"),
     Unavailable(

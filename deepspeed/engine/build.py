@@ -25,14 +25,17 @@ from deepspeed.engine.optimizers import (
 )
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist, set_log_level_from_string
+from deepspeed.offload.homes import OffloadHomes, open_homes, placement_of
+from deepspeed.ops.flat import supports_flat_update
 from deepspeed.precision.policy import PrecisionPolicy, create_loss_scaler
 from deepspeed.schedulers import build_scheduler
 from deepspeed.zero.gradients import ReductionPolicy
 from deepspeed.zero.layout import Limits
 from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3
-from deepspeed.zero.placement import Placement
+from deepspeed.zero.placement import Home, Placement
 from deepspeed.zero.runtime import Channels, RuntimeOptions, ZeroRuntime
 from deepspeed.zero.schedule import GatherLimits
+from deepspeed.zero.update import state_itemsizes
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class EngineParts:
     parsed: ParsedConfig
     precision: PrecisionPolicy
     placement: Placement
+    homes: OffloadHomes
     runtime: ZeroRuntime
     torch_optimizer: torch.optim.Optimizer | None
     device: torch.device
@@ -92,6 +96,7 @@ class EngineParts:
             skip_non_finite=self.precision.skip_non_finite,
             before_update=before_update,
             backward=backward,
+            strategies=self.homes.strategies,
         )
 
     def make_scheduler(self) -> Any:
@@ -137,19 +142,27 @@ def build_parts(client: Client, config: Any, distributed_port: int, dist_init_re
 
     local_rank = _local_rank(client.args)
     device = _device(local_rank)
-    placement = Placement.of_stage(root.zero_optimization.stage)
+    placement = placement_of(root.zero_optimization)
     precision = PrecisionPolicy.from_config(root, device.type, client.model)
     _check_device_supports(precision)
-    torch_optimizer = choose_optimizer(root, client.model, client.optimizer, client.model_parameters)
+    torch_optimizer = choose_optimizer(
+        root,
+        client.model,
+        client.optimizer,
+        client.model_parameters,
+        on_host=placement.master_home is not Home.DEVICE,
+    )
     _check_trains(placement, torch_optimizer)
+    _check_updates_in_files(placement, torch_optimizer)
     channels = Channels(
         gather=create_transport(dp_group, device=device, timeout=comm.default_timeout()),
         reduce=create_transport(dp_group, device=device, timeout=comm.default_timeout()),
     )
     warm_up(channels.gather)
+    homes = open_homes(root, placement, device, rank=comm.get_rank(), state_itemsizes=state_itemsizes(torch_optimizer))
     runtime = ZeroRuntime(
         client.model,
-        _options(root, placement, precision, device, dp_world_size, torch_optimizer),
+        _options(root, placement, precision, device, dp_world_size, torch_optimizer, homes),
         channels,
         group_indices(torch_optimizer),
     )
@@ -164,6 +177,7 @@ def build_parts(client: Client, config: Any, distributed_port: int, dist_init_re
         parsed=parsed,
         precision=precision,
         placement=placement,
+        homes=homes,
         runtime=runtime,
         torch_optimizer=torch_optimizer,
         device=device,
@@ -184,6 +198,7 @@ def _options(
     device: torch.device,
     ranks: int,
     optimizer: torch.optim.Optimizer | None,
+    homes: OffloadHomes,
 ) -> RuntimeOptions:
     zero = root.zero_optimization
     return RuntimeOptions(
@@ -204,6 +219,10 @@ def _options(
         compute_dtype=precision.dtype_for,
         whole_tensors=optimizer is not None and needs_whole_tensors(optimizer, placement, root),
         device=device,
+        param_memories=homes.param_memories,
+        master_memories=homes.master_memories,
+        landing=homes.landing,
+        state_itemsizes=state_itemsizes(optimizer),
     )
 
 
@@ -253,6 +272,15 @@ def _check_device_supports(precision: PrecisionPolicy) -> None:
             raise DeepSpeedConfigError(
                 f"{key}: the device {accelerator.device_name()} does not support {dtype}; set {key} to false"
             )
+
+
+def _check_updates_in_files(placement: Placement, optimizer: torch.optim.Optimizer | None) -> None:
+    if placement.master_home is Home.FILE and optimizer is not None and not supports_flat_update(optimizer):
+        raise DeepSpeedConfigError(
+            f'zero_optimization.offload_optimizer.device "nvme" with the optimizer {type(optimizer).__name__}: files '
+            "pass through memory piece by piece, which its step cannot follow. Use one of this package, or torch's "
+            'Adam, AdamW, Adagrad or SGD, or device "cpu"'
+        )
 
 
 def _check_trains(placement: Placement, optimizer: torch.optim.Optimizer | None) -> None:

@@ -465,3 +465,4 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, nn.Modu
         self._runtime.destroy()
         if self.optimizer is not None:
             self.optimizer.destroy()
+        self._parts.homes.close()

@@ -48,9 +48,16 @@ def _as_list(params: Any) -> list[torch.Tensor]:
 
 
 def choose_optimizer(
-    root: Root, model: nn.Module, optimizer: Any, model_parameters: Any
+    root: Root, model: nn.Module, optimizer: Any, model_parameters: Any, *, on_host: bool = False
 ) -> torch.optim.Optimizer | None:
     """The torch optimizer: the client's instance, what its callable returns, the configured one, or None.
+
+    Args:
+        root: The configuration.
+        model: The model.
+        optimizer: What the caller gave.
+        model_parameters: What the caller gave.
+        on_host: The update runs on the host, so a configured optimizer is of the CPU kind.
 
     Raises:
         DeepSpeedConfigError: The client's object is neither, or a parameter is not the model's or occurs twice.
@@ -73,7 +80,11 @@ def choose_optimizer(
         groups = model_parameter_groups(model, model_parameters)
         if root.optimizer.type == "Muon":
             set_optimizer_flags(root, model)
-        chosen = build_optimizer(root.optimizer.type, dict(root.optimizer.params), groups) if groups else None
+        chosen = (
+            build_optimizer(root.optimizer.type, dict(root.optimizer.params), groups, offload=on_host)
+            if groups
+            else None
+        )
     else:
         chosen = None
     if chosen is not None:

@@ -9,6 +9,7 @@ import torch
 from deepspeed.precision.policy import PrecisionPolicy
 from deepspeed.zero.formula import MemoryFormula
 from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer
+from deepspeed.zero.placement import Home
 from deepspeed.zero.runtime import ZeroRuntime
 from deepspeed.zero.storage import Kind
 
@@ -16,20 +17,49 @@ from deepspeed.zero.storage import Kind
 def memory_rows(
     runtime: ZeroRuntime, optimizer: DeepSpeedZeroOptimizer | None, precision: PrecisionPolicy, accumulation_steps: int
 ) -> list[tuple[str, int, int, str]]:
-    """``(kind, counted bytes, bytes by formula, formula)`` of this rank, between two steps."""
+    """``(kind, counted bytes, bytes by formula, formula)`` of this rank, between two steps.
+
+    What is not on the device has rows of its own, whose kind ends in ``(host)`` or ``(file)``.
+    """
     if optimizer is not None:
         optimizer.count_state()
-    formula = MemoryFormula(runtime.layout, runtime.placement)
+    host_is_device = runtime.device.type == "cpu"
+    formula = MemoryFormula(runtime.layout, runtime.placement, host_is_device=host_is_device)
     states = _states_per_element(optimizer)
     rows = [
-        (Kind.COMPUTE, *formula.compute()),
-        (Kind.MASTER, *formula.master()),
-        (Kind.OPTIMIZER, *formula.optimizer(states)),
-        (Kind.GRADIENT_BUCKET, *_kept_buckets(runtime, precision, accumulation_steps)),
-        (Kind.GRADIENT, 0, "0 between steps"),
-        (Kind.GATHERED, 0, "0 between steps"),
+        (Kind.COMPUTE, Home.DEVICE, *formula.compute()),
+        (Kind.MASTER, Home.DEVICE, *formula.master()),
+        (Kind.OPTIMIZER, Home.DEVICE, *formula.optimizer(states)),
+        (Kind.GRADIENT_BUCKET, Home.DEVICE, *_kept_buckets(runtime, precision, accumulation_steps)),
+        (Kind.GRADIENT, Home.DEVICE, 0, "0 between steps"),
+        (Kind.GATHERED, Home.DEVICE, 0, "0 between steps"),
     ]
-    return [(kind.value, runtime.ledger.live(kind), expected, text) for kind, expected, text in rows]
+    for home in runtime.placement.homes[1:]:
+        rows.append((Kind.COMPUTE, home, *formula.compute(home)))
+        rows.append((Kind.MASTER, home, *formula.master(home)))
+        rows.append((Kind.OPTIMIZER, home, *formula.optimizer(states, home)))
+        if home is Home.HOST:
+            rows.append((Kind.GRADIENT, home, *_landed(runtime, formula, accumulation_steps, host_is_device)))
+            rows.append((Kind.STAGING, home, *_staging(runtime)))
+    return [(_named(kind, home), runtime.ledger.live(kind, home), number, text) for kind, home, number, text in rows]
+
+
+def _named(kind: Kind, home: Home) -> str:
+    return kind.value if home is Home.DEVICE else f"{kind.value} ({home.value})"
+
+
+def _landed(
+    runtime: ZeroRuntime, formula: MemoryFormula, accumulation_steps: int, host_is_device: bool
+) -> tuple[int, str]:
+    """Host memory of gradients that came down from an accelerator is kept; locking pages is slow."""
+    if host_is_device or runtime.reducer is None:
+        return 0, "0 between steps"
+    return formula.gradients(accumulation=accumulation_steps > 1, reduced=True, home=Home.HOST)
+
+
+def _staging(runtime: ZeroRuntime) -> tuple[int, str]:
+    """Buffers between files and the rest, of the size that was set."""
+    return runtime.staging_bytes(), "buffers x bytes of one"
 
 
 def _kept_buckets(runtime: ZeroRuntime, precision: PrecisionPolicy, accumulation_steps: int) -> tuple[int, str]:

@@ -21,12 +21,12 @@ from typing import TypeVar
 
 import torch
 
-from deepspeed.comm.transport import Transport, Work, transfer_key
+from deepspeed.comm.transport import DoneWork, Transport, Work, transfer_key
 from deepspeed.logging import logger
 from deepspeed.zero.holder import Holder, State, set_address
 from deepspeed.zero.layout import BucketLayout
 from deepspeed.zero.sharded_parameter import mark_full, mark_sharded, remember_class
-from deepspeed.zero.storage import FlatBuffer, Kind, Ledger
+from deepspeed.zero.storage import FlatBuffer, Kind, Ledger, Memory
 
 T = TypeVar("T")
 _GATHER = 0
@@ -41,6 +41,7 @@ class Bucket(Holder):
         is_sharded: Whether the full buffer is freed between uses.
         full: The full flat buffer.
         shard: This rank's slice of the compute parameters, flat; a view of ``full`` for a resident bucket.
+        memory: Where ``shard`` is.
         users: Open forward scopes that use the bucket.
         live_handles: Saved tensors of autograd that will need the bucket again.
         gradients_in: Whether the running backward has delivered the gradient of every parameter.
@@ -57,6 +58,7 @@ class Bucket(Holder):
         transport: Transport,
         is_sharded: bool,
         ledger: Ledger,
+        memory: Memory,
     ) -> None:
         super().__init__()
         self.layout = layout
@@ -65,12 +67,14 @@ class Bucket(Holder):
         self.dtype = dtype
         self.device = device
         self.transport = transport
+        self.memory = memory
         self.is_sharded = self.is_partitioned = is_sharded
         self.users = 0
         self.live_handles = 0
         self.gradients_in = False
         self.is_kept = False
         self._work: Work | None = None
+        self._read: Work = DoneWork()
         self._gathers = 0
         self.full = FlatBuffer(
             layout.numel, dtype, device, kind=Kind.GATHERED if is_sharded else Kind.COMPUTE, ledger=ledger
@@ -81,8 +85,8 @@ class Bucket(Holder):
         self._shapes = [_shape_only(tile.shape, dtype, device) for tile in layout.tiles if is_sharded]
         self.shard = transport.my_slice(self.full.tensor)
         if is_sharded:
-            self.shard = torch.zeros_like(self.shard)
-            ledger.add(Kind.COMPUTE, self.full._home, self.shard.numel() * self.shard.element_size())
+            ledger.add(Kind.COMPUTE, memory.home, self.shard.numel() * self.shard.element_size())
+            self.shard = memory.empty(self.shard.numel(), dtype, f"the parameters {self.label}").zero_()
         self.state = State.FULL
         self._classes = [remember_class(parameter) for parameter in params]
         self._fingerprints: list[tuple[int, int]] = []
@@ -117,11 +121,17 @@ class Bucket(Holder):
         """Copies this rank's slice of the full buffer into the shard (after the full values changed)."""
         assert self.state is State.FULL
         if self.is_sharded:
-            self.shard.copy_(self.transport.my_slice(self.full.tensor))
+            self.memory.write(self.shard, self.transport.my_slice(self.full.tensor))
+            self.memory.settle()
 
     def _next_key(self) -> int:
         self._gathers += 1
         return transfer_key(self.transport.owner, self.index, _GATHER, self._gathers)
+
+    def announce(self) -> None:
+        """Says that a gather comes soon."""
+        if self.state is State.SHARDED:
+            self.memory.announce(self.shard)
 
     # -- transitions -------------------------------------------------------------------------------------------------
 
@@ -129,14 +139,16 @@ class Bucket(Holder):
         """SHARDED -> GATHERING: allocates the full buffer and asks for the other slices."""
         assert self.state is State.SHARDED, f"{self!r}: a gather starts from SHARDED"
         self.full.grow()
-        self.transport.my_slice(self.full.tensor).copy_(self.shard)
         key = self._next_key()
-        self._work = self.transport.all_gather(self.full.tensor, key=key, label=f"the gather of {self.label}")
+        with self.memory.ordered():
+            self._read = self.memory.read(self.shard, self.transport.my_slice(self.full.tensor))
+            self._work = self.transport.all_gather(self.full.tensor, key=key, label=f"the gather of {self.label}")
         self.state = State.GATHERING
 
     def finish_gather(self) -> None:
         """GATHERING -> FULL: waits, and gives the parameters their values."""
         assert self.state is State.GATHERING and self._work is not None, f"{self!r}: nothing to wait for"
+        self._read.wait()
         self._work.wait()
         self._work = None
         for parameter, view, kind in self._not_lent(zip(self.params, self._views, self._classes, strict=True)):
@@ -152,7 +164,9 @@ class Bucket(Holder):
     def restore_full(self) -> None:
         """FULL -> FULL: brings the values of the shards back; every rank must call it."""
         assert self.state is State.FULL and self.is_sharded
-        self.transport.my_slice(self.full.tensor).copy_(self.shard)
+        with self.memory.ordered():
+            self._read = self.memory.read(self.shard, self.transport.my_slice(self.full.tensor))
+        self._read.wait()
         self.repeat_gather()
 
     def reshard(self) -> None:
@@ -167,6 +181,7 @@ class Bucket(Holder):
     def abandon_gather(self) -> None:
         """GATHERING -> SHARDED: waits for the transfer, whose peers rely on it, and drops the result."""
         assert self.state is State.GATHERING and self._work is not None, f"{self!r}: no gather to abandon"
+        self._read.wait()
         self._work.wait()
         self._work = None
         self.full.free()

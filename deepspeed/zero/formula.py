@@ -6,8 +6,10 @@ each parameter is rounded up to 64 elements and each bucket to N * 64.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from deepspeed.zero.layout import BucketLayout, ModelLayout
-from deepspeed.zero.placement import Placement
+from deepspeed.zero.placement import BucketPlacement, Home, Placement
 
 _ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int8": 1, "uint8": 1}
 
@@ -18,68 +20,103 @@ def itemsize(dtype: str) -> int:
 
 
 class MemoryFormula:
-    """Bytes on one rank between two steps.
+    """Bytes on one rank between two steps, in one home.
 
     Args:
         layout: Every bucket.
         placement: The ZeRO row.
+        host_is_device: The model computes in host memory, so that fp32 compute parameters in either home can be their
+            own masters.
     """
 
-    def __init__(self, layout: ModelLayout, placement: Placement) -> None:
+    def __init__(self, layout: ModelLayout, placement: Placement, *, host_is_device: bool = False) -> None:
         self._layout = layout
         self._placement = placement
+        self._placed = placement.of_buckets(layout)
         self._ranks = layout.world_size
+        self._host_is_device = host_is_device
 
-    def is_sharded(self, bucket: BucketLayout) -> bool:
-        """Whether the compute parameters of ``bucket`` are freed between uses."""
-        return self._placement.shard_params and self._ranks > 1 and bucket.index not in self._layout.persistent
-
-    def compute(self) -> tuple[int, str]:
+    def compute(self, home: Home = Home.DEVICE) -> tuple[int, str]:
         """Compute parameters: the shard, or everything."""
         total = 0
-        for bucket in self._layout.buckets:
-            numel = bucket.slice_numel if self.is_sharded(bucket) else bucket.numel
-            total += numel * itemsize(bucket.dtype)
-        if not (self._placement.shard_params and self._ranks > 1):
+        for bucket, placed in zip(self._layout.buckets, self._placed, strict=True):
+            if placed.param_home is home:
+                numel = bucket.slice_numel if placed.is_sharded else bucket.numel
+                total += numel * itemsize(bucket.dtype)
+        if not any(placed.is_sharded for placed in self._placed):
             return total, "bytes x Psi"
+        if home is not Home.DEVICE:
+            return total, "bytes x Psi_offloaded / N"
         return total, "bytes x (Psi_sharded / N + Psi_persistent)"
+
+    def compute_tensors(self, home: Home) -> list[tuple[int, int]]:
+        """``(elements, bytes per element)`` of the compute tensors of a home."""
+        return [
+            (bucket.slice_numel if placed.is_sharded else bucket.numel, itemsize(bucket.dtype))
+            for bucket, placed in zip(self._layout.buckets, self._placed, strict=True)
+            if placed.param_home is home
+        ]
 
     def _owned(self, bucket: BucketLayout) -> int:
         return bucket.slice_numel if self._placement.shard_master else bucket.numel
 
-    def master(self) -> tuple[int, str]:
-        """fp32 copies of 16-bit parameters."""
+    def _trained(self) -> list[tuple[BucketLayout, BucketPlacement]]:
+        return [(b, p) for b, p in zip(self._layout.buckets, self._placed, strict=True) if b.trainable]
+
+    def has_master(self, bucket: BucketLayout, placed: BucketPlacement) -> bool:
+        """Whether a trained bucket has a master besides its compute parameters."""
+        if itemsize(bucket.dtype) < 4 or Home.FILE in (placed.param_home, placed.master_home):
+            return True
+        return placed.param_home is not placed.master_home and not self._host_is_device
+
+    def master(self, home: Home = Home.DEVICE) -> tuple[int, str]:
+        """fp32 masters, where the compute parameters are not their own."""
         total = sum(
-            4 * self._owned(bucket)
-            for bucket in self._layout.buckets
-            if bucket.trainable and itemsize(bucket.dtype) < 4
+            max(itemsize(bucket.dtype), 4) * self._owned(bucket)
+            for bucket, placed in self._trained()
+            if placed.master_home is home and self.has_master(bucket, placed)
         )
         return total, "4 x Psi / N" if self._placement.shard_master else "4 x Psi"
 
-    def optimizer(self, states: int) -> tuple[int, str]:
+    def master_tensors(self, state_itemsizes: Sequence[int], home: Home) -> list[tuple[int, int]]:
+        """``(elements, bytes per element)`` of masters and states of a home.
+
+        Args:
+            state_itemsizes: For every state, its bytes per fp32 element.
+            home: Which.
+        """
+        found = []
+        for bucket, placed in self._trained():
+            if placed.master_home is home:
+                wide = max(itemsize(bucket.dtype), 4)
+                sizes = ([4] if self.has_master(bucket, placed) else []) + list(state_itemsizes)
+                found += [(self._owned(bucket), size * wide // 4) for size in sizes]
+        return found
+
+    def optimizer(self, states: int, home: Home = Home.DEVICE) -> tuple[int, str]:
         """Optimizer state: ``states`` fp32 numbers per element (two for Adam)."""
-        total = sum(
-            max(itemsize(bucket.dtype), 4) * states * self._owned(bucket)
-            for bucket in self._layout.buckets
-            if bucket.trainable
-        )
+        total = sum(n * size for n, size in self.master_tensors([4] * states, home)) - self.master(home)[0]
         return total, f"{4 * states} x Psi / N" if self._placement.shard_master else f"{4 * states} x Psi"
 
-    def gradients(self, *, accumulation: bool, reduced: bool, reduce_itemsize: int | None = None) -> tuple[int, str]:
+    def gradients(
+        self, *, accumulation: bool, reduced: bool, reduce_itemsize: int | None = None, home: Home = Home.DEVICE
+    ) -> tuple[int, str]:
         """Gradients between backward and step, or between micro-batches.
 
         Args:
             accumulation: More than one micro-batch per update.
             reduced: The boundary has passed; otherwise a micro-batch in between.
             reduce_itemsize: Bytes per element on the wire; None is the parameter's.
+            home: Where; unreduced gradients are on the device.
         """
-        trained = [bucket for bucket in self._layout.buckets if bucket.trainable]
+        unreduced = not reduced and not self._placement.shard_gradients and self._ranks > 1
+        trained = [b for b, p in self._trained() if (Home.DEVICE if unreduced else p.gradient_home) is home]
         if self._ranks == 1:
             if accumulation:
                 return sum(max(4, itemsize(b.dtype)) * b.numel for b in trained), "4 x Psi"
             sizes = [(reduce_itemsize or itemsize(b.dtype)) * b.numel for b in trained]
             return sum(sizes), "bytes x Psi"
-        if not reduced and not self._placement.shard_gradients:
+        if unreduced:
             return sum(4 * b.numel for b in trained), "4 x Psi"
         total = sum(max(4, itemsize(b.dtype)) * self._owned(b) for b in trained)
         return total, "4 x Psi / N" if self._placement.shard_master else "4 x Psi"

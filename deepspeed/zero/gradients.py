@@ -13,7 +13,7 @@ used as it arrives.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -24,6 +24,7 @@ from deepspeed.comm.transport import LocalTransport, Transport, Work, transfer_k
 from deepspeed.errors import CallOrderError
 from deepspeed.logging import log_dist
 from deepspeed.zero.bucket import Bucket
+from deepspeed.zero.placement import Home
 from deepspeed.zero.storage import FlatBuffer, Kind, Ledger
 
 
@@ -63,6 +64,37 @@ class ReductionPolicy:
     allow_unused: bool = True
 
 
+class Landing:
+    """Brings reduced gradients to the memory in which the update reads them.
+
+    This class serves gradients that are reduced right there: on the device, and in host memory where that is what the
+    model computes in. ``deepspeed.offload`` has the one that copies them down from an accelerator.
+
+    Args:
+        home: The memory, for the books.
+    """
+
+    def __init__(self, home: Home = Home.DEVICE) -> None:
+        self.home = home
+
+    @property
+    def incoming_home(self) -> Home:
+        """Where the reduction itself leaves its result."""
+        return self.home
+
+    def land(self, reduced: FlatBuffer) -> FlatBuffer:
+        """The reduced gradient in its memory; ``reduced`` is given up."""
+        return reduced
+
+    def add(self, result: FlatBuffer, reduced: FlatBuffer) -> None:
+        """Adds a reduced gradient to one that has landed; ``reduced`` is given up."""
+        result.tensor.add_(reduced.tensor)
+        reduced.free()
+
+    def wait(self, result: FlatBuffer) -> None:
+        """Returns when ``result`` holds everything that was landed in it or added to it."""
+
+
 _REDUCTION = 1
 _MAX_IN_FLIGHT = 2  # reductions whose staging buffers may be alive besides the one being filled
 
@@ -77,8 +109,11 @@ class GradientBucket:
         used: Per parameter, whether a gradient arrived since the last update.
     """
 
-    def __init__(self, bucket: Bucket, policy: ReductionPolicy, transport: Transport, ledger: Ledger) -> None:
+    def __init__(
+        self, bucket: Bucket, policy: ReductionPolicy, transport: Transport, ledger: Ledger, landing: Landing
+    ) -> None:
         self.bucket = bucket
+        self._landing = landing
         self.state = GradientState.IDLE
         self._policy = policy
         self._transport = transport
@@ -232,7 +267,7 @@ class GradientBucket:
             source.tensor.mul_(self._policy.prescale)
         layout = self.bucket.layout
         numel = layout.slice_numel if self._policy.to_owner else layout.numel
-        self._incoming = self._new_buffer(numel, torch.float32)
+        self._incoming = self._new_buffer(numel, torch.float32, self._landing.incoming_home)
         self._rounds += 1
         reduce = self._transport.reduce_scatter if self._policy.to_owner else self._transport.all_reduce
         self._work = reduce(
@@ -264,10 +299,10 @@ class GradientBucket:
             source.tensor.mul_(self._policy.scale * self._policy.prescale)
         self._added = True
         if self._result is None:
-            self._result = source  # where that is the packed buffer, the next pack moves it out of the way
+            # Where that is the packed buffer, the next pack moves it out of the way.
+            self._result = self._landing.land(source)
         else:
-            self._result.tensor.add_(source.tensor)
-            source.free()
+            self._landing.add(self._result, source)
 
     def _move_result_out_of_flat(self) -> None:
         """Another backward needs the packed buffer that still holds the result of the last one."""
@@ -291,29 +326,31 @@ class GradientBucket:
             incoming, self._incoming = self._incoming, None
             self._added = True
             if self._result is None:
-                self._result = self._in_accumulate_dtype(incoming)
+                self._result = self._landing.land(self._in_accumulate_dtype(incoming))
             else:
-                self._result.tensor.add_(incoming.tensor)
-                incoming.free()
+                self._landing.add(self._result, incoming)
         self.state = GradientState.REDUCED
 
     def _in_accumulate_dtype(self, reduced: FlatBuffer) -> FlatBuffer:
         if self._policy.accumulate_dtype == reduced.tensor.dtype or not self._policy.every_micro_batch:
             return reduced
-        narrower = self._new_buffer(reduced.tensor.numel(), self._policy.accumulate_dtype)
+        narrower = self._new_buffer(reduced.tensor.numel(), self._policy.accumulate_dtype, self._landing.incoming_home)
         narrower.tensor.copy_(reduced.tensor)
         reduced.free()
         return narrower
 
-    def _new_buffer(self, numel: int, dtype: torch.dtype) -> FlatBuffer:
-        return FlatBuffer(numel, dtype, self.bucket.device, kind=Kind.GRADIENT, ledger=self._ledger)
+    def _new_buffer(self, numel: int, dtype: torch.dtype, home: Home = Home.DEVICE) -> FlatBuffer:
+        return FlatBuffer(numel, dtype, self.bucket.device, kind=Kind.GRADIENT, ledger=self._ledger, home=home)
 
     # -- the update's side -------------------------------------------------------------------------------------------
 
     @property
     def result(self) -> torch.Tensor | None:
         """The reduced gradient, or None."""
-        return None if self._result is None else self._result.tensor
+        if self._result is None:
+            return None
+        self._landing.wait(self._result)
+        return self._result.tensor
 
     def clear(self) -> None:
         """After the update, or on ``zero_grad``: frees every gradient of the bucket.
@@ -342,6 +379,7 @@ class GradientReducer:
         policy: How gradients are combined.
         transport: Of the group that reduces.
         ledger: Counts the buffers.
+        landings: For each bucket, how its gradients get to where the update reads them.
         on_packed: Called when a bucket's gradients have left the parameters.
         on_stray: Called when a gradient arrives while no backward is open.
         may_block: Whether this rank owes its peers no gather, so that it may wait for their part of a reduction.
@@ -353,6 +391,7 @@ class GradientReducer:
         policy: ReductionPolicy,
         transport: Transport,
         ledger: Ledger,
+        landings: Sequence[Landing],
         *,
         on_packed: Callable[[Bucket], None],
         on_stray: Callable[[], None],
@@ -363,7 +402,10 @@ class GradientReducer:
         self._on_packed = on_packed
         self._on_stray = on_stray
         self._may_block = may_block
-        self.buckets = [GradientBucket(bucket, policy, transport, ledger) for bucket in buckets]
+        self.buckets = [
+            GradientBucket(bucket, policy, transport, ledger, landing)
+            for bucket, landing in zip(buckets, landings, strict=True)
+        ]
         self._order: list[int] | None = None
         self._completed: list[int] = []
         self._packed: set[int] = set()

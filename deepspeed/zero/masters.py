@@ -19,7 +19,7 @@ from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.intervals import Part, part_of
 from deepspeed.zero.layout import BucketLayout, Fragment, Run
 from deepspeed.zero.placement import Home
-from deepspeed.zero.storage import Kind, Ledger
+from deepspeed.zero.storage import Kind, Ledger, Memory
 
 
 @dataclass(eq=False)  # compared as objects: comparing the tensors would fail
@@ -43,28 +43,43 @@ class MasterBucket:
         layout: The bucket's layout as it is shared for the update: cut over the ranks, or whole where replicated.
         rank: Position of this rank in that sharing.
         whole_tensors: Whether each run is one parameter in its shape.
+        is_sharded: Whether other ranks own other parts.
         flat: 1-D master.
         out: 1-D compute tensor that must receive the update, or None where ``flat`` is the compute tensor.
+        whole_tensors: Whether each run is one parameter in its shape.
+        memory: Where ``flat`` and the optimizer state are.
+        states: Away from the device: per-element states of the whole master, of which those of the runs are views.
         runs: In order of their start; together they cover every parameter that has a param group.
     """
 
     def __init__(
-        self, bucket: Bucket, *, is_sharded: bool, original: torch.Tensor, ledger: Ledger, whole_tensors: bool
+        self,
+        bucket: Bucket,
+        *,
+        is_sharded: bool,
+        original: torch.Tensor,
+        ledger: Ledger,
+        whole_tensors: bool,
+        memory: Memory,
     ) -> None:
         self.bucket = bucket
         self.whole_tensors = whole_tensors
+        self.memory = memory
         self._ledger = ledger
-        self._home = Home.DEVICE
         self.layout: BucketLayout = bucket.layout if is_sharded else replace(bucket.layout, world_size=1)
         self.rank = bucket.transport.rank if is_sharded else 0
-        compute = bucket.shard if is_sharded else bucket.full.tensor
-        if bucket.dtype in (torch.float32, torch.float64):
+        compute = bucket.shard if is_sharded or bucket.is_sharded else bucket.full.tensor
+        if bucket.dtype in (torch.float32, torch.float64) and self._can_share(compute):
             self.flat, self.out = compute, None
         else:
             lower, upper = self.layout.slice_bounds(self.rank)
-            self.flat = original[lower:upper].to(torch.float32, copy=True)
+            dtype = torch.promote_types(bucket.dtype, torch.float32)
+            ledger.add(Kind.MASTER, self.home, (upper - lower) * dtype.itemsize)
+            self.flat = memory.empty(upper - lower, dtype, f"the master weights of {bucket.label}")
+            memory.write(self.flat, original[lower:upper])
+            memory.settle()
             self.out = compute
-            ledger.add(Kind.MASTER, self._home, self.flat.numel() * self.flat.element_size())
+        self.states: dict[str, torch.Tensor] = {}
         self._spans: dict[Run, list[tuple[int, int, int]]] = {}
         self.fragments: tuple[Fragment, ...] = self.layout.fragments(self.rank)
         spans = self._tensor_spans() if whole_tensors else list(self.layout.runs(self.rank))
@@ -74,6 +89,53 @@ class MasterBucket:
     def is_sharded(self) -> bool:
         """Whether other ranks own other parts."""
         return self.layout.world_size > 1
+
+    @property
+    def home(self) -> Home:
+        """The memory of master and optimizer state."""
+        return self.memory.home
+
+    def _can_share(self, compute: torch.Tensor) -> bool:
+        """Whether the compute tensor may be the master: the same kind of memory, and not a file."""
+        return Home.FILE not in (self.home, self.bucket.memory.home) and compute.device == self.memory.tensor_device
+
+    @property
+    def writes_out_in_place(self) -> bool:
+        """Whether a kernel that works on ``flat`` can write the compute tensor itself."""
+        return self.out is None or (
+            self.out.device == self.memory.tensor_device and self.bucket.memory.home is not Home.FILE
+        )
+
+    def state_tensor(self, key: str, dtype: torch.dtype) -> torch.Tensor:
+        """One per-element state of the whole master, in the master's home; made at the first call."""
+        if key not in self.states:
+            numel = self.flat.numel()
+            self.states[key] = self.memory.empty(numel, dtype, f"the state {key} of {self.bucket.label}")
+        return self.states[key]
+
+    def keep_state(self, run: MasterRun, state: dict[str, Any], initial: dict[str, Any]) -> None:
+        """Puts the per-element state of a run where it belongs, with its values; adds what is missing.
+
+        Args:
+            run: One of ``runs``.
+            state: Of the run, in the optimizer; changed.
+            initial: What a new run starts with, see ``update.first_state``.
+        """
+        for key, first in initial.items():
+            present = state.get(key)
+            if not isinstance(first, torch.Tensor) or first.dim() == 0:
+                if present is None:
+                    state[key] = first.clone() if isinstance(first, torch.Tensor) else first
+                continue
+            place = self.state_tensor(key, first.dtype if present is None else present.dtype)
+            place = place[run.span.start : run.span.stop]
+            if present is None:
+                self.memory.initialise(place, float(first[0]))
+            elif present.data_ptr() == place.data_ptr():
+                continue
+            else:
+                place.copy_(present)
+            state[key] = place
 
     def _run(self, span: Run, whole_tensor: bool = False) -> MasterRun:
         view = self.flat[span.start : span.stop]
@@ -186,7 +248,7 @@ class MasterBucket:
     def release(self) -> None:
         """Takes the master out of the books (the engine is destroyed)."""
         if self.out is not None:
-            self._ledger.add(Kind.MASTER, self._home, -self.flat.numel() * self.flat.element_size())
+            self._ledger.add(Kind.MASTER, self.home, -self.flat.numel() * self.flat.element_size())
 
 
 def split_state(state: dict[str, Any], old: MasterRun, new: MasterRun) -> dict[str, Any]:

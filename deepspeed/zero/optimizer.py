@@ -7,7 +7,7 @@ stage, so that the stage never changes the arithmetic.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +19,12 @@ from deepspeed.errors import CallOrderError, DivergenceError, NonFiniteError
 from deepspeed.logging import log_dist
 from deepspeed.ops.flat import FlatUpdate, flat_updater
 from deepspeed.zero.base_optimizer import ZeROOptimizer
-from deepspeed.zero.gradients import GradientBucket, GradientReducer
+from deepspeed.zero.gradients import GradientReducer
 from deepspeed.zero.masters import MasterBucket, MasterRun, segment_table, split_state
 from deepspeed.zero.norm import norm_from_squares, squared_norm
 from deepspeed.zero.placement import Home, Placement
 from deepspeed.zero.storage import Kind, Ledger
+from deepspeed.zero.update import PieceUpdater, UpdateStrategy
 
 _FLAGS_PER_NUMBER = 48  # bits of an exact integer in fp64
 _CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
@@ -59,6 +60,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         skip_non_finite: Skip an update with a non-finite gradient (always, in fp16).
         before_update: Frees what must not be gathered while parameters change.
         backward: The engine's backward, for ``optimizer.backward(loss)``.
+        strategies: How masters of every home in use are updated.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         skip_non_finite: bool,
         before_update: Callable[[], None],
         backward: Callable[..., Any],
+        strategies: Mapping[Home, UpdateStrategy],
     ) -> None:
         self.optimizer = optimizer
         self.clip_grad = clip_grad
@@ -99,6 +102,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         self._first_skip = ""
         self._cut_for: set[tuple[int, tuple[bool, ...]]] = set()
         self._flat: FlatUpdate | None = flat_updater(optimizer)
+        self._updater = None if self._flat is None else PieceUpdater(self._flat, optimizer, strategies)
         self._needs_segments = callable(getattr(optimizer, "attach_segments", None))
         self._attach_segments()
 
@@ -339,12 +343,9 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
     def _apply(self, factor: float | None, used: list[list[bool]]) -> None:
         self._cut_runs(used)
         publishing: list[Work] = []
-        if self._flat is not None:
-            for master, gradients, flags in zip(self._masters, self._reducer.buckets, used, strict=True):
-                if not any(flags):
-                    continue
-                self._update_flat(self._flat, master, gradients, flags, factor)
-                self._start_publish(master, publishing)
+        if self._updater is not None:
+            work = [entry for entry in zip(self._masters, self._reducer.buckets, used, strict=True) if any(entry[2])]
+            self._updater.run(work, factor, lambda master: self._start_publish(master, publishing))
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look for it
         else:
             self._update_by_step(factor, used)
@@ -383,29 +384,6 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
             group = self._transport.group if self._placement.shard_master else None
             self.optimizer.attach_segments(segment_table(self._masters, group))  # type: ignore[attr-defined]
 
-    def _update_flat(
-        self,
-        flat: FlatUpdate,
-        master: MasterBucket,
-        gradients: GradientBucket,
-        used: list[bool],
-        factor: float | None,
-    ) -> None:
-        grad = gradients.result
-        assert grad is not None, f"{master.bucket!r} has no gradient although one was counted"
-        for run in master.runs:
-            if not used[master.tile_spans(run.span)[0][0]]:
-                continue
-            start, stop = run.span.start, run.span.stop
-            flat.flat_update(
-                self.optimizer.param_groups[run.span.param_group],
-                run.param.data,
-                grad[start:stop],
-                self.optimizer.state[run.param],
-                grad_scale=factor,
-                out=None if master.out is None else master.out[start:stop],
-            )
-
     def _update_by_step(self, factor: float | None, used: list[list[bool]]) -> None:
         """For optimizers without a flat update: hand out fp32 gradients and call ``step``."""
         for master, gradients, flags in zip(self._masters, self._reducer.buckets, used, strict=True):
@@ -437,15 +415,17 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
             master.bucket.remember_values()
 
     def count_state(self) -> int:
-        """Bytes of the optimizer's state on this rank; also written into the ledger."""
-        nbytes, seen = 0, set()
-        for state in self.optimizer.state.values():
-            for value in state.values():
-                if isinstance(value, torch.Tensor) and value.dim() > 0 and value.data_ptr() not in seen:
-                    seen.add(value.data_ptr())
-                    nbytes += value.numel() * value.element_size()
-        self._ledger.set(Kind.OPTIMIZER, Home.DEVICE, nbytes)
-        return nbytes
+        """Bytes of the optimizer's state on this rank, in all homes; also written into the ledger."""
+        nbytes, seen = dict.fromkeys(Home, 0), set()
+        for master in self._masters:
+            for run in master.runs:
+                for value in self.optimizer.state.get(run.param, {}).values():
+                    if isinstance(value, torch.Tensor) and value.dim() > 0 and value.data_ptr() not in seen:
+                        seen.add(value.data_ptr())
+                        nbytes[master.home] += value.numel() * value.element_size()
+        for home, counted in nbytes.items():
+            self._ledger.set(Kind.OPTIMIZER, home, counted)
+        return sum(nbytes.values())
 
 
 class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # noqa: N801 - the public name

@@ -9,13 +9,16 @@
 | 3       | sharded       | sharded    | sharded                    |
 +---------+---------------+------------+----------------------------+
 
-Code asks the placement, never the stage number.
+Offload chooses another home for what is sharded: masters, optimizer state and reduced gradients (``master_home``), at
+stage 3 also the compute parameters (``param_home``). Code asks the placement, never the stage number or the config.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+
+from deepspeed.zero.layout import ModelLayout
 
 
 class Home(Enum):
@@ -24,6 +27,27 @@ class Home(Enum):
     DEVICE = "device"
     HOST = "host"
     FILE = "file"
+
+
+@dataclass(frozen=True)
+class BucketPlacement:
+    """Where the states of one bucket live.
+
+    Attributes:
+        is_sharded: The full compute parameters exist only while they are used.
+        param_home: Memory of the compute parameters between uses.
+        master_home: Memory of master and optimizer state.
+        gradient_home: Memory of the reduced gradient.
+    """
+
+    is_sharded: bool
+    param_home: Home
+    master_home: Home
+
+    @property
+    def gradient_home(self) -> Home:
+        """Gradients are read by the update only, which runs on the host unless the masters are on the device."""
+        return Home.DEVICE if self.master_home is Home.DEVICE else Home.HOST
 
 
 @dataclass(frozen=True)
@@ -36,7 +60,9 @@ class Placement:
         shard_gradients: Each micro-batch's gradients are reduced to the owner at once.
         shard_master: Each rank keeps only its slice of the fp32 masters and of the optimizer state.
         param_home: Memory of the compute shards.
-        master_home: Memory of masters, optimizer state and reduced gradients.
+        master_home: Memory of masters, optimizer state and (unless on the device) reduced gradients.
+        offloaded_share: Share of the trained elements whose master is in ``master_home``; the rest is on the device.
+        max_host_params: Elements of compute shards that stay in host memory before files are used.
     """
 
     stage: int
@@ -45,8 +71,60 @@ class Placement:
     shard_master: bool
     param_home: Home = Home.DEVICE
     master_home: Home = Home.DEVICE
+    offloaded_share: float = 1.0
+    max_host_params: int = 0
 
     @classmethod
-    def of_stage(cls, stage: int) -> Placement:
-        """The row of the table for ``stage`` (0, 1, 2 or 3)."""
-        return cls(stage=stage, shard_params=stage >= 3, shard_gradients=stage >= 2, shard_master=stage >= 1)
+    def of_stage(
+        cls,
+        stage: int,
+        *,
+        param_home: Home = Home.DEVICE,
+        master_home: Home = Home.DEVICE,
+        offloaded_share: float = 1.0,
+        max_host_params: int = 0,
+    ) -> Placement:
+        """The row of the table for ``stage`` (0, 1, 2 or 3), with other homes for what that stage shards."""
+        return cls(
+            stage=stage,
+            shard_params=stage >= 3,
+            shard_gradients=stage >= 2,
+            shard_master=stage >= 1,
+            param_home=param_home if stage >= 3 else Home.DEVICE,
+            master_home=master_home if stage >= 1 else Home.DEVICE,
+            offloaded_share=offloaded_share,
+            max_host_params=max_host_params,
+        )
+
+    @property
+    def homes(self) -> tuple[Home, ...]:
+        """Every home in use, the device first."""
+        used = {Home.DEVICE, self.param_home, self.master_home}
+        if used != {Home.DEVICE}:
+            used.add(Home.HOST)
+        return tuple(home for home in Home if home in used)
+
+    def of_buckets(self, layout: ModelLayout) -> tuple[BucketPlacement, ...]:
+        """The placement of each bucket.
+
+        With several ranks a bucket is sharded where the stage says so; with one, only where its parameters leave the
+        device. Masters leave the device in model order until their share is reached; compute shards fill the allowed
+        host memory in model order before they go into files.
+        """
+        placed = []
+        trained = sum(bucket.numel for bucket in layout.buckets if bucket.trainable)
+        moved = host = 0
+        for bucket in layout.buckets:
+            master_home = Home.DEVICE
+            if bucket.trainable:
+                if moved < self.offloaded_share * trained:
+                    master_home = self.master_home
+                moved += bucket.numel
+            away = layout.world_size > 1 or self.param_home is not Home.DEVICE
+            is_sharded = self.shard_params and away and bucket.index not in layout.persistent
+            param_home = self.param_home if is_sharded else Home.DEVICE
+            if param_home is Home.FILE and host + bucket.slice_numel <= self.max_host_params:
+                param_home = Home.HOST
+                host += bucket.slice_numel
+            placed.append(BucketPlacement(is_sharded, param_home, master_home))
+        return tuple(placed)

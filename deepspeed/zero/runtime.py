@@ -12,16 +12,17 @@ from torch.utils.hooks import RemovableHandle
 
 from deepspeed.comm.agreement import Agreement
 from deepspeed.comm.transport import LocalTransport, Transport
-from deepspeed.errors import CallOrderError
+from deepspeed.errors import CallOrderError, OffloadError
 from deepspeed.logging import log_dist
 from deepspeed.zero.bucket import Bucket, State
-from deepspeed.zero.gradients import GradientBucket, GradientReducer, ReductionPolicy
+from deepspeed.zero.formula import MemoryFormula
+from deepspeed.zero.gradients import GradientBucket, GradientReducer, Landing, ReductionPolicy
 from deepspeed.zero.hooks import ForwardHooks
 from deepspeed.zero.layout import Limits, ModelLayout, Tile, UnitTile, model_layout
 from deepspeed.zero.masters import MasterBucket
-from deepspeed.zero.placement import Placement
+from deepspeed.zero.placement import Home, Placement
 from deepspeed.zero.schedule import GatherLimits, GatherSchedule
-from deepspeed.zero.storage import Ledger
+from deepspeed.zero.storage import Ledger, Memory
 from deepspeed.zero.units import Unit, find_units
 from deepspeed.zero.views import install_views
 
@@ -39,6 +40,11 @@ class RuntimeOptions:
         compute_dtype: Dtype of a parameter, by name and parameter.
         whole_tensors: The optimizer needs parameters in their shape (allowed where nothing is sharded).
         device: Where the model computes.
+        param_memories: Where compute shards are kept, for every home in use.
+        master_memories: Where masters and optimizer states are kept, for every home in use.
+        landing: Makes what brings the reduced gradients of one bucket to their home.
+        state_itemsizes: For every per-element optimizer state, as far as it is known beforehand, its bytes per fp32
+            element.
     """
 
     placement: Placement
@@ -49,6 +55,10 @@ class RuntimeOptions:
     compute_dtype: Callable[[str, torch.Tensor], torch.dtype]
     whole_tensors: bool
     device: torch.device
+    param_memories: Mapping[Home, Memory]
+    master_memories: Mapping[Home, Memory]
+    landing: Callable[[Home, Ledger], Landing]
+    state_itemsizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -75,6 +85,7 @@ class ZeroRuntime:
         layout: Where every parameter lives.
         buckets: In model order.
         masters: One per trainable bucket, in the same order as ``reducer.buckets``.
+        placed: Where the states of each bucket live, by index.
         ledger: Books of the memory.
         reducer: The gradients; None where nothing is trained.
         in_backward: Whether a backward of this model is running.
@@ -107,6 +118,8 @@ class ZeroRuntime:
         self._options = options
         units = find_units(model, options.granularity)
         self.layout = self._make_layout(units, param_groups)
+        self.placed = options.placement.of_buckets(self.layout)
+        self._open_memories()
         self.param_names = {parameter: name for unit in units for name, parameter in unit.params.items()}
         self.masters: list[MasterBucket] = []
         self._trained: dict[int, int] = {}  # index of a bucket to its position among the masters
@@ -124,6 +137,7 @@ class ZeroRuntime:
                 options.reduction,
                 channels.reduce,
                 self.ledger,
+                [self._landing(master.bucket) for master in self.masters],
                 on_packed=self.hooks.gradients_arrived,
                 on_stray=self._stray_gradient,
                 may_block=lambda: self.schedule.expects_no_gather,
@@ -147,24 +161,54 @@ class ZeroRuntime:
             limits=self._options.layout,
         )
 
+    def _open_memories(self) -> None:
+        """Tells each memory what it will hold; a lack of space on any rank is an error on all."""
+        formula = MemoryFormula(self.layout, self.placement, host_is_device=self.device.type == "cpu")
+        failure: OffloadError | None = None
+        try:
+            for home, memory in self._options.param_memories.items():
+                memory.open(formula.compute_tensors(home), self.ledger)
+            for home, memory in self._options.master_memories.items():
+                memory.open(formula.master_tensors(self._options.state_itemsizes, home), self.ledger)
+        except OffloadError as error:
+            failure = error
+        failed = self._channels.reduce.gather_small(
+            torch.tensor([failure is not None], dtype=torch.int64), channel="call", label="initialize"
+        ).view(-1)
+        if failure is not None:
+            raise failure
+        if bool(failed.any()):
+            ranks = torch.nonzero(failed).view(-1).tolist()
+            raise OffloadError(f"the files for offloaded states could not be made on rank(s) {ranks}; see their errors")
+
+    def staging_bytes(self) -> int:
+        """Host memory of the buffers between files and the rest."""
+        memories = (*self._options.param_memories.values(), *self._options.master_memories.values())
+        return sum(memory.staging_bytes for memory in memories)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return self._options.device
+
+    def _landing(self, bucket: Bucket) -> Landing:
+        return self._options.landing(self.placed[bucket.index].gradient_home, self.ledger)
+
     def _make_buckets(self, units: list[Unit]) -> list[Bucket]:
         by_name = {name: parameter for unit in units for name, parameter in unit.params.items()}
         made = []
         for layout in self.layout.buckets:
             params = [by_name[tile.name] for tile in layout.tiles]
-            is_sharded = (
-                self.placement.shard_params
-                and self._channels.gather.size > 1
-                and layout.index not in self.layout.persistent
-            )
+            placed = self.placed[layout.index]
             bucket = Bucket(
                 layout,
                 params,
                 dtype=getattr(torch, layout.dtype),
                 device=self._options.device,
                 transport=self._channels.gather,
-                is_sharded=is_sharded,
+                is_sharded=placed.is_sharded,
                 ledger=self.ledger,
+                memory=self._options.param_memories[placed.param_home],
             )
             self._fill(bucket)
             made.append(bucket)
@@ -192,6 +236,7 @@ class ZeroRuntime:
                         original=original,
                         ledger=self.ledger,
                         whole_tensors=self._options.whole_tensors,
+                        memory=self._options.master_memories[self.placed[layout.index].master_home],
                     )
                 )
                 self._trained[bucket.index] = len(self.masters) - 1

@@ -33,6 +33,8 @@ class GatherLimits:
     max_reuse_distance: int = 1_000_000_000
 
 
+_ANNOUNCED = 2
+
 Situation = tuple[str, frozenset[int]]
 """Kind of segment and the buckets that are gathered at its start: equal on all ranks."""
 
@@ -113,6 +115,7 @@ class GatherSchedule:
         self._agreement.end_segment(self._issued)
         keeps = self._kept_after_forward if self._situation[0] == "forward" else frozenset()
         self._situation = None
+        self._forget_announced()
         for bucket in self._buckets.values():
             if bucket.state is State.GATHERING and bucket.index in keeps:
                 bucket.finish_gather()  # this rank skipped it, but what is gathered must be equal on all ranks
@@ -122,9 +125,20 @@ class GatherSchedule:
     def drop(self) -> None:
         """Forgets an open segment after an exception; its order is not learned."""
         self._situation = None
+        self._forget_announced()
         for bucket in self._buckets.values():
             if bucket.state is State.GATHERING:
                 bucket.abandon_gather()
+
+    def _announce(self) -> None:
+        """Shards that have to be read from a slow home are read one step before their gather."""
+        assert self._order is not None
+        for index in self._order[len(self._issued) : len(self._issued) + _ANNOUNCED]:
+            self._buckets[index].announce()
+
+    def _forget_announced(self) -> None:
+        for memory in {id(bucket.memory): bucket.memory for bucket in self._buckets.values()}.values():
+            memory.forget()
 
     # -- gathers -----------------------------------------------------------------------------------------------------
 
@@ -178,6 +192,7 @@ class GatherSchedule:
             if upcoming.state is not State.SHARDED:
                 return
             if ahead + numel > self._limits.prefetch or live + numel > self._limits.max_live:
+                self._announce()
                 return
             self._issue(upcoming)
             ahead += numel

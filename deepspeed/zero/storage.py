@@ -8,10 +8,15 @@ valid objects for the life of the model: a gather writes the parameters in place
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
+from typing import Any
 
 import torch
 
+from deepspeed.comm.transport import DoneWork, Work
+from deepspeed.errors import MemoryBudgetError
 from deepspeed.zero.placement import Home
 
 
@@ -24,18 +29,36 @@ class Kind(Enum):
     GRADIENT = "gradients"
     MASTER = "master weights"
     OPTIMIZER = "optimizer state"
+    STAGING = "staging buffers"
 
 
 class Ledger:
-    """Bytes alive and their peak, by kind and home. One per ZeRO instance."""
+    """Bytes alive and their peak, by kind and home. One per ZeRO instance.
 
-    def __init__(self) -> None:
+    Args:
+        device_limit: Most bytes of all kinds together on the device; None for no limit.
+    """
+
+    def __init__(self, device_limit: int | None = None) -> None:
+        self.device_limit = device_limit
         self._live: dict[tuple[Kind, Home], int] = defaultdict(int)
         self._peak: dict[tuple[Kind, Home], int] = defaultdict(int)
 
     def add(self, kind: Kind, home: Home, nbytes: int) -> None:
-        """Adds to the books."""
+        """Adds to the books; to be called before the memory is allocated.
+
+        Raises:
+            MemoryBudgetError: The device's limit would be passed; nothing was added.
+        """
         key = (kind, home)
+        if home is Home.DEVICE and nbytes > 0 and self.device_limit is not None:
+            present = self.live_at(home)
+            if present + nbytes > self.device_limit:
+                raise MemoryBudgetError(
+                    f"{nbytes:,} bytes of {kind.value} do not fit: {present:,} bytes of model states are on the device "
+                    f"and its budget is {self.device_limit:,}. Lower zero_optimization.stage3_max_live_parameters and "
+                    "stage3_prefetch_bucket_size, offload more, or raise the budget"
+                )
         self._live[key] += nbytes
         self._peak[key] = max(self._peak[key], self._live[key])
 
@@ -47,6 +70,10 @@ class Ledger:
         """Bytes of ``kind`` that are allocated now."""
         return self._live[(kind, home)]
 
+    def live_at(self, home: Home) -> int:
+        """Bytes of all kinds that are allocated now in ``home``."""
+        return sum(nbytes for (_, where), nbytes in self._live.items() if where is home)
+
     def peak(self, kind: Kind, home: Home = Home.DEVICE) -> int:
         """Most bytes of ``kind`` that were allocated at once since :meth:`reset_peak`."""
         return self._peak[(kind, home)]
@@ -54,6 +81,86 @@ class Ledger:
     def reset_peak(self) -> None:
         """Makes the peak what is allocated now."""
         self._peak = defaultdict(int, self._live)
+
+
+class Memory:
+    """One home: makes tensors there and moves values between them and the device.
+
+    This class is the device itself, where nothing has to move; the other homes are in ``deepspeed.offload``. Whatever
+    the home, its tensors can be read and written by anybody at any time between two operations of the engine (a tensor
+    in a file is mapped into memory), so only code on the hot path needs the methods below.
+
+    Args:
+        device: Where the model computes.
+    """
+
+    home = Home.DEVICE
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @property
+    def tensor_device(self) -> torch.device:
+        """Device of the tensors that are kept here."""
+        return self.device
+
+    def empty(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
+        """A 1-D tensor of this home, not initialised; ``label`` names it in messages."""
+        with torch.inference_mode(False):
+            return torch.empty(numel, dtype=dtype, device=self.tensor_device)
+
+    staging_bytes = 0
+    """Host memory of the buffers through which values pass."""
+
+    def open(self, tensors: Sequence[tuple[int, int]], ledger: Ledger) -> None:
+        """Announces what will be asked for, so that a lack of space is found before training.
+
+        Args:
+            tensors: ``(elements, bytes per element)`` of every tensor to come.
+            ledger: Where buffers besides those tensors are counted.
+        """
+
+    def initialise(self, target: torch.Tensor, value: float) -> None:
+        """Fills a view of what :meth:`empty` made with one value."""
+        target.fill_(value)
+
+    def announce(self, tensor: torch.Tensor) -> None:
+        """Says that :meth:`read` of ``tensor`` comes soon."""
+
+    def read(self, source: torch.Tensor, target: torch.Tensor) -> Work:
+        """Copies a tensor of this home to a tensor on the device.
+
+        Args:
+            source: 1-D, made by :meth:`empty`, whole.
+            target: 1-D on the device, same dtype and length.
+
+        Returns:
+            Device work issued in :meth:`ordered` may use ``target`` at once, other work after ``wait``.
+        """
+        target.copy_(source)
+        return DoneWork()
+
+    def write(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copies into a tensor of this home; done when :meth:`settle` has returned.
+
+        Args:
+            target: A 1-D view of what :meth:`empty` made.
+            source: Same dtype and length; it may change as soon as this method has returned.
+        """
+        target.copy_(source)
+
+    def forget(self) -> None:
+        """Takes back what was announced and not read: somebody else may change it from now on."""
+
+    def ordered(self) -> AbstractContextManager[Any]:
+        """A context for :meth:`read` and for the collective that sends its result on."""
+        return nullcontext()
+
+    def settle(self) -> None:
+        """Waits until everything that was written is in place."""
+
+    def close(self) -> None:
+        """Gives the memory back; its tensors must not be used any more. May be called twice."""
 
 
 class FlatBuffer:
@@ -74,6 +181,7 @@ class FlatBuffer:
         home: Home = Home.DEVICE,
         allocate: bool = True,
     ) -> None:
+        ledger.add(kind, home, numel * dtype.itemsize)
         with torch.inference_mode(False):  # an inference tensor could not be written by the next training step
             self.tensor = torch.empty(numel, dtype=dtype, device=device)
         self._storage = self.tensor.untyped_storage()
@@ -82,7 +190,6 @@ class FlatBuffer:
         self._home = home
         self._ledger = ledger
         self.is_allocated = True
-        ledger.add(kind, home, self.nbytes)
         if not allocate:
             self.free()
 
@@ -94,10 +201,10 @@ class FlatBuffer:
     def grow(self) -> None:
         """Allocates the memory; the content is undefined. Does nothing if it is allocated."""
         if not self.is_allocated:
+            self._ledger.add(self._kind, self._home, self.nbytes)
             with torch.inference_mode(False):
                 self._storage.resize_(self.nbytes)
             self.is_allocated = True
-            self._ledger.add(self._kind, self._home, self.nbytes)
 
     def free(self) -> None:
         """Gives the memory back. Does nothing if it is free."""

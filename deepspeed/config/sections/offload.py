@@ -32,19 +32,31 @@ class OffloadOptimizer(Section):
 
     device: Device = key(
         "none",
-        "Home of master weights and optimizer state. Needs stage 1 or more; nvme needs stage 3 and nvme_path. At stage "
-        "0 (reference models are built from training configurations) it is accepted with one line.",
+        "Home of master weights and optimizer state. Needs stage 1 or more; nvme needs nvme_path. At stage 0 "
+        "(reference models are built from training configurations) it is accepted with one line.",
     )
     nvme_path: FilePath = key(None, "Folder for the files of device nvme.", null_means="none given")
     buffer_count: Int = key(
-        4, "Staging buffers (device nvme); Adam uses four: weight, gradient, two moments.", unit="buffers", above=0
+        4,
+        "Staging buffers (device nvme). One piece takes one for the master and one for each state, three for Adam; "
+        "pipeline_read and pipeline_write take as many again each. Raised to what is needed.",
+        unit="buffers",
+        above=0,
     )
     pin_memory: Bool = key(True, "Page-locked host memory, for faster copies to the device.")
     pipeline_read: Bool = key(False, "Read the next piece while this one is updated (device nvme).")
     pipeline_write: Bool = key(False, "Write the last piece while this one is updated (device nvme).")
-    fast_init: Bool = key(False, "Initialise the state without a first pass through the files (device nvme).")
+    fast_init: Bool = key(
+        False,
+        "Do not write the zeros that states start with; the file system reads them from space that was never written "
+        "(device nvme).",
+    )
     ratio: Float = key(
-        1.0, "Share of parameters updated on the host; below 1 only with stage 3.", minimum=0, maximum=1, since="0.12.3"
+        1.0,
+        "Share of parameters updated away from the device, in whole buckets; below 1 only with stage 3.",
+        minimum=0,
+        maximum=1,
+        since="0.12.3",
     )
     super_offload: Bool = key(
         False, "Update in a worker process of its own, overlapped with backward. Stage 3 on CUDA.", since="0.18.0"

@@ -101,7 +101,9 @@ class Root(Section):
         "element by itself. Known elementwise ones need no consent; those known to need shapes are refused anyway.",
     )
     zero_force_ds_cpu_optimizer: Bool = key(
-        True, "Insist on this package's CPU optimizer under optimizer offload; false allows a client's."
+        True,
+        "Insist on this package's CPU optimizer under optimizer offload.",
+        no_effect="a client's optimizer is updated on the host by the same kernels",
     )
     graph_harvesting: Bool = key(
         False,

@@ -125,7 +125,7 @@ class ZeroOptimization(Section):
     )
     sub_group_size: Int = key(
         1_000_000_000,
-        "Elements updated at once by an offloaded optimizer (stage 3).",
+        "Elements updated at once by an offloaded optimizer.",
         unit="elements",
         above=0,
     )

@@ -1,0 +1,6 @@
+"""Other homes for the shards that ZeRO makes: host memory and files.
+
+``zero`` decides what lives where (``zero.placement``) and runs one update loop (``zero.update``); this package says how
+each home keeps tensors and moves them. Read ``host``, ``files``, ``file_update``, then ``homes``, which puts them
+together.
+"""

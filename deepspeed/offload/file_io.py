@@ -1,0 +1,184 @@
+"""Reads and writes of one file by many small requests on threads.
+
+``os.preadv`` and ``os.pwritev`` release the interpreter lock, so a few threads keep the disk busy while training goes
+on. The file is opened for direct access where the file system has it: data then moves between the disk and our page
+aligned buffers without passing through the page cache, which would copy it and push other things out.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from deepspeed.errors import OffloadError
+from deepspeed.logging import warn_once
+from deepspeed.offload.pinned import PAGE
+
+_LACK_OF_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(frozen=True)
+class IoSettings:
+    """The ``aio`` section.
+
+    Attributes:
+        block_size: Bytes of one request, rounded up to pages.
+        queue_depth: Requests in flight.
+        threads: Threads that have requests in flight, each ``queue_depth`` of them.
+    """
+
+    block_size: int = 1 << 20
+    queue_depth: int = 8
+    threads: int = 1
+
+
+class Transfer:
+    """A read or write on its way. Its buffer must stay as it is until :meth:`wait` has returned."""
+
+    def __init__(self, requests: list[Future[None]]) -> None:
+        self._requests = requests
+
+    def wait(self) -> None:
+        """Blocks until it is done; later calls return at once.
+
+        Raises:
+            OffloadError: The disk failed or is full.
+        """
+        requests, self._requests = self._requests, []
+        errors = [error for request in requests if (error := request.exception()) is not None]
+        if errors:
+            raise errors[0]
+
+
+class BlockFile:
+    """A file of our own, accessed in whole pages.
+
+    Args:
+        path: Its name; it must not exist.
+        settings: Sizes and numbers of requests.
+
+    Raises:
+        OffloadError: It cannot be made.
+    """
+
+    def __init__(self, path: Path, settings: IoSettings) -> None:
+        self.path = path
+        self.size = 0
+        self._block = -(-settings.block_size // PAGE) * PAGE
+        self._pool = ThreadPoolExecutor(
+            max_workers=settings.queue_depth * settings.threads, thread_name_prefix=f"deepspeed {path.name}"
+        )
+        try:
+            self.handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise OffloadError(f"{path}: cannot be made ({error.strerror}); check nvme_path") from error
+        self._direct = self._open_direct()
+
+    def _open_direct(self) -> int | None:
+        if not hasattr(os, "O_DIRECT"):
+            return None
+        try:
+            return os.open(self.path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+            return None
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether data bypasses the page cache."""
+        return self._direct is not None
+
+    def grow(self, nbytes: int) -> int:
+        """Adds ``nbytes`` (whole pages) of zeros, with the disk space for them.
+
+        Returns:
+            Where they begin.
+
+        Raises:
+            OffloadError: The disk has not enough space.
+        """
+        start = self.size
+        if nbytes == 0:
+            return start
+        check_space(self.path, nbytes)
+        try:
+            os.posix_fallocate(self.handle, start, nbytes)
+        except OSError as error:
+            raise _explained(error, "reserving space in", self.path, nbytes) from error
+        self.size += nbytes
+        return start
+
+    def read(self, buffer: torch.Tensor, offset: int) -> Transfer:
+        """Starts to fill a page-aligned uint8 tensor of whole pages from ``offset`` (a multiple of the page size)."""
+        return self._start(os.preadv, buffer, offset, "reading")
+
+    def write(self, buffer: torch.Tensor, offset: int) -> Transfer:
+        """Starts to write such a tensor at ``offset``."""
+        return self._start(os.pwritev, buffer, offset, "writing")
+
+    def _start(self, call: Callable[..., int], buffer: torch.Tensor, offset: int, what: str) -> Transfer:
+        assert buffer.numel() % PAGE == 0 and offset % PAGE == 0 and buffer.data_ptr() % PAGE == 0
+        view = memoryview(buffer.numpy())  # type: ignore[arg-type]  # arrays are buffers
+        return Transfer(
+            [
+                self._pool.submit(self._request, call, view[start : start + self._block], offset + start, what)
+                for start in range(0, len(view), self._block)
+            ]
+        )
+
+    def _request(self, call: Callable[..., int], view: memoryview, offset: int, what: str) -> None:
+        done = 0
+        while done < len(view):
+            direct = self._direct
+            try:
+                moved = call(self.handle if direct is None else direct, [view[done:]], offset + done)
+            except OSError as error:
+                if direct is not None and error.errno == errno.EINVAL:
+                    self._direct = None  # it can be opened so, but not used so
+                    warn_once(f"direct:{self.path.parent}", f"{self.path}: no direct access here; using the page cache")
+                    continue
+                raise _explained(error, what, self.path, len(view) - done) from error
+            if moved == 0:
+                raise OffloadError(
+                    f"{what} {self.path}: it ends {len(view) - done} bytes too early; somebody else has changed it"
+                )
+            done += moved
+
+    def close(self) -> None:
+        """Waits for requests and closes the file. May be called twice."""
+        self._pool.shutdown(wait=True)
+        for handle in {self.handle, self._direct} - {None, -1}:
+            os.close(handle)  # type: ignore[arg-type]
+        self.handle, self._direct = -1, None
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes that this user may still write on the file system of ``path``."""
+    status = os.statvfs(path)
+    return status.f_bavail * status.f_frsize
+
+
+def check_space(path: Path, nbytes: int) -> None:
+    """Raises if ``nbytes`` do not fit beside ``path``."""
+    free = free_bytes(path.parent)
+    if free < nbytes:
+        raise OffloadError(
+            f"{path}: {nbytes:,} bytes are needed there, but only {free:,} are free; make room or choose another "
+            "nvme_path"
+        )
+
+
+def _explained(error: OSError, what: str, path: Path, nbytes: int) -> OffloadError:
+    if error.errno in _LACK_OF_SPACE:
+        return OffloadError(
+            f"{what} {path}: the disk is full; {nbytes:,} bytes are needed and {free_bytes(path.parent):,} are free. "
+            "Make room or choose another nvme_path"
+        )
+    return OffloadError(f"{what} {path} failed: {error.strerror} (errno {error.errno}); check that disk")

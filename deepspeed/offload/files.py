@@ -1,0 +1,278 @@
+"""A file as a home: tensors that are mapped from it, and transfers through page-aligned buffers.
+
+Every tensor made here is a mapping of its part of the file, so that checkpoints, ``safe_get_full_fp32_param`` and
+users can read and write it at any time as any other tensor. The hot path does not go through the mapping: it reads and
+writes the file directly. Both views agree because they are used in turn: the kernel writes mapped changes back before a
+direct read, and drops cached pages after a direct write.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from deepspeed.comm.transport import Work
+from deepspeed.errors import OffloadError
+from deepspeed.logging import log_dist
+from deepspeed.offload.file_io import BlockFile, IoSettings, Transfer
+from deepspeed.offload.pinned import PAGE, page_buffer, round_to_pages
+from deepspeed.offload.run_directory import RunDirectory
+from deepspeed.offload.streams import CopyDone, CopyStream
+from deepspeed.zero.placement import Home
+from deepspeed.zero.storage import Kind, Ledger, Memory
+
+_HOST = torch.device("cpu")
+
+BufferSize = Callable[[Sequence[tuple[int, int]]], int]
+"""From the tensors to come, as ``(elements, bytes per element)``, to the bytes of one staging buffer."""
+
+
+@dataclass(frozen=True)
+class FileSettings:
+    """What the configuration says about one set of files.
+
+    Attributes:
+        parent: ``nvme_path``.
+        purpose: ``parameters`` or ``optimizer``.
+        rank: Global rank.
+        io: Requests.
+        pin: Lock the buffers' pages.
+        zeros_are_written: Zeros are written into new files; False leaves it to the file system, which reads them so.
+    """
+
+    parent: str
+    purpose: str
+    rank: int
+    io: IoSettings
+    pin: bool
+    zeros_are_written: bool = True
+
+
+class FileMemory(Memory):
+    """Tensors in a file.
+
+    Args:
+        device: Where the model computes.
+        settings: See there.
+        buffer_count: Staging buffers.
+        buffer_bytes: From the tensors to come to the size of a buffer.
+        up: Stream for copies to the device.
+    """
+
+    home = Home.FILE
+
+    def __init__(
+        self,
+        device: torch.device,
+        settings: FileSettings,
+        *,
+        buffer_count: int,
+        buffer_bytes: BufferSize,
+        up: CopyStream,
+    ) -> None:
+        super().__init__(device)
+        self._settings = settings
+        self._up = up
+        self._buffer_count = buffer_count
+        self._buffer_bytes = buffer_bytes
+        self._directory: RunDirectory | None = None
+        self._file: BlockFile | None = None
+        self._reserved = 0  # bytes of the file that belong to no tensor yet
+        self._offsets: dict[int, int] = {}  # address of a mapping to its place in the file
+        self._free: list[torch.Tensor] = []
+        self._copying: deque[tuple[torch.Tensor, CopyDone]] = deque()
+        self._writing: deque[tuple[int, torch.Tensor, Transfer]] = deque()
+        self._ahead: dict[int, tuple[torch.Tensor, Transfer]] = {}
+        self._buffer_nbytes = 0
+
+    @property
+    def tensor_device(self) -> torch.device:
+        """Mapped tensors are host tensors."""
+        return _HOST
+
+    @property
+    def file(self) -> BlockFile:
+        """The file; only after :meth:`open`."""
+        assert self._file is not None
+        return self._file
+
+    @property
+    def buffer_nbytes(self) -> int:
+        """Bytes of one staging buffer."""
+        return self._buffer_nbytes
+
+    # -- making ------------------------------------------------------------------------------------------------------
+
+    def open(self, tensors: Sequence[tuple[int, int]], ledger: Ledger) -> None:
+        """See the class this one derives from.
+
+        Raises:
+            OffloadError: The folder or file cannot be made, the disk is too small, or a buffer.
+        """
+        settings = self._settings
+        if not tensors:
+            return
+        nbytes = sum(round_to_pages(numel * itemsize) for numel, itemsize in tensors)
+        self._buffer_nbytes = round_to_pages(self._buffer_bytes(tensors))
+        self._directory = RunDirectory(settings.parent, rank=settings.rank, purpose=settings.purpose)
+        self._file = BlockFile(self._directory.path / f"{settings.purpose}.bin", settings.io)
+        self._file.grow(nbytes)
+        self._reserved = nbytes
+        self.staging_bytes = self._buffer_count * self._buffer_nbytes
+        ledger.add(Kind.STAGING, Home.HOST, self.staging_bytes)
+        self._free = [page_buffer(self._buffer_nbytes, pin=settings.pin) for _ in range(self._buffer_count)]
+        access = "direct access" if self._file.is_direct else "access through the page cache"
+        log_dist(
+            f"offload: {settings.purpose} in {self._directory.path} ({nbytes:,} bytes on this rank, {access}); "
+            "other ranks have folders of their own beside it"
+        )
+
+    def empty(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
+        """See the class this one derives from."""
+        nbytes = numel * dtype.itemsize
+        if nbytes == 0:
+            return torch.empty(0, dtype=dtype)
+        whole = round_to_pages(nbytes)
+        file = self.file
+        if self._reserved < whole:
+            file.grow(whole - self._reserved)
+            self._reserved = whole
+        offset = file.size - self._reserved
+        self._reserved -= whole
+        try:
+            mapped = mmap.mmap(file.handle, whole, flags=mmap.MAP_SHARED, offset=offset)
+        except OSError as error:
+            raise OffloadError(f"{file.path}: {label} cannot be mapped ({error.strerror})") from error
+        with torch.inference_mode(False):
+            tensor = torch.frombuffer(mapped, dtype=dtype, count=numel)
+        self._offsets[tensor.data_ptr()] = offset
+        return tensor
+
+    def initialise(self, target: torch.Tensor, value: float) -> None:
+        """See the class this one derives from."""
+        if value != 0 or self._settings.zeros_are_written:
+            self.write(target, torch.full_like(target, value))
+
+    def locate(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """Base address of the mapping, and the place in the file, of a view of what :meth:`empty` made."""
+        base = tensor.untyped_storage().data_ptr()
+        return base, self._offsets[base] + tensor.data_ptr() - base
+
+    # -- reading -----------------------------------------------------------------------------------------------------
+
+    def announce(self, tensor: torch.Tensor) -> None:
+        """See the class this one derives from."""
+        base, offset = self.locate(tensor)
+        if base in self._ahead:
+            return
+        self._await_writes(base)
+        buffer = self._free_buffer(wait=False)
+        if buffer is not None:
+            self._ahead[base] = (buffer, self._start_read(buffer, tensor, offset))
+
+    def _start_read(self, buffer: torch.Tensor, tensor: torch.Tensor, offset: int) -> Transfer:
+        return self.file.read(buffer[: round_to_pages(tensor.numel() * tensor.element_size())], offset)
+
+    def read(self, source: torch.Tensor, target: torch.Tensor) -> Work:
+        """See the class this one derives from."""
+        base, offset = self.locate(source)
+        if base not in self._ahead:
+            self._await_writes(base)
+            buffer = self._free_buffer(wait=True)
+            assert buffer is not None
+            self._ahead[base] = (buffer, self._start_read(buffer, source, offset))
+        buffer, transfer = self._ahead.pop(base)
+        transfer.wait()
+        values = buffer[: source.numel() * source.element_size()].view(source.dtype)
+        copied = self._up.copy(target, values)
+        if copied.is_done:
+            self._free.append(buffer)
+        else:
+            self._copying.append((buffer, copied))
+        return copied
+
+    def forget(self) -> None:
+        """See the class this one derives from."""
+        for buffer, transfer in self._ahead.values():
+            transfer.wait()
+            self._free.append(buffer)
+        self._ahead.clear()
+
+    # -- writing -----------------------------------------------------------------------------------------------------
+
+    def write(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """See the class this one derives from."""
+        base, offset = self.locate(target)
+        nbytes = target.numel() * target.element_size()
+        ends_tensor = target.data_ptr() + nbytes == base + target.untyped_storage().nbytes()
+        self._drop_ahead(base)
+        if offset % PAGE or (nbytes % PAGE and not ends_tensor):  # would overwrite neighbours in its pages
+            self._await_writes(base)
+            target.copy_(source)
+            return
+        step = self._buffer_nbytes // target.element_size()
+        for start in range(0, target.numel(), step):
+            part = source[start : start + step]
+            buffer = self._free_buffer(wait=True)
+            assert buffer is not None
+            size = part.numel() * target.element_size()
+            buffer[:size].view(target.dtype).copy_(part)
+            transfer = self.file.write(buffer[: round_to_pages(size)], offset + start * target.element_size())
+            self._writing.append((base, buffer, transfer))
+
+    def settle(self) -> None:
+        """See the class this one derives from."""
+        while self._writing:
+            self._finish_write()
+
+    def _finish_write(self) -> None:
+        _, buffer, transfer = self._writing.popleft()
+        self._free.append(buffer)
+        transfer.wait()
+
+    def _await_writes(self, base: int) -> None:
+        while any(entry[0] == base for entry in self._writing):
+            self._finish_write()
+
+    def _drop_ahead(self, base: int) -> None:
+        if base in self._ahead:
+            buffer, transfer = self._ahead.pop(base)
+            self._free.append(buffer)
+            transfer.wait()
+
+    # -- buffers -----------------------------------------------------------------------------------------------------
+
+    def _free_buffer(self, *, wait: bool) -> torch.Tensor | None:
+        """A staging buffer that nothing uses; None if that would mean waiting and ``wait`` is False."""
+        if not self._free and self._copying and wait:
+            buffer, copied = self._copying.popleft()
+            copied.wait_on_host()
+            self._free.append(buffer)
+        if not self._free and self._writing and wait:
+            self._finish_write()
+        if not self._free and self._ahead and wait:
+            self._drop_ahead(next(iter(self._ahead)))
+        return self._free.pop() if self._free else None
+
+    def take_buffers(self, count: int) -> list[torch.Tensor]:
+        """Hands out staging buffers for good; they must not be needed for :meth:`read` and :meth:`write`."""
+        self.settle()
+        self.forget()
+        taken, self._free = self._free[:count], self._free[count:]
+        assert len(taken) == count
+        return taken
+
+    def close(self) -> None:
+        """See the class this one derives from."""
+        try:
+            self.settle()
+            self.forget()
+        finally:
+            if self._file is not None:
+                self._file.close()
+            if self._directory is not None:
+                self._directory.remove()

@@ -1,0 +1,185 @@
+"""From the configuration to the homes of one engine: memories, landings of gradients, update strategies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from deepspeed.config.sections.offload import OffloadOptimizer, OffloadParam
+from deepspeed.config.sections.root import Root
+from deepspeed.config.sections.zero import ZeroOptimization
+from deepspeed.errors import OffloadError
+from deepspeed.logging import log_dist
+from deepspeed.offload.file_io import IoSettings
+from deepspeed.offload.file_update import FileUpdate
+from deepspeed.offload.files import BufferSize, FileMemory, FileSettings
+from deepspeed.offload.host import HostLanding, HostMemory, HostUpdate, StagingPool
+from deepspeed.offload.pinned import may_pin
+from deepspeed.offload.streams import CopyStream
+from deepspeed.zero.gradients import Landing
+from deepspeed.zero.placement import Home, Placement
+from deepspeed.zero.storage import Ledger, Memory
+from deepspeed.zero.update import UpdateStrategy
+
+_HOMES = {"none": Home.DEVICE, "cpu": Home.HOST, "nvme": Home.FILE}
+_PIECE = 4096  # elements; pieces are multiples of it: whole pages in every dtype
+_FILE_PIECE = 1 << 22  # most elements of a piece that passes through staging buffers: 16 MiB of fp32
+
+
+def placement_of(zero: ZeroOptimization) -> Placement:
+    """The placement that a configuration asks for."""
+    optimizer, param = zero.offload_optimizer, zero.offload_param
+    return Placement.of_stage(
+        zero.stage,
+        param_home=_HOMES[param.device] if param is not None else Home.DEVICE,
+        master_home=_HOMES[optimizer.device] if optimizer is not None else Home.DEVICE,
+        offloaded_share=optimizer.ratio if optimizer is not None else 1.0,
+        max_host_params=param.max_in_cpu if param is not None else 0,
+    )
+
+
+@dataclass
+class OffloadHomes:
+    """The homes of one engine.
+
+    Attributes:
+        param_memories: Where compute shards are kept, by home.
+        master_memories: Where masters and optimizer states are kept, by home.
+        strategies: How masters are updated, by home.
+    """
+
+    param_memories: Mapping[Home, Memory]
+    master_memories: Mapping[Home, Memory]
+    strategies: Mapping[Home, UpdateStrategy]
+    _pool: StagingPool
+    _host_is_device: bool
+
+    def landing(self, home: Home, ledger: Ledger) -> Landing:
+        """What brings the gradients of one bucket to ``home``."""
+        if home is Home.DEVICE or self._host_is_device:
+            return Landing(home)
+        return HostLanding(self._pool, ledger)
+
+    def close(self) -> None:
+        """Gives everything back. May be called twice."""
+        for memory in (*self.param_memories.values(), *self.master_memories.values()):
+            memory.close()
+
+
+def open_homes(
+    root: Root, placement: Placement, device: torch.device, *, rank: int, state_itemsizes: Sequence[int]
+) -> OffloadHomes:
+    """Opens the homes that ``placement`` uses. Files are made when the runtime says what they will hold.
+
+    Args:
+        root: The configuration.
+        placement: What it asks for.
+        device: Where the model computes.
+        rank: Global rank, for the names of folders.
+        state_itemsizes: Bytes per element of every optimizer state.
+    """
+    zero = root.zero_optimization
+    optimizer, param = zero.offload_optimizer, zero.offload_param
+    pin_masters = Home.DEVICE is not placement.master_home and may_pin(optimizer is None or optimizer.pin_memory)
+    pin_params = Home.DEVICE is not placement.param_home and may_pin(param is None or param.pin_memory)
+    up, down = CopyStream(device), CopyStream(device)
+    params: dict[Home, Memory] = {Home.DEVICE: Memory(device)}
+    masters: dict[Home, Memory] = {Home.DEVICE: params[Home.DEVICE]}
+    strategies: dict[Home, UpdateStrategy] = {Home.DEVICE: UpdateStrategy()}
+    if placement.param_home is not Home.DEVICE:
+        params[Home.HOST] = HostMemory(device, pin=pin_params, up=up)
+    if placement.master_home is Home.HOST:
+        masters[Home.HOST] = HostMemory(device, pin=pin_masters, up=up)
+        piece = _whole_pieces(zero.sub_group_size)
+        strategies[Home.HOST] = HostUpdate(piece_numel=piece, pin=pin_masters, up=up)
+    if param is not None and placement.param_home is Home.FILE:
+        params[Home.FILE] = _param_files(root, param, device, rank=rank, pin=pin_params, up=up)
+    if optimizer is not None and placement.master_home is Home.FILE:
+        memory, strategy = _master_files(
+            root, optimizer, device, rank=rank, pin=pin_masters, up=up, tensors=1 + len(state_itemsizes)
+        )
+        masters[Home.FILE], strategies[Home.FILE] = memory, strategy
+    return OffloadHomes(
+        param_memories=params,
+        master_memories=masters,
+        strategies=strategies,
+        _pool=StagingPool(pin=pin_masters, down=down),
+        _host_is_device=device.type == "cpu",
+    )
+
+
+def _whole_pieces(numel: int) -> int:
+    return -(-numel // _PIECE) * _PIECE
+
+
+def _io_settings(root: Root) -> IoSettings:
+    aio = root.aio
+    return IoSettings(block_size=aio.block_size, queue_depth=aio.queue_depth, threads=aio.intra_op_parallelism)
+
+
+def _param_files(
+    root: Root, section: OffloadParam, device: torch.device, *, rank: int, pin: bool, up: CopyStream
+) -> FileMemory:
+    assert section.nvme_path is not None
+
+    def buffer_bytes(tensors: Sequence[tuple[int, int]]) -> int:
+        largest, itemsize = max(tensors)
+        if largest > section.buffer_size:
+            raise OffloadError(
+                f"zero_optimization.offload_param.buffer_size: a buffer must hold the largest shard, which has "
+                f"{largest:,} elements; found {section.buffer_size:,}. Raise it, or lower reduce_bucket_size, which "
+                "bounds the shards of one module"
+            )
+        return largest * itemsize
+
+    settings = FileSettings(str(section.nvme_path), "parameters", rank, _io_settings(root), pin)
+    return FileMemory(device, settings, buffer_count=section.buffer_count, buffer_bytes=buffer_bytes, up=up)
+
+
+def _master_files(
+    root: Root,
+    section: OffloadOptimizer,
+    device: torch.device,
+    *,
+    rank: int,
+    pin: bool,
+    up: CopyStream,
+    tensors: int,
+) -> tuple[FileMemory, FileUpdate]:
+    assert section.nvme_path is not None
+    wanted = 1 + section.pipeline_read + section.pipeline_write
+    sets = wanted if wanted == 1 else max(wanted, section.buffer_count // tensors)
+    if sets * tensors > section.buffer_count:
+        log_dist(
+            f"zero_optimization.offload_optimizer.buffer_count: {sets * tensors} buffers are used instead of "
+            f"{section.buffer_count}: {tensors} tensors of a piece (master and states), {sets} pieces at a time"
+        )
+    piece = min(_whole_pieces(root.zero_optimization.sub_group_size), _FILE_PIECE)
+
+    def buffer_bytes(entries: Sequence[tuple[int, int]]) -> int:
+        return max(min(_whole_pieces(numel), piece) * itemsize for numel, itemsize in entries)
+
+    size: BufferSize = buffer_bytes
+    settings = FileSettings(
+        str(section.nvme_path),
+        "optimizer",
+        rank,
+        _io_settings(root),
+        pin,
+        zeros_are_written=not section.fast_init,
+    )
+    # One buffer more than the update needs, for values that are written at other times.
+    memory = FileMemory(device, settings, buffer_count=sets * tensors + 1, buffer_bytes=size, up=up)
+    strategy = FileUpdate(
+        memory,
+        piece_numel=piece,
+        tensors=tensors,
+        sets=sets,
+        reads_ahead=section.pipeline_read,
+        writes_behind=section.pipeline_write,
+        pin=pin,
+        up=up,
+    )
+    return memory, strategy

@@ -1,0 +1,225 @@
+"""Host memory as a home: shards, gradients that come down, and the update beside the copies.
+
+On an accelerator a reduced gradient is copied down while backward still runs. The update of bucket *i* works on host
+memory; its 16-bit result goes up to the device while bucket *i + 1* is updated. Where the model computes on the CPU
+host memory is the device: nothing is copied, and the bits are those of training without offload.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from deepspeed.comm.transport import Work
+from deepspeed.offload.pinned import host_tensor, page_buffer
+from deepspeed.offload.streams import CopyDone, CopyStream
+from deepspeed.zero.gradients import Landing
+from deepspeed.zero.masters import MasterBucket
+from deepspeed.zero.placement import Home
+from deepspeed.zero.storage import FlatBuffer, Kind, Ledger, Memory
+from deepspeed.zero.update import Operands, Piece, UpdateStrategy
+
+_HOST = torch.device("cpu")
+_STAGING = 2  # one copy on its way, one being filled
+
+
+class HostMemory(Memory):
+    """Tensors in host memory.
+
+    Args:
+        device: Where the model computes.
+        pin: Lock the pages, so that copies overlap computation.
+        up: Stream for copies to the device.
+    """
+
+    home = Home.HOST
+
+    def __init__(self, device: torch.device, *, pin: bool, up: CopyStream) -> None:
+        super().__init__(device)
+        self.pin = pin
+        self._up = up
+
+    @property
+    def tensor_device(self) -> torch.device:
+        """The host."""
+        return _HOST
+
+    def empty(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
+        """See the class this one derives from."""
+        return host_tensor(numel, dtype, pin=self.pin)
+
+    def read(self, source: torch.Tensor, target: torch.Tensor) -> Work:
+        """See the class this one derives from."""
+        return self._up.copy(target, source)
+
+    def ordered(self) -> AbstractContextManager[Any]:
+        """See the class this one derives from."""
+        return self._up.context()
+
+
+class StagingPool:
+    """Host buffers through which the gradients of further micro-batches come down, shared by all buckets.
+
+    Args:
+        pin: Lock the pages.
+        down: Stream for copies from the device.
+    """
+
+    def __init__(self, *, pin: bool, down: CopyStream) -> None:
+        self.pin = pin
+        self.down = down
+        self._free: list[torch.Tensor] = []
+        self._waiting: deque[tuple[HeldBuffer, torch.Tensor, CopyDone]] = deque()
+
+    def add(self, result: HeldBuffer, gradient: torch.Tensor) -> None:
+        """Starts to add ``gradient`` to ``result``."""
+        while len(self._waiting) >= _STAGING:
+            self._add_oldest()
+        numel, dtype = gradient.numel(), gradient.dtype
+        fits = [i for i, buffer in enumerate(self._free) if buffer.numel() >= numel and buffer.dtype == dtype]
+        staging = self._free.pop(fits[0]) if fits else host_tensor(numel, dtype, pin=self.pin)
+        self._waiting.append((result, staging, self.down.copy(staging[:numel], gradient)))
+
+    def _add_oldest(self, drop: bool = False) -> None:
+        result, staging, arrival = self._waiting.popleft()
+        arrival.wait_on_host()
+        if not drop:
+            result.arrival.wait_on_host()
+            result.tensor.add_(staging[: result.tensor.numel()])
+        self._free.append(staging)
+
+    def settle(self, result: HeldBuffer, *, drop: bool = False) -> None:
+        """Adds what is on its way to ``result``, or throws it away."""
+        for _ in range(len(self._waiting)):
+            if self._waiting[0][0] is result:
+                self._add_oldest(drop)
+            else:
+                self._waiting.rotate(-1)
+
+
+class HeldBuffer(FlatBuffer):
+    """Host memory of a reduced gradient that is kept from step to step, because locking pages is slow."""
+
+    def __init__(self, like: torch.Tensor, *, pin: bool, ledger: Ledger) -> None:
+        self.nbytes = like.numel() * like.element_size()
+        ledger.add(Kind.GRADIENT, Home.HOST, self.nbytes)
+        self.tensor = host_tensor(like.numel(), like.dtype, pin=pin)
+        self._storage = self.tensor.untyped_storage()
+        self.is_allocated = True
+        self.arrival = CopyDone()
+
+    def grow(self) -> None:
+        """See the class this one derives from."""
+
+    def free(self) -> None:
+        """Does nothing: the memory is kept."""
+
+
+class HostLanding(Landing):
+    """Copies the reduced gradients of one bucket from an accelerator to host memory.
+
+    Args:
+        pool: Staging buffers and stream.
+        ledger: Counts the host memory.
+    """
+
+    def __init__(self, pool: StagingPool, ledger: Ledger) -> None:
+        super().__init__(Home.HOST)
+        self._pool = pool
+        self._ledger = ledger
+        self._held: HeldBuffer | None = None
+
+    @property
+    def incoming_home(self) -> Home:
+        """Reductions run on the device."""
+        return Home.DEVICE
+
+    def land(self, reduced: FlatBuffer) -> FlatBuffer:
+        """See the class this one derives from."""
+        if self._held is None:
+            self._held = HeldBuffer(reduced.tensor, pin=self._pool.pin, ledger=self._ledger)
+        assert self._held.tensor.dtype == reduced.tensor.dtype
+        self._pool.settle(self._held, drop=True)  # of a step that was given up
+        self._held.arrival = self._pool.down.copy(self._held.tensor, reduced.tensor)
+        reduced.free()
+        return self._held
+
+    def add(self, result: FlatBuffer, reduced: FlatBuffer) -> None:
+        """See the class this one derives from."""
+        assert result is self._held and self._held is not None
+        self._pool.add(self._held, reduced.tensor)
+        reduced.free()
+
+    def wait(self, result: FlatBuffer) -> None:
+        """See the class this one derives from."""
+        if result is self._held and self._held is not None:
+            self._pool.settle(self._held)
+            self._held.arrival.wait_on_host()
+
+
+class HostUpdate(UpdateStrategy):
+    """Updates masters in host memory; results for a device go up while the next piece is updated.
+
+    Args:
+        piece_numel: Most elements of a piece.
+        pin: Lock the staging buffers' pages.
+        up: Stream for copies to the device.
+    """
+
+    def __init__(self, *, piece_numel: int, pin: bool, up: CopyStream) -> None:
+        self.piece_numel = piece_numel
+        self._pin = pin
+        self._up = up
+        self._staging: deque[tuple[torch.Tensor, CopyDone]] = deque()
+        self._last: CopyDone | None = None
+
+    def begin(self, pieces: Sequence[Piece]) -> None:
+        """See the class this one derives from."""
+        self._last = None
+
+    def _out(self, piece: Piece) -> torch.Tensor | None:
+        out = piece.master.out
+        if out is None or piece.master.writes_out_in_place:
+            return super()._out(piece)
+        nbytes = piece.numel * out.element_size()
+        buffer = self._free_staging(nbytes)
+        return buffer[:nbytes].view(out.dtype)
+
+    def _free_staging(self, nbytes: int) -> torch.Tensor:
+        """A byte buffer whose last copy is over."""
+        if len(self._staging) >= _STAGING:
+            buffer, copied = self._staging.popleft()
+            copied.wait_on_host()
+            if buffer.numel() >= nbytes:
+                return buffer
+        return page_buffer(nbytes, pin=self._pin)
+
+    def store(self, piece: Piece, operands: Operands) -> None:
+        """See the class this one derives from."""
+        master = piece.master
+        if operands.out is None or master.writes_out_in_place:
+            return
+        assert master.out is not None
+        target = master.out[piece.start : piece.stop]
+        if target.device.type == "cpu":  # mapped from a file
+            master.bucket.memory.write(target, operands.out)
+            copied = CopyDone()
+        else:
+            self._last = copied = self._up.copy(target, operands.out)
+        whole = operands.out.untyped_storage()
+        buffer = torch.empty(0, dtype=torch.uint8).set_(whole)
+        self._staging.append((buffer, copied))
+
+    def before_publish(self, master: MasterBucket) -> None:
+        """See the class this one derives from."""
+        if self._last is not None:
+            self._last.wait()
+
+    def finish(self) -> None:
+        """See the class this one derives from."""
+        if self._last is not None:
+            self._last.wait()

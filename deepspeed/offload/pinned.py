@@ -1,0 +1,77 @@
+"""Host buffers of exact size on page boundaries, page-locked where an accelerator can use that.
+
+Torch's own allocator of page-locked memory rounds every block up to a power of two, which can double the size of a
+large shard, and knows no page boundaries, which direct file access needs. So buffers are mapped from the system and
+registered with the driver where it can do that.
+"""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+
+import torch
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.logging import log_dist_once, warn_once
+
+PAGE = mmap.PAGESIZE
+
+
+def round_to_pages(nbytes: int) -> int:
+    """``nbytes`` rounded up to whole pages."""
+    return -(-nbytes // PAGE) * PAGE
+
+
+def may_pin(asked: bool) -> bool:
+    """Whether page-locking is asked for and would speed anything up here; says so once where it would not."""
+    if not asked:
+        return False
+    if get_accelerator().device_name() == "cpu":
+        log_dist_once("pin_memory: there is no accelerator, so host memory is left unpinned")
+        return False
+    return True
+
+
+def page_buffer(nbytes: int, *, pin: bool) -> torch.Tensor:
+    """A 1-D uint8 tensor of ``nbytes`` zero bytes that begins on a page boundary and fills whole pages.
+
+    Args:
+        nbytes: Size; memory is taken in whole pages.
+        pin: Lock its pages for asynchronous copies to and from the accelerator.
+    """
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    mapped = mmap.mmap(-1, round_to_pages(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with torch.inference_mode(False):
+        buffer = torch.frombuffer(mapped, dtype=torch.uint8)
+    if pin:
+        _register(mapped, buffer)
+    return buffer[:nbytes]
+
+
+def host_tensor(numel: int, dtype: torch.dtype, *, pin: bool) -> torch.Tensor:
+    """A 1-D host tensor of ``numel`` elements, in memory of exactly that size up to whole pages, if ``pin``."""
+    if not pin:
+        with torch.inference_mode(False):
+            return torch.empty(numel, dtype=dtype)
+    return page_buffer(numel * dtype.itemsize, pin=True).view(dtype)
+
+
+def _register(mapped: mmap.mmap, buffer: torch.Tensor) -> None:
+    """Page-locks memory that torch did not allocate; the lock ends with the mapping."""
+    if get_accelerator().device_name() != "cuda":
+        warn_once("pin:registering", "pin_memory: only CUDA can lock pages of exact size; these buffers stay unpinned")
+        return
+    runtime = torch.cuda.cudart()
+    address, nbytes = buffer.data_ptr(), buffer.numel()
+    error = int(runtime.cudaHostRegister(address, nbytes, 0))
+    if error != 0:
+        warn_once(
+            "pin:failed",
+            f"pin_memory: the driver could not lock {nbytes:,} bytes of host memory (error {error}); copies will not "
+            "overlap. Raise the limit of locked memory (ulimit -l), or set pin_memory to false",
+        )
+        return
+    # The storage keeps ``mapped`` alive, so the pages are unlocked no earlier than their last use.
+    weakref.finalize(mapped, runtime.cudaHostUnregister, address)

@@ -1,0 +1,77 @@
+"""Copies between device and host beside the computation.
+
+One stream per direction: what comes down (gradients) does not queue behind what goes up (parameters). Where the device
+is the host's own memory every copy is done when the call returns and the objects below do nothing.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from deepspeed.accelerator import get_accelerator
+
+
+class CopyDone:
+    """A copy on its way.
+
+    Args:
+        event: Recorded after it; None if it is done.
+    """
+
+    def __init__(self, event: Any = None) -> None:
+        self._event = event
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it was done when it was started."""
+        return self._event is None
+
+    def wait(self) -> None:
+        """Later work of the current stream sees the result; does not block the host."""
+        if self._event is not None:
+            get_accelerator().current_stream().wait_event(self._event)
+
+    def will_arrive(self) -> bool:
+        """Always: it depends on no other rank."""
+        return True
+
+    def wait_on_host(self) -> None:
+        """Blocks until the result can be read by the host, or the source be written."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+
+
+class CopyStream:
+    """Queues copies on a stream of its own.
+
+    Args:
+        device: Where the model computes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream: Any = None if device.type == "cpu" else get_accelerator().Stream()
+
+    def context(self) -> AbstractContextManager[Any]:
+        """Work queued inside goes to the stream, after everything queued on the current one so far."""
+        if self._stream is None:
+            return nullcontext()
+        self._stream.wait_stream(get_accelerator().current_stream())
+        return get_accelerator().stream(self._stream)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> CopyDone:
+        """Copies; inside or outside :meth:`context`. Both tensors must stay as they are until it is done."""
+        if self._stream is None:
+            target.copy_(source)
+            return CopyDone()
+        with self.context():
+            target.copy_(source, non_blocking=True)
+            for tensor in (target, source):
+                if tensor.device.type != "cpu":  # its block must not be handed out again before the copy is over
+                    tensor.record_stream(self._stream)
+            event = get_accelerator().Event()
+            event.record(self._stream)
+        return CopyDone(event)

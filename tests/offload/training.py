@@ -1,0 +1,103 @@
+"""One short training that every test of offload runs, with and without it, and what is compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import deepspeed
+from tests.oracle.models import build, losses_of, make_batch, param_groups
+
+OPTIMIZER = {"type": "AdamW", "params": {"lr": 0.01, "eps": 1e-6}}
+
+
+@dataclass
+class Trained:
+    """What one rank has after training.
+
+    Attributes:
+        norms: Of every step.
+        masters: fp32 weights of this rank, by bucket.
+        compute: What forward uses, by bucket.
+        states: Optimizer state by run.
+        homes: Live bytes by kind and home.
+        rows: The engine's memory report.
+    """
+
+    norms: list[float]
+    masters: list[torch.Tensor]
+    compute: list[torch.Tensor]
+    states: list[dict[str, Any]]
+    homes: dict[tuple[str, str], int]
+    rows: list[tuple[str, int, int, str]]
+
+
+def config(stage: int, *, precision: str = "fp32", accumulation: int = 1, clip: float = 0.5, **zero: Any) -> Any:
+    """A configuration in which everything that is not tiny is sharded."""
+    made: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": clip,
+        "optimizer": OPTIMIZER,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **zero},
+    }
+    if precision != "fp32":
+        made[precision] = {"enabled": True}
+    if precision == "fp16":
+        made["fp16"]["initial_scale_power"] = 8
+    return made
+
+
+def train_some(engine: Any, steps: range, overflow_at: int = -1) -> list[float]:
+    """Trains a few steps; returns the gradient norms."""
+    norms = []
+    for step in steps:
+        for micro in range(engine.gradient_accumulation_steps()):
+            batch = make_batch(
+                step,
+                micro,
+                dist.get_rank(),
+                branch=step % 2 == 0,
+                boost=float("inf") if step == overflow_at else 1.0,
+            )
+            losses = losses_of(engine(batch))
+            engine.backward(losses.loss + losses.auxiliary)
+            engine.step()
+        norms.append(engine.get_global_grad_norm())
+    return norms
+
+
+def make_engine(settings: dict[str, Any]) -> Any:
+    """An engine over the awkward model."""
+    model = build()
+    return deepspeed.initialize(model=model, model_parameters=param_groups(model), config=settings)[0]
+
+
+def collect(engine: Any, norms: list[float]) -> Trained:
+    """Copies what is compared."""
+    runtime, optimizer = engine._runtime, engine.basic_optimizer
+    rows = engine.memory_report()
+    return Trained(
+        norms=norms,
+        masters=[master.flat.detach().clone() for master in runtime.masters],
+        compute=[bucket.shard.detach().clone() for bucket in runtime.buckets],
+        states=[
+            {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+            for master in runtime.masters
+            for run in master.runs
+            if (state := optimizer.state.get(run.param))
+        ],
+        homes={(kind.value, home.value): n for (kind, home), n in runtime.ledger._live.items() if n},
+        rows=rows,
+    )
+
+
+def train(settings: dict[str, Any], steps: int = 3, overflow_at: int = -1) -> Trained:
+    """Body of a rank."""
+    engine = make_engine(settings)
+    trained = collect(engine, train_some(engine, range(steps), overflow_at))
+    engine.destroy()
+    return trained
