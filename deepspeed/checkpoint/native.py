@@ -22,28 +22,35 @@ def read_training_state(reader: CheckpointReader, rank: int, *, trust: bool) -> 
     Raises:
         CheckpointError: A file is missing, damaged, or refused by the restricted loader.
     """
-    facts = reader.manifest.facts
+    where = str(reader.folder / names.TRAINING_STATE)
+    stage = reader.manifest.facts.get("zero_stage")
+    top = _load(reader, names.model_states_file(stage if isinstance(stage, int) else 0))
     training = _load(reader, names.TRAINING_STATE)
-    top = _load(reader, names.model_states_file(int(facts.get("zero_stage", 0))))
     objects = reader.read_file(names.OBJECTS)
     withheld: list[str] = []
     if objects is not None:
-        withheld = merge_objects(objects, f"{reader.folder / names.OBJECTS}", training, top, trust=trust)
-    state = reader.read_file(names.rank_state_file(rank)) if rank < int(training["world_size"]) else None
-    return TrainingState(
-        counters=training["counters"],
-        world_size=training["world_size"],
-        optimizer=training["optimizer"],
-        param_groups=training["param_groups"],
-        scalars={name: values for members, values in training["scalars"] for name in members},
-        loss_scaler=training["loss_scaler"],
-        skipped_in_a_row=training["skipped_in_a_row"],
-        lr_scheduler=training["lr_scheduler"],
-        extra_state=training["extra_state"],
-        model_states=top,
-        rank_state=None if state is None else restricted.loads(state, names.rank_state_file(rank)),
-        withheld=withheld,
-    )
+        withheld = merge_objects(objects, str(reader.folder / names.OBJECTS), training, top, trust=trust)
+    try:
+        state = TrainingState(
+            counters={str(key): int(value) for key, value in training["counters"].items()},
+            world_size=int(training["world_size"]),
+            optimizer=training["optimizer"],
+            param_groups=[{**group, "params": list(group["params"])} for group in training["param_groups"]],
+            scalars={name: dict(values) for members, values in training["scalars"] for name in members},
+            loss_scaler=training["loss_scaler"],
+            skipped_in_a_row=int(training["skipped_in_a_row"]),
+            lr_scheduler=training["lr_scheduler"],
+            extra_state=dict(training["extra_state"]),
+            model_states=top,
+            withheld=withheld,
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"{where} does not hold a training state ({error!r}); the checkpoint was altered"
+        ) from None
+    if 0 <= rank < state.world_size:
+        state.rank_state = _load(reader, names.rank_state_file(rank))
+    return state
 
 
 def _load(reader: CheckpointReader, name: str) -> dict[str, Any]:

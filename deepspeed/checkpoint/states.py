@@ -109,13 +109,17 @@ def merge_objects(data: bytes, what: str, training: dict[str, Any], top: dict[st
         Names of what was withheld.
     """
     withheld = []
-    for part, entries in restricted.loads(data, what).items():
-        target = training if part == _TRAINING else top
-        for path, value in entries:
-            if trust:
-                restricted.merge(target, {tuple(path): restricted.loads_trusting(value)})
-            else:
-                withheld.append(restricted.describe(tuple(path)))
+    content = restricted.loads(data, what)
+    try:
+        listed = [(part, tuple(path), value) for part in (_CLIENT, _TRAINING) for path, value in content[part]]
+        named = [(part, path, restricted.describe(path), bytes(value)) for part, path, value in listed]
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise CheckpointError(f"{what} does not hold objects set apart ({error!r}); it was altered") from None
+    for part, path, name, value in named:
+        if trust:
+            restricted.merge(training if part == _TRAINING else top, {path: restricted.loads_trusting(value)})
+        else:
+            withheld.append(name)
     return withheld
 
 
