@@ -16,6 +16,7 @@ from deepspeed.config import ParsedConfig
 from deepspeed.engine.accessors import ConfigAccessors
 from deepspeed.engine.build import EngineParts
 from deepspeed.engine.checkpointing import CheckpointMethods
+from deepspeed.engine.offloading import OffloadMethods
 from deepspeed.engine.outputs import tensors_in
 from deepspeed.engine.progress import ProgressLog
 from deepspeed.engine.queries import EngineQueries
@@ -27,7 +28,7 @@ from deepspeed.zero.runtime import ZeroRuntime
 from deepspeed.zero.sources import iter_full
 
 
-class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, nn.Module):
+class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, OffloadMethods, nn.Module):
     """Wraps a model for training. Made by ``deepspeed.initialize``.
 
     Attributes unknown to the engine are those of the wrapped model.
@@ -103,6 +104,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, nn.Modu
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the model; floating inputs are cast only where ``fp16.auto_cast`` asks for it."""
+        self._runtime.refuse_away("engine.forward", "lp_params")
         if self._runtime.drop_open_work():
             self._managed_backward = False
             logger.warning("the last forward or backward ended in an exception; what it had half done was dropped")
@@ -146,6 +148,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, nn.Modu
                 "engine.backward: this engine has no optimizer, so nothing is trained; give initialize an optimizer or "
                 "an `optimizer` section with trainable model_parameters"
             )
+        self._runtime.refuse_away("engine.backward", "lp_params", "lp_grads")
         if loss.numel() != 1 and kwargs.get("gradient") is None:
             raise CallOrderError(
                 f"engine.backward: the loss has shape {tuple(loss.shape)}; expected one element. Reduce it (mean or "
@@ -261,6 +264,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, nn.Modu
             )
         self._scaled_losses = 0
         self._runtime.refuse_open_blocks("the update")
+        self._runtime.refuse_away("engine.step")
         self._runtime.free_gathered()
         self._runtime.take_back_frozen()
 

@@ -16,7 +16,7 @@ Only the methods below change the state; each asserts where it comes from.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 import torch
@@ -25,6 +25,7 @@ from deepspeed.comm.transport import DoneWork, Transport, Work, transfer_key
 from deepspeed.logging import logger
 from deepspeed.zero.holder import Holder, State, set_address
 from deepspeed.zero.layout import BucketLayout
+from deepspeed.zero.placement import Home
 from deepspeed.zero.sharded_parameter import mark_full, mark_sharded, remember_class
 from deepspeed.zero.storage import FlatBuffer, Kind, Ledger, Memory
 
@@ -68,6 +69,7 @@ class Bucket(Holder):
         self.device = device
         self.transport = transport
         self.memory = memory
+        self._ledger = ledger
         self.is_sharded = self.is_partitioned = is_sharded
         self.users = 0
         self.live_handles = 0
@@ -241,6 +243,27 @@ class Bucket(Holder):
         self.users -= 1
         if self.users == 0 and not self.is_kept and self.is_sharded and self.state is State.FULL:
             self.reshard()
+
+    def relocate(self, copy: Callable[[torch.Tensor], torch.Tensor], home: Home) -> None:
+        """Moves what is kept between uses to other memory; the parameters of a resident bucket move along.
+
+        Args:
+            copy: Makes the copy there.
+            home: Where, for the books.
+        """
+        if self.is_sharded:
+            nbytes = self.shard.numel() * self.shard.element_size()
+            self._ledger.add(Kind.COMPUTE, Home.DEVICE if home is Home.HOST else Home.HOST, -nbytes)
+            self._ledger.add(Kind.COMPUTE, home, nbytes)
+            self.shard = copy(self.shard)
+            return
+        old, self.full = self.full, FlatBuffer.holding(copy(self.full.tensor), self.full, home)
+        self._views = self.full.views(self.layout.starts, [tile.shape for tile in self.layout.tiles])
+        for parameter, view in zip(self.params, self._views, strict=True):
+            parameter.data = view
+        self.shard = self.transport.my_slice(self.full.tensor)
+        self.remember_values()
+        old.forget()
 
     # -- the update --------------------------------------------------------------------------------------------------
 

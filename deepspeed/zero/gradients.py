@@ -352,6 +352,28 @@ class GradientBucket:
         self._landing.wait(self._result)
         return self._result.tensor
 
+    def relocate(self, copy: Callable[[torch.Tensor], torch.Tensor], home: Home) -> None:
+        """Moves gradients that wait for an update to other memory.
+
+        Args:
+            copy: Makes the copy there.
+            home: Where, for the books.
+        """
+        if self._result is not None and self._landing.home is Home.DEVICE:
+            old, self._result = self._result, FlatBuffer.holding(copy(self._result.tensor), self._result, home)
+            old.free()
+        if self._accumulator is not None:
+            old, self._accumulator = (
+                self._accumulator,
+                FlatBuffer.holding(copy(self._accumulator.tensor), self._accumulator, home),
+            )
+            old.free()
+
+    def free_idle_buffer(self) -> None:
+        """Frees the packed buffer, which a group of one keeps allocated between steps."""
+        if self._result is not self._flat:
+            self._flat.free()
+
     def clear(self) -> None:
         """After the update, or on ``zero_grad``: frees every gradient of the bucket.
 

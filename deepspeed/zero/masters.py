@@ -8,7 +8,7 @@ weight decay, no momentum, no step count), so a flat update must skip it too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,6 +48,7 @@ class MasterBucket:
         out: 1-D compute tensor that must receive the update, or None where ``flat`` is the compute tensor.
         whole_tensors: Whether each run is one parameter in its shape.
         memory: Where ``flat`` and the optimizer state are.
+        state_home: Where the optimizer state is at the moment.
         states: Away from the device: per-element states of the whole master, of which those of the runs are views.
         runs: In order of their start; together they cover every parameter that has a param group.
     """
@@ -65,10 +66,11 @@ class MasterBucket:
         self.bucket = bucket
         self.whole_tensors = whole_tensors
         self.memory = memory
+        self.state_home = memory.home
         self._ledger = ledger
         self.layout: BucketLayout = bucket.layout if is_sharded else replace(bucket.layout, world_size=1)
         self.rank = bucket.transport.rank if is_sharded else 0
-        compute = bucket.shard if is_sharded or bucket.is_sharded else bucket.full.tensor
+        compute = self._compute()
         if bucket.dtype in (torch.float32, torch.float64) and self._can_share(compute):
             self.flat, self.out = compute, None
         else:
@@ -236,6 +238,31 @@ class MasterBucket:
         """Writes the master into the compute tensor."""
         if self.out is not None:
             self.out.copy_(self.flat)
+
+    def relocate(self, copy: Callable[[torch.Tensor], torch.Tensor] | None, home: Home) -> None:
+        """Moves the master to other memory, or follows the compute tensor that has moved.
+
+        Args:
+            copy: Makes the copy; None: the master stays.
+            home: Where to, for the books.
+        """
+        compute = self._compute()
+        if self.out is None:
+            self.flat = compute
+        else:
+            self.out = compute
+            if copy is not None:
+                nbytes = self.flat.numel() * self.flat.element_size()
+                self._ledger.add(Kind.MASTER, Home.DEVICE if home is Home.HOST else Home.HOST, -nbytes)
+                self._ledger.add(Kind.MASTER, home, nbytes)
+                self.flat = copy(self.flat)
+        for run in self.runs:
+            run.param.data = self.flat[run.span.start :][: run.param.numel()].view(run.param.shape)
+
+    def _compute(self) -> torch.Tensor:
+        """The compute tensor that belongs to this master."""
+        bucket = self.bucket
+        return bucket.shard if self.is_sharded or bucket.is_sharded else bucket.full.tensor
 
     def first_non_finite(self, gradient: torch.Tensor) -> int | None:
         """Index of the first tile whose part of ``gradient`` (aligned with the master) is not finite, or None."""

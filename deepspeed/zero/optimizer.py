@@ -422,7 +422,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
                 for value in self.optimizer.state.get(run.param, {}).values():
                     if isinstance(value, torch.Tensor) and value.dim() > 0 and value.data_ptr() not in seen:
                         seen.add(value.data_ptr())
-                        nbytes[master.home] += value.numel() * value.element_size()
+                        nbytes[master.state_home] += value.numel() * value.element_size()
         for home, counted in nbytes.items():
             self._ledger.set(Kind.OPTIMIZER, home, counted)
         return sum(nbytes.values())

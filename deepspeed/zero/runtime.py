@@ -90,6 +90,7 @@ class ZeroRuntime:
         reducer: The gradients; None where nothing is trained.
         in_backward: Whether a backward of this model is running.
         optimizer: The ZeRO optimizer; set by the engine once it exists.
+        away: Kinds of states that ``offload_states`` has moved to the host.
         open_blocks: ``GatheredParameters`` blocks that hold parameters of this model.
     """
 
@@ -114,6 +115,7 @@ class ZeroRuntime:
         self.in_backward = False
         self.optimizer: Any = None
         self.open_blocks = 0
+        self.away: set[str] = set()
         self._channels = channels
         self._options = options
         units = find_units(model, options.granularity)
@@ -343,6 +345,19 @@ class ZeroRuntime:
         """The gradients of a bucket; None where it is not trained."""
         position = self._trained.get(bucket.index)
         return None if position is None or self.reducer is None else self.reducer.buckets[position]
+
+    def refuse_away(self, call: str, *kinds: str) -> None:
+        """Raises while states that ``call`` works on are on the host.
+
+        Args:
+            call: For the message.
+            *kinds: The kinds that it needs; none: all.
+        """
+        missing = sorted(self.away.intersection(kinds) if kinds else self.away)
+        if missing:
+            raise CallOrderError(
+                f"{call}: offload_states has moved {', '.join(missing)} to the host; call engine.reload_states() first"
+            )
 
     def refuse_open_blocks(self, call: str) -> None:
         """Raises inside ``GatheredParameters``, where parameters must not change otherwise."""

@@ -213,6 +213,24 @@ class FlatBuffer:
             self.is_allocated = False
             self._ledger.add(self._kind, self._home, -self.nbytes)
 
+    def forget(self) -> None:
+        """Takes the buffer out of the books; its memory lives as long as somebody holds a view of it."""
+        if self.is_allocated:
+            self._ledger.add(self._kind, self._home, -self.nbytes)
+            self.is_allocated = False
+
+    @classmethod
+    def holding(cls, tensor: torch.Tensor, like: FlatBuffer, home: Home) -> FlatBuffer:
+        """A buffer of the kind of ``like`` whose memory is that of ``tensor`` (1-D, alone in its storage)."""
+        made = cls.__new__(cls)
+        made.tensor = tensor
+        made._storage = tensor.untyped_storage()
+        made.nbytes = tensor.numel() * tensor.element_size()
+        made._kind, made._home, made._ledger = like._kind, home, like._ledger
+        made.is_allocated = True
+        made._ledger.add(made._kind, home, made.nbytes)
+        return made
+
     def views(self, starts: tuple[int, ...], shapes: list[tuple[int, ...]]) -> list[torch.Tensor]:
         """Views of the buffer, one per start and shape; they stay valid objects across freeing and growing."""
         was_free = not self.is_allocated

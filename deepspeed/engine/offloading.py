@@ -1,0 +1,57 @@
+"""Moving states off the device and back, as methods of the engine; the work is done by :mod:`deepspeed.offload`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from deepspeed.offload.states import StateMover
+
+if TYPE_CHECKING:
+    import torch
+
+    from deepspeed.zero.runtime import ZeroRuntime
+
+
+class OffloadMethods:
+    """Mixin of the engine: ``offload_states`` and ``reload_states``."""
+
+    basic_optimizer: torch.optim.Optimizer | None
+    _runtime: ZeroRuntime
+
+    def offload_states(
+        self,
+        include: Iterable[Any] | None = None,
+        device: Any = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Moves states from the device to the host, at any stage; each rank its own.
+
+        Until :meth:`reload_states` whatever needs a moved state raises: forward the parameters, ``step`` everything.
+        Checkpoints can be saved meanwhile. States whose home is the host or a file anyway stay there. Under fp32 the
+        parameters are their own masters and move with ``lp_params``.
+
+        Args:
+            include: Members of ``OffloadStateTypeEnum`` or their names; None is all: ``optim_states`` (optimizer
+                state), ``hp_params`` (masters), ``lp_params`` (compute parameters), ``lp_grads`` (gradients that wait
+                for the update), ``contiguous_grad_buffer`` (idle buffers, which are freed).
+            device: ``OffloadDeviceEnum.cpu`` or ``"cpu"``.
+            pin_memory: Page-lock the host memory, for faster copies.
+            non_blocking: Return before the copies are done.
+
+        Raises:
+            ValueError: Another device, or an unknown kind.
+            CallOrderError: A forward or backward is running.
+        """
+        if str(getattr(device, "value", device)) != "cpu":
+            raise ValueError(f"offload_states(device={device!r}): states move to host memory only; use 'cpu'")
+        StateMover(self._runtime, self.basic_optimizer).offload(include, pin=pin_memory, non_blocking=non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Brings back what :meth:`offload_states` moved; does nothing if that is nothing.
+
+        Args:
+            non_blocking: Return before the copies are done; work on the current stream sees them in place.
+        """
+        StateMover(self._runtime, self.basic_optimizer).reload(non_blocking=non_blocking)

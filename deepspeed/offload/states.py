@@ -1,0 +1,104 @@
+"""Moving states off the device at run time and back, for phases in which something else needs its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from deepspeed.errors import CallOrderError
+from deepspeed.offload.pinned import host_tensor, may_pin
+from deepspeed.zero.placement import Home
+from deepspeed.zero.runtime import ZeroRuntime
+
+OPTIMIZER_STATES = "optim_states"
+MASTERS = "hp_params"
+PARAMETERS = "lp_params"
+GRADIENTS = "lp_grads"
+GRADIENT_BUFFERS = "contiguous_grad_buffer"
+KINDS = (OPTIMIZER_STATES, MASTERS, PARAMETERS, GRADIENTS, GRADIENT_BUFFERS)
+
+
+class StateMover:
+    """Moves states of one engine between the device and the host. What lives elsewhere already stays there.
+
+    The tensors are replaced, not emptied: whoever reads a state while it is away reads its copy on the host.
+
+    Args:
+        runtime: The sharded model.
+        optimizer: The torch optimizer, or None.
+    """
+
+    def __init__(self, runtime: ZeroRuntime, optimizer: torch.optim.Optimizer | None) -> None:
+        self._runtime = runtime
+        self._optimizer = optimizer
+
+    def offload(self, kinds: Iterable[str] | None, *, pin: bool, non_blocking: bool) -> None:
+        """Moves states to the host.
+
+        Args:
+            kinds: Some of ``KINDS``; None is all.
+            pin: Page-lock the host memory, for faster copies.
+            non_blocking: Do not wait for the copies.
+
+        Raises:
+            CallOrderError: A forward or backward is open.
+            ValueError: A kind is unknown.
+        """
+        wanted = KINDS if kinds is None else tuple(str(getattr(kind, "value", kind)) for kind in kinds)
+        unknown = [kind for kind in wanted if kind not in KINDS]
+        if unknown:
+            raise ValueError(f"offload_states(include=...): {unknown} are unknown; known are {list(KINDS)}")
+        pin = may_pin(pin)
+
+        def to_host(tensor: torch.Tensor) -> torch.Tensor:
+            copy = host_tensor(tensor.numel(), tensor.dtype, pin=pin).view(tensor.shape)
+            return copy.copy_(tensor, non_blocking=non_blocking)
+
+        self._move([kind for kind in wanted if kind not in self._runtime.away], to_host, Home.HOST)
+        self._runtime.away.update(wanted)
+
+    def reload(self, *, non_blocking: bool) -> None:
+        """Brings everything back that :meth:`offload` moved.
+
+        Args:
+            non_blocking: Do not wait for the copies; later device work sees them in place.
+        """
+        device = self._runtime.device
+
+        def to_device(tensor: torch.Tensor) -> torch.Tensor:
+            with torch.inference_mode(False):
+                return torch.empty_like(tensor, device=device).copy_(tensor, non_blocking=non_blocking)
+
+        self._move(list(self._runtime.away), to_device, Home.DEVICE)
+        self._runtime.away.clear()
+
+    @torch.no_grad()
+    def _move(self, kinds: list[str], copy: Any, home: Home) -> None:
+        runtime = self._runtime
+        if runtime.in_backward or runtime.hooks.in_forward:
+            raise CallOrderError(
+                "offload_states and reload_states: a forward or backward is running; call them after it"
+            )
+        runtime.free_gathered()
+        masters = [master for master in runtime.masters if master.home is Home.DEVICE]
+        if PARAMETERS in kinds:
+            for bucket in runtime.buckets:
+                if bucket.memory.home is Home.DEVICE:
+                    bucket.relocate(copy, home)
+        for master in masters:
+            master.relocate(copy if MASTERS in kinds else None, home)
+        if OPTIMIZER_STATES in kinds and self._optimizer is not None:
+            for master in masters:
+                master.state_home = home
+                for run in master.runs:
+                    state = self._optimizer.state.get(run.param, {})
+                    for key, value in state.items():
+                        if isinstance(value, torch.Tensor) and value.dim() > 0:
+                            state[key] = copy(value)
+        for gradients in runtime.reducer.buckets if runtime.reducer is not None else ():
+            if GRADIENTS in kinds:
+                gradients.relocate(copy, home)
+            if GRADIENT_BUFFERS in kinds and home is Home.HOST:
+                gradients.free_idle_buffer()

@@ -1,0 +1,100 @@
+"""``offload_states`` and ``reload_states``: training goes on bit for bit, memory leaves and comes back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from deepspeed.errors import CallOrderError
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
+from deepspeed.zero.storage import Home
+from tests.harness import assert_states_equal, run_ranks
+from tests.offload.training import Trained, collect, config, make_engine, train_some
+from tests.oracle.models import make_batch
+
+
+def interrupted(settings: dict[str, Any], kinds: list[Any] | None) -> tuple[Trained, Trained]:
+    """Trains with and without states going to the host and back in between."""
+    plain = make_engine(settings)
+    expected = collect(plain, train_some(plain, range(4)))
+    plain.destroy()
+    engine = make_engine(settings)
+    ledger = engine._runtime.ledger
+    norms = train_some(engine, range(2))
+    weights = [master.flat.clone() for master in engine._runtime.masters]
+    engine.optimizer.count_state()
+    before = ledger.live_at(Home.DEVICE)
+    engine.offload_states(include=kinds, device=OffloadDeviceEnum.cpu, pin_memory=False)
+    engine.offload_states(include=kinds)  # nothing is left to move
+    engine.optimizer.count_state()
+    assert ledger.live_at(Home.DEVICE) < before
+    if kinds is None:
+        assert ledger.live_at(Home.DEVICE) == 0, ledger._live
+    for master, values in zip(engine._runtime.masters, weights, strict=True):
+        assert torch.equal(master.flat, values)  # readable while away
+    with pytest.raises(CallOrderError, match="reload_states"):
+        engine.step()
+    if kinds is None:
+        with pytest.raises(CallOrderError, match="lp_params"):
+            engine(make_batch(0, 0, dist.get_rank()))
+    engine.reload_states()
+    engine.reload_states()
+    engine.optimizer.count_state()
+    assert ledger.live_at(Home.HOST) == 0
+    got = collect(engine, norms + train_some(engine, range(2, 4)))
+    engine.destroy()
+    return got, expected
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_training_goes_on(ranks: int, stage: int) -> None:
+    precision = "bf16" if stage != 2 else "fp32"
+    for got, expected in run_ranks(interrupted, ranks, config(stage, precision=precision), None):
+        for part in ("norms", "compute", "masters", "states"):
+            assert_states_equal(getattr(got, part), getattr(expected, part))
+
+
+def test_single_kinds() -> None:
+    kinds = [OffloadStateTypeEnum.optim_states, "hp_params"]
+    for got, expected in run_ranks(interrupted, 2, config(3, precision="bf16"), kinds):
+        assert_states_equal(got.masters, expected.masters)
+
+
+def pending_gradients(settings: dict[str, Any]) -> None:
+    """Gradients of the first micro-batch survive a stay on the host."""
+    results = []
+    for moves in (False, True):
+        engine = make_engine(settings)
+        for micro in range(2):
+            losses = engine(make_batch(0, micro, dist.get_rank()))
+            engine.backward(losses.loss)
+            if moves and micro == 0:
+                engine.offload_states()
+                engine.reload_states()
+            engine.step()
+        results.append(collect(engine, []).masters)
+        engine.destroy()
+    assert_states_equal(results[1], results[0])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_pending_gradients(ranks: int) -> None:
+    run_ranks(pending_gradients, ranks, config(1, precision="bf16", accumulation=2))
+    run_ranks(pending_gradients, ranks, config(3, precision="bf16", accumulation=2))
+
+
+def wrong_arguments() -> None:
+    engine = make_engine(config(2))
+    with pytest.raises(ValueError, match="host memory only"):
+        engine.offload_states(device=OffloadDeviceEnum.nvme)
+    with pytest.raises(ValueError, match="unknown"):
+        engine.offload_states(include=["weights"])
+    engine.destroy()
+
+
+def test_wrong_arguments() -> None:
+    run_ranks(wrong_arguments, 1)
