@@ -240,6 +240,7 @@ def _reduction(root: Root, placement: Placement, precision: PrecisionPolicy, ran
         to_owner=placement.shard_master,
         reduce_dtype=precision.reduce_dtype,
         accumulate_dtype=precision.accumulate_dtype,
+        sums_travel_as_gradients=precision.communication_dtype is not None,
         scale=mean / before,
         prescale=before,
         bucket_numel=max(root.zero_optimization.reduce_bucket_size, 1),

@@ -442,7 +442,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Offload
 
     def precision_report(self) -> list[dict[str, Any]]:
         """Dtypes per param group: ``compute``, ``accumulate``, ``reduce``, ``master`` and ``state``."""
-        return precision_rows(self._runtime, self.basic_optimizer, self._precision)
+        return precision_rows(self._runtime, self.basic_optimizer, self._precision, self._accumulation_steps)
 
     def _summary(self) -> str:
         layout = self._runtime.layout

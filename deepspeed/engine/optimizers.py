@@ -163,11 +163,23 @@ def move_to_runs(
     for group in optimizer.param_groups:
         group["params"] = []
     for master in masters:
+        counters = [_scalar_state(states[id(parameter)]) for parameter in master.bucket.params]
+        for run in list(master.runs):
+            master.split(run, counters)
         for run in master.runs:
             optimizer.param_groups[run.span.param_group]["params"].append(run.param)
             state = _cut_state(master, run, states, master.whole_tensors)
             if state:
                 optimizer.state[run.param] = state
+
+
+def _scalar_state(state: dict[str, Any] | None) -> tuple[tuple[str, float], ...] | None:
+    """What parameters of one run must have in common: their step counts and the like, or having no state yet."""
+    if not state:
+        return None
+    return tuple(
+        (key, float(value)) for key, value in sorted(state.items()) if key == "step" or isinstance(value, (int, float))
+    )
 
 
 def _cut_state(master: MasterBucket, run: MasterRun, states: dict[int, Any], whole_tensors: bool) -> dict[str, Any]:

@@ -85,12 +85,23 @@ def _states_per_element(optimizer: DeepSpeedZeroOptimizer | None) -> int:
 
 
 def precision_rows(
-    runtime: ZeroRuntime, optimizer: torch.optim.Optimizer | None, precision: PrecisionPolicy
+    runtime: ZeroRuntime,
+    optimizer: torch.optim.Optimizer | None,
+    precision: PrecisionPolicy,
+    accumulation_steps: int,
 ) -> list[dict[str, Any]]:
     """One dict per param group."""
+
+    def travelling(dtype: torch.dtype) -> torch.dtype:
+        sums_travel = accumulation_steps > 1 and not runtime.placement.shard_gradients
+        if sums_travel and precision.communication_dtype is None:
+            return precision.accumulate_dtype
+        return precision.reduce_dtype(dtype)
+
     rows: list[dict[str, Any]] = []
     for number, group in enumerate(optimizer.param_groups if optimizer is not None else []):
-        members = [m for m in runtime.masters if any(run.span.param_group == number for run in m.runs)]
+        # By the layout, not by this rank's runs: a small group may lie on other ranks only.
+        members = [m for m in runtime.masters if any(t.param_group == number for t in m.bucket.layout.tiles)]
         compute = sorted({str(m.bucket.dtype) for m in members})
         assert optimizer is not None
         state = {
@@ -99,14 +110,15 @@ def precision_rows(
             for value in optimizer.state.get(param, {}).values()
             if isinstance(value, torch.Tensor) and value.dim() > 0
         }
+        masters = sorted({str(m.flat.dtype) for m in members})
         rows.append(
             {
                 "param_group": number,
                 "compute": compute,
                 "accumulate": str(precision.accumulate_dtype),
-                "reduce": sorted({str(precision.reduce_dtype(m.bucket.dtype)) for m in members}),
-                "master": sorted({str(m.flat.dtype) for m in members}),
-                "state": sorted(state),
+                "reduce": sorted({str(travelling(m.bucket.dtype)) for m in members}),
+                "master": masters,
+                "state": sorted(state) or (masters if optimizer.state else []),
             }
         )
     return rows

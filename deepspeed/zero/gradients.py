@@ -46,6 +46,7 @@ class ReductionPolicy:
         to_owner: The owner of a slice gets its sum; otherwise everybody gets everything.
         reduce_dtype: Dtype on the wire, per compute dtype.
         accumulate_dtype: Dtype of the sum over micro-batches.
+        sums_travel_as_gradients: Reduce that sum in ``reduce_dtype`` too (``communication_data_type`` is given).
         scale: Factor on the sum over ranks (1 / ranks for a mean).
         prescale: Factor on a gradient before it travels (``prescale_gradients``, ``gradient_predivide_factor``).
         bucket_numel: Most elements in one reduction (``reduce_bucket_size``).
@@ -57,6 +58,7 @@ class ReductionPolicy:
     to_owner: bool
     reduce_dtype: Callable[[torch.dtype], torch.dtype]
     accumulate_dtype: torch.dtype
+    sums_travel_as_gradients: bool
     scale: float
     prescale: float = 1.0
     bucket_numel: int = 500_000_000
@@ -281,12 +283,18 @@ class GradientBucket:
         self._source = source
 
     def _take_accumulator(self) -> FlatBuffer:
-        """The local sum, with a packed micro-batch added to it, in the dtype that travels."""
+        """The local sum, with a packed micro-batch added to it, in the dtype that travels.
+
+        It travels once for many micro-batches, so it goes in the precision it was summed in, unless the configuration
+        names a dtype for the wire.
+        """
         assert self._accumulator is not None
         if self.state is GradientState.FILLING:
             self.accumulate_locally()
         total, self._accumulator = self._accumulator, None
-        if self._is_local or total.tensor.dtype == self._flat.tensor.dtype:
+        if self._is_local or not self._policy.sums_travel_as_gradients:
+            return total
+        if total.tensor.dtype == self._flat.tensor.dtype:
             return total
         self._flat.grow()
         self._flat.tensor.copy_(total.tensor)

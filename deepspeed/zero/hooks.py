@@ -207,3 +207,5 @@ class ForwardHooks:
         if bucket in self._recomputed:
             return  # what recomputation saved are bare views; the next unit, or the end of backward, frees it
         bucket.reshard()
+        if not bucket.layout.trainable:
+            bucket.show_shapes(True)  # a parameter outside the optimizer may still get its gradient

@@ -304,7 +304,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
     def _skip(self, scale: float) -> None:
         rank, name = self._first_offender()
         self._skipped_in_a_row += 1
-        what = f"step {self._steps}: the gradient is not finite, first in {name!r} on rank {rank}"
+        what = f"step {self._steps}: the gradient is not finite, first in {name!r} (slice of rank {rank})"
         if self._skipped_in_a_row == 1:
             self._first_skip = what
         self._reducer.clear()
