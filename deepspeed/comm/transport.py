@@ -644,6 +644,25 @@ def create_transport(
     return transport
 
 
+_OUTSIDE_ENGINES = -1  # the owner of what is shared while there is no engine
+
+
+def shared_transport(
+    group: Any = None, *, device: torch.device | None = None, timeout: timedelta | None = None
+) -> Transport:
+    """The one transport of a group for what happens outside engines; arguments as of :func:`create_transport`."""
+    if dist.is_initialized():
+        group = group if group is not None else dist.group.WORLD
+        known = _watches.get(id(group))
+        if known is not None and known[0] is group and known[1].outside is not None:
+            return known[1].outside
+    transport = create_transport(group, device=device, timeout=timeout)
+    transport.owner = _OUTSIDE_ENGINES
+    if transport.watch is not None:
+        transport.watch.outside = transport
+    return transport
+
+
 _watches: dict[int, tuple[Any, Watch]] = {}
 
 
@@ -679,5 +698,6 @@ __all__ = [
     "Work",
     "create_transport",
     "scaled_sum",
+    "shared_transport",
     "warm_up",
 ]

@@ -57,6 +57,7 @@ class Watch:
         self._awaited: Awaited | None = None
         self._verdict: str | None = None
         self._thread: threading.Thread | None = None
+        self.outside: Any = None  # the group's transport for what happens outside engines
 
     def next_owner(self) -> int:
         """Counts the engines of this group from 0."""

@@ -129,7 +129,7 @@ FEATURES: tuple[Feature, ...] = (
         "building a model in shards",
         "Build the model as usual and hand it to deepspeed.initialize, which shards it.",
         {
-            "deepspeed.zero": "Init unwrap_model_for_generation",
+            "deepspeed.zero": "unwrap_model_for_generation",
             "deepspeed.runtime.zero.parameter_offload": "DeepSpeedZeRoOffload",
         },
     ),

@@ -9,6 +9,8 @@ __getattr__, __dir__, __all__ = lazy_names(
     {
         "DeepSpeedTensorOverride": "deepspeed.zero.views",
         "GatheredParameters": "deepspeed.zero.gathered",
+        "Init": "deepspeed.zero.init",
+        "MiCS_Init": "deepspeed.zero.init",
         "ZeroParamStatus": "deepspeed.zero.views",
         "ZeroParamType": "deepspeed.zero.views",
         "register_external_parameter": "deepspeed.zero.external",

@@ -245,7 +245,7 @@ class GatheredBlock:
             elif error is None:
                 self._warn_of_edits()
         finally:
-            self._give_back(restore=self._modifier is None or failed)
+            self.give_back(restore=self._modifier is None or failed)
 
     def _misfit(self) -> int:
         """The first parameter whose data the block replaced by something of another shape; -1 for none."""
@@ -268,7 +268,8 @@ class GatheredBlock:
                     "shape: make a new Parameter and assign it to the module instead"
                 )
 
-    def _give_back(self, *, restore: bool) -> None:
+    def give_back(self, *, restore: bool) -> None:
+        """Ends the loans without communication; ``restore``: edits of parameters that stay full are undone."""
         for parameter, address in self._present:
             loan = self._end_loan(address)
             if loan is not None and restore:

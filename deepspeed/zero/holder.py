@@ -8,7 +8,7 @@ to read, gather or move a parameter starts from there.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -26,6 +26,10 @@ class State(Enum):
     SHARDED = "sharded"
     GATHERING = "gathering"
     FULL = "full"
+
+
+Gatherer = Callable[[torch.nn.Parameter, Sequence[torch.Tensor]], bool]
+"""Gets a sharded parameter and all that the operation needs with it."""
 
 
 @dataclass
@@ -60,7 +64,7 @@ class Holder:
         shard: This rank's slice, 1-D; for a resident holder a view of all values.
         loans: Parameters that ``GatheredParameters`` keeps full, by tile.
         pins: Contexts that keep the whole holder full.
-        gatherer: Makes the holder FULL if that is allowed now, and says whether it did; None: never.
+        gatherer: Makes a parameter full if that is allowed now, and says whether it did; None: never.
         owner: The ZeRO runtime that trains the parameters, or None.
     """
 
@@ -76,7 +80,7 @@ class Holder:
     def __init__(self) -> None:
         self.loans: dict[int, Loan] = {}
         self.pins = 0
-        self.gatherer: Callable[[], bool] | None = None
+        self.gatherer: Gatherer | None = None
         self.owner: Any = None
 
     def part(self, tile: int) -> Part | None:

@@ -9,7 +9,7 @@ recomputed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from deepspeed.zero.bucket import Bucket, State
 from deepspeed.zero.handles import SavedTensorHooks
+from deepspeed.zero.holder import Gatherer
 from deepspeed.zero.schedule import GatherSchedule
 
 
@@ -176,8 +177,8 @@ class ForwardHooks:
 
     # -- uses outside the own module ---------------------------------------------------------------------------------
 
-    def _gatherer(self, bucket: Bucket) -> Callable[[], bool]:
-        def gather() -> bool:
+    def _gatherer(self, bucket: Bucket) -> Gatherer:
+        def gather(_parameter: nn.Parameter, _together: Sequence[torch.Tensor]) -> bool:
             if self._scopes:
                 self._hold(self._scopes[-1], bucket)
                 return True

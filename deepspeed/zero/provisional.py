@@ -16,7 +16,7 @@ import torch
 
 from deepspeed.comm.transport import Piece, Transport
 from deepspeed.zero.calls import compare_calls
-from deepspeed.zero.holder import Address, Holder, State, set_address
+from deepspeed.zero.holder import Address, Gatherer, Holder, State, set_address
 from deepspeed.zero.intervals import tile_parts
 from deepspeed.zero.layout import BucketLayout, Tile, bucket_layout
 from deepspeed.zero.sharded_parameter import mark_full, mark_sharded, plain_class, remember_class
@@ -108,6 +108,7 @@ def shard_parameters(
     device: torch.device,
     dtype: torch.dtype | None,
     home: torch.device | None = None,
+    gatherer: Gatherer | None = None,
 ) -> None:
     """Shards full parameters into provisional buckets; rank 0's values win.
 
@@ -120,6 +121,7 @@ def shard_parameters(
         device: Where they shall compute.
         dtype: Of floating parameters from now on; None keeps each one's own.
         home: Where the shards are kept; None: on ``device``.
+        gatherer: Makes one of them full for code that uses it outside ``GatheredParameters``.
     """
     kinds: dict[torch.dtype, list[tuple[torch.nn.Parameter, str]]] = {}
     for parameter, name in zip(params, names, strict=True):
@@ -130,7 +132,8 @@ def shard_parameters(
         described = [(name, tuple(p.shape), str(p.dtype)) for p, name in zip(params, names, strict=True)]
         compare_calls(transport, f"zero.Init shards {described}")
         for kind, members in kinds.items():
-            _shard_kind(members, transport, device, kind, home or device)
+            bucket = _shard_kind(members, transport, device, kind, home or device)
+            bucket.gatherer = gatherer
 
 
 def _shard_kind(
@@ -139,7 +142,7 @@ def _shard_kind(
     device: torch.device,
     dtype: torch.dtype,
     home: torch.device,
-) -> None:
+) -> ProvisionalBucket:
     members = list(members)
     layout = bucket_layout(
         next(_indices),
@@ -166,9 +169,10 @@ def _shard_kind(
             if part.rank != 0:
                 pieces.append(Piece(0, part.rank, place))
     if not bucket.is_sharded:
-        return
+        return bucket
     transport.move(pieces, label=f"the first values of {layout.tiles[0].name}")
     for place, values in arriving:
         place.copy_(values)
     for tile, (parameter, _) in enumerate(members):
         bucket.take_back(tile, parameter)
+    return bucket

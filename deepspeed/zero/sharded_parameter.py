@@ -10,7 +10,7 @@ parameter has the class it was made with, ``torch.nn.Parameter`` as a rule, and 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -77,7 +77,7 @@ class ShardedParameter(torch.nn.Parameter):
         name = getattr(func, "__name__", "")
         attribute = _property_of(func) if name in ("__get__", "__set__") else ""
         if attribute == "data" or name == "detach":
-            if _gather(args[0]):
+            if _gather(args[0], args[:1]):
                 return func(*args, **kwargs)
             if attribute == "data":
                 return _guarded_data(args[0]) if name == "__get__" else _refuse_data(*args)
@@ -86,8 +86,9 @@ class ShardedParameter(torch.nn.Parameter):
                 return func(*args, **kwargs)
         if name in _CONVERSIONS and _is_idle_conversion(func, args, kwargs):
             return args[0]
-        for parameter in _sharded_in((args, kwargs)):
-            if not _gather(parameter):
+        needed = _sharded_in((args, kwargs))
+        for parameter in needed:
+            if not _gather(parameter, needed):
                 raise ShardedAccessError(_refusal(address_of(parameter), name or repr(func)))
         return func(*args, **kwargs)
 
@@ -132,11 +133,11 @@ def _property_of(func: Callable[..., Any]) -> str:
     return getattr(getattr(func, "__self__", None), "__name__", "")
 
 
-def _gather(parameter: torch.Tensor) -> bool:
+def _gather(parameter: torch.nn.Parameter, together: Sequence[torch.Tensor]) -> bool:
     """Makes a parameter full if that is allowed now."""
     address = address_of(parameter)
     gatherer = None if address is None else address.holder.gatherer
-    return gatherer is not None and gatherer()
+    return gatherer is not None and gatherer(parameter, together)
 
 
 class ShardedData(torch.Tensor):

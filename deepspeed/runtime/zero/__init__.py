@@ -10,6 +10,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         "DeepSpeedZeRoOffload": "deepspeed.runtime.zero.parameter_offload",
         "GatheredParameters": "deepspeed.zero",
         "Init": "deepspeed.zero",
+        "MiCS_Init": "deepspeed.zero",
         "TiledLinear": "deepspeed.runtime.zero.tiling",
         "TiledLinearReturnBias": "deepspeed.runtime.zero.tiling",
         "ZeroParamStatus": "deepspeed.zero",

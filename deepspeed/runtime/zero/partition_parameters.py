@@ -11,10 +11,13 @@ __getattr__, __dir__, __all__ = lazy_names(
         "DeepSpeedTensorOverride": "deepspeed.zero",
         "GatheredParameters": "deepspeed.zero",
         "Init": "deepspeed.zero",
+        "MiCS_Init": "deepspeed.zero",
         "ZeroParamStatus": "deepspeed.zero",
         "ZeroParamType": "deepspeed.zero",
         "register_external_parameter": "deepspeed.zero",
         "unregister_external_parameter": "deepspeed.zero",
+        "zero_wrapper_for_fp_tensor_constructor": "deepspeed.zero.constructors",
+        "_orig_torch_arange": "deepspeed.zero.constructors",
     },
 )
 __all__ += ["get_accelerator"]

@@ -1,0 +1,280 @@
+"""Sharding modules as they are built.
+
+While a construction is active every module class has its ``__init__`` wrapped, those that are defined meanwhile
+included. When the outermost ``__init__`` of a module returns, the module's own parameters are sharded. What comes later
+(a parameter registered afterwards, a class whose ``__init__`` could not be wrapped) is found when the ``__init__`` of a
+module above it returns, when the context ends, or in ``deepspeed.initialize``.
+
+Code of the model may go on using parameters that are sharded already, such as a last pass over all weights that scales
+some of them. Every rank runs that code, so the parameter is gathered for it, and rank 0's values count afterwards.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from deepspeed.comm.transport import Transport
+from deepspeed.zero.gathered import GatheredBlock
+from deepspeed.zero.holder import address_of
+from deepspeed.zero.patches import Patch
+from deepspeed.zero.provisional import shard_parameters
+from deepspeed.zero.untouched import is_untouched, untouched
+
+_built: weakref.WeakKeyDictionary[Transport, int] = weakref.WeakKeyDictionary()
+"""Modules sharded so far, by the group that shares them: names them alike on all ranks."""
+
+
+class Construction:
+    """How modules are sharded inside one ``zero.Init`` context.
+
+    Args:
+        transport: Of the group that shares the parameters.
+        device: Where they compute.
+        dtype: Of floating parameters; None keeps each one's own.
+        home: Device of the shards.
+        patches: Further replacements that hold while the context is active.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        device: torch.device,
+        dtype: torch.dtype | None,
+        home: torch.device,
+        patches: Sequence[Patch] = (),
+    ) -> None:
+        self.transport = transport
+        self.device = device
+        self.dtype = dtype
+        self.home = home
+        self.patches = list(patches)
+        self._unfinished: list[int] = []
+        self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._order: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self._open: list[tuple[torch.nn.Parameter, GatheredBlock]] = []
+
+    # -- modules -----------------------------------------------------------------------------------------------------
+
+    def begin(self, module: nn.Module) -> bool:
+        """An ``__init__`` of ``module`` starts. Returns whether it is the outermost one."""
+        if id(module) in self._unfinished:
+            return False
+        self._unfinished.append(id(module))
+        return True
+
+    def abandon(self, module: nn.Module) -> None:
+        """The outermost ``__init__`` raised."""
+        self._unfinished.remove(id(module))
+
+    def finish(self, module: nn.Module) -> None:
+        """The outermost ``__init__`` returned: shards the module's parameters."""
+        self._unfinished.remove(id(module))
+        if "_modules" not in module.__dict__:
+            return  # it never called Module.__init__
+        self._seen.add(module)
+        self._order[module] = len(self._order)
+        self.shard_tree(module)
+        if not self._unfinished:
+            self.close_open()
+
+    def shard_tree(self, module: nn.Module) -> None:
+        """Shards what was built in this context of a module and of the modules below it, as far as it may be."""
+        for part in module.modules():
+            if part in self._seen and id(part) not in self._unfinished:
+                self.shard(part)
+
+    def shard(self, module: nn.Module) -> None:
+        """Shards the parameters that a module itself owns."""
+        found = {name: p for name, p in module._parameters.items() if p is not None and _can_be_sharded(p)}
+        if not found:
+            return
+        count = _built[self.transport] = _built.get(self.transport, 0) + 1
+        title = f"{type(module).__name__}#{count}"
+        shard_parameters(
+            list({id(p): p for p in found.values()}.values()),
+            [f"{title}.{name}" for name in {id(p): name for name, p in found.items()}.values()],
+            transport=self.transport,
+            device=self.device,
+            dtype=self.dtype,
+            home=self.home,
+            gatherer=self.gather,
+        )
+
+    def end(self) -> None:
+        """The context ends without an exception: shards what is left."""
+        self.close_open()
+        for module in sorted(self._seen, key=self._order.__getitem__):
+            self.shard(module)
+        self._seen.clear()
+
+    def drop(self) -> None:
+        """The context ends with an exception; the other ranks may be anywhere, so nothing is sent."""
+        for _, block in self._open:
+            block.give_back(restore=False)
+        self._open.clear()
+        self._seen.clear()
+
+    # -- uses of parameters that are sharded already -----------------------------------------------------------------
+
+    def gather(self, parameter: torch.nn.Parameter, together: Sequence[torch.Tensor]) -> bool:
+        """Makes a parameter full for code of the model. Every rank runs that code.
+
+        Args:
+            parameter: The parameter.
+            together: All that the running operation needs; others are given back first.
+
+        Returns:
+            False once the context has ended.
+        """
+        if self not in _active or is_untouched():
+            return False
+        with untouched():
+            needed = {id(other) for other in together}
+            self._close(lambda other: id(other) not in needed and not _has_views(other))
+            address = address_of(parameter)
+            assert address is not None
+            block = GatheredBlock(self.transport, [(parameter, address)], modifier=0)
+            block.open()
+            self._open.append((parameter, block))
+        return True
+
+    def close_open(self) -> None:
+        """Gives back what :meth:`gather` made full; rank 0's values count."""
+        with untouched():
+            self._close(lambda other: True)
+
+    def _close(self, is_done: Callable[[torch.nn.Parameter], bool]) -> None:
+        kept = []
+        for parameter, block in self._open:
+            if is_done(parameter):
+                block.close(None)
+            else:
+                kept.append((parameter, block))
+        self._open = kept
+
+
+def _can_be_sharded(parameter: torch.nn.Parameter) -> bool:
+    """Whether a parameter has values of its own: neither sharded, nor lazy, nor on the meta device."""
+    return address_of(parameter) is None and not is_lazy(parameter) and parameter.device.type != "meta"
+
+
+_KNOWN_REFERENCES = 3  # to the storage of a lent tensor: the loan's, the parameter's, and the one that asks
+
+
+def _has_views(parameter: torch.nn.Parameter) -> bool:
+    """Whether code of the model holds a view of a parameter that was gathered for it and may still write to it."""
+    return torch._C._storage_Use_Count(parameter.data.untyped_storage()._cdata) > _KNOWN_REFERENCES
+
+
+# -- the active contexts ---------------------------------------------------------------------------------------------
+
+_active: list[Construction] = []
+_class_patches: list[Patch] = []
+
+
+def enter(construction: Construction) -> None:
+    """Makes ``construction`` the one that shards new modules."""
+    if not _active:
+        _wrap_classes()
+    _active.append(construction)
+    for patch in construction.patches:
+        patch.apply()
+
+
+def leave(construction: Construction) -> None:
+    """Takes ``construction`` out; the one around it goes on."""
+    for patch in reversed(construction.patches):
+        patch.revert()
+    _active.remove(construction)
+    if not _active:
+        _unwrap_classes()
+
+
+@contextmanager
+def suspended() -> Iterator[None]:
+    """Inside, modules and tensors are built as if no context were active."""
+    global _active
+    waiting, _active = _active, []
+    for construction in reversed(waiting):
+        for patch in reversed(construction.patches):
+            patch.revert()
+    if waiting:
+        _unwrap_classes()
+    try:
+        yield
+    finally:
+        if waiting:
+            _wrap_classes()
+        for construction in waiting:
+            for patch in construction.patches:
+                patch.apply()
+        _active = waiting
+
+
+def _wrap_classes() -> None:
+    for kind in _all_subclasses(nn.Module):
+        _wrap(kind)
+    original = nn.Module.__dict__.get("__init_subclass__")
+
+    def wrap_new_class(cls: type, **kwargs: Any) -> None:
+        if original is not None:
+            original.__get__(None, cls)(**kwargs)
+        else:
+            super(nn.Module, cls).__init_subclass__(**kwargs)  # type: ignore[misc]
+        if _active:
+            _wrap(cls)
+
+    patch = Patch(nn.Module, "__init_subclass__", classmethod(wrap_new_class))
+    patch.apply()
+    _class_patches.append(patch)
+
+
+def _unwrap_classes() -> None:
+    while _class_patches:
+        _class_patches.pop().revert()
+
+
+def _all_subclasses(kind: type) -> list[type]:
+    found: set[type] = {kind}
+    waiting: list[type] = [kind]
+    while waiting:
+        children: list[type] = type.__subclasses__(waiting.pop())
+        for child in children:
+            if child not in found:
+                found.add(child)
+                waiting.append(child)
+    return [kind for kind in found if not kind.__module__.startswith("torch.jit")]
+
+
+def _wrap(kind: type) -> None:
+    original = kind.__dict__.get("__init__")
+    if isinstance(original, FunctionType):
+        patch = Patch(kind, "__init__", _wrapped(original))
+        patch.apply()
+        _class_patches.append(patch)
+
+
+def _wrapped(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - it becomes a method
+        construction = _active[-1] if _active else None
+        if construction is None or is_untouched() or not construction.begin(self):
+            original(self, *args, **kwargs)
+            return
+        try:
+            original(self, *args, **kwargs)
+        except BaseException:
+            construction.abandon(self)
+            raise
+        construction.finish(self)
+
+    return __init__
