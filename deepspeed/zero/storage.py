@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -35,12 +35,15 @@ class Kind(Enum):
 class Ledger:
     """Bytes alive and their peak, by kind and home. One per ZeRO instance.
 
-    Args:
+    Attributes:
+        default_device_limit: Of books that are opened from now on (``offload.budget``).
         device_limit: Most bytes of all kinds together on the device; None for no limit.
     """
 
-    def __init__(self, device_limit: int | None = None) -> None:
-        self.device_limit = device_limit
+    default_device_limit: ClassVar[int | None] = None
+
+    def __init__(self) -> None:
+        self.device_limit = self.default_device_limit
         self._live: dict[tuple[Kind, Home], int] = defaultdict(int)
         self._peak: dict[tuple[Kind, Home], int] = defaultdict(int)
 

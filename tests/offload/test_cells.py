@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.harness import assert_states_equal, run_ranks
-from tests.offload.training import Trained, config, train
+from tests.offload.training import Trained, config, train, train_each
 
 # Optimizer states in files work at every stage that shards them, parameters elsewhere at stage 3 alone.
 CELLS = [
@@ -18,7 +18,6 @@ CELLS = [
     for stage, optimizer, param in itertools.product((1, 2, 3), ("none", "cpu", "nvme"), ("none", "cpu", "nvme"))
     if (optimizer, param) != ("none", "none") and (stage == 3 or param == "none")
 ]
-_ran: set[tuple[int, str, str]] = set()
 _plain: dict[Any, list[Trained]] = {}
 
 
@@ -63,29 +62,32 @@ def homes_of(trained: Trained, kind: str) -> set[str]:
 HOME = {"none": "device", "cpu": "host", "nvme": "file"}
 
 
-@pytest.mark.parametrize(("stage", "optimizer", "param"), CELLS)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_cell(ranks: int, stage: int, optimizer: str, param: str, tmp_path: Path) -> None:
-    # The cells differ in precision and pipelining too; every value of each meets every device.
+def cell_settings(ranks: int, stage: int, optimizer: str, param: str) -> dict[str, Any]:
+    """The cells differ in precision too; every precision meets every device."""
     precision = ("bf16", "fp32", "fp16")[(stage + ranks + len(optimizer) + len(param)) % 3]
-    settings: dict[str, Any] = {"stage": stage, "precision": precision, "accumulation": 2}
-    sections = offload(optimizer, param, tmp_path, pipelined=ranks == 2)
-    got = run_ranks(train, ranks, config(**settings, **sections))
-    assert_same(got, plain(ranks, **settings))
-    for trained in got:
-        assert homes_of(trained, "optimizer state") == {HOME[optimizer]}
-        if stage == 3:
-            assert homes_of(trained, "compute parameters") == {HOME[param]}
-        assert homes_of(trained, "master weights") <= {HOME[optimizer]}
+    return {"stage": stage, "precision": precision, "accumulation": 2}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_cells(ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    every = [cell_settings(ranks, *cell) for cell in CELLS]
+    plain = [config(**settings) for settings in every]
+    offloaded = [
+        config(**settings, **offload(optimizer, param, tmp_path, pipelined=ranks == 2))
+        for settings, (_, optimizer, param) in zip(every, CELLS, strict=True)
+    ]
+    for got in run_ranks(train_each, ranks, [*plain, *offloaded], timeout=240):
+        for cell, expected, trained in zip(CELLS, got, got[len(CELLS) :], strict=False):
+            stage, optimizer, param = cell
+            assert_same([trained], [expected])
+            assert homes_of(trained, "optimizer state") == {HOME[optimizer]}, cell
+            assert homes_of(trained, "master weights") <= {HOME[optimizer]}, cell
+            if stage == 3:
+                assert homes_of(trained, "compute parameters") == {HOME[param]}, cell
     assert not list(tmp_path.iterdir()), "destroy() removes the files"
-    _ran.add((stage, optimizer, param))
-
-
-def test_number_of_cells(capsys: pytest.CaptureFixture[str]) -> None:
     with capsys.disabled():
-        print(f"\noffload: {len(_ran)} of {len(CELLS)} cells of stage and homes ran, each on 1 and 2 ranks")
+        print(f"\noffload: {len(CELLS)} cells of stage, optimizer home and parameter home ran on {ranks} rank(s)")
     assert len(CELLS) == 12
-    assert not _ran or len(_ran) == len(CELLS)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

@@ -95,6 +95,11 @@ def collect(engine: Any, norms: list[float]) -> Trained:
     )
 
 
+def train_each(every: list[dict[str, Any]], steps: int = 3) -> list[Trained]:
+    """Body of a rank: one training after the other."""
+    return [train(settings, steps) for settings in every]
+
+
 def train(settings: dict[str, Any], steps: int = 3, overflow_at: int = -1) -> Trained:
     """Body of a rank."""
     engine = make_engine(settings)
