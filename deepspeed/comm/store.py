@@ -1,4 +1,4 @@
-"""The key-value store through which the ranks met."""
+"""What torch.distributed knows of its groups beyond its public functions: the rendezvous store, and which are alive."""
 
 from __future__ import annotations
 
@@ -11,3 +11,8 @@ from torch.distributed import distributed_c10d
 def rendezvous_store() -> Any:
     """The store of the default process group, shared by all its ranks, or None without one."""
     return distributed_c10d._get_default_store() if dist.is_initialized() else None
+
+
+def is_alive(group: Any) -> bool:
+    """Whether ``group`` has not been destroyed."""
+    return group in distributed_c10d._world.pg_map

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.comm.counters import traffic
-from deepspeed.comm.store import rendezvous_store
+from deepspeed.comm.store import is_alive, rendezvous_store
 from deepspeed.comm.watch import Watch
 
 _CHUNK = 65536  # elements of a local sum: 256 KiB of fp32, so that operands stay in cache
@@ -653,7 +653,11 @@ def shared_transport(
     """The one transport of a group for what happens outside engines; arguments as of :func:`create_transport`."""
     if dist.is_initialized():
         group = group if group is not None else dist.group.WORLD
-        known = _watches.get(id(group))
+        for key, (old, watch) in list(_watches.items()):
+        if not is_alive(old):
+            watch.stop()
+            del _watches[key]
+    known = _watches.get(id(group))
         if known is not None and known[0] is group and known[1].outside is not None:
             return known[1].outside
     transport = create_transport(group, device=device, timeout=timeout)

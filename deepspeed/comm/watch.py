@@ -53,11 +53,16 @@ class Watch:
         self._size = size
         self._abort = abort
         self._owners = 0
+        self._is_over = False
         self._issued: dict[str, int] = defaultdict(int)
         self._awaited: Awaited | None = None
         self._verdict: str | None = None
         self._thread: threading.Thread | None = None
         self.outside: Any = None  # the group's transport for what happens outside engines
+
+    def stop(self) -> None:
+        """Ends the watching thread: the group is gone."""
+        self._is_over = True
 
     def next_owner(self) -> int:
         """Counts the engines of this group from 0."""
@@ -90,6 +95,8 @@ class Watch:
     def _run(self) -> None:
         while self._verdict is None:
             time.sleep(_PERIOD)
+            if self._is_over:
+                return
             awaited = self._awaited
             if awaited is None or time.monotonic() - awaited.since < _PERIOD:
                 continue
