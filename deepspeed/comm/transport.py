@@ -653,11 +653,7 @@ def shared_transport(
     """The one transport of a group for what happens outside engines; arguments as of :func:`create_transport`."""
     if dist.is_initialized():
         group = group if group is not None else dist.group.WORLD
-        for key, (old, watch) in list(_watches.items()):
-        if not is_alive(old):
-            watch.stop()
-            del _watches[key]
-    known = _watches.get(id(group))
+        known = _watches.get(id(group))
         if known is not None and known[0] is group and known[1].outside is not None:
             return known[1].outside
     transport = create_transport(group, device=device, timeout=timeout)
@@ -672,6 +668,10 @@ _watches: dict[int, tuple[Any, Watch]] = {}
 
 def _watch_of(group: Any, ranks: list[int], rank: int, abort: Callable[[], None]) -> Watch:
     """The one watch of a process group: deadlocks between two engines on it are seen too."""
+    for key, (old, watch) in list(_watches.items()):
+        if not is_alive(old):
+            watch.stop()
+            del _watches[key]
     known = _watches.get(id(group))
     if known is None or known[0] is not group:
         scope = f"deepspeed/{'-'.join(map(str, ranks)) if len(ranks) <= 8 else hash(tuple(ranks))}"
