@@ -104,10 +104,10 @@ class StagingPool:
 class HeldBuffer(FlatBuffer):
     """Host memory of a reduced gradient that is kept from step to step, because locking pages is slow."""
 
-    def __init__(self, like: torch.Tensor, *, pin: bool, ledger: Ledger) -> None:
-        self.nbytes = like.numel() * like.element_size()
+    def __init__(self, numel: int, dtype: torch.dtype, *, pin: bool, ledger: Ledger) -> None:
+        self.nbytes = numel * dtype.itemsize
         ledger.add(Kind.GRADIENT, Home.HOST, self.nbytes)
-        self.tensor = host_tensor(like.numel(), like.dtype, pin=pin)
+        self.tensor = host_tensor(numel, dtype, pin=pin)
         self._storage = self.tensor.untyped_storage()
         self.is_allocated = True
         self.arrival = CopyDone()
@@ -117,6 +117,10 @@ class HeldBuffer(FlatBuffer):
 
     def free(self) -> None:
         """Does nothing: the memory is kept."""
+
+    def drop(self, ledger: Ledger) -> None:
+        """Takes it out of the books; the memory goes with the last use."""
+        ledger.add(Kind.GRADIENT, Home.HOST, -self.nbytes)
 
 
 class HostLanding(Landing):
@@ -140,19 +144,33 @@ class HostLanding(Landing):
 
     def land(self, reduced: FlatBuffer) -> FlatBuffer:
         """See the class this one derives from."""
-        if self._held is None:
-            self._held = HeldBuffer(reduced.tensor, pin=self._pool.pin, ledger=self._ledger)
-        assert self._held.tensor.dtype == reduced.tensor.dtype
-        self._pool.settle(self._held, drop=True)  # of a step that was given up
-        self._held.arrival = self._pool.down.copy(self._held.tensor, reduced.tensor)
+        if self._held is not None:
+            self._pool.settle(self._held, drop=True)  # of a step that was given up
+            self._held.arrival.wait_on_host()
+        held = self._hold(reduced.tensor.numel(), reduced.tensor.dtype)
+        held.arrival = self._pool.down.copy(held.tensor, reduced.tensor)
         reduced.free()
+        return held
+
+    def _hold(self, numel: int, dtype: torch.dtype) -> HeldBuffer:
+        """Memory for at least ``dtype``; what was held in a narrower one is dropped."""
+        if self._held is not None and self._held.tensor.dtype.itemsize < dtype.itemsize:
+            self._held.drop(self._ledger)
+            self._held = None
+        if self._held is None:
+            self._held = HeldBuffer(numel, dtype, pin=self._pool.pin, ledger=self._ledger)
         return self._held
 
-    def add(self, result: FlatBuffer, reduced: FlatBuffer) -> None:
+    def add(self, result: FlatBuffer, reduced: FlatBuffer, dtype: torch.dtype) -> FlatBuffer:
         """See the class this one derives from."""
         assert result is self._held and self._held is not None
+        if result.tensor.dtype.itemsize < dtype.itemsize:
+            self.wait(result)
+            held = self._hold(result.tensor.numel(), dtype)
+            held.tensor.copy_(result.tensor)
         self._pool.add(self._held, reduced.tensor)
         reduced.free()
+        return self._held
 
     def wait(self, result: FlatBuffer) -> None:
         """See the class this one derives from."""

@@ -88,10 +88,20 @@ class Landing:
         """The reduced gradient in its memory; ``reduced`` is given up."""
         return reduced
 
-    def add(self, result: FlatBuffer, reduced: FlatBuffer) -> None:
-        """Adds a reduced gradient to one that has landed; ``reduced`` is given up."""
+    def add(self, result: FlatBuffer, reduced: FlatBuffer, dtype: torch.dtype) -> FlatBuffer:
+        """Adds a reduced gradient to one that has landed; both are given up.
+
+        Args:
+            result: What :meth:`land` or this method returned.
+            reduced: What is added.
+            dtype: Of the sum.
+
+        Returns:
+            The sum.
+        """
         result.tensor.add_(reduced.tensor)
         reduced.free()
+        return result
 
     def wait(self, result: FlatBuffer) -> None:
         """Returns when ``result`` holds everything that was landed in it or added to it."""
@@ -310,7 +320,7 @@ class GradientBucket:
             # Where that is the packed buffer, the next pack moves it out of the way.
             self._result = self._landing.land(source)
         else:
-            self._landing.add(self._result, source)
+            self._result = self._landing.add(self._result, source, self._policy.accumulate_dtype)
 
     def _move_result_out_of_flat(self) -> None:
         """Another backward needs the packed buffer that still holds the result of the last one."""
@@ -336,7 +346,7 @@ class GradientBucket:
             if self._result is None:
                 self._result = self._landing.land(self._in_accumulate_dtype(incoming))
             else:
-                self._landing.add(self._result, incoming)
+                self._result = self._landing.add(self._result, incoming, self._policy.accumulate_dtype)
         self.state = GradientState.REDUCED
 
     def _in_accumulate_dtype(self, reduced: FlatBuffer) -> FlatBuffer:

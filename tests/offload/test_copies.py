@@ -1,0 +1,137 @@
+"""What only happens with an accelerator, made to happen on the CPU: gradients that come down, results that go up.
+
+Streams and events are left out (there are none here); which buffer holds what, when, is the same code.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from deepspeed.offload import homes, pinned
+from deepspeed.offload.host import HeldBuffer
+from deepspeed.offload.pinned import PAGE, host_tensor, page_buffer
+from deepspeed.zero.masters import MasterBucket
+from deepspeed.zero.storage import Home, Kind
+from tests.harness import assert_states_equal, run_ranks
+from tests.offload.test_cells import offload
+from tests.offload.training import Trained, collect, config, make_engine, train, train_some
+from tests.oracle.models import make_batch
+
+
+class Elsewhere:
+    """Makes the engine believe that host memory is not the device's."""
+
+    def __enter__(self) -> None:
+        real = homes.OffloadHomes.__init__
+
+        def init(self: Any, *arguments: Any, **settings: Any) -> None:
+            real(self, *arguments, **{**settings, "_host_is_device": False})
+
+        self.patches = [
+            mock.patch.object(homes.OffloadHomes, "__init__", init),
+            mock.patch.object(MasterBucket, "writes_out_in_place", property(lambda self: self.out is None)),
+            mock.patch.object(MasterBucket, "_can_share", lambda self, compute: False),
+        ]
+        for patch in self.patches:
+            patch.start()
+
+    def __exit__(self, *_: Any) -> None:
+        for patch in self.patches:
+            patch.stop()
+
+
+def both(settings: dict[str, Any], plain: dict[str, Any], overflow_at: int) -> tuple[Trained, Trained, int]:
+    expected = train(plain, 4, overflow_at)
+    with Elsewhere():
+        engine = make_engine(settings)
+        norms = train_some(engine, range(4), overflow_at)
+        held = engine._runtime.ledger.live(Kind.GRADIENT, Home.HOST)
+        landed = [gradients._landing._held for gradients in engine._runtime.reducer.buckets]
+        assert any(isinstance(buffer, HeldBuffer) for buffer in landed)
+        got = collect(engine, norms)
+        engine.destroy()
+    return got, expected, held
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+@pytest.mark.parametrize(("stage", "ranks"), [(1, 2), (2, 1), (3, 2)])
+def test_copies(stage: int, ranks: int, device: str, tmp_path: Path) -> None:
+    for accumulation, precision, overflow_at in ((1, "fp16", 2), (3, "bf16", -1)):
+        settings: dict[str, Any] = {"stage": stage, "precision": precision, "accumulation": accumulation}
+        sections = offload(device, "none", tmp_path, pipelined=True)
+        offloaded = config(**settings, **sections, sub_group_size=4096)
+        for got, expected, held in run_ranks(both, ranks, offloaded, config(**settings), overflow_at):
+            for part in ("norms", "compute", "masters", "states"):
+                assert_states_equal(getattr(got, part), getattr(expected, part))
+            assert held > 0
+
+
+def dropped(settings: dict[str, Any]) -> None:
+    """Gradients that are thrown away between two steps leave nothing behind."""
+    results = []
+    for wasted in (0, 2):
+        with Elsewhere():
+            engine = make_engine(settings)
+            for micro in range(wasted):
+                engine.backward(engine(make_batch(9, micro, dist.get_rank())).loss)
+            engine.zero_grad()
+            engine.micro_steps = 0
+            train_some(engine, range(2))
+            results.append(collect(engine, []).masters)
+            engine.destroy()
+    assert_states_equal(results[1], results[0])
+
+
+def test_dropped_gradients() -> None:
+    run_ranks(dropped, 2, config(2, precision="bf16", accumulation=3, offload_optimizer={"device": "cpu"}))
+
+
+def test_buffers_have_exact_size_and_alignment() -> None:
+    for nbytes in (1, PAGE, PAGE + 1, 3_000_000):
+        buffer = page_buffer(nbytes, pin=False)
+        assert buffer.numel() == nbytes and buffer.data_ptr() % PAGE == 0
+        assert buffer.untyped_storage().nbytes() == -(-nbytes // PAGE) * PAGE
+    assert page_buffer(0, pin=False).numel() == 0
+    assert not host_tensor(100, torch.bfloat16, pin=False).is_pinned()
+
+
+def test_without_accelerator_pinning_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(pinned, "log_dist_once", lines.append)
+    assert not pinned.may_pin(False) and lines == []
+    assert not pinned.may_pin(True) and len(lines) == 1 and "unpinned" in lines[0]
+
+
+def test_pinning_registers_the_pages_and_lets_them_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, int, int]] = []
+
+    class Runtime:
+        def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802 - the driver's name
+            calls.append(("lock", address, nbytes))
+            return 0
+
+        def cudaHostUnregister(self, address: int) -> int:  # noqa: N802 - the driver's name
+            calls.append(("unlock", address, 0))
+            return 0
+
+    class Accelerator:
+        def device_name(self) -> str:
+            return "cuda"
+
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(pinned, "get_accelerator", Accelerator)
+    buffer = page_buffer(5000, pin=True)
+    address = buffer.data_ptr()
+    assert calls == [("lock", address, 2 * PAGE)]
+    view = buffer[100:200]
+    del buffer
+    assert len(calls) == 1, "still in use"
+    del view
+    assert calls[1:] == [("unlock", address, 0)]
