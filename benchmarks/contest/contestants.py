@@ -7,6 +7,7 @@ those that use it.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from contest.workloads import Batch, Workload
 
 Step = Callable[[Batch], float]
+_MALLOC_TRIM_THRESHOLD, _MALLOC_MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3)
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
@@ -178,6 +180,18 @@ def _fsdp2(workload: Workload) -> Step:
     return step
 
 
+def _with_our_malloc(build: Callable[[Workload], Step]) -> Callable[[Workload], Step]:
+    """The same with the two malloc settings that our engine makes on glibc, to tell their share from the rest."""
+
+    def tuned(workload: Workload) -> Step:
+        mallopt = ctypes.CDLL(None).mallopt
+        if not (mallopt(_MALLOC_MMAP_THRESHOLD, 1 << 30) and mallopt(_MALLOC_TRIM_THRESHOLD, 2**31 - 1)):
+            raise RuntimeError("mallopt refused; the *-malloc contestants need glibc")
+        return build(workload)
+
+    return tuned
+
+
 def engine_config(stage: int, micro_batch: int) -> dict[str, Any]:
     """The ``ds_config`` of both packages: defaults, but no clipping, and stage 3 may not keep small tensors whole."""
     zero: dict[str, Any] = {"stage": stage}
@@ -236,6 +250,8 @@ CONTESTANTS = {
         Contestant("ddp", "DDP, fp32 weights and gradients, bf16 autocast, fused AdamW", _ddp),
         Contestant("ddp-bf16", "DDP, bf16 weights and gradients, fp32 masters, fused AdamW", _ddp_bf16),
         Contestant("fsdp2", "fully_shard per block and root, fp32 shards, bf16 compute and reduction", _fsdp2),
+        Contestant("ddp-bf16-malloc", "ddp-bf16, with our engine's malloc settings", _with_our_malloc(_ddp_bf16)),
+        Contestant("fsdp2-malloc", "fsdp2, with our engine's malloc settings", _with_our_malloc(_fsdp2)),
         *(
             Contestant(f"upstream-{s}", f"published deepspeed, ZeRO {s}, torch fused AdamW", _upstream(s), peer=True)
             for s in range(4)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from contest.arena import Result
 
-IMPORT_SECONDS_AT_MOST = 0.3
 LOSS_TOLERANCE = 0.02  # relative; bf16 rounding and another order of sums, seen over ten steps: below 0.005
 _LOSS_STEPS = 10
+_WIDEST_SPREAD = 0.15  # of the ratio: above it the rounds differ too much for a verdict
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ class Verdict:
         ratio: Median step time of ours over the other's.
         spread: Quartiles of the ratios of single rounds.
         fastest: Ratio of the fastest steps; on a busy machine the steadier of the two.
+        cpu: Ratio of the median processor times of a step.
         memory: Ratio of peak resident memory in steady training.
         memory_above_import: The same without what importing torch costs.
     """
@@ -68,19 +69,27 @@ class Verdict:
     ratio: float
     spread: tuple[float, float]
     fastest: float
+    cpu: float
     memory: float
     memory_above_import: float
 
     @property
+    def is_noisy(self) -> bool:
+        """Whether the rounds disagree too much for a verdict."""
+        return self.spread[1] - self.spread[0] > _WIDEST_SPREAD * self.ratio
+
+    @property
     def met(self) -> bool | None:
-        """None where there is no goal."""
-        return None if self.goal.at_most is None else self.ratio <= self.goal.at_most
+        """None where there is no goal or no verdict."""
+        return None if self.goal.at_most is None or self.is_noisy else self.ratio <= self.goal.at_most
 
     @property
     def words(self) -> str:
-        """ "met", or by how much of the other's step the goal was missed."""
+        """Whether the goal was met, by how much of the other's step it was missed, or that noise forbids to say."""
         if self.goal.at_most is None:
             return ""
+        if self.is_noisy:
+            return "undecided: noise"
         return "met" if self.met else f"missed by {self.ratio - self.goal.at_most:.2f}"
 
 
@@ -100,6 +109,7 @@ def judge(workload: str, results: Mapping[str, Result]) -> list[Verdict]:
                 ratio=ours.median / other.median,
                 spread=(lower, upper),
                 fastest=ours.fastest / other.fastest,
+                cpu=statistics.median(ours.cpu_seconds) / statistics.median(other.cpu_seconds),
                 memory=ours.memory["steady_peak_mib"] / other.memory["steady_peak_mib"],
                 memory_above_import=above[0] / above[1],
             )

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from contest.arena import Result
 from contest.contestants import ADAMW, CONTESTANTS, engine_config
-from contest.goals import IMPORT_SECONDS_AT_MOST, LOSS_TOLERANCE, Verdict, judge, loss_distance
+from contest.goals import LOSS_TOLERANCE, Verdict, judge, loss_distance
 from contest.workloads import WORKLOADS
 
 Rows = tuple[list[str], list[list[str]]]  # header, body
@@ -45,35 +45,9 @@ class Contest:
         return None
 
 
-@dataclass(frozen=True)
-class ImportCost:
-    """Seconds of ``import deepspeed`` after ``import torch``, one entry per fresh process, and what it printed."""
-
-    seconds: list[float]
-    printed: str
-
-    @property
-    def median(self) -> float:
-        """Median seconds."""
-        return sorted(self.seconds)[len(self.seconds) // 2]
-
-    @property
-    def met(self) -> bool:
-        """Fast enough and silent."""
-        return self.median <= IMPORT_SECONDS_AT_MOST and not self.printed
-
-    @property
-    def words(self) -> str:
-        """One line for people."""
-        spread = f"{min(self.seconds):.2f} to {max(self.seconds):.2f}"
-        speed = (
-            "met" if self.median <= IMPORT_SECONDS_AT_MOST else f"missed by {self.median - IMPORT_SECONDS_AT_MOST:.2f}"
-        )
-        noise = "prints nothing" if not self.printed else f"prints {len(self.printed)} characters, must print none"
-        return (
-            f"import deepspeed costs {self.median:.2f} s over import torch ({spread}; "
-            f"goal at most {IMPORT_SECONDS_AT_MOST}: {speed}); it {noise}"
-        )
+def load() -> float:
+    """Processes that wanted to run in the last minute; above 0.5 before the start, times are not worth much."""
+    return round(os.getloadavg()[0], 2)
 
 
 def hardware() -> dict[str, Any]:
@@ -87,7 +61,7 @@ def hardware() -> dict[str, Any]:
         "logical_cores": os.cpu_count(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "system": f"{platform.system()} {platform.release()}",
-        "load_at_start": round(os.getloadavg()[0], 2),
+        "load_at_start": load(),
     }
 
 
@@ -143,7 +117,17 @@ def _loss_words(result: Result, reference: Result | None) -> str:
 
 def ratios_table(contest: Contest) -> Rows:
     """Ratios of step time and memory with the goals."""
-    header = ["pair", "time", "rounds' quartiles", "fastest", "goal", "verdict", "peak memory", "memory over import"]
+    header = [
+        "pair",
+        "time",
+        "rounds' quartiles",
+        "fastest",
+        "cpu",
+        "goal",
+        "verdict",
+        "peak memory",
+        "memory over import",
+    ]
     body = []
     for verdict in contest.verdicts:
         goal = verdict.goal
@@ -153,6 +137,7 @@ def ratios_table(contest: Contest) -> Rows:
                 f"{verdict.ratio:.2f}",
                 f"{verdict.spread[0]:.2f}-{verdict.spread[1]:.2f}",
                 f"{verdict.fastest:.2f}",
+                f"{verdict.cpu:.2f}",
                 "" if goal.at_most is None else f"<= {goal.at_most:.2f}",
                 verdict.words,
                 f"{verdict.memory:.2f}",
@@ -182,11 +167,10 @@ def show(console: Console, contest: Contest) -> None:
             console.print(result.failure, style="red", markup=False, highlight=False)
 
 
-def as_dict(contests: list[Contest], imported: ImportCost | None, facts: dict[str, Any]) -> dict[str, Any]:
+def as_dict(contests: list[Contest], facts: dict[str, Any]) -> dict[str, Any]:
     """Everything measured, for machines; seconds, bytes and MiB as the keys say."""
     return {
         **facts,
-        "import": None if imported is None else {**dataclasses.asdict(imported), "met": imported.met},
         "workloads": {
             contest.workload: {
                 "results": {name: dataclasses.asdict(result) for name, result in contest.results.items()},
@@ -200,14 +184,12 @@ def as_dict(contests: list[Contest], imported: ImportCost | None, facts: dict[st
     }
 
 
-def write(folder: Path, contests: list[Contest], imported: ImportCost | None, facts: dict[str, Any]) -> Path:
+def write(folder: Path, contests: list[Contest], facts: dict[str, Any]) -> Path:
     """Writes ``zero-DATE.md`` and ``zero-DATE.json``; returns the first."""
     folder.mkdir(parents=True, exist_ok=True)
     stem = folder / f"zero-{facts['date']}"
-    stem.with_suffix(".json").write_text(json.dumps(as_dict(contests, imported, facts), indent=1) + "\n")
+    stem.with_suffix(".json").write_text(json.dumps(as_dict(contests, facts), indent=1) + "\n")
     lines = [f"# ZeRO benchmark, {facts['date']}", "", "```json", json.dumps(facts, indent=1), "```", ""]
-    if imported is not None:
-        lines += [imported.words + ".", ""]
     for contest in contests:
         lines += [f"## {WORKLOADS[contest.workload].title}", ""]
         lines += [*_markdown(times_table(contest)), "", *_markdown(ratios_table(contest)), ""]

@@ -1,0 +1,246 @@
+"""Numbers about offload: the host's Adam, file throughput, step times with each home.
+
+    python benchmarks/offload.py adam [--numel N]         GB/s beside torch's fused kernel and a plain copy
+    python benchmarks/offload.py files --path DIR          GB/s of the file store, beside fio where it is installed
+    python benchmarks/offload.py steps [--path DIR]        seconds per step on 2 CPU ranks, by stage and home
+
+Every figure is the best of several repetitions, interleaved, because other work on the machine only ever adds time.
+The command prints one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+_FP32_BYTES = 28  # read master, gradient, two moments; write master and two moments
+_BF16_EXTRA = 2  # the 16-bit copy
+
+
+def best_of(contestants: dict[str, Callable[[], None]], repetitions: int) -> dict[str, float]:
+    """Shortest seconds of each, measured in turns."""
+    shortest = dict.fromkeys(contestants, float("inf"))
+    for each in contestants.values():
+        each()
+    for _ in range(repetitions):
+        for name, run in contestants.items():
+            start = time.perf_counter()
+            run()
+            shortest[name] = min(shortest[name], time.perf_counter() - start)
+    return shortest
+
+
+def adam(numel: int, repetitions: int) -> dict[str, Any]:
+    """The update as the engine runs it, against torch's kernel on the whole tensor."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    master, grad, copied = (torch.rand(numel) for _ in range(3))
+    out = torch.empty(numel, dtype=torch.bfloat16)
+    ours = DeepSpeedCPUAdam([torch.nn.Parameter(torch.zeros(64))], lr=1e-3)
+    group, state = ours.param_groups[0], {}
+    theirs_param = torch.nn.Parameter(torch.rand(numel))
+    theirs_param.grad = grad
+    theirs = torch.optim.AdamW([theirs_param], lr=1e-3, fused=True)
+
+    def fused_then_cast() -> None:
+        theirs.step()
+        out.copy_(theirs_param.detach())
+
+    seconds = best_of(
+        {
+            "ours_fp32": lambda: ours.flat_update(group, master, grad, state),
+            "torch_fused": theirs.step,
+            "ours_with_bf16_copy": lambda: ours.flat_update(group, master, grad, state, out=out),
+            "torch_fused_then_cast": fused_then_cast,
+            "copy": lambda: copied.copy_(grad),
+        },
+        repetitions,
+    )
+    moved = {"copy": 8.0, "ours_with_bf16_copy": _FP32_BYTES + _BF16_EXTRA, "torch_fused_then_cast": 30.0}
+    return {
+        "numel": numel,
+        "threads": torch.get_num_threads(),
+        "gigabytes_per_second": {k: moved.get(k, _FP32_BYTES) * numel / s / 1e9 for k, s in seconds.items()},
+        "fp32_against_torch_fused (goal 0.95)": seconds["torch_fused"] / seconds["ours_fp32"],
+        "bf16_against_fused_then_cast (goal 1.2)": seconds["torch_fused_then_cast"] / seconds["ours_with_bf16_copy"],
+    }
+
+
+def files(path: Path, nbytes: int, repetitions: int) -> dict[str, Any]:
+    """Sequential reads and writes through the store, and by fio with the same requests."""
+    from deepspeed.offload.file_io import BlockFile, IoSettings
+    from deepspeed.offload.pinned import page_buffer
+    from deepspeed.offload.run_directory import RunDirectory
+
+    settings = IoSettings()
+    directory = RunDirectory(path, rank=0, purpose="benchmark")
+    file = BlockFile(directory.path / "data.bin", settings)
+    file.grow(nbytes)
+    buffer = page_buffer(nbytes, pin=False).fill_(1)
+    try:
+        seconds = best_of(
+            {"write": lambda: file.write(buffer, 0).wait(), "read": lambda: file.read(buffer, 0).wait()}, repetitions
+        )
+        speed = {name: nbytes / value / 1e9 for name, value in seconds.items()}
+        report: dict[str, Any] = {"bytes": nbytes, "direct": file.is_direct, "gigabytes_per_second": speed}
+        if shutil.which("fio"):
+            raw = {name: fio(file.path, name, nbytes, settings.block_size, settings.queue_depth) for name in seconds}
+            report["fio_gigabytes_per_second"] = raw
+            report["against_fio (goal 0.9)"] = {name: speed[name] / raw[name] for name in raw}
+        else:
+            report["fio"] = "not installed; install it for the comparison"
+        return report
+    finally:
+        file.close()
+        directory.remove()
+
+
+def fio(path: Path, mode: str, nbytes: int, block_size: int, depth: int) -> float:
+    """GB/s of fio on the same file."""
+    command = [
+        "fio", "--name=x", f"--filename={path}", f"--rw={mode}", f"--size={nbytes}", f"--bs={block_size}",
+        "--direct=1", "--ioengine=libaio", f"--iodepth={depth}", "--loops=3", "--output-format=json",
+    ]  # fmt: skip
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return json.loads(done.stdout)["jobs"][0][mode]["bw_bytes"] / 1e9
+
+
+class Layer(torch.nn.Module):
+    """A transformer block."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.attend_norm, self.norm = torch.nn.LayerNorm(width), torch.nn.LayerNorm(width)
+        self.qkv, self.mix = torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width)
+        self.rise, self.fall = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (-1, 64)).transpose(1, 2) for part in self.qkv(self.attend_norm(x)).chunk(3, -1))
+        attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.mix(attended.transpose(1, 2).flatten(2))
+        return x + self.fall(torch.nn.functional.gelu(self.rise(self.norm(x))))
+
+
+class GPT(torch.nn.Module):
+    """About 30M parameters with the default sizes."""
+
+    def __init__(self, width: int = 512, layers: int = 8, vocabulary: int = 8192) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = torch.nn.Embedding(vocabulary, width)
+        self.blocks = torch.nn.ModuleList(Layer(width) for _ in range(layers))
+        self.head = torch.nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x[:, :-1]).float()
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def time_steps(every: dict[str, dict[str, Any]], steps: int, layers: int) -> dict[str, Any]:
+    """Body of a rank: seconds per step of each configuration, the best of ``steps``, and the memory report."""
+    import deepspeed
+    from deepspeed.logging import logger
+
+    logger.setLevel("WARNING")
+    report = {}
+    for name, zero in every.items():
+        settings = {
+            "train_micro_batch_size_per_gpu": 2,
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+            "gradient_clipping": 1.0,
+            "zero_optimization": zero,
+        }
+        model = GPT(layers=layers)
+        engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)[0]
+        tokens = torch.randint(8192, (2, 128), generator=torch.Generator().manual_seed(engine.global_rank))
+        shortest, shortest_update = float("inf"), float("inf")
+        for _ in range(steps + 2):
+            start = time.perf_counter()
+            engine.backward(engine(tokens))
+            before_update = time.perf_counter()
+            engine.step()
+            end = time.perf_counter()
+            shortest, shortest_update = min(shortest, end - start), min(shortest_update, end - before_update)
+        rows = [row for row in engine.memory_report() if row[1] or row[2]]
+        report[name] = {
+            "seconds_per_step": shortest,
+            "seconds_of_the_update": shortest_update,
+            "bytes": {kind: counted for kind, counted, _, _ in rows},
+            "largest_deviation_from_formula": max(abs(c - f) / max(f, 1) for _, c, f, _ in rows),
+        }
+        engine.destroy()
+        del engine, model
+    return report
+
+
+def steps(path: Path, count: int, ranks: int, layers: int) -> dict[str, Any]:
+    """Each home at stages 2 and 3, and the floor of the update from files."""
+    from tests.harness import run_ranks
+
+    nvme = {"device": "nvme", "nvme_path": str(path), "pipeline_read": True, "pipeline_write": True}
+    params = {"device": "nvme", "nvme_path": str(path), "max_in_cpu": 0}
+    every = {
+        "stage 2": {"stage": 2},
+        "stage 2, optimizer on host": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        "stage 3": {"stage": 3},
+        "stage 3, optimizer on host": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+        "stage 3, all on host": {
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu"},
+            "offload_param": {"device": "cpu"},
+        },
+        "stage 2, optimizer in files": {"stage": 2, "offload_optimizer": nvme},
+        "stage 3, all in files": {"stage": 3, "offload_optimizer": nvme, "offload_param": params},
+    }
+    report = run_ranks(time_steps, ranks, every, count, layers, timeout=1200)[0]
+    raw = files(path, 1 << 28, 3)["gigabytes_per_second"]
+    for name in ("stage 2, optimizer in files",):
+        held = report[name]["bytes"]
+        moved = (held["master weights (file)"] + held["optimizer state (file)"]) * ranks  # the ranks share the disk
+        floor = moved / raw["read"] / 1e9 + moved / raw["write"] / 1e9
+        report[name]["floor_of_the_update"] = floor
+        report[name]["update_against_floor (goal 1.3)"] = report[name]["seconds_of_the_update"] / floor
+    return {"ranks": ranks, "raw_gigabytes_per_second": raw, "configurations": report}
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("adam", "files", "steps"))
+    parser.add_argument("--path", type=Path, default=None, help="folder on the disk to measure")
+    parser.add_argument("--numel", type=int, default=1 << 25)
+    parser.add_argument("--nbytes", type=int, default=1 << 29)
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=8)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=arguments.path or os.getcwd()) as folder:
+        if arguments.what == "adam":
+            report = adam(arguments.numel, arguments.repetitions)
+        elif arguments.what == "files":
+            report = files(Path(folder), arguments.nbytes, arguments.repetitions)
+        else:
+            report = steps(Path(folder), arguments.repetitions, arguments.ranks, arguments.layers)
+    sys.stdout.write(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
