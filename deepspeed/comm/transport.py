@@ -96,6 +96,7 @@ class Transport:
         group: The torch process group, or None for the transport of one rank.
         rank: This rank in the group.
         size: Ranks in the group.
+        ranks: Their global ranks; empty for the transport of one rank.
         owner: Number of the engine that the transfers belong to; equal on all ranks.
     """
 
@@ -105,6 +106,7 @@ class Transport:
         self.group = group
         self.rank = rank
         self.size = size
+        self.ranks: tuple[int, ...] = ()
         self.owner = 0
         self.watch: Watch | None = None
         self._moves = 0
@@ -640,6 +642,7 @@ def create_transport(
         transport: Transport = GlooTransport(group, rank, size)
     else:
         transport = NativeTransport(dist.new_group(ranks, timeout=timeout, backend=backend), rank, size)
+    transport.ranks = tuple(ranks)
     transport.watch = _watch_of(group, ranks, rank, transport.abort)
     return transport
 

@@ -465,7 +465,8 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Offload
 
     def destroy(self) -> None:
         """Takes all hooks from the model and frees buffers. May be called in any state, more than once."""
-        self._runtime.drop_open_work()
+        if not self._runtime.is_retired:
+            self._runtime.drop_open_work()
         self._runtime.destroy()
         if self.optimizer is not None:
             self.optimizer.destroy()

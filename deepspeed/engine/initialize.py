@@ -11,6 +11,7 @@ import torch
 from deepspeed.engine.build import Client, build_parts
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
+from deepspeed.zero.construction import suspended
 from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer
 
 
@@ -71,9 +72,10 @@ def initialize(
         mpu=mpu,
         collate_fn=collate_fn,
     )
-    engine = DeepSpeedEngine(
-        build_parts(client, _config_source(args, config, config_params), distributed_port, dist_init_required)
-    )
+    with suspended():  # an enclosing zero.Init
+        engine = DeepSpeedEngine(
+            build_parts(client, _config_source(args, config, config_params), distributed_port, dist_init_required)
+        )
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

@@ -79,17 +79,22 @@ class Bucket(Holder):
         self._read: Work = DoneWork()
         self._gathers = 0
         self.full = FlatBuffer(
-            layout.numel, dtype, device, kind=Kind.GATHERED if is_sharded else Kind.COMPUTE, ledger=ledger
+            layout.numel,
+            dtype,
+            device,
+            kind=Kind.GATHERED if is_sharded else Kind.COMPUTE,
+            ledger=ledger,
+            allocate=not is_sharded,
         )
-        self.full.tensor.zero_()  # padding must be zeros: norms and optimizers run over it
         self._views = self.full.views(layout.starts, [tile.shape for tile in layout.tiles])
         self._empties = [torch.empty(0, dtype=dtype, device=device) for _ in params] if is_sharded else []
         self._shapes = [_shape_only(tile.shape, dtype, device) for tile in layout.tiles if is_sharded]
-        self.shard = transport.my_slice(self.full.tensor)
         if is_sharded:
-            ledger.add(Kind.COMPUTE, memory.home, self.shard.numel() * self.shard.element_size())
-            self.shard = memory.empty(self.shard.numel(), dtype, f"the parameters {self.label}").zero_()
-        self.state = State.FULL
+            ledger.add(Kind.COMPUTE, memory.home, layout.slice_numel * dtype.itemsize)
+            self.shard = memory.empty(layout.slice_numel, dtype, f"the parameters {self.label}")
+        else:
+            self.shard = transport.my_slice(self.full.tensor)
+        self.state = State.SHARDED if is_sharded else State.FULL
         self._classes = [remember_class(parameter) for parameter in params]
         self._fingerprints: list[tuple[int, int]] = []
 
@@ -102,16 +107,23 @@ class Bucket(Holder):
         names = [tile.name for tile in self.layout.tiles]
         return names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)} parameters)"
 
-    def load_full_values(self) -> None:
-        """Copies the parameters' present values into the buffer and attaches the parameters to it.
+    def take_first_values(self, values: torch.Tensor) -> None:
+        """Copies the first values and attaches the parameters, which may have been anywhere.
 
-        For construction: the bucket is FULL and the parameters still own their storage.
+        Args:
+            values: 1-D: this rank's slice for a sharded bucket, else the whole buffer. Its padding must be zeros: norms
+                and optimizers run over it.
         """
-        assert self.state is State.FULL
         with torch.no_grad():
-            for parameter, view in zip(self.params, self._views, strict=True):
-                view.copy_(parameter.data)
-                parameter.data = view
+            if self.is_sharded:
+                self.memory.write(self.shard, values.to(self.dtype))
+                self.memory.settle()
+                for parameter, empty in zip(self.params, self._empties, strict=True):
+                    mark_sharded(parameter, empty)
+            else:
+                self.full.tensor.copy_(values)
+                for parameter, view, kind in zip(self.params, self._views, self._classes, strict=True):
+                    mark_full(parameter, view, kind)
         self.remember_values()
 
     def take_addresses(self) -> None:

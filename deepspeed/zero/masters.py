@@ -51,6 +51,10 @@ class MasterBucket:
         state_home: Where the optimizer state is at the moment.
         states: Away from the device: per-element states of the whole master, of which those of the runs are views.
         runs: In order of their start; together they cover every parameter that has a param group.
+
+    Args:
+        original: 1-D, the values from before the cast to the compute dtype: of the whole bucket, or of the slice that
+            this rank owns.
     """
 
     def __init__(
@@ -78,7 +82,7 @@ class MasterBucket:
             dtype = torch.promote_types(bucket.dtype, torch.float32)
             ledger.add(Kind.MASTER, self.home, (upper - lower) * dtype.itemsize)
             self.flat = memory.empty(upper - lower, dtype, f"the master weights of {bucket.label}")
-            memory.write(self.flat, original[lower:upper])
+            memory.write(self.flat, original if original.numel() == upper - lower else original[lower:upper])
             memory.settle()
             self.out = compute
         self.states: dict[str, torch.Tensor] = {}

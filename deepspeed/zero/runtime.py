@@ -15,11 +15,14 @@ from deepspeed.comm.transport import LocalTransport, Transport
 from deepspeed.errors import CallOrderError, OffloadError
 from deepspeed.logging import log_dist
 from deepspeed.zero.bucket import Bucket, State
+from deepspeed.zero.filling import first_values
 from deepspeed.zero.formula import MemoryFormula
 from deepspeed.zero.gradients import GradientBucket, GradientReducer, Landing, ReductionPolicy
+from deepspeed.zero.holder import address_of, full_shape
 from deepspeed.zero.hooks import ForwardHooks
 from deepspeed.zero.layout import Limits, ModelLayout, Tile, UnitTile, model_layout
 from deepspeed.zero.masters import MasterBucket
+from deepspeed.zero.materialize import Materializer
 from deepspeed.zero.placement import Home, Placement
 from deepspeed.zero.schedule import GatherLimits, GatherSchedule
 from deepspeed.zero.storage import Ledger, Memory
@@ -92,6 +95,7 @@ class ZeroRuntime:
         optimizer: The ZeRO optimizer; set by the engine once it exists.
         away: Kinds of states that ``offload_states`` has moved to the host.
         open_blocks: ``GatheredParameters`` blocks that hold parameters of this model.
+        is_retired: Whether another engine has taken the model over.
     """
 
     def __init__(
@@ -115,9 +119,12 @@ class ZeroRuntime:
         self.in_backward = False
         self.optimizer: Any = None
         self.open_blocks = 0
+        self.is_retired = False
         self.away: set[str] = set()
         self._channels = channels
         self._options = options
+        self._retire_earlier_owners(model)
+        self._materializer = Materializer(model, options.device)
         units = find_units(model, options.granularity)
         self.layout = self._make_layout(units, param_groups)
         self.placed = options.placement.of_buckets(self.layout)
@@ -126,6 +133,7 @@ class ZeroRuntime:
         self.masters: list[MasterBucket] = []
         self._trained: dict[int, int] = {}  # index of a bucket to its position among the masters
         self.buckets = self._make_buckets(units)
+        self._materializer.finish()
         self._sharded = sharded = [bucket for bucket in self.buckets if bucket.is_sharded]
         self.agreement = Agreement(channels.gather, self._describe_bucket)
         self.schedule = GatherSchedule(sharded, self.agreement, options.gathers)
@@ -149,13 +157,19 @@ class ZeroRuntime:
 
     # -- construction ------------------------------------------------------------------------------------------------
 
+    def _retire_earlier_owners(self, model: nn.Module) -> None:
+        """An engine that had the model before gives its parameters up."""
+        addresses = [address for p in model.parameters() if (address := address_of(p)) is not None]
+        for owner in {id(a.holder.owner): a.holder.owner for a in addresses if a.holder.owner is not None}.values():
+            owner.retire()
+
     def _make_layout(self, units: list[Unit], param_groups: Mapping[int, int]) -> ModelLayout:
         dtype_of = self._options.compute_dtype
 
         def entry(name: str, parameter: nn.Parameter) -> UnitTile:
             group = param_groups.get(id(parameter), -1) if parameter.requires_grad else -1
             dtype = str(dtype_of(name, parameter)).removeprefix("torch.")
-            return UnitTile(Tile(name, tuple(parameter.shape), group), dtype, group >= 0)
+            return UnitTile(Tile(name, full_shape(parameter), group), dtype, group >= 0)
 
         return model_layout(
             [[entry(name, parameter) for name, parameter in unit.params.items()] for unit in units],
@@ -217,18 +231,19 @@ class ZeroRuntime:
         return made
 
     def _fill(self, bucket: Bucket) -> None:
-        """Gives a new bucket rank 0's values, and its master the values from before the cast."""
+        """Gives a new bucket its first values, and its master the values from before the cast."""
         layout = bucket.layout
-        original_dtype = max((p.dtype for p in bucket.params), key=lambda d: d.itemsize, default=bucket.dtype)
+        self._materializer.materialize(bucket.params)
         with torch.no_grad():
-            original = torch.zeros(layout.numel, dtype=original_dtype, device=bucket.device)
-            for tile, start, parameter in zip(layout.tiles, layout.starts, bucket.params, strict=True):
-                original[start : start + tile.numel].copy_(parameter.data.reshape(-1))
-            self._channels.gather.broadcast(original, 0)
-            for tile, start, parameter in zip(layout.tiles, layout.starts, bucket.params, strict=True):
-                parameter.data = original[start : start + tile.numel].view(tile.shape)
-            bucket.load_full_values()
-            bucket.store_shard()
+            original = first_values(
+                layout,
+                bucket.params,
+                transport=self._channels.gather,
+                device=bucket.device,
+                default_dtype=bucket.dtype,
+                cut=bucket.is_sharded,
+            )
+            bucket.take_first_values(original)
             self._own(bucket)
             if layout.trainable:
                 self.masters.append(
@@ -242,8 +257,6 @@ class ZeroRuntime:
                     )
                 )
                 self._trained[bucket.index] = len(self.masters) - 1
-        if bucket.is_sharded:
-            bucket.reshard()
 
     def _own(self, bucket: Bucket) -> None:
         """Parameters know from now on where their values are kept."""
@@ -318,7 +331,15 @@ class ZeroRuntime:
 
         Returns:
             Whether there was anything.
+
+        Raises:
+            CallOrderError: Another engine has taken the model over.
         """
+        if self.is_retired:
+            raise CallOrderError(
+                "this engine cannot be used any more: its model was given to another deepspeed.initialize, and the "
+                "engine made there has it now"
+            )
         was_open = self.in_backward or self.schedule.in_segment or self.hooks.in_forward
         if was_open:
             self.schedule.drop()
@@ -381,6 +402,15 @@ class ZeroRuntime:
     def sharded_now(self) -> list[Bucket]:
         """Buckets whose parameters are elsewhere at the moment."""
         return [bucket for bucket in self.buckets if bucket.state is not State.FULL]
+
+    def retire(self) -> None:
+        """Another engine takes the model over: this one lets go of it and cannot be used any more."""
+        if not self.is_retired:
+            self.refuse_open_blocks("initialize")
+            self.drop_open_work()
+            self.free_gathered()
+            self.destroy()
+            self.is_retired = True
 
     def destroy(self) -> None:
         """Takes every hook from the model and gives its memory back; the parameters keep what they hold."""

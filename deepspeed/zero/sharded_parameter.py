@@ -211,6 +211,10 @@ def _refusal(address: Address | None, operation: str) -> str:
 
 def mark_sharded(parameter: torch.nn.Parameter, empty: torch.Tensor) -> None:
     """Empties ``parameter`` and makes it intercept operations."""
+    if type(parameter) is ShardedParameter:  # it goes from one holder to another
+        with DisableTorchFunctionSubclass():
+            parameter.data = empty
+        return
     parameter.data = empty
     parameter.__class__ = ShardedParameter
 

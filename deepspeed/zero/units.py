@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from deepspeed.zero.holder import full_numel
+
 LEAF_FLAG = "_ds_z3_leaf"
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
 
@@ -75,4 +77,4 @@ def _holds_blocks(module: nn.Module) -> bool:
 
 
 def _numel(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+    return sum(full_numel(parameter) for parameter in module.parameters())
