@@ -1,0 +1,206 @@
+"""The client's optimizer stays the client's: same object, same group dicts, schedulers and earlier state go on."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import LambdaLR, StepLR
+
+from deepspeed.engine import initialize
+from tests.engine.support import SHARDED, adamw, engine_of, inputs, rank, tower
+from tests.harness import assert_states_equal, run_ranks
+from tests.oracle.models import build, losses_of, make_batch, param_groups
+from tests.zero.reading import full_masters, full_params, full_states
+
+
+def _config(stage, **more):
+    zero = {"stage": stage, **(SHARDED if stage == 3 else {})}
+    return {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.0, "zero_optimization": zero, **more}
+
+
+def _objects(stage):
+    model = tower()
+    groups = [{"params": list(model.layers.parameters()), "note": "mine"}, {"params": list(model.last.parameters())}]
+    optimizer = torch.optim.AdamW(groups, lr=0.01, eps=1e-5)
+    dicts = list(optimizer.param_groups)
+    before = StepLR(optimizer, step_size=1, gamma=0.5)
+    engine, wrapped, _, schedule = initialize(
+        model=model, optimizer=optimizer, lr_scheduler=before, config=_config(stage)
+    )
+    assert engine.basic_optimizer is optimizer is wrapped.optimizer
+    assert all(a is b for a, b in zip(optimizer.param_groups, dicts, strict=True))
+    assert dicts[0]["note"] == "mine" and wrapped.param_groups is optimizer.param_groups
+    assert schedule is before is engine.lr_scheduler
+    frozen = {name: value.clone() for name, value in full_params(engine).items() if name.startswith("first")}
+    rates = []
+    for step in range(3):
+        rates.append(engine.get_lr())
+        engine.backward(engine(inputs(step, rank())))
+        engine.step()
+    assert rates == [[0.01, 0.01], [0.005, 0.005], [0.0025, 0.0025]]
+    dicts[1]["lr"] = 0.0
+    last = full_masters(engine)["last.weight"]
+    engine.backward(engine(inputs(9, rank())))
+    engine.step()
+    assert torch.equal(full_masters(engine)["last.weight"], last), "a learning rate written to a group takes effect"
+    assert_states_equal({k: v for k, v in full_params(engine).items() if k in frozen}, frozen)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_objects_schedulers_and_rates(stage):
+    """Parameters that no group holds are left alone."""
+    run_ranks(_objects, 2, stage)
+
+
+def _schedule_given_as_callable(stage):
+    model = tower()
+    config = _config(stage, optimizer={"type": "AdamW", "params": {"lr": 0.01}})
+    engine, _, _, schedule = initialize(
+        model=model, model_parameters=model.parameters(), lr_scheduler=lambda o: StepLR(o, 1, 0.1), config=config
+    )
+    assert isinstance(schedule, StepLR)
+    engine.backward(engine(inputs(0)))
+    engine.step()
+    assert engine.get_lr() == [pytest.approx(0.001)]
+    model = tower()
+    engine, *_ = initialize(
+        model=model, optimizer=lambda params: torch.optim.SGD(params, lr=0.5), config=_config(stage)
+    )
+    assert isinstance(engine.basic_optimizer, torch.optim.SGD) and engine.get_lr() == [0.5]
+
+
+def test_callables():
+    for stage in (0, 3):
+        run_ranks(_schedule_given_as_callable, 2, stage)
+
+
+def _earlier_state(stage, kind, ranks):
+    """Three steps in plain torch, then three under the engine: as six in plain torch."""
+
+    def optimizer_of(model):
+        groups = param_groups(model)
+        if kind == "Adagrad":
+            return torch.optim.Adagrad(groups, lr=0.01, initial_accumulator_value=0.3, foreach=False)
+        if kind == "SGD":
+            return torch.optim.SGD(groups, lr=0.01, momentum=0.9)
+        return torch.optim.AdamW(groups, lr=0.01, eps=1e-5)
+
+    def plain_steps(model, optimizer, steps):
+        for step in steps:
+            optimizer.zero_grad()
+            for r in range(ranks):
+                out = losses_of(model(make_batch(step, r, branch=step != 1)))
+                (out.loss / ranks).backward()
+            optimizer.step()
+
+    expected, moved = build(), build()
+    reference = optimizer_of(expected)
+    plain_steps(expected, reference, range(6))
+    optimizer = optimizer_of(moved)
+    plain_steps(moved, optimizer, range(3))
+    for parameter in moved.parameters():
+        parameter.grad = None
+    engine, *_ = initialize(model=moved, optimizer=optimizer, config=_config(stage))
+    for step in range(3, 6):
+        engine.backward(losses_of(engine(make_batch(step, rank(), branch=step != 1))).loss)
+        engine.step()
+    masters = full_masters(engine)
+    wanted = {name: p.detach() for name, p in expected.named_parameters() if p.requires_grad}
+    assert_states_equal(masters, wanted, rtol=2e-5, atol=2e-6)
+    states = full_states(engine)
+    for name, parameter in expected.named_parameters():
+        for key, value in reference.state.get(parameter, {}).items():
+            if key != "step" and parameter.numel():
+                torch.testing.assert_close(states[name][key], value, rtol=1e-4, atol=1e-6, msg=f"{name} {key}")
+
+
+@pytest.mark.parametrize("kind", ["Adagrad", "SGD", "AdamW"])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_state_from_before_is_carried_over(stage, kind):
+    """The model has scalar, empty and unused parameters, and one whose gradients began later (its step count lags)."""
+    run_ranks(_earlier_state, 2, stage, kind, 2)
+
+
+def _arguments():
+    """``model_parameters`` in every form that scripts use."""
+    config = _config(2, optimizer={"type": "SGD", "params": {"lr": 0.1}})
+    forms = {
+        "none": lambda m: None,
+        "list": lambda m: list(m.parameters()),
+        "generator": lambda m: m.parameters(),
+        "filter": lambda m: filter(lambda p: p.requires_grad, m.parameters()),
+        "groups": lambda m: [{"params": m.parameters(), "lr": 0.1}],
+        "generator of groups": lambda m: ({"params": [p]} for p in m.parameters()),
+        "named": lambda m: m.named_parameters(),
+    }
+    results = {}
+    for name, form in forms.items():
+        model = tower()
+        engine, *_ = initialize(model=model, model_parameters=form(model), config=config)
+        engine.backward(engine(inputs(0, rank())))
+        engine.step()
+        results[name] = full_masters(engine)
+    for name, result in results.items():
+        assert_states_equal(result, results["list"]), name
+    model = tower()
+    engine, optimizer, *_ = initialize(
+        model=model, model_parameters=[], config=_config(0, optimizer=config["optimizer"])
+    )
+    assert optimizer is None and torch.isfinite(engine(inputs(0)))
+
+
+def test_model_parameters_in_every_form():
+    run_ranks(_arguments, 2)
+
+
+def _subset():
+    """Parameters that require gradients but belong to no group stay as they are and keep no gradient memory."""
+    for stage in range(4):
+        model = tower()
+        engine, *_ = initialize(
+            model=model, optimizer=torch.optim.SGD(model.last.parameters(), lr=0.1), config=_config(stage)
+        )
+        before = {k: v for k, v in full_params(engine).items() if not k.startswith("last")}
+        for step in range(2):
+            engine.backward(engine(inputs(step, rank())))
+            engine.step()
+        after = {k: v for k, v in full_params(engine).items() if not k.startswith("last")}
+        assert_states_equal(after, before)
+        assert list(full_masters(engine)) == ["last.weight", "last.bias"]
+        assert all(p.grad is None for p in model.parameters())
+
+
+def test_parameters_outside_the_groups():
+    run_ranks(_subset, 2)
+
+
+def _lambda_schedule():
+    """A schedule keeps its base rates although initialize replaced the parameters."""
+    model = tower()
+    optimizer = adamw(model)
+    schedule = LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    engine, *_ = initialize(
+        args=SimpleNamespace(), model=model, optimizer=optimizer, lr_scheduler=schedule, config=_config(3)
+    )
+    for step in range(4):
+        engine.backward(engine(inputs(step, rank())))
+        engine.step()
+    assert engine.get_lr() == [pytest.approx(0.01 / 5)]
+    assert schedule.get_last_lr() == engine.get_lr()
+
+
+def test_schedulers_keep_their_base_rates():
+    run_ranks(_lambda_schedule, 2)
+
+
+def _rates_by_step():
+    engine = engine_of(tower(), 1)
+    engine.optimizer.set_lr(0.25)
+    assert engine.get_lr() == [0.25] and engine.optimizer.get_lr() == 0.25
+    assert engine.get_mom() == [(0.9, 0.999)]
+
+
+def test_accessors():
+    run_ranks(_rates_by_step, 1)
