@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -82,7 +83,9 @@ class Watch:
             CommunicationError: The transfer failed otherwise.
         """
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="deepspeed-watch", daemon=True)
+            self._thread = threading.Thread(
+                target=_watching, args=(weakref.ref(self),), name="deepspeed-watch", daemon=True
+            )
             self._thread.start()
         self._awaited = Awaited(channel, index, label, time.monotonic())
         try:
@@ -92,19 +95,20 @@ class Watch:
         finally:
             self._awaited = None
 
-    def _run(self) -> None:
-        while self._verdict is None:
-            time.sleep(_PERIOD)
-            if self._is_over:
-                return
-            awaited = self._awaited
-            if awaited is None or time.monotonic() - awaited.since < _PERIOD:
-                continue
-            try:
-                self._verdict = self._look(awaited)
-            except RuntimeError:
-                return  # the store went with the rank that held it; the waiting thread sees the broken connection
-        self._abort()
+    def look_after_long_wait(self) -> bool:
+        """What the watching thread does each period; returns whether it goes on."""
+        awaited = self._awaited
+        if self._is_over:
+            return False
+        if awaited is None or time.monotonic() - awaited.since < _PERIOD:
+            return True
+        try:
+            self._verdict = self._look(awaited)
+        except RuntimeError:
+            return False  # the store went with the rank that held it; the waiting thread sees the broken connection
+        if self._verdict is not None:
+            self._abort()
+        return self._verdict is None
 
     def _look(self, awaited: Awaited) -> str | None:
         """Posts what this rank waits for; returns the verdict if some rank and this one wait in vain."""
@@ -145,6 +149,16 @@ class Watch:
         if self._verdict is not None:
             return DivergenceError(self._verdict)
         return CommunicationError(f"waiting for {label} failed; a peer has probably died or timed out: {error}")
+
+
+def _watching(reference: weakref.ref[Watch]) -> None:
+    """The watching thread. It must not keep the watch alive, and with it the process group and its sockets."""
+    goes_on = True
+    while goes_on:
+        time.sleep(_PERIOD)
+        watch = reference()
+        goes_on = watch is not None and watch.look_after_long_wait()
+        del watch
 
 
 def _sentence(waiting: dict[int, str]) -> str:

@@ -12,6 +12,7 @@ used as it arrives.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -461,15 +462,26 @@ class GradientReducer:
                     self._hooks.append(parameter.register_post_accumulate_grad_hook(self._arrival(position, index)))
 
     def _arrival(self, position: int, index: int) -> Callable[[torch.Tensor], None]:
-        gradients = self.buckets[position]
+        """The hook of one parameter.
+
+        It must not keep its own parameter alive: torch holds these hooks where the garbage collector cannot see them,
+        and the engine, its memory and its process group would never be freed.
+        """
+        reducer = weakref.ref(self)
 
         def arrived(_parameter: torch.Tensor) -> None:
-            if not self.is_open:
-                self._on_stray()
-            if gradients.arrive(index):
-                self._complete(position)
+            alive = reducer()
+            if alive is not None:
+                alive.arrive(position, index)
 
         return arrived
+
+    def arrive(self, position: int, index: int) -> None:
+        """Autograd has delivered the gradient of parameter ``index`` of bucket ``position``."""
+        if not self.is_open:
+            self._on_stray()
+        if self.buckets[position].arrive(index):
+            self._complete(position)
 
     def remove(self) -> None:
         """Takes the gradient hooks from the parameters."""
