@@ -1,0 +1,153 @@
+"""What cannot work is refused at initialize, with the reason and the remedy, and the model is left as it was."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed.engine import initialize
+from deepspeed.errors import CallOrderError, DeepSpeedConfigError
+from tests.engine.support import adamw, engine_of, inputs, tower
+from tests.harness import run_ranks
+from tests.zero.reading import full_masters
+
+
+class OwnStep(torch.optim.AdamW):
+    """A subclass whose step is the user's: nobody knows what it does."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+class OwnClass(torch.optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data.sub_(parameter.grad, alpha=group["lr"])
+
+
+def _lbfgs(model):
+    return torch.optim.LBFGS(model.parameters())
+
+
+def _adafactor(model):
+    return torch.optim.Adafactor(model.parameters())
+
+
+def _sparse(model):
+    return torch.optim.SparseAdam(list(model.parameters()))
+
+
+def _muon(model):
+    return torch.optim.Muon([p for p in model.parameters() if p.dim() == 2])
+
+
+def _own_step(model):
+    return OwnStep(model.parameters())
+
+
+def _own_class(model):
+    return OwnClass(model.parameters())
+
+
+def _refused(make, stage, **config):
+    model = tower()
+    try:
+        engine_of(model, stage, optimizer=make, **config)
+    except DeepSpeedConfigError as error:
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, tower().get_parameter(name)), f"{name} was changed by a refused initialize"
+            assert type(parameter) is torch.nn.Parameter
+        return str(error)
+    raise AssertionError("accepted")
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (_adafactor, r"Adafactor.*stage \d.*rows and columns.*stage 0"),
+        (_lbfgs, r"LBFGS"),
+        (_sparse, r"SparseAdam.*sparse"),
+        pytest.param(
+            _muon,
+            r"Muon.*stage \d.*this package's own Muon",
+            marks=pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon"),
+        ),
+        (_own_step, r"OwnStep.*overrides the step of AdamW.*zero_allow_untested_optimizer"),
+        (_own_class, r"OwnClass.*zero_allow_untested_optimizer"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_optimizers_that_need_shapes_or_are_unknown(make, reason, stage):
+    for text in run_ranks(_refused, 2, make, stage):
+        assert re.search(reason, text), text
+
+
+@pytest.mark.parametrize("make", [_lbfgs, _sparse], ids=lambda make: make.__name__)
+def test_optimizers_that_work_nowhere(make):
+    run_ranks(_refused, 1, make, 0)
+
+
+def _allowed(stage, make):
+    """Consent, or whole tensors at stage 0: then it trains as in plain torch."""
+    engine = engine_of(tower(), stage, optimizer=make, zero_allow_untested_optimizer=True)
+    plain = tower()
+    optimizer = make(plain)
+    for step in range(3):
+        engine.backward(engine(inputs(step)))
+        engine.step()
+        optimizer.zero_grad()
+        plain(inputs(step)).backward()
+        optimizer.step()
+    for name, value in full_masters(engine).items():
+        torch.testing.assert_close(value, plain.get_parameter(name).data, rtol=1e-5, atol=1e-6)
+
+
+def test_unknown_optimizers_with_consent_and_at_stage_0():
+    for stage in (0, 1, 2, 3):
+        run_ranks(_allowed, 2, stage, _own_class)
+    run_ranks(_allowed, 2, 3, _own_step)
+
+
+def _foreign():
+    model, other = tower(), tower()
+    messages = []
+    for optimizer in (adamw(other), object(), lambda params: "no optimizer"):
+        with pytest.raises(DeepSpeedConfigError) as caught:
+            initialize(model=model, optimizer=optimizer, config={"train_batch_size": 2})
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_what_is_not_an_optimizer_of_this_model():
+    foreign, no_optimizer, wrong_callable = run_ranks(_foreign, 1)[0]
+    assert "not a parameter of the model" in foreign
+    assert "expected a torch.optim.Optimizer" in no_optimizer
+    assert "callable returned str" in wrong_callable
+
+
+def _without_optimizer(stage: int) -> str:
+    engine: Any = initialize(model=tower(), config={"train_batch_size": 2, "zero_optimization": {"stage": stage}})[0]
+    assert torch.isfinite(engine(inputs(0)))
+    with pytest.raises(CallOrderError, match="no optimizer"):
+        engine.backward(engine(inputs(0)))
+    with pytest.raises(CallOrderError, match="no optimizer"):
+        engine.step()
+    return "served"
+
+
+def test_no_optimizer_at_all():
+    """Stages 0 and 3 serve a model for inference; 1 and 2 shard what does not exist."""
+    for stage in (0, 3):
+        assert run_ranks(_without_optimizer, 1, stage) == ["served"]
+    for stage in (1, 2):
+        with pytest.raises(AssertionError, match="shards optimizer states, but there is no optimizer"):
+            run_ranks(_without_optimizer, 1, stage)
