@@ -52,7 +52,7 @@ class ReferenceTrainer:
         build_optimizer: Makes a torch optimizer from the master model.
         ranks: Simulated ranks.
         compute_dtype: Of forward and backward.
-        wire_dtype: In which a gradient travels.
+        wire_dtype: In which the gradient of one backward travels; a sum of several stays fp32.
         reduce_each_backward: Combine the ranks after every backward, then add up backwards (sharded gradients);
             otherwise each rank adds up its backwards first and the boundary combines the ranks.
         clip: Largest gradient norm; 0 is no clipping.
@@ -120,8 +120,7 @@ class ReferenceTrainer:
             total = torch.zeros_like(self._names[name], dtype=torch.float32)
             for waiting in self._waiting:
                 if name in waiting:  # a rank that did not use the parameter counts as zero
-                    part = waiting[name]
-                    total += part if self.ranks == 1 else part.to(self.wire_dtype).float()
+                    total += waiting[name]
             _add(self._combined, name, total / self.ranks)
         self._waiting = [{} for _ in range(self.ranks)]
 
@@ -138,12 +137,22 @@ class ReferenceTrainer:
             for name, master in self.masters.named_parameters():
                 master.grad = self._combined[name] * factor if name in self._combined else None
             self.optimizer.step()
-            with torch.no_grad():
-                for compute, master in zip(self.model.parameters(), self.masters.parameters(), strict=True):
-                    compute.copy_(master)
+            self._publish()
         if self.scale:
             self.scale.after_step(self.overflow)
         self._combined = {}
+
+    @torch.no_grad()
+    def load(self, weights: Gradients) -> None:
+        """Goes on from these weights; the optimizer's state stays."""
+        for name, value in weights.items():
+            self.masters.get_parameter(name).copy_(value)
+        self._publish()
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        for compute, master in zip(self.model.parameters(), self.masters.parameters(), strict=True):
+            compute.copy_(master)
 
     def weights(self) -> Gradients:
         """A copy of the trained fp32 weights by name."""
