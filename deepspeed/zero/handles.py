@@ -49,8 +49,14 @@ class SavedTensorHooks:
         self, buckets: list[Bucket], demand: Callable[[Bucket], None], on_death: Callable[[Bucket], None]
     ) -> None:
         self._by_storage = {bucket.full.storage_key: bucket for bucket in buckets}
+        for bucket in buckets:
+            bucket.full.on_move = self._follow
         self._demand = demand
         self._on_death = on_death
+
+    def _follow(self, old_key: int, new_key: int) -> None:
+        """A bucket's memory was left to somebody else: what they save of it is theirs."""
+        self._by_storage[new_key] = self._by_storage.pop(old_key)
 
     def push(self) -> bool:
         """Installs the hooks unless others are active (non-reentrant checkpointing keeps its own).

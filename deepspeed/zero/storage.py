@@ -2,13 +2,15 @@
 
 Freeing is ``untyped_storage().resize_(0)`` and growing is resizing back, so that the views cut once from a buffer stay
 valid objects for the life of the model: a gather writes the parameters in place. Torch does not guard a freed storage
-(a kernel that reads it may crash the process), so nothing outside this package may keep a view of one.
+(a kernel that reads it may crash the process). So before memory is freed its references are counted; if somebody else
+still has a view (a cached weight, an output that is a slice of one), the memory is left to them with the values that it
+has, and the buffer goes on with other memory.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from typing import Any, ClassVar
@@ -171,7 +173,12 @@ class FlatBuffer:
 
     Attributes:
         tensor: 1-D; reading it while ``is_allocated`` is False is undefined.
+        on_move: Called with the old and the new :attr:`storage_key` when the memory was left to others.
     """
+
+    on_move: Callable[[int, int], None] | None = None
+    _own_views: tuple[torch.Tensor, ...] = ()
+    _own_references: int | None = None  # to the storage, while the buffer is guarded
 
     def __init__(
         self,
@@ -210,11 +217,38 @@ class FlatBuffer:
             self.is_allocated = True
 
     def free(self) -> None:
-        """Gives the memory back. Does nothing if it is free."""
+        """Gives the memory back, or leaves it to whoever else has a view of it. Does nothing if it is free."""
         if self.is_allocated:
-            self._storage.resize_(0)
+            if self._own_references is not None and self._references() > self._own_references:
+                self._leave_to_others()
+            else:
+                self._storage.resize_(0)
             self.is_allocated = False
             self._ledger.add(self._kind, self._home, -self.nbytes)
+
+    def guard(self, views: Sequence[torch.Tensor]) -> None:
+        """From now on :meth:`free` looks for views that others have.
+
+        Args:
+            views: Those that the owner keeps; nobody else may have one at the moment.
+        """
+        self._own_views = tuple(views)
+        self._own_references = self._references()
+
+    def _references(self) -> int:
+        return torch._C._storage_Use_Count(self._storage._cdata)
+
+    def _leave_to_others(self) -> None:
+        old_key = self.storage_key
+        with torch.inference_mode(False), torch.no_grad():
+            fresh = torch.empty(self.tensor.numel(), dtype=self.tensor.dtype, device=self.tensor.device)
+            self._storage = fresh.untyped_storage()
+            for view in (*self._own_views, self.tensor):
+                view.set_(fresh, view.storage_offset(), view.size(), view.stride())  # type: ignore[call-overload]
+            del fresh
+            self._storage.resize_(0)
+        if self.on_move is not None:
+            self.on_move(old_key, self.storage_key)
 
     def forget(self) -> None:
         """Takes the buffer out of the books; its memory lives as long as somebody holds a view of it."""
