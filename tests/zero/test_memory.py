@@ -1,0 +1,87 @@
+"""Model-state bytes per rank, counted, against arithmetic done here from the sizes of the buckets."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from deepspeed.zero.storage import Kind
+from tests.engine.support import SHARDED, engine_of, inputs, rank, tower
+from tests.harness import run_ranks
+
+MODES = {"fp32": ({}, 4), "bf16": ({"bf16": {"enabled": True}}, 2)}
+
+
+def _phases(stage, zero, mode):
+    """Asserts the bytes after init, forward, backward and step, for one micro-batch per step."""
+    config, itemsize = MODES[mode]
+    engine = engine_of(tower(), stage, zero=zero, **config)
+    ledger, ranks = engine._runtime.ledger, dist.get_world_size()
+    buckets = engine._runtime.buckets
+    psi = sum(bucket.layout.numel for bucket in buckets)
+    sharded = sum(bucket.layout.numel for bucket in buckets if bucket.is_sharded)
+    if stage == 3 and ranks > 1 and zero == SHARDED:
+        assert sharded == psi and len(buckets) >= 4
+    compute = itemsize * (psi - sharded + sharded // ranks)
+    owned = psi // ranks if stage >= 1 else psi
+    master = 4 * owned if itemsize < 4 else 0
+    reduced = 4 * owned if ranks > 1 else 0
+
+    def check(phase, gradient, gathered, optimizer):
+        expected = {
+            Kind.COMPUTE: compute,
+            Kind.MASTER: master,
+            Kind.GRADIENT: gradient,
+            Kind.GATHERED: gathered,
+            Kind.OPTIMIZER: optimizer,
+        }
+        engine.optimizer.count_state()
+        found = {kind: ledger.live(kind) for kind in expected}
+        # One rank: the packed gradient itself is what the update reads; its memory is kept for the next backward.
+        packed = itemsize * psi if ranks == 1 and (step or phase in ("backward", "step")) else 0
+        assert ledger.live(Kind.GRADIENT_BUCKET) == packed, f"after {phase}: gradient buckets"
+        assert found == expected, f"after {phase}: {found}, expected {expected}"
+
+    step = 0
+    check("init", 0, 0, 0)
+    for step in range(3):
+        moments = 8 * owned if step else 0
+        loss = engine(inputs(step, rank()))
+        kept = sum(b.full.nbytes for b in buckets if b.is_sharded and b.is_kept)
+        if zero == SHARDED:
+            assert kept <= buckets[-1].full.nbytes, "only the last unit may stay, whose backward is next"
+        check("forward", 0, kept, moments)
+        engine.backward(loss)
+        check("backward", reduced, 0, moments)
+        engine.step()
+        check("step", 0, 0, 8 * owned)
+        for kind, counted, formula, _ in engine.memory_report():
+            assert counted == formula, f"the report's {kind}: {counted} counted, {formula} by formula"
+        shapes = {tuple(p.shape) for b in buckets if b.is_sharded for p in b.params}
+        assert shapes <= {(0,)}, "sharded parameters are empty between steps"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_every_phase(ranks, mode):
+    for stage in range(4):
+        run_ranks(_phases, ranks, stage, {}, mode)
+    run_ranks(_phases, ranks, 3, SHARDED, mode)
+
+
+def _peak(max_live):
+    zero = {**SHARDED, "stage3_prefetch_bucket_size": 10**6, "stage3_max_live_parameters": max_live}
+    engine = engine_of(tower(depth=6), 3, zero=zero)
+    for step in range(3):
+        engine._runtime.ledger.reset_peak()
+        engine.backward(engine(inputs(step, rank())))
+        peak = engine._runtime.ledger.peak(Kind.GATHERED)
+        engine.step()
+    return peak, 4 * max(bucket.layout.numel for bucket in engine._runtime.buckets)
+
+
+def test_live_parameters_are_limited():
+    """At most the limit, or the two units that the end of one and the start of the next need."""
+    for max_live in (0, 1200):
+        for peak, largest in run_ranks(_peak, 2, max_live):
+            assert peak <= max(4 * max_live, 2 * largest), (max_live, peak, largest)
