@@ -267,6 +267,7 @@ class GradientBucket:
 
     def start_reduction(self) -> None:
         """FILLING (packed) or an unreduced sum -> REDUCING."""
+        self._added = True  # counted from the start: when it is finished depends on the peers, and ranks must agree
         if self._accumulator is not None:
             source = self._take_accumulator()
         else:
@@ -316,7 +317,6 @@ class GradientBucket:
         """A group of one: the packed gradient is the result; further backwards are added to it."""
         if self._policy.scale * self._policy.prescale != 1.0:
             source.tensor.mul_(self._policy.scale * self._policy.prescale)
-        self._added = True
         if self._result is None:
             # Where that is the packed buffer, the next pack moves it out of the way.
             self._result = self._landing.land(source)
@@ -343,7 +343,6 @@ class GradientBucket:
             self._source.free()
             assert self._incoming is not None
             incoming, self._incoming = self._incoming, None
-            self._added = True
             if self._result is None:
                 self._result = self._landing.land(self._in_accumulate_dtype(incoming))
             else:

@@ -146,11 +146,19 @@ values = st.recursive(
 )
 
 
+def _survives_hjson(data: Any) -> bool:
+    """The library writes a text that ends in an apostrophe so that it cannot read it again."""
+    try:
+        return bool(hjson.loads(hjson.dumps(data)) == data)
+    except hjson.HjsonDecodeError:
+        return False
+
+
 @settings(max_examples=60)
 @given(st.dictionaries(names, values, max_size=4))
 def test_the_reader_agrees_with_hjson_and_knows_every_line(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
     file = tmp_path_factory.mktemp("hjson") / "config.json"
-    file.write_text(hjson.dumps(data) if len(data) % 2 else json.dumps(data, indent=1))
+    file.write_text(hjson.dumps(data) if len(data) % 2 and _survives_hjson(data) else json.dumps(data, indent=1))
     document = read_source(str(file))
     assert document.data == data
     assert not document.problems
