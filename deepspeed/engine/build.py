@@ -201,13 +201,15 @@ def _options(
     homes: OffloadHomes,
 ) -> RuntimeOptions:
     zero = root.zero_optimization
+    # One layout serves both directions, so the smaller limit decides how large a bucket may be.
+    most_at_once = max(min(zero.reduce_bucket_size, zero.allgather_bucket_size), 1)
     return RuntimeOptions(
         placement=placement,
         layout=Limits(
             persistence=zero.stage3_param_persistence_threshold,
             model_persistence=zero.stage3_model_persistence_threshold,
-            joined=max(zero.reduce_bucket_size, 1),
-            unit=max(zero.reduce_bucket_size, 1),
+            joined=most_at_once,
+            unit=most_at_once,
         ),
         gathers=GatherLimits(
             prefetch=zero.stage3_prefetch_bucket_size,

@@ -153,6 +153,10 @@ class GradientBucket:
         self._work: Work | None = None
         self._rounds = 0
         self._had_sum = self._added = False
+        # Sums over ranks are fp32, and fp64 where the gradient is.
+        is_double = bucket.dtype == torch.float64
+        self._sum_dtype = torch.float64 if is_double else torch.float32
+        self._accumulate_dtype = torch.float64 if is_double else policy.accumulate_dtype
         self._used_before = list(self.used)
         self.repeats = False
 
@@ -253,7 +257,7 @@ class GradientBucket:
         """Adds the packed gradient to this rank's own sum over micro-batches, over the whole bucket."""
         self._added = True
         if self._accumulator is None:
-            self._accumulator = self._new_buffer(self.bucket.layout.numel, self._policy.accumulate_dtype)
+            self._accumulator = self._new_buffer(self.bucket.layout.numel, self._accumulate_dtype)
             self._accumulator.tensor.copy_(self._flat.tensor)
         else:
             self._accumulator.tensor.add_(self._flat.tensor)
@@ -281,7 +285,7 @@ class GradientBucket:
             source.tensor.mul_(self._policy.prescale)
         layout = self.bucket.layout
         numel = layout.slice_numel if self._policy.to_owner else layout.numel
-        self._incoming = self._new_buffer(numel, torch.float32, self._landing.incoming_home)
+        self._incoming = self._new_buffer(numel, self._sum_dtype, self._landing.incoming_home)
         self._rounds += 1
         reduce = self._transport.reduce_scatter if self._policy.to_owner else self._transport.all_reduce
         self._work = reduce(
@@ -321,12 +325,12 @@ class GradientBucket:
             # Where that is the packed buffer, the next pack moves it out of the way.
             self._result = self._landing.land(source)
         else:
-            self._result = self._landing.add(self._result, source, self._policy.accumulate_dtype)
+            self._result = self._landing.add(self._result, source, self._accumulate_dtype)
 
     def _move_result_out_of_flat(self) -> None:
         """Another backward needs the packed buffer that still holds the result of the last one."""
         if self._result is self._flat:
-            self._result = self._new_buffer(self._flat.tensor.numel(), self._policy.accumulate_dtype)
+            self._result = self._new_buffer(self._flat.tensor.numel(), self._accumulate_dtype)
             self._result.tensor.copy_(self._flat.tensor)
 
     def will_arrive(self) -> bool:
@@ -346,13 +350,13 @@ class GradientBucket:
             if self._result is None:
                 self._result = self._landing.land(self._in_accumulate_dtype(incoming))
             else:
-                self._result = self._landing.add(self._result, incoming, self._policy.accumulate_dtype)
+                self._result = self._landing.add(self._result, incoming, self._accumulate_dtype)
         self.state = GradientState.REDUCED
 
     def _in_accumulate_dtype(self, reduced: FlatBuffer) -> FlatBuffer:
-        if self._policy.accumulate_dtype == reduced.tensor.dtype or not self._policy.every_micro_batch:
+        if self._accumulate_dtype == reduced.tensor.dtype or not self._policy.every_micro_batch:
             return reduced
-        narrower = self._new_buffer(reduced.tensor.numel(), self._policy.accumulate_dtype, self._landing.incoming_home)
+        narrower = self._new_buffer(reduced.tensor.numel(), self._accumulate_dtype, self._landing.incoming_home)
         narrower.tensor.copy_(reduced.tensor)
         reduced.free()
         return narrower

@@ -98,6 +98,7 @@ class TorchAutocast(Section):
         None,
         "Class paths (package.module.Class) whose parameters travel in the autocast dtype.",
         null_means="torch.nn.Linear, Conv1d, Conv2d and Conv3d",
+        no_effect="parameters and gradients travel in their own dtype; communication_data_type chooses another",
     )
 
 

@@ -89,7 +89,8 @@ class ZeroOptimization(Section):
     )
     allgather_bucket_size: Int = key(
         500_000_000,
-        "Updated parameters gathered by one collective after a step (stages 1, 2).",
+        "Most parameters in one gather. Buckets are laid out so that none is larger than this or than "
+        "reduce_bucket_size; a single larger parameter stays whole.",
         unit="elements",
         above=0,
     )
