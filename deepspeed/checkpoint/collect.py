@@ -87,8 +87,9 @@ def _collect_master(found: Collected, bucket: Bucket, master: MasterBucket, rank
 def _is_rounded(out: torch.Tensor, flat: torch.Tensor) -> bool:
     """Whether ``out`` holds the bits of ``flat`` in its own dtype, so that writing it would be waste."""
     for start in range(0, flat.numel(), _COMPARED_NUMEL):
-        part = flat[start : start + _COMPARED_NUMEL].to(out.dtype)
-        if not torch.equal(part.view(torch.uint8), out[start : start + _COMPARED_NUMEL].view(torch.uint8)):
+        rounded = flat[start : start + _COMPARED_NUMEL].to(out.dtype)
+        part = out[start : start + _COMPARED_NUMEL].to(rounded.device)
+        if not torch.equal(rounded.view(torch.uint8), part.view(torch.uint8)):
             return False
     return True
 

@@ -103,7 +103,11 @@ def open_source(checkpoint_dir: str | Path, tag: str | None = None) -> Source:
         folder, kind = found.folder, found.format
     if kind is Format.OURS:
         return CheckpointReader(folder)
-    raise CheckpointError(f"{folder}: checkpoints of the format '{kind.value}' cannot be read yet")
+    try:
+        from deepspeed.checkpoint.upstream import open_upstream
+    except ImportError:  # in a script that carries only the reader of our own format
+        raise CheckpointError(f"{folder}: to read checkpoints of another format, install deepspeed") from None
+    return open_upstream(folder, kind)
 
 
 def _entries(source: Source, dtype: torch.dtype | None, exclude_frozen: bool) -> list[tuple[Entry, FullTensor]]:

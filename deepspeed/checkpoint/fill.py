@@ -71,6 +71,7 @@ class WeightFiller:
     def fill(self) -> None:
         """Copies. Other ranks' slices are not touched; :meth:`publish` brings them."""
         for bucket in self._runtime.buckets:
+            bucket.memory.forget()
             layout, rank, values, out = self._target(bucket)
             for entry in fills(layout, rank, self._matches, None):
                 self._source.read(entry.wanted, values[entry.start : entry.stop])

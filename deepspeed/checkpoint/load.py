@@ -21,8 +21,10 @@ from deepspeed.checkpoint.reader import CheckpointReader
 from deepspeed.checkpoint.source import Source, StateDictSource, TrainingState
 from deepspeed.checkpoint.states import ENGINE_KEYS
 from deepspeed.checkpoint.subject import COUNTERS, Subject
+from deepspeed.checkpoint.upstream import open_upstream
 from deepspeed.errors import CheckpointError
 from deepspeed.logging import log_dist
+from deepspeed.schedulers.base import Schedule
 
 T = TypeVar("T")
 
@@ -199,7 +201,9 @@ def _open(
     found: Found, subject: Subject, options: LoadOptions, rank: int, stack: ExitStack
 ) -> tuple[Source, TrainingState]:
     if found.format is not Format.OURS:
-        raise CheckpointError(f"{found.folder}: checkpoints of the format '{found.format.value}' cannot be read yet")
+        trained = subject.trained_names()
+        upstream = open_upstream(found.folder, found.format, trust=options.trust_objects, trained=trained)
+        return upstream, upstream.state
     reader = stack.enter_context(CheckpointReader(found.folder, verify=subject.settings.verify_checksums))
     return reader, read_training_state(reader, rank, trust=options.trust_objects)
 
@@ -274,6 +278,14 @@ def _apply(subject: Subject, options: LoadOptions, found: Found, prepared: _Prep
         _restore_position(subject, state)
     if loads_scheduler:
         subject.lr_scheduler.load_state_dict(state.lr_scheduler)
+        has_rates = prepared.optimizer is not None and any("lr" in group for group in state.param_groups)
+        if (
+            isinstance(subject.lr_scheduler, Schedule)
+            and not has_rates
+            and subject.lr_scheduler.last_batch_iteration >= 0
+        ):
+            # The rates were not among what was restored: write those that the schedule stands at.
+            subject.lr_scheduler.step(subject.lr_scheduler.last_batch_iteration)
     client_state = {key: value for key, value in state.model_states.items() if key not in ENGINE_KEYS}
     if options.module_only:
         client_state = {key: value for key, value in state.model_states.items() if key != "module"}

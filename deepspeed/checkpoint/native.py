@@ -48,7 +48,8 @@ def read_training_state(reader: CheckpointReader, rank: int, *, trust: bool) -> 
         raise CheckpointError(
             f"{where} does not hold a training state ({error!r}); the checkpoint was altered"
         ) from None
-    if 0 <= rank < state.world_size:
+    # A converted checkpoint has no states of ranks.
+    if 0 <= rank < state.world_size and reader.manifest.file(names.rank_state_file(rank)) is not None:
         state.rank_state = _load(reader, names.rank_state_file(rank))
     return state
 

@@ -17,6 +17,8 @@ from deepspeed.checkpoint.source import Source, TrainingState, Wanted
 from deepspeed.errors import CheckpointError
 from deepspeed.zero.masters import MasterBucket, MasterRun
 from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer
+from deepspeed.zero.placement import Home
+from deepspeed.zero.update import first_state
 
 _NOT_HYPERPARAMETERS = frozenset({"params", "param_names"})
 
@@ -79,8 +81,7 @@ class OptimizerFiller:
         for number, members in enumerate(self._group_names):
             needed: set[str] | None = None
             if flat is not None:
-                probe: dict[str, Any] = {}
-                flat.init_flat_state(self._optimizer.param_groups[number], torch.zeros(64), probe)
+                probe = first_state(flat, self._optimizer.param_groups[number])
                 needed = {key for key, value in probe.items() if isinstance(value, torch.Tensor) and value.dim() > 0}
             for member in members:
                 entry = self._matches.get(member)
@@ -100,6 +101,8 @@ class OptimizerFiller:
         if fresh and self._state.scalars:
             shown = ", ".join(repr(member) for member in fresh[:5]) + (" ..." if len(fresh) > 5 else "")
             self.notes.append(f"{len(fresh)} parameters have no saved optimizer state and start afresh: {shown}")
+        if self._group_names and not self._state.scalars and not surplus and self._state.counters.get("global_steps"):
+            self.notes.append("the checkpoint has no optimizer state for this model; the optimizer starts afresh")
         self._check_regrouping()
 
     def _states_of(self, name: str) -> set[str] | None:
@@ -154,7 +157,10 @@ class OptimizerFiller:
         state: dict[str, Any] = {}
         if flat is not None:
             state = old
-            flat.init_flat_state(group, run.param.data, state)
+            if master.home is Home.DEVICE:
+                flat.init_flat_state(group, run.param.data, state)
+            else:
+                master.keep_state(run, state, first_state(flat, group))
         for key in sorted(saved):
             if flat is not None and key not in state:
                 continue  # of no use here, as check() said

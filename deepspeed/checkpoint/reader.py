@@ -267,6 +267,14 @@ class CheckpointReader:
             reader.read_into(tensor.offset, bytes_of(out))
         return out
 
+    def open_file(self, name: str) -> None:
+        """Makes sure that the file ``name`` is there in its size.
+
+        Raises:
+            CheckpointError: It is not.
+        """
+        self._files[name].open()
+
     def read_file(self, name: str) -> bytes | None:
         """The whole of the small file ``name``, verified; None if the checkpoint has none of that name."""
         reader = self._files.get(name)

@@ -101,7 +101,7 @@ def loads(data: bytes, what: str, further: list[Any] | None = None) -> Any:
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(
-            f"{what}: refused by the restricted loader ({_reason(error)}). The file is damaged, or holds objects that "
+            f"{what}: refused by the restricted loader ({reason(error)}). The file is damaged, or holds objects that "
             "only code could restore"
         ) from None
 
@@ -174,7 +174,7 @@ def _without_bulk(value: Any) -> Any:
     return value
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
     """What torch's long message is about."""
     text = str(error)
     marker = "WeightsUnpickler error:"

@@ -61,12 +61,7 @@ class Subject:
         """Takes what users wrote into resident parameters into buckets and masters, so that it counts as the value."""
         if self.optimizer is not None:
             self.optimizer.carry_user_writes()
-        mastered = {master.bucket.index for master in self.runtime.masters}
-        for bucket in self.runtime.buckets:
-            if bucket.index not in mastered:
-                for index in bucket.changed_params():
-                    bucket.reattach(index)
-                bucket.remember_values()
+        self.runtime.take_back_frozen()
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Persistent buffers by name, each tensor once."""
@@ -114,6 +109,11 @@ class Subject:
             for prefix, module in self.model.named_modules()
             if type(module).get_extra_state is not default
         }
+
+    def trained_names(self) -> list[list[str]]:
+        """Parameter names of each param group, in the order of the model."""
+        order = {name: position for position, name in enumerate(self.state_dict_names())}
+        return [sorted(names, key=order.__getitem__) for names in self.group_names()]
 
     def group_names(self) -> list[list[str]]:
         """Parameter names of each param group, in layout order."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -53,22 +54,31 @@ class ChunkedStream:
         self._pool = crc_pool
         self._checksums: list[int] = []
         self._crc = 0
-        self._pending: deque[Future[None]] = deque()
+        self._pending: deque[tuple[Future[None], object]] = deque()
         self.size = 0
 
-    def write(self, data: memoryview) -> Future[None] | None:
-        """Writes ``data``, which must stay unchanged until the returned future is done."""
+    def write(self, data: memoryview, owner: object = None) -> Future[None] | None:
+        """Writes ``data``, which must stay unchanged until the returned future is done.
+
+        Args:
+            data: Bytes.
+            owner: Whose memory they are, where the view does not hold it; kept until then.
+        """
         last: Future[None] | None = None
         while data:
             room = CHUNK_BYTES - self.size % CHUNK_BYTES
             part, data = data[:room], data[room:]
             last = self._pool.submit(self._checksum, part, len(part) == room)
-            self._pending.append(last)
+            self._pending.append((last, owner))
             disk.write_all(self._descriptor, part)
             self.size += len(part)
-            while self._pending and self._pending[0].done():
-                self._pending.popleft().result()
+            while self._pending and self._pending[0][0].done():
+                self._release_oldest()
         return last
+
+    def _release_oldest(self) -> None:
+        self._pending[0][0].result()  # before its memory is let go
+        self._pending.popleft()
 
     def _checksum(self, part: memoryview, closes_chunk: bool) -> None:
         """Runs in the pool's one thread, in order."""
@@ -80,7 +90,7 @@ class ChunkedStream:
     def finish(self) -> tuple[int, ...]:
         """Waits for the checksums and returns them."""
         while self._pending:
-            self._pending.popleft().result()
+            self._release_oldest()
         if self.size % CHUNK_BYTES:
             self._checksums.append(self._crc)
         return tuple(self._checksums)
@@ -108,7 +118,36 @@ class _Staging:
                 busy.result()
             buffer = self._buffers[turn][: part.numel()]
             buffer.copy_(part)
-            self._in_use[turn] = stream.write(disk.bytes_of(buffer))
+            self._in_use[turn] = stream.write(disk.bytes_of(buffer), buffer)
+
+
+class Writable(Protocol):
+    """What can be written like a :class:`Stretch`, whose values need not be in memory before."""
+
+    @property
+    def bucket(self) -> int:
+        """Index of the bucket."""
+        ...
+
+    @property
+    def start(self) -> int:
+        """First element."""
+        ...
+
+    @property
+    def stop(self) -> int:
+        """One past the last."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the elements."""
+        ...
+
+    @property
+    def values(self) -> Iterable[torch.Tensor]:
+        """The elements, in order: 1-D contiguous tensors; asked for once."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -116,11 +155,11 @@ class _Entry:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    values: tuple[torch.Tensor, ...]
+    values: Iterable[torch.Tensor]
 
     @property
     def nbytes(self) -> int:
-        return sum(part.numel() for part in self.values) * self.dtype.itemsize
+        return prod(self.shape) * self.dtype.itemsize
 
 
 class FileWriter:
@@ -141,7 +180,7 @@ class FileWriter:
     def __exit__(self, *_exception: object) -> None:
         self._pool.shutdown()
 
-    def write_stretches(self, name: str, kind: str, stretches: Sequence[Stretch]) -> SavedFile:
+    def write_stretches(self, name: str, kind: str, stretches: Sequence[Writable]) -> SavedFile:
         """Writes stretches of buckets; each becomes a 1-D tensor named ``<bucket>:<start>``."""
         entries = [_Entry(f"{s.bucket}:{s.start}", s.dtype, (s.stop - s.start,), s.values) for s in stretches]
         offsets, size, checksums = self._write(name, entries)
@@ -170,16 +209,16 @@ class FileWriter:
         header = safetensors_header([(e.name, e.dtype, e.shape) for e in entries])
         offsets, position = [], len(header)
         for entry in entries:
-            if entry.nbytes != prod(entry.shape) * entry.dtype.itemsize:
-                raise CheckpointError(f"{name}: {entry.name} has {entry.nbytes} bytes, not those of its shape")
             offsets.append(position)
             position += entry.nbytes
 
         def fill(stream: ChunkedStream) -> None:
             stream.write(memoryview(header))
-            for entry in entries:
+            for entry, offset in zip(entries, offsets, strict=True):
                 for part in entry.values:
                     self._put(part, stream)
+                if stream.size != offset + entry.nbytes:
+                    raise CheckpointError(f"{name}: {entry.name} has other bytes than those of its shape")
 
         size, checksums = self._stream(name, fill)
         return offsets, size, checksums
@@ -193,6 +232,6 @@ class FileWriter:
     def _put(self, part: torch.Tensor, stream: ChunkedStream) -> None:
         part = part.detach()
         if part.device.type == "cpu":
-            stream.write(disk.bytes_of(part))
+            stream.write(disk.bytes_of(part), part)
         else:
             self._staging.pass_through(part, stream)

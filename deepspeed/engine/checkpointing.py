@@ -134,6 +134,8 @@ class CheckpointMethods:
         """
         self._check_plain("load_checkpoint")
         self._saver.wait()
+        self._runtime.refuse_away("load_checkpoint")
+        self._runtime.refuse_open_blocks("load_checkpoint")
         subject = self._settled_subject()
         options = LoadOptions(
             root=Path(load_dir),
@@ -154,6 +156,14 @@ class CheckpointMethods:
         self.loaded_checkpoint_dp_world_size = loaded.world_size
         self.loaded_checkpoint_mp_world_size = 1
         return str(loaded.folder), loaded.client_state
+
+    def wait_for_checkpoint(self) -> None:
+        """Waits until a save in the background is on the disk. Every rank should call it.
+
+        Raises:
+            CheckpointError: It failed.
+        """
+        self._saver.wait()
 
     # -- weights for other programs ------------------------------------------------------------------------------------
 
@@ -192,6 +202,7 @@ class CheckpointMethods:
             )
             return False
         self._check_plain("save_16bit_model")
+        self._runtime.refuse_away("save_16bit_model", "lp_params")
         subject = self._settled_subject()
         limit = None if max_shard_size is None else parse_size(max_shard_size)
         write_weights(
@@ -224,6 +235,7 @@ class CheckpointMethods:
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """The full state dict in the compute dtype on rank 0, None elsewhere, at any stage. Every rank must call it."""
         self._check_plain("_consolidated_16bit_state_dict")
+        self._runtime.refuse_away("_consolidated_16bit_state_dict", "lp_params")
         return full_state_dict(self._settled_subject(), self._parts.dp_rank, exclude_frozen=exclude_frozen_parameters)
 
     def load_module_state_dict(
@@ -250,6 +262,8 @@ class CheckpointMethods:
             CheckpointError: The state dict does not fit; nothing was changed.
         """
         self._check_plain("load_module_state_dict")
+        self._runtime.refuse_away("load_module_state_dict")
+        self._runtime.refuse_open_blocks("load_module_state_dict")
         subject = self._settled_subject()
         state_dict = checkpoint["module"]
         if custom_load_fn is not None:

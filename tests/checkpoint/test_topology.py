@@ -12,7 +12,6 @@ from tests.harness import assert_states_equal, run_ranks
 
 RANKS = (1, 2, 3, 4)
 STAGES = (0, 1, 2, 3)
-NOT_RUN = "offload to host and NVMe: not run until the offload exists"
 SMALL_BUCKETS = {"zero_optimization": {"reduce_bucket_size": 300}}
 
 
@@ -79,6 +78,66 @@ def test_every_topology_reads_every_other(ranks, further, written):
     # The next step is the same wherever it is taken, but for the order of sums over ranks.
     mean = {key: sum(rank[key][1][0] for rank in results) / ranks for key in results[0]}
     assert max(mean.values()) - min(mean.values()) < 1e-2
+
+
+HOMES = ((1, "cpu", None), (2, "nvme", None), (3, "none", "cpu"), (3, "cpu", "nvme"), (3, "nvme", "nvme"))
+"""Stage, home of the optimizer's states, home of the parameters."""
+
+
+def offload(stage: int, states: str, parameters: str | None, files: str) -> dict:
+    zero: dict = {"offload_optimizer": {"device": states, "nvme_path": files}} if states != "none" else {}
+    if parameters:
+        zero["offload_param"] = {"device": parameters, "nvme_path": files, "buffer_size": 10_000}
+    return {"zero_optimization": zero}
+
+
+def write_from_homes(folder: str, ranks: int, files: str):
+    saved = {}
+    for stage, *homes in HOMES:
+        run = engine(stage, "bf16", **offload(stage, *homes, files))
+        train(run, range(3))
+        tag = f"{ranks}x{stage}-{'-'.join(map(str, homes))}"
+        run.save_checkpoint(folder, tag=tag)
+        saved[tag] = fragments(run), other_state(run)
+        run.destroy()
+    return saved
+
+
+def read_into_homes(folder: str, tags: list[str], files: str):
+    found = {}
+    for stage, *homes in (*HOMES, (0, "none", None), (2, "none", None)):
+        run = engine(stage, "bf16", seed=8, **offload(stage, *homes, files))
+        train(run, range(7, 8))
+        for tag in tags:
+            run.load_checkpoint(folder, tag=tag)
+            held = fragments(run), other_state(run)
+            found[(stage, *homes, tag)] = held, train(run, range(3, 5))
+        run.destroy()
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+def test_every_home_reads_every_other(ranks, written, tmp_path):
+    plain, saved = written[0], dict(written[1])
+    homes = str(tmp_path / "homes")
+    for writers in (1, 2):
+        made = run_ranks(write_from_homes, writers, homes, writers, str(tmp_path / "files"), timeout=120)
+        saved.update(merge(made))
+    here = [tag for tag in saved if tag not in written[1]]
+    results = [
+        run_ranks(read_into_homes, ranks, folder, tags, str(tmp_path / "files"), timeout=240)
+        for folder, tags in ((homes, here), (plain, ["1x0-bf16", "4x1-bf16", "3x3-bf16"]))
+    ]
+    for group in results:
+        for key, (held, _) in ((key, (merge([{key: r[key][0]} for r in group])[key], 0)) for key in group[0]):
+            assert_states_equal(held[0], saved[key[-1]][0])
+            assert_states_equal(held[1], saved[key[-1]][1])
+        steps = {
+            key: [sum(values) / ranks for values in zip(*(r[key][1] for r in group), strict=True)] for key in group[0]
+        }
+        for first, second in steps.values():
+            reference = next(iter(steps.values()))
+            assert abs(first - reference[0]) < 1e-2 and abs(second - reference[1]) < 1e-2
 
 
 def read_precision(folder: str, tags: list[str], precision: str):

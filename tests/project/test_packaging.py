@@ -27,6 +27,7 @@ COMMANDS = [
     "ds",
     "ds_report",
     "dsr",
+    "ds_inspect",
     "ds_ssh",
     "ds_bench",
     "ds_io",

@@ -1,0 +1,184 @@
+"""The files of a tag folder, by rank, opened without running code.
+
+The files name classes of the original package. Each has an inert stand-in here: it takes attributes and does nothing.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepspeed.checkpoint.restricted import allow_list, reason
+from deepspeed.errors import CheckpointError
+
+_MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+_ZERO_MODEL = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
+_OPTIM = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+_OTHERS = {
+    re.compile(r"layer_\d+-.*model_states\.pt"): "a pipeline's",
+    re.compile(r"(layer_\d+_)?expert_\d+_.*|expp_rank_.*"): "a mixture of experts'",
+}
+
+
+class StandIn:
+    """Has whatever attributes a pickled object of the original package had."""
+
+    def __init__(self, *values: Any) -> None:
+        self.values = values
+
+
+class LossScaler(StandIn):
+    """Of ``runtime.fp16.loss_scaler``."""
+
+
+class DynamicLossScaler(StandIn):
+    """Of ``runtime.fp16.loss_scaler``."""
+
+
+class ZeroStage(StandIn):
+    """Of ``runtime.zero.config``: an enumeration, restored from its number."""
+
+    @property
+    def number(self) -> int:
+        """The stage."""
+        return int(self.values[0])
+
+
+class FragmentAddress(StandIn):
+    """Of ``utils.tensor_fragment``."""
+
+
+class SubparamShape(StandIn):
+    """Of the universal layout."""
+
+
+_STAND_INS: list[tuple[Any, str]] = [
+    (LossScaler, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
+    (LossScaler, "deepspeed.runtime.fp16.loss_scaler.LossScalerBase"),
+    (DynamicLossScaler, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
+    (ZeroStage, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+    (FragmentAddress, "deepspeed.utils.tensor_fragment.fragment_address"),
+    (SubparamShape, "deepspeed.checkpoint.universal_checkpoint.SubparamShape"),
+    (SubparamShape, "deepspeed.utils.bwc.SubparamShape"),
+]
+
+
+def load(path: Path, *, trust: bool = False) -> Any:
+    """Opens a torch file; tensors stay on the disk until they are read, where the format allows it.
+
+    Args:
+        path: The file.
+        trust: Unpickle whatever is in it, which may run code.
+
+    Raises:
+        CheckpointError: It is missing or damaged, or holds objects that only code could restore.
+    """
+    try:
+        if trust:
+            pickles: Any = _TrustingPickle
+            return torch.load(path, map_location="cpu", weights_only=False, pickle_module=pickles)
+        with allow_list(_STAND_INS):
+            try:
+                return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            except RuntimeError as error:
+                if "mmap" not in str(error):  # the older format cannot be mapped
+                    raise
+                return torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} is missing; the checkpoint is not complete. Copy it again from its source"
+        ) from None
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({reason(error)}). It is damaged, or holds objects of the caller that only code "
+            "can restore; if you trust the file, load_checkpoint(..., allow_pickled_objects=True) runs it"
+        ) from None
+
+
+class _TrustingUnpickler(pickle.Unpickler):
+    """Everything is allowed, but classes of the original package are stand-ins all the same."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        for stand_in, full_name in _STAND_INS:
+            if full_name == f"{module}.{name}":
+                return stand_in
+        return super().find_class(module, name)
+
+
+class _TrustingPickle:
+    """What torch wants of a pickle module."""
+
+    __name__ = "pickle"
+    Unpickler = _TrustingUnpickler
+
+    @staticmethod
+    def load(file: Any, **options: Any) -> Any:
+        """Reads one pickle."""
+        return _TrustingUnpickler(file, **options).load()
+
+
+@dataclass(frozen=True)
+class Files:
+    """What a tag folder holds, for model-parallel rank 0.
+
+    Attributes:
+        model: Model-states files by data-parallel rank; one below stage 3.
+        optim: Optimizer-states files by data-parallel rank; none at stage 0.
+        shards_params: Whether it is a stage-3 folder.
+    """
+
+    model: tuple[Path, ...]
+    optim: tuple[Path, ...]
+    shards_params: bool
+
+
+def find_files(folder: Path) -> Files:
+    """Sorts the files of a tag folder by rank.
+
+    Raises:
+        CheckpointError: Model-parallel, pipeline or expert files, or no model states.
+    """
+    plain: dict[int, Path] = {}
+    model: dict[int, Path] = {}
+    optim: dict[int, Path] = {}
+    for path in sorted(folder.iterdir()):
+        for pattern, whose in _OTHERS.items():
+            if pattern.fullmatch(path.name):
+                raise CheckpointError(
+                    f"{folder}: {path.name} is {whose}; such checkpoints cannot be read in this release"
+                )
+        if found := _MODEL.fullmatch(path.name):
+            plain[int(found[1])] = path
+        elif found := _ZERO_MODEL.fullmatch(path.name):
+            _only_first(path, int(found[2]))
+            model[int(found[1])] = path
+        elif found := _OPTIM.fullmatch(path.name):
+            _only_first(path, int(found[2]))
+            optim[int(found[1])] = path
+    for rank, path in plain.items():
+        _only_first(path, rank)
+    if not plain and not model:
+        raise CheckpointError(f"{folder}: there is no model-states file; the checkpoint is not complete")
+    shards_params = bool(model)
+    chosen = model if shards_params else plain
+    return Files(_by_rank(folder, chosen, "model_states"), _by_rank(folder, optim, "optim_states"), shards_params)
+
+
+def _only_first(path: Path, model_parallel_rank: int) -> None:
+    if model_parallel_rank:
+        raise CheckpointError(
+            f"{path}: the checkpoint was saved by several model-parallel ranks, and nothing in it says how their "
+            "slices fit together; such checkpoints cannot be read"
+        )
+
+
+def _by_rank(folder: Path, files: dict[int, Path], what: str) -> tuple[Path, ...]:
+    missing = sorted(set(range(max(files, default=-1) + 1)) - set(files))
+    if missing:
+        raise CheckpointError(f"{folder}: the {what} files of rank(s) {', '.join(map(str, missing))} are missing")
+    return tuple(files[rank] for rank in sorted(files))

@@ -1,0 +1,264 @@
+"""The layout with one file per rank: stages 0, 1, 2 and 3."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepspeed.checkpoint.format import COMPUTE, MASTER
+from deepspeed.checkpoint.source import TrainingState
+from deepspeed.checkpoint.upstream.files import DynamicLossScaler, Files, ZeroStage, find_files, load
+from deepspeed.checkpoint.upstream.source import Content, Values
+from deepspeed.checkpoint.upstream.walks import Shapes, stage_1_and_2, stage_3
+from deepspeed.errors import CheckpointError
+
+_SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+def read_partitioned(folder: Path, *, trust: bool, trained: Sequence[Sequence[str]] = ()) -> Content:
+    """Reads a tag folder of any stage.
+
+    Args:
+        folder: The tag folder.
+        trust: Unpickle objects of the caller, which may run code.
+        trained: Parameter names by param group, for stage 0.
+    """
+    files = find_files(folder)
+    model = [load(path, trust=trust) for path in files.model]
+    optim = [load(path, trust=trust)["optimizer_state_dict"] for path in files.optim]
+    content = Content(training_state(model[0]))
+    content.aliases.update(model[0].get("shared_params") or {})
+    _check_ranks(folder, files, optim)
+    if files.shards_params:
+        _stage_3(folder, content, model, optim)
+    elif optim:
+        _stage_1_and_2(folder, content, model[0], optim)
+    else:
+        _stage_0(content, model[0], trained)
+    return content
+
+
+def training_state(model: Mapping[str, Any]) -> TrainingState:
+    """Counters, schedule and the caller's own state from a model-states file."""
+    names = ("global_steps", "global_samples", "skipped_steps")
+    counters = {name: int(model.get(name) or 0) for name in names}
+    if not model.get("global_samples"):
+        batch = (model.get("ds_config") or {}).get("train_batch_size")
+        counters["global_samples"] = counters["global_steps"] * batch if isinstance(batch, int) else 0
+    return TrainingState(
+        counters=counters,
+        world_size=int(model.get("dp_world_size") or 1),
+        lr_scheduler=model.get("lr_scheduler"),
+        model_states={key: value for key, value in model.items() if key != "module"},
+    )
+
+
+def _check_ranks(folder: Path, files: Files, optim: list[dict[str, Any]]) -> None:
+    if not optim:
+        return
+    counts = optim[0].get("partition_count") or len(optim)
+    expected = max(counts) if isinstance(counts, (list, tuple)) else int(counts)
+    if len(optim) != expected:
+        raise CheckpointError(
+            f"{folder}: {len(optim)} optimizer-states files of {expected} ranks are there; copy the others too"
+        )
+    if files.shards_params and len(files.model) != expected:
+        raise CheckpointError(
+            f"{folder}: {len(files.model)} model-states files of {expected} ranks are there; copy the others too"
+        )
+
+
+def scaler_state(optim: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The position of a dynamic loss scaler, or None for a fixed scale."""
+    scaler = optim.get("loss_scaler")
+    if not isinstance(scaler, DynamicLossScaler):
+        return None
+    return {key: getattr(scaler, key) for key in _SCALER_KEYS}
+
+
+def hyperparameters(group: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+    """A param group with parameter names; ``step`` in a group is a leftover of fused optimizers."""
+    return {**{key: value for key, value in group.items() if key not in ("params", "step")}, "params": names}
+
+
+def _take_module(content: Content, module: Mapping[str, torch.Tensor], buffer_names: list[str]) -> None:
+    """Parameters in compute precision, and buffers."""
+    for name, tensor in module.items():
+        if name in buffer_names:
+            content.buffers[name] = tensor
+        elif name not in content.aliases and isinstance(tensor, torch.Tensor):
+            content.shapes.setdefault(name, tuple(tensor.shape))
+            content.put(COMPUTE, name, Values.whole(tensor))
+
+
+def _split_state(state: Mapping[str, Any], numel: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Per-element tensors and scalars of one flat state; ``numel`` is what a per-element tensor has at least."""
+    tensors: dict[str, torch.Tensor] = {}
+    scalars: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() >= numel:
+            tensors[key] = value
+        else:
+            scalars[key] = value
+    return tensors, scalars
+
+
+# -- stages 1 and 2 --------------------------------------------------------------------------------------------------
+
+
+def _stage_1_and_2(folder: Path, content: Content, model: Mapping[str, Any], optim: list[dict[str, Any]]) -> None:
+    _take_module(content, model["module"], list(model.get("buffer_names") or []))
+    groups: list[Shapes] = model.get("param_shapes") or []
+    partitions = [rank["single_partition_of_fp32_groups"] for rank in optim]
+    if not groups or any(len(rank) != len(groups) for rank in partitions):
+        raise CheckpointError(
+            f"{folder}: {len(groups)} param groups have names, {len(partitions[0])} have weights; without names they "
+            "cannot be told apart"
+        )
+    gaps = optim[0].get("param_alignment_paddings")
+    trained: set[str] = set()
+    for number, shapes in enumerate(groups):
+        where = f"{folder}, param group {number}"
+        trained |= set(shapes)
+        tensors = [rank[number] for rank in partitions]
+        extents = stage_1_and_2(shapes, [t.numel() for t in tensors], gaps[number] if gaps else None, where)
+        for name, shape in shapes.items():
+            content.shapes[name] = tuple(shape)
+            content.put(MASTER, name, Values(tensors, extents[name]))
+        states, scalars, group = _group_state(optim, number)
+        for state in states[0]:
+            pieces = [rank[state] for rank in states]
+            held = stage_1_and_2(shapes, [p.numel() for p in pieces], gaps[number] if gaps else None, where)
+            for name in shapes:
+                content.put_state(state, name, Values(pieces, held[name]))
+        if states[0] or scalars:
+            content.state.scalars.update({name: dict(scalars) for name in shapes})
+        content.state.param_groups.append(hyperparameters(group, list(shapes)))
+    content.frozen = set(content.shapes) - trained
+    content.state.loss_scaler = scaler_state(optim[0])
+
+
+def _group_state(
+    optim: list[dict[str, Any]], number: int
+) -> tuple[list[dict[str, torch.Tensor]], dict[str, Any], dict[str, Any]]:
+    """Per rank the per-element tensors of a group, its scalars, its hyperparameters; in either form of the files."""
+    states: list[dict[str, torch.Tensor]] = []
+    scalars: dict[str, Any] = {}
+    group: dict[str, Any] = {}
+    for rank in optim:
+        base = rank["base_optimizer_state"]
+        shortest = rank["single_partition_of_fp32_groups"][number].numel()
+        if isinstance(base, list):  # the elastic form
+            tensors, scalars = _split_state(base[number], shortest)
+            step = rank.get("base_optimizer_state_step")
+            if "step" not in scalars and step is not None:
+                scalars["step"] = step
+        else:
+            tensors, scalars = _split_state(base["state"].get(number, {}), shortest)
+            group = base["param_groups"][number]
+        states.append(tensors)
+    return states, scalars, group
+
+
+# -- stage 3 ---------------------------------------------------------------------------------------------------------
+
+
+def _stage_3(folder: Path, content: Content, model: list[dict[str, Any]], optim: list[dict[str, Any]]) -> None:
+    first = model[0]
+    buffer_names = list(first.get("buffer_names") or [])
+    content.buffers = {name: first["module"][name] for name in buffer_names if name in first["module"]}
+    if not optim:
+        raise CheckpointError(f"{folder}: the optimizer-states files, which hold the weights at stage 3, are missing")
+    sub_groups: list[Shapes] = first["param_shapes"]
+    flat = [rank["fp32_flat_groups"] for rank in optim]
+    if any(len(rank) != len(sub_groups) for rank in flat):
+        raise CheckpointError(f"{folder}: {len(sub_groups)} sub-groups have names, {len(flat[0])} have weights")
+    inner = [rank["optimizer_state_dict"] for rank in optim]
+    for number, shapes in enumerate(sub_groups):
+        where = f"{folder}, sub-group {number}"
+        tensors = [rank[number] for rank in flat]
+        extents = stage_3(shapes, [t.numel() for t in tensors], where)
+        split = [_split_state(rank["state"].get(number, {}), t.numel()) for rank, t in zip(inner, tensors, strict=True)]
+        for name, shape in shapes.items():
+            content.shapes[name] = tuple(shape)
+            content.put(MASTER, name, Values(tensors, extents[name]))
+            for state in split[0][0]:
+                content.put_state(state, name, Values([rank[0][state] for rank in split], extents[name]))
+            if split[0][0] or split[0][1]:
+                content.state.scalars[name] = dict(split[0][1])
+    for group in inner[0]["param_groups"]:
+        names = [name for number in group["params"] for name in sub_groups[number]]
+        content.state.param_groups.append(hyperparameters(group, names))
+    take_frozen(content, model, f"{folder}, frozen parameters")
+    content.state.loss_scaler = scaler_state(optim[0])
+
+
+def take_frozen(content: Content, model: list[dict[str, Any]], where: str) -> None:
+    """Frozen parameters of stage 3, of which every rank has an equal piece."""
+    shapes = model[0].get("frozen_param_shapes") or {}
+    for name, shape in shapes.items():
+        pieces = [rank["frozen_param_fragments"][name].reshape(-1) for rank in model]
+        extents = stage_3({name: shape}, [piece.numel() for piece in pieces], where)
+        content.shapes[name] = tuple(shape)
+        content.put(COMPUTE, name, Values(pieces, extents[name]))
+    content.frozen |= set(shapes)
+
+
+# -- stage 0 ---------------------------------------------------------------------------------------------------------
+
+
+def _stage_0(content: Content, model: Mapping[str, Any], trained: Sequence[Sequence[str]]) -> None:
+    """Weights in training precision; the optimizer's state if ``trained`` says which parameter is which."""
+    module = model["module"]
+    _tie(content, module)
+    _take_module(content, module, list(model.get("buffer_names") or []))
+    state = model.get("optimizer")
+    if not state:
+        return
+    inner = state.get("optimizer_state_dict", state)
+    groups = inner["param_groups"]
+    if [len(group["params"]) for group in groups] != [len(names) for names in trained]:
+        return
+    masters = state.get("fp32_groups")
+    for number, (group, names) in enumerate(zip(groups, trained, strict=True)):
+        for position, (index, name) in enumerate(zip(group["params"], names, strict=True)):
+            if masters is not None and tuple(masters[number][position].shape) != content.shapes.get(name):
+                raise CheckpointError(
+                    f"param group {number} of the checkpoint does not list its parameters in the order of the model "
+                    f"(at {name!r}); load with load_optimizer_states=False"
+                )
+            if masters is not None:
+                content.put(MASTER, name, Values.whole(masters[number][position]))
+            _stage_0_state(content, name, inner["state"].get(index, {}), counts_one_more=masters is not None)
+        content.state.param_groups.append(hyperparameters(group, list(names)))
+
+
+def _stage_0_state(content: Content, name: str, state: Mapping[str, Any], *, counts_one_more: bool) -> None:
+    """State of one parameter. Beside unfused 16-bit masters, ``step`` is one higher than the updates made."""
+    scalars: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.dim() > 0 and tuple(value.shape) == content.shapes.get(name):
+            content.put_state(key, name, Values.whole(value))
+        else:
+            scalars[key] = value - 1 if key == "step" and counts_one_more else value
+    if scalars:
+        content.state.scalars[name] = scalars
+
+
+def _tie(content: Content, module: Mapping[str, torch.Tensor]) -> None:
+    """Tied parameters share their storage in the file."""
+    seen: dict[tuple[Any, ...], str] = {}
+    for name, tensor in module.items():
+        if isinstance(tensor, torch.Tensor) and tensor.numel():
+            key = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape))
+            if seen.setdefault(key, name) != name:
+                content.aliases[name] = seen[key]
+
+
+def stage_of(optim: Mapping[str, Any]) -> int:
+    """The ZeRO stage that an optimizer-states file names; the form without it is stage 1."""
+    stage = optim.get("zero_stage", 1)
+    return stage.number if isinstance(stage, ZeroStage) else int(stage)

@@ -1,0 +1,168 @@
+"""A checkpoint of the original package as a :class:`~deepspeed.checkpoint.source.Source`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from deepspeed.checkpoint.directory import Format
+from deepspeed.checkpoint.format import COMPUTE, MASTER, optimizer_kind
+from deepspeed.checkpoint.source import SavedBuffer, SavedParameter, TrainingState, Wanted
+from deepspeed.checkpoint.upstream.walks import Extent
+from deepspeed.errors import CheckpointError
+
+
+@dataclass
+class Values:
+    """One kind of values of one parameter.
+
+    Attributes:
+        tensors: Flat tensors, by rank.
+        extents: Where the parameter lies in them.
+    """
+
+    tensors: Sequence[torch.Tensor]
+    extents: list[Extent]
+
+    @classmethod
+    def whole(cls, tensor: torch.Tensor) -> Values:
+        """A tensor that is there in one piece."""
+        return cls([tensor.detach().reshape(-1)], [Extent(0, tensor.numel(), 0, 0)] if tensor.numel() else [])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the elements."""
+        return self.tensors[0].dtype
+
+    def read(self, start: int, stop: int, out: torch.Tensor) -> bool:
+        """Copies elements; returns whether all were there."""
+        copied = 0
+        for extent in self.extents:
+            first, last = max(start, extent.start), min(stop, extent.start + extent.numel)
+            if first < last:
+                offset = extent.offset + first - extent.start
+                out[first - start : last - start].copy_(self.tensors[extent.rank][offset : offset + last - first])
+                copied += last - first
+        return copied == stop - start
+
+
+@dataclass
+class Content:
+    """What the readers of the several layouts find.
+
+    Attributes:
+        shapes: Of every parameter.
+        values: By kind and parameter.
+        frozen: Parameters that had no gradient.
+        buffers: Persistent buffers.
+        aliases: Further names of tied parameters.
+        state: Everything small.
+    """
+
+    state: TrainingState
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    values: dict[str, dict[str, Values]] = field(default_factory=dict)
+    frozen: set[str] = field(default_factory=set)
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+
+    def put(self, kind: str, name: str, values: Values) -> None:
+        """Notes values of a parameter."""
+        self.values.setdefault(kind, {})[name] = values
+
+    def put_state(self, state: str, name: str, values: Values) -> None:
+        """Notes a per-element optimizer state of a parameter."""
+        self.put(optimizer_kind(state), name, values)
+
+
+class UpstreamSource:
+    """See :class:`~deepspeed.checkpoint.source.Source`.
+
+    Attributes:
+        state: Everything that is no large tensor.
+    """
+
+    def __init__(self, folder: Path, content: Content) -> None:
+        self.label = str(folder)
+        self._content = content
+        self.state = content.state
+        self.aliases: Mapping[str, str] = content.aliases
+        self.left_out: frozenset[str] = frozenset()
+        self.parameters = {name: self._parameter(name) for name in content.shapes}
+        self.buffers = {
+            name: SavedBuffer(name, tuple(tensor.shape), tensor.dtype) for name, tensor in content.buffers.items()
+        }
+
+    def _parameter(self, name: str) -> SavedParameter:
+        kinds = {kind: held[name].dtype for kind, held in self._content.values.items() if name in held}
+        if MASTER not in kinds and COMPUTE not in kinds:
+            raise CheckpointError(
+                f"{self.label}: the values of parameter {name!r} are nowhere; the checkpoint is not complete"
+            )
+        compute = kinds.get(COMPUTE, torch.float32)
+        return SavedParameter(name, self._content.shapes[name], kinds, name in self._content.frozen, compute)
+
+    def check(self, wanted: Sequence[Wanted]) -> None:
+        """Makes sure that the flat layout was understood: 16-bit weights are the rounded masters."""
+        both = self._content.values.get(COMPUTE, {}).keys() & self._content.values.get(MASTER, {}).keys()
+        for entry in wanted:
+            if entry.kind == MASTER and entry.name in both:
+                numel = entry.stop - entry.start
+                master, compute = (
+                    torch.empty(numel),
+                    torch.empty(numel, dtype=self.parameters[entry.name].compute_dtype),
+                )
+                self.read(entry, master)
+                self.read(Wanted(COMPUTE, entry.name, entry.start, entry.stop), compute)
+                same = (master.to(compute.dtype) == compute) | compute.isnan()
+                if not bool(same.all()):
+                    raise CheckpointError(
+                        f"{self.label}: the masters of {entry.name!r} do not round to the saved 16-bit weights; "
+                        "the flat layout was not understood or the weights were changed apart from it; "
+                        "zero_to_fp32.py of the package that wrote it may help"
+                    )
+
+    def covered(self, wanted: Wanted) -> list[tuple[int, int]]:
+        """Nothing: where there is a master, the 16-bit weights are just its rounding (see :meth:`check`)."""
+        return []
+
+    def read(self, wanted: Wanted, out: torch.Tensor) -> None:
+        """See :class:`~deepspeed.checkpoint.source.Source`."""
+        if not self._content.values[wanted.kind][wanted.name].read(wanted.start, wanted.stop, out):
+            raise CheckpointError(f"{self.label}: {wanted.kind} of {wanted.name!r} is not complete")
+
+    def read_buffer(self, name: str) -> torch.Tensor:
+        """See :class:`~deepspeed.checkpoint.source.Source`."""
+        return self._content.buffers[name].clone()
+
+
+def open_upstream(
+    folder: Path, kind: Format, *, trust: bool = False, trained: Sequence[Sequence[str]] = ()
+) -> UpstreamSource:
+    """Opens a tag folder of the original package.
+
+    Args:
+        folder: The tag folder.
+        kind: Its layout.
+        trust: Unpickle objects of the caller, which may run code.
+        trained: Parameter names by param group, in the optimizer's order. Needed for optimizer states of stage 0 alone,
+            whose files do not name them.
+
+    Raises:
+        CheckpointError: It is not complete, or not understood.
+    """
+    from deepspeed.checkpoint.upstream.partitioned import read_partitioned
+    from deepspeed.checkpoint.upstream.universal import read_universal
+
+    try:
+        if kind is Format.UNIVERSAL:
+            return UpstreamSource(folder, read_universal(folder, trust=trust))
+        return UpstreamSource(folder, read_partitioned(folder, trust=trust, trained=trained))
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+        raise CheckpointError(
+            f"{folder}: the layout is not understood ({type(error).__name__}: {error}); the files are damaged or of a "
+            "version that this release cannot read"
+        ) from error

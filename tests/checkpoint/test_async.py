@@ -1,0 +1,135 @@
+"""Saving beside training: what is saved is the state at the call, failures come at the next call."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepspeed import comm
+from deepspeed.checkpoint import save as saving
+from deepspeed.checkpoint.directory import tags
+from deepspeed.errors import CheckpointError
+from tests.checkpoint.faults import faults
+from tests.checkpoint.training import engine, fragments, joined, other_state, train
+from tests.harness import assert_states_equal, run_ranks
+
+
+class Gate:
+    """Holds the writing back until it is opened."""
+
+    def __init__(self) -> None:
+        self._opened = threading.Event()
+        self._original = saving._write_files
+
+    def __enter__(self) -> Gate:
+        def write(job, folder):
+            assert self._opened.wait(60)
+            return self._original(job, folder)
+
+        saving._write_files = write
+        return self
+
+    def open(self) -> None:
+        self._opened.set()
+
+    def __exit__(self, *_: object) -> None:
+        self.open()
+        saving._write_files = self._original
+
+
+def save_beside(folder: str, stage: int, by_config: bool):
+    settings = {"checkpoint": {"async_save": True}} if by_config else {}
+    run = engine(stage, "bf16", **settings)
+    train(run, range(3))
+    expected = fragments(run), other_state(run)
+    rng = torch.get_rng_state()
+    with Gate() as gate:
+        assert run.save_checkpoint(folder, tag="one", **({} if by_config else {"async_save": True}))
+        comm.barrier()
+        assert not list(tags(Path(folder)))
+        losses = train(run, range(3, 6))  # collectives of training and of the save do not meet
+        gate.open()
+        run.wait_for_checkpoint()
+    again = engine(stage, "bf16", seed=8)
+    again.load_checkpoint(folder, tag="one")
+    assert torch.equal(torch.get_rng_state(), rng)
+    found = fragments(again), other_state(again)
+    return expected, found, losses, train(again, range(3, 6))
+
+
+@pytest.mark.parametrize(("stage", "by_config"), [(0, False), (2, True), (3, False)])
+def test_what_is_saved_is_the_state_at_the_call(stage, by_config, tmp_path):
+    results = run_ranks(save_beside, 2, str(tmp_path), stage, by_config)
+    for expected, found, losses, resumed in results:
+        assert_states_equal(found[1], expected[1])
+        assert resumed == losses
+    assert_states_equal(joined([r[1][0] for r in results]), joined([r[0][0] for r in results]))
+
+
+def next_save_waits(folder: str):
+    run = engine(1, "fp32")
+    order = []
+    with Gate() as gate:
+        run.save_checkpoint(folder, tag="one", async_save=True)
+        opener = threading.Timer(0.3, lambda: (order.append("opened"), gate.open()))
+        opener.start()
+        run.save_checkpoint(folder, tag="two")
+        order.append("saved")
+        opener.join()
+    comm.barrier()
+    return order, list(tags(Path(folder))), (Path(folder) / "latest").read_text()
+
+
+def test_the_next_save_waits(tmp_path):
+    for order, names, latest in run_ranks(next_save_waits, 2, str(tmp_path)):
+        assert order == ["opened", "saved"] and names == ["one", "two"] and latest == "two"
+
+
+def failing_beside(folder: str, failing: int, then: str):
+    run = engine(2, "fp32")
+    run.save_checkpoint(folder, tag="good")
+    with faults(2 if comm.get_rank() == failing else None):
+        run.save_checkpoint(folder, tag="bad", async_save=True)
+        train(run, range(2))  # goes on meanwhile
+        with pytest.raises(CheckpointError, match="the last save, in the background, failed") as raised:
+            {
+                "save": lambda: run.save_checkpoint(folder, tag="next"),
+                "load": lambda: run.load_checkpoint(folder),
+                "wait": run.wait_for_checkpoint,
+                "destroy": run.destroy,
+            }[then]()
+    comm.barrier()
+    assert list(tags(Path(folder))) == ["good"]
+    run.save_checkpoint(folder, tag="after", async_save=True)
+    run.wait_for_checkpoint()
+    comm.barrier()
+    return str(raised.value), sorted(tags(Path(folder)))
+
+
+@pytest.mark.parametrize(("failing", "then"), [(0, "save"), (1, "load"), (1, "wait"), (0, "destroy")])
+def test_a_failure_is_raised_at_the_next_call(failing, then, tmp_path):
+    first, second = run_ranks(failing_beside, 2, str(tmp_path), failing, then)
+    assert first == second
+    assert f"rank {failing}" in first[0] and "No space left" in first[0] and first[1] == ["after", "good"]
+
+
+def two_engines(folder: str):
+    """Each has a channel of its own."""
+    first, second = engine(1, "fp32"), engine(3, "bf16")
+    for step in range(3):
+        first.save_checkpoint(folder + "/first", async_save=True)
+        second.save_checkpoint(folder + "/second", async_save=True)
+        train(first, range(step, step + 1))
+        train(second, range(step, step + 1))
+    first.wait_for_checkpoint()
+    second.wait_for_checkpoint()
+    comm.barrier()
+    return list(tags(Path(folder) / "first")), list(tags(Path(folder) / "second"))
+
+
+def test_two_engines_save_at_once(tmp_path):
+    expected = [f"global_step{step}" for step in range(3)]
+    assert run_ranks(two_engines, 2, str(tmp_path)) == [(expected, expected)] * 2
