@@ -465,9 +465,12 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Offload
 
     def destroy(self) -> None:
         """Takes all hooks from the model and frees buffers. May be called in any state, more than once."""
-        if not self._runtime.is_retired:
-            self._runtime.drop_open_work()
-        self._runtime.destroy()
-        if self.optimizer is not None:
-            self.optimizer.destroy()
-        self._parts.homes.close()
+        try:
+            self.wait_for_checkpoint()
+        finally:
+            if not self._runtime.is_retired:
+                self._runtime.drop_open_work()
+            self._runtime.destroy()
+            if self.optimizer is not None:
+                self.optimizer.destroy()
+            self._parts.homes.close()
