@@ -13,7 +13,7 @@ import pytest
 from tests.project.graph import ROOT
 
 TESTS = ROOT / "tests"
-BINARY = {".png", ".jpg", ".gif", ".pt", ".safetensors", ".bin"}
+BINARY = {".png", ".jpg", ".gif", ".pt", ".safetensors", ".bin", ".zip"}
 
 # Each pattern is spelt so that this file does not contain what it looks for.
 MACHINE = {
