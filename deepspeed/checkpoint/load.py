@@ -301,7 +301,7 @@ def _restore_position(subject: Subject, state: TrainingState) -> None:
     """RNG and data position, which belong to a rank: only where the ranks are the same."""
     if state.rank_state is None or state.world_size != subject.dp_world_size:
         return
-    restore_random_state(state.rank_state["random"])
     restore = getattr(subject.dataloader, "load_state_dict", None)
     if callable(restore) and "data" in state.rank_state:
-        restore(state.rank_state["data"])
+        restore(state.rank_state["data"])  # draws random numbers, so it comes first
+    restore_random_state(state.rank_state["random"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
@@ -66,9 +67,12 @@ class DeepSpeedDataLoader:
         self.tput_timer = tput_timer
         self.epoch = 0
         self._iterator: Iterator[Any] | None = None
+        self._given: int | None = None
+        self._random: torch.Tensor | None = None
+        self._is_resumed = False
         drop_last = drop_last or dataloader_drop_last
         ranks, rank = data_parallel_world_size or 1, data_parallel_rank or 0
-        options: dict[str, Any] = {
+        self._options: dict[str, Any] = {
             "collate_fn": collate_fn,
             "num_workers": num_local_io_workers or 0,
             "pin_memory": pin_memory,
@@ -91,10 +95,10 @@ class DeepSpeedDataLoader:
             )
         self.data_sampler = data_sampler
         if isinstance(data_sampler, BatchSampler):
-            self.dataloader = DataLoader(dataset, batch_sampler=data_sampler, **options)
+            self.dataloader = DataLoader(dataset, batch_sampler=data_sampler, **self._options)
         else:
             self.dataloader = DataLoader(
-                dataset, batch_size=batch_size, sampler=data_sampler, drop_last=drop_last, **options
+                dataset, batch_size=batch_size, sampler=data_sampler, drop_last=drop_last, **self._options
             )
 
     def set_epoch(self, epoch: int) -> None:
@@ -102,12 +106,49 @@ class DeepSpeedDataLoader:
         self.epoch = epoch
 
     def __iter__(self) -> DeepSpeedDataLoader:
+        if self._is_resumed:  # the pass that was resumed goes on
+            self._is_resumed = False
+        else:
+            self._begin_pass(skip=0)
+        return self
+
+    def _begin_pass(self, skip: int) -> None:
+        """Starts the pass numbered ``epoch`` behind its first ``skip`` batches."""
         set_sampler_epoch = getattr(self.data_sampler, "set_epoch", None)
         if set_sampler_epoch is not None:
             set_sampler_epoch(self.epoch)
         self.epoch += 1
+        self._random = torch.get_rng_state()  # torch's samplers and workers are seeded from it
+        self._given = skip
+        if skip and self.data_sampler is not None:
+            rest = _Rest(self.dataloader.batch_sampler, skip)
+            self._iterator = iter(DataLoader(self.dataset, batch_sampler=rest, **self._options))
+            rest.pass_over()
+            return
         self._iterator = iter(self.dataloader)
-        return self
+        for _ in range(skip):  # a stream has no indices to pass over
+            next(self._iterator, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader stands: the pass, and how many of its batches were given out."""
+        return {"epoch": self.epoch, "given": self._given, "random": self._random}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes to where :meth:`state_dict` was: the next batch is the one that would have come next.
+
+        Batches of a map-style dataset are passed over without being loaded, those of a stream are read and dropped.
+        Torch's random state is left as it was. Random numbers drawn inside worker processes are not repeated.
+        """
+        self.epoch, self._given, self._random = state_dict["epoch"], state_dict["given"], state_dict["random"]
+        self._iterator, self._is_resumed = None, False
+        if self._given is None or self._random is None:
+            return
+        present = torch.get_rng_state()
+        torch.set_rng_state(self._random)
+        self.epoch -= 1
+        self._begin_pass(skip=self._given)
+        torch.set_rng_state(present)
+        self._is_resumed = True
 
     def __len__(self) -> int:
         return len(self.dataloader)
@@ -118,7 +159,45 @@ class DeepSpeedDataLoader:
         if self.tput_timer is not None:
             self.tput_timer.start()
         assert self._iterator is not None
-        return next(self._iterator)
+        self._is_resumed = False
+        try:
+            batch = next(self._iterator)
+        except StopIteration:
+            self._given = None
+            raise
+        if self._given is not None:
+            self._given += 1
+        return batch
+
+
+class _Rest(Sampler):
+    """The batches of ``batches`` from number ``skip`` on."""
+
+    def __init__(self, batches: Any, skip: int) -> None:
+        self._batches = batches
+        self._skip = skip
+        self._length = max(len(batches) - skip, 0)
+        self._iterator: Iterator[Any] = iter(())
+
+    def __iter__(self) -> Iterator[Any]:
+        self._iterator = iter(self._batches)
+        return self._walk()
+
+    def _walk(self) -> Iterator[Any]:
+        self.pass_over()
+        yield from self._iterator
+
+    def pass_over(self) -> None:
+        """Leaves the first batches behind, if that has not happened yet.
+
+        Not in ``__iter__``: a sampler may draw its seed at its first batch, and torch's loader draws its own before.
+        """
+        while self._skip > 0:
+            self._skip -= 1
+            next(self._iterator, None)
+
+    def __len__(self) -> int:
+        return self._length
 
 
 def is_map_style_dataset(dataset: Any) -> bool:
