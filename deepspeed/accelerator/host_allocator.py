@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
@@ -35,3 +36,28 @@ def keep_freed_memory() -> bool:
     except (OSError, AttributeError):
         return False
     return bool(mallopt(_M_MMAP_THRESHOLD, 1 << 30)) and bool(mallopt(_M_TRIM_THRESHOLD, _LARGEST_INT))
+
+
+class Trimmer:
+    """Gives what malloc keeps of freed memory back to the system, now and then.
+
+    For phases in which short-lived tensors are made between long-lived ones: the holes that they leave are rarely of
+    use to what comes next, and together they can be as large as what is kept. Does nothing where there is no glibc.
+    """
+
+    _SHARE = 8
+
+    def __init__(self) -> None:
+        self._freed = 0
+        self._trim: Callable[[int], int] | None
+        try:
+            self._trim = ctypes.CDLL(None).malloc_trim
+        except (OSError, AttributeError):
+            self._trim = None
+
+    def note(self, freed: int, kept: int) -> None:
+        """Counts freed bytes; gives them back once they are a fair share of ``kept``, the bytes that live long."""
+        self._freed += freed
+        if self._trim is not None and self._freed > max(1 << 20, kept // self._SHARE):
+            self._freed = 0
+            self._trim(0)

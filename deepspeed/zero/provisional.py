@@ -8,12 +8,14 @@ final buckets (``zero.filling``). A copied sharded parameter lives in such a buc
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from deepspeed.accelerator.host_allocator import Trimmer
 from deepspeed.comm.transport import Piece, Transport
 from deepspeed.zero.calls import compare_calls
 from deepspeed.zero.holder import Address, Gatherer, Holder, State, set_address
@@ -23,6 +25,7 @@ from deepspeed.zero.sharded_parameter import mark_full, mark_sharded, plain_clas
 from deepspeed.zero.untouched import untouched
 from deepspeed.zero.views import install_views
 
+_trimmer = Trimmer()
 _indices = itertools.count(1 << 20)  # apart from those of engines' buckets, beside which copies are sorted
 
 
@@ -53,6 +56,9 @@ class ProvisionalBucket(Holder):
         self.state = State.SHARDED if self.is_sharded else State.FULL
         # On one rank the parameters keep what they have.
         self.shard = torch.zeros(layout.slice_numel if self.is_sharded else 0, dtype=dtype, device=home)
+        nbytes = self.shard.numel() * dtype.itemsize
+        _Books.add(nbytes)
+        weakref.finalize(self, _Books.add, -nbytes).atexit = False
 
     def lend(self, tile: int, parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
         """See the class this one derives from."""
@@ -61,10 +67,24 @@ class ProvisionalBucket(Holder):
     def take_back(self, tile: int, parameter: torch.nn.Parameter) -> None:
         """See the class this one derives from."""
         mark_sharded(parameter, torch.empty(0, dtype=self.dtype, device=self.device))
+        if self.device.type == "cpu":
+            note_freed(self.layout.tiles[tile].numel * self.dtype.itemsize)
 
-    def copy(self) -> ProvisionalBucket:
-        """Another bucket with the same values; communicates nothing."""
-        return copy_of(self)
+
+class _Books:
+    """Bytes of provisional shards of this process."""
+
+    held = most = 0
+
+    @classmethod
+    def add(cls, nbytes: int) -> None:
+        cls.held += nbytes
+        cls.most = max(cls.most, cls.held)
+
+
+def note_freed(nbytes: int) -> None:
+    """Host memory of full parameters, or of shards that have moved on, was freed."""
+    _trimmer.note(nbytes, _Books.most)
 
 
 def copy_of(holder: Holder) -> ProvisionalBucket:

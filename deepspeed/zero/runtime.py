@@ -24,7 +24,9 @@ from deepspeed.zero.layout import Limits, ModelLayout, Tile, UnitTile, model_lay
 from deepspeed.zero.masters import MasterBucket
 from deepspeed.zero.materialize import Materializer
 from deepspeed.zero.placement import Home, Placement
+from deepspeed.zero.provisional import note_freed
 from deepspeed.zero.schedule import GatherLimits, GatherSchedule
+from deepspeed.zero.sharded_parameter import ShardedParameter
 from deepspeed.zero.storage import Ledger, Memory
 from deepspeed.zero.units import Unit, find_units
 from deepspeed.zero.views import install_views
@@ -226,8 +228,11 @@ class ZeroRuntime:
                 ledger=self.ledger,
                 memory=self._options.param_memories[placed.param_home],
             )
+            was_sharded = any(isinstance(parameter, ShardedParameter) for parameter in params)
             self._fill(bucket)
             made.append(bucket)
+            if was_sharded and self.device.type == "cpu":
+                note_freed(layout.slice_numel * bucket.dtype.itemsize)
         return made
 
     def _fill(self, bucket: Bucket) -> None:

@@ -1,0 +1,93 @@
+"""Small transformers models, and the switch that makes transformers build them for ZeRO stage 3."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+def gpt2_config(**more: Any) -> Any:
+    from transformers import GPT2Config
+
+    sizes = {"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 97, "n_positions": 24}
+    return GPT2Config(**{**sizes, "bos_token_id": 0, "eos_token_id": 0, **more})
+
+
+def llama_config(**more: Any) -> Any:
+    from transformers import LlamaConfig
+
+    sizes = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 97, "max_position_embeddings": 24,
+    }  # fmt: skip
+    return LlamaConfig(**{**sizes, **more})
+
+
+def t5_config(**more: Any) -> Any:
+    from transformers import T5Config
+
+    sizes = {
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 48,
+        "num_layers": 2,
+        "num_heads": 4,
+        "vocab_size": 97,
+        "dropout_rate": 0.0,
+    }
+    return T5Config(**{**sizes, "decoder_start_token_id": 0, **more})
+
+
+def vit_config(**more: Any) -> Any:
+    from transformers import ViTConfig
+
+    sizes = {
+        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
+        "image_size": 8, "patch_size": 4,
+    }  # fmt: skip
+    return ViTConfig(**{**sizes, **more})
+
+
+def mixtral_config(**more: Any) -> Any:
+    from transformers import MixtralConfig
+
+    sizes = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 97, "num_local_experts": 4, "max_position_embeddings": 24,
+    }  # fmt: skip
+    return MixtralConfig(**{**sizes, **more})
+
+
+@contextmanager
+def zero3_switched_on(config: dict[str, Any]):
+    """What ``TrainingArguments(deepspeed=config)`` does for ``from_pretrained`` and ``from_config``."""
+    from transformers.integrations import HfDeepSpeedConfig
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    switch = HfDeepSpeedConfig(config)  # it must stay alive
+    try:
+        yield switch
+    finally:
+        unset_hf_deepspeed_config()
+
+
+def auto_config(**more: Any) -> dict[str, Any]:
+    """A configuration as users keep it in a file: full of "auto"."""
+    return {
+        "zero_optimization": {
+            "stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto",
+            "stage3_param_persistence_threshold": "auto", "overlap_comm": True,
+        },
+        "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}, "gradient_clipping": "auto",
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto"}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "train_batch_size": 2,
+        **more,
+    }  # fmt: skip
+
+
+def tokens(rank: int, batch: int = 2, length: int = 9) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(0, 97, (batch, length), generator=generator)
