@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar
 
 from deepspeed import comm
 from deepspeed.errors import CheckpointError, DeepSpeedError
 
 T = TypeVar("T")
+
+_PATIENCE = timedelta(hours=12)  # for the slowest disk among the ranks; a rank that dies is noticed at once
 
 
 class Exchange:
@@ -24,6 +27,7 @@ class Exchange:
 
     def __init__(self, group: Any = None) -> None:
         self.group = group
+        self._owns_group = False
         self.rank = comm.get_rank(group) if comm.is_initialized() else 0
         self.size = comm.get_world_size(group) if comm.is_initialized() else 1
 
@@ -32,7 +36,19 @@ class Exchange:
         if self.size == 1:
             return self
         ranks = comm.get_all_ranks_from_group(self.group if self.group is not None else comm.get_world_group())
-        return Exchange(comm.new_group(ranks, backend="gloo", use_local_synchronization=True))
+        is_everybody = len(ranks) == comm.get_world_size()
+        group = comm.new_group(ranks, backend="gloo", timeout=_PATIENCE, use_local_synchronization=not is_everybody)
+        made = Exchange(group)
+        # Torch names locally synchronised groups by their ranks: a second one of that name would meet in the remains of
+        # the first, so those are kept for good.
+        made._owns_group = is_everybody
+        return made
+
+    def close(self) -> None:
+        """Ends a group that :meth:`side_channel` made; torch keeps groups, with their threads, until then."""
+        if self._owns_group and comm.is_initialized():
+            comm.destroy_process_group(self.group)
+        self._owns_group = False
 
     def gather(self, value: Any) -> list[Any]:
         """Everybody's ``value``, by rank."""

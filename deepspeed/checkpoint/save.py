@@ -101,6 +101,19 @@ class Saver:
         if failure is not None:
             raise CheckpointError(f"the last save, in the background, failed: {failure}") from failure
 
+    def close(self) -> None:
+        """Waits, and gives the channel back. Another save opens a new one.
+
+        Raises:
+            CheckpointError: The save in the background failed.
+        """
+        try:
+            self.wait()
+        finally:
+            channel, self._exchange = self._exchange, None
+            if channel is not None:
+                channel.close()
+
     def save(self, subject: Subject, options: SaveOptions) -> None:
         """Saves. Every rank must call it.
 

@@ -157,6 +157,10 @@ class CheckpointMethods:
         self.loaded_checkpoint_mp_world_size = 1
         return str(loaded.folder), loaded.client_state
 
+    def _close_checkpoints(self) -> None:
+        """Waits for a save in the background and gives the channel of checkpoints back."""
+        self._saver.close()
+
     def wait_for_checkpoint(self) -> None:
         """Waits until a save in the background is on the disk. Every rank should call it.
 
