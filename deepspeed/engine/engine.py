@@ -466,7 +466,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Offload
     def destroy(self) -> None:
         """Takes all hooks from the model and frees buffers. May be called in any state, more than once."""
         try:
-            self.wait_for_checkpoint()
+            self._close_checkpoints()
         finally:
             if not self._runtime.is_retired:
                 self._runtime.drop_open_work()
