@@ -32,6 +32,7 @@ from deepspeed.schedulers import build_scheduler
 from deepspeed.zero.gradients import ReductionPolicy
 from deepspeed.zero.layout import Limits
 from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3
+from deepspeed.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.zero.placement import Home, Placement
 from deepspeed.zero.runtime import Channels, RuntimeOptions, ZeroRuntime
 from deepspeed.zero.schedule import GatherLimits
@@ -98,6 +99,16 @@ class EngineParts:
             backward=backward,
             strategies=self.homes.strategies,
         )
+
+    def public_optimizer(self, updater: DeepSpeedZeroOptimizer | None) -> Any:
+        """What ``initialize`` returns as the optimizer; at stage 3 it leads to the machinery of sharded parameters."""
+        if not self.placement.shard_params:
+            return updater
+        offload = DeepSpeedZeRoOffload.of(self.runtime)
+        if updater is None:
+            return offload
+        updater.parameter_offload = offload
+        return updater
 
     def make_scheduler(self) -> Any:
         """The schedule: the client's object, what its callable builds on the torch optimizer, the configured one."""

@@ -32,7 +32,7 @@ class CheckpointMethods:
     """Mixin of the engine: saving and loading."""
 
     module: torch.nn.Module
-    optimizer: DeepSpeedZeroOptimizer | None
+    _updater: DeepSpeedZeroOptimizer | None
     lr_scheduler: Any
     training_dataloader: Any
     config: dict[str, Any]
@@ -306,7 +306,7 @@ class CheckpointMethods:
         return Subject(
             model=self.module,
             runtime=self._runtime,
-            optimizer=self.optimizer,
+            optimizer=self._updater,
             lr_scheduler=self.lr_scheduler,
             dataloader=self.training_dataloader,
             counters={name: getattr(self, name) for name in COUNTERS},

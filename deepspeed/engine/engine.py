@@ -35,7 +35,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Offload
 
     Attributes:
         module: The model.
-        optimizer: The ZeRO optimizer, or None.
+        optimizer: The ZeRO optimizer; without one at stage 3 the machinery of sharded parameters, below it None.
         basic_optimizer: The torch optimizer underneath, or None.
         lr_scheduler: The schedule that ``step`` advances; may be set to None.
         training_dataloader: Loader over ``training_data``, or None.
@@ -58,7 +58,8 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Offload
         self._batch = parts.parsed.batch
         self._accumulation_steps = self._batch.accumulation_steps
         self._runtime: ZeroRuntime = parts.runtime
-        self.optimizer: DeepSpeedZeroOptimizer | None = parts.make_optimizer(self.backward, self._before_update)
+        self._updater: DeepSpeedZeroOptimizer | None = parts.make_optimizer(self.backward, self._before_update)
+        self.optimizer = parts.public_optimizer(self._updater)
         self.basic_optimizer = parts.torch_optimizer
         self.client_optimizer = parts.client.optimizer
         self.client_lr_scheduler = parts.client.lr_scheduler
@@ -83,7 +84,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Offload
         self._step_applied = False
         self._progress = ProgressLog(self._root, self._batch.train_batch_size)
         self._runtime.on_stray_backward = self._open_backward
-        self._runtime.optimizer = self.optimizer
+        self._runtime.optimizer = self._updater
         log_dist(self._summary())
         if self._root.dump_state:
             settings = self._root.model_dump(mode="json", exclude_defaults=True)
@@ -158,7 +159,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Offload
             logger.warning("an earlier backward was left open by an exception; its gradients were dropped")
         if scale_wrt_gas and self._accumulation_steps > 1:
             loss = loss / self._accumulation_steps
-        scaler = self.optimizer.loss_scaler if self.optimizer is not None else None
+        scaler = self._updater.loss_scaler if self._updater is not None else None
         scaled = scaler.scale_loss(loss) if scaler is not None else loss
         self._progress.before("backward")
         self._managed_backward = True
@@ -171,7 +172,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Offload
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the loss scale, for a ``loss.backward()`` of one's own (unchanged unless fp16)."""
         self._scaled_losses += 1
-        scaler = self.optimizer.loss_scaler if self.optimizer is not None else None
+        scaler = self._updater.loss_scaler if self._updater is not None else None
         return scaler.scale_loss(loss) if scaler is not None else loss
 
     def _open_backward(self) -> None:
@@ -183,7 +184,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Offload
         )
         if self._managed_backward:
             return
-        if self.optimizer is not None and self.optimizer.loss_scaler is not None:
+        if self._updater is not None and self._updater.loss_scaler is not None:
             if self._scaled_losses > 0:
                 self._scaled_losses -= 1
             else:
@@ -229,7 +230,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Offload
         Args:
             lr_kwargs: Arguments for the schedule's ``step``.
         """
-        if self.optimizer is None:
+        if self._updater is None:
             raise CallOrderError("engine.step: this engine has no optimizer; see initialize(optimizer=...)")
         if not self._sync:
             raise CallOrderError("engine.step: called inside no_sync; leave it before the update")
@@ -241,11 +242,11 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Offload
         self.micro_steps += 1
 
     def _update(self, lr_kwargs: dict[str, Any] | None) -> None:
-        assert self.optimizer is not None
-        self.optimizer.step()
+        assert self._updater is not None
+        self._updater.step()
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
-        if self.optimizer.overflow:
+        if self._updater.overflow:
             self.skipped_steps += 1
         else:
             self._step_applied = True
@@ -274,9 +275,9 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Offload
 
     def get_global_grad_norm(self) -> float | None:
         """Unscaled norm of the gradients of the latest update, before clipping; None before the first."""
-        if self.optimizer is None or self.optimizer.last_report is None:
+        if self._updater is None or self._updater.last_report is None:
             return None
-        return self.optimizer.last_report.norm
+        return self._updater.last_report.norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Throws away every gradient."""
@@ -438,7 +439,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Offload
 
     def memory_report(self) -> list[tuple[str, int, int, str]]:
         """Model-state bytes of this rank now: ``(kind, counted, by formula, formula)`` for each kind."""
-        return memory_rows(self._runtime, self.optimizer, self._precision, self._accumulation_steps)
+        return memory_rows(self._runtime, self._updater, self._precision, self._accumulation_steps)
 
     def precision_report(self) -> list[dict[str, Any]]:
         """Dtypes per param group: ``compute``, ``accumulate``, ``reduce``, ``master`` and ``state``."""
@@ -471,6 +472,6 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Offload
             if not self._runtime.is_retired:
                 self._runtime.drop_open_work()
             self._runtime.destroy()
-            if self.optimizer is not None:
-                self.optimizer.destroy()
+            if self._updater is not None:
+                self._updater.destroy()
             self._parts.homes.close()

@@ -126,14 +126,6 @@ FEATURES: tuple[Feature, ...] = (
         {"deepspeed.monitor.monitor": "MonitorMaster TensorBoardMonitor WandbMonitor CometMonitor csvMonitor"},
     ),
     Feature(
-        "building a model in shards",
-        "Build the model as usual and hand it to deepspeed.initialize, which shards it.",
-        {
-            "deepspeed.zero": "unwrap_model_for_generation",
-            "deepspeed.runtime.zero.parameter_offload": "DeepSpeedZeRoOffload",
-        },
-    ),
-    Feature(
         "an optimizer wrapper for each precision",
         "deepspeed.initialize returns one class for all of them, deepspeed.zero.optimizer.DeepSpeedZeroOptimizer.",
         {

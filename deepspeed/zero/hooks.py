@@ -32,6 +32,31 @@ class _Scope:
     held: list[Bucket] = field(default_factory=list)
 
 
+class _ScopeHook:
+    """A module hook. In a copy of its module it does nothing: the copy is not the engine's."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._run = run
+
+    @torch.compiler.disable
+    def __call__(self, *_args: Any) -> None:
+        self._run()
+
+    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
+        return _idle_hook
+
+    def __reduce__(self) -> Any:
+        return _get_idle_hook, ()
+
+
+def _idle_hook(*_args: Any) -> None:
+    return
+
+
+def _get_idle_hook() -> Callable[..., None]:
+    return _idle_hook
+
+
 class ForwardHooks:
     """Owns the module hooks of sharded buckets.
 
@@ -58,26 +83,23 @@ class ForwardHooks:
         self._recomputed: list[Bucket] = []
         self._saved = SavedTensorHooks(buckets, schedule.demand, self._last_handle_died)
         self.handles: list[RemovableHandle] = []
-        by_module: dict[nn.Module, list[Bucket]] = {root: []}
+        self._by_module: dict[nn.Module, list[Bucket]] = {root: []}
         for module, unit_buckets in units:
-            by_module.setdefault(module, []).extend(unit_buckets)
-        if buckets:
-            for module, unit_buckets in by_module.items():
-                self._hook(module, unit_buckets)
-            for bucket in buckets:
-                bucket.gatherer = self._gatherer(bucket)
+            self._by_module.setdefault(module, []).extend(unit_buckets)
+        for bucket in buckets:
+            bucket.gatherer = self._gatherer(bucket)
+        self.install()
+
+    def install(self) -> None:
+        """Puts the hooks on the model; those that are there are replaced."""
+        self.remove()
+        if self._buckets:
+            for module, buckets in self._by_module.items():
+                self._hook(module, buckets)
 
     def _hook(self, module: nn.Module, buckets: list[Bucket]) -> None:
-        @torch.compiler.disable
-        def before(_module: nn.Module, _args: Any) -> None:
-            self._enter(buckets)
-
-        @torch.compiler.disable
-        def after(_module: nn.Module, _args: Any, _output: Any) -> None:
-            self._leave()
-
-        self.handles.append(module.register_forward_pre_hook(before))
-        self.handles.append(module.register_forward_hook(after, always_call=True))
+        self.handles.append(module.register_forward_pre_hook(_ScopeHook(lambda: self._enter(buckets))))
+        self.handles.append(module.register_forward_hook(_ScopeHook(self._leave), always_call=True))
 
     def remove(self) -> None:
         """Takes every hook from the model."""

@@ -99,7 +99,7 @@ class Init:
         group = data_parallel_group if data_parallel_group is not None else sequence_data_parallel_group
         if group is None and mpu is not None:
             group = mpu.get_data_parallel_group()
-        self._device = _local_device()
+        self._device = local_device()
         self._overrides = frozenset(tensor_overrides)
         self.dtype = dtype if dtype is not None else _configured_dtype(parsed)
         self._construction = Construction(
@@ -165,7 +165,8 @@ def _configured_dtype(parsed: ParsedConfig | None) -> torch.dtype | None:
     return torch.bfloat16 if root.bf16.enabled else torch.float16 if root.fp16.enabled else torch.float32
 
 
-def _local_device() -> torch.device:
+def local_device() -> torch.device:
+    """The device of this process; it is made the current one."""
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         return torch.device("cpu")

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from deepspeed.comm.agreement import Agreement
 from deepspeed.comm.transport import LocalTransport, Transport
-from deepspeed.errors import CallOrderError, OffloadError
+from deepspeed.errors import CallOrderError, OffloadError, ShardedAccessError
 from deepspeed.logging import log_dist
 from deepspeed.zero.bucket import Bucket, State
 from deepspeed.zero.filling import first_values
@@ -26,10 +26,10 @@ from deepspeed.zero.materialize import Materializer
 from deepspeed.zero.placement import Home, Placement
 from deepspeed.zero.provisional import note_freed
 from deepspeed.zero.schedule import GatherLimits, GatherSchedule
-from deepspeed.zero.sharded_parameter import ShardedParameter
+from deepspeed.zero.sharded_parameter import ShardedParameter, note_placeholders
 from deepspeed.zero.storage import Ledger, Memory
 from deepspeed.zero.units import Unit, find_units
-from deepspeed.zero.views import install_views
+from deepspeed.zero.views import install_views, mark_module
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,12 @@ class ZeroRuntime:
                 may_block=lambda: self.schedule.expects_no_gather,
             )
         self.on_stray_backward: Callable[[], None] | None = None
-        self._dropping = self._drop_gradients_without_owner()
+        self._handles = self._drop_gradients_without_owner()
+        if self.placement.shard_params:
+            for module in model.modules():
+                mark_module(module)
+            self._handles.append(model.register_state_dict_post_hook(_note_placeholders))
+            self._handles.append(model.register_load_state_dict_pre_hook(_refuse_loading))
 
     # -- construction ------------------------------------------------------------------------------------------------
 
@@ -420,11 +425,28 @@ class ZeroRuntime:
     def destroy(self) -> None:
         """Takes every hook from the model and gives its memory back; the parameters keep what they hold."""
         self.hooks.remove()
-        for handle in self._dropping:
+        for handle in self._handles:
             handle.remove()
         if self.reducer is not None:
             self.reducer.clear()
             self.reducer.remove()
+
+
+def _note_placeholders(_module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    """One line where a state dict is not what it looks like; a module that is nested in another says it too."""
+    if any(isinstance(value, torch.Tensor) and value.shape == (0,) for value in state.values()):
+        note_placeholders("state_dict()")
+
+
+def _refuse_loading(module: nn.Module, state: dict[str, Any], prefix: str, *_others: Any) -> None:
+    """Torch's own complaint would be that every shape differs."""
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, ShardedParameter) and prefix + name in state:
+            raise ShardedAccessError(
+                f"load_state_dict: {name!r} and others are sharded (ZeRO stage 3), so there is nothing to copy into. "
+                "Use engine.load_checkpoint, or load on rank 0 inside "
+                "`with deepspeed.zero.GatheredParameters(model.parameters(), modifier_rank=0)`"
+            )
 
 
 def _drop_gradient(parameter: torch.Tensor) -> None:

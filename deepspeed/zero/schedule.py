@@ -88,6 +88,15 @@ class GatherSchedule:
         """Kind of the open segment; empty outside."""
         return self._situation[0] if self._situation else ""
 
+    @property
+    def knows_orders(self) -> bool:
+        """Whether some segment has been recorded."""
+        return bool(self._orders)
+
+    def forget_orders(self) -> None:
+        """Records every segment anew; all ranks must do so together."""
+        self._orders.clear()
+
     # -- segments ----------------------------------------------------------------------------------------------------
 
     def begin(self, kind: str) -> None:

@@ -28,6 +28,7 @@ _METADATA = frozenset(
         "__delete__",
         "__hash__",
         "__len__",
+        "_has_compatible_shallow_copy_type",
         "_is_view",
         "_version",
         "data_ptr",

@@ -8,12 +8,14 @@ every other parameter they raise ``AttributeError``, so that ``hasattr(parameter
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any
 
 import torch
 
+from deepspeed.zero.external import external_parameters
 from deepspeed.zero.holder import Address, State, address_of
 from deepspeed.zero.sharded_parameter import ShardedParameter
 
@@ -173,8 +175,37 @@ _VIEWS: dict[str, Callable[[torch.nn.Parameter, Address], Any]] = {
 }
 
 
+class _ModuleView:
+    """The same for modules: a method that exists where :func:`mark_module` was called."""
+
+    def __init__(self, name: str, compute: Callable[[torch.nn.Module], Any]) -> None:
+        self._name = name
+        self._compute = compute
+
+    def __get__(self, module: torch.nn.Module | None, kind: type | None = None) -> Callable[..., Any]:
+        if module is None or _PARTITIONED not in module.__dict__:
+            raise AttributeError(f"{self._name} exists on modules of partitioned models only")
+        return lambda: self._compute(module)
+
+
+_PARTITIONED = "_ds_partitioned"
+_MODULE_VIEWS: dict[str, Callable[[torch.nn.Module], Any]] = {
+    "ds_external_parameters": external_parameters,
+    "all_parameters": lambda module: itertools.chain(
+        module.named_parameters(recurse=False), external_parameters(module)
+    ),
+}
+
+
+def mark_module(module: torch.nn.Module) -> None:
+    """Gives ``ds_external_parameters()`` and ``all_parameters()`` to one module."""
+    module.__dict__[_PARTITIONED] = True
+
+
 def install_views() -> None:
     """Makes the attributes exist. Cheap to call again."""
     if "ds_id" not in torch.nn.Parameter.__dict__:
         for name, compute in _VIEWS.items():
             setattr(torch.nn.Parameter, name, _View(name, compute))
+        for name, listing in _MODULE_VIEWS.items():
+            setattr(torch.nn.Module, name, _ModuleView(name, listing))

@@ -1,7 +1,7 @@
-"""The parameter machinery of stage 3 by itself; the feature is missing (:mod:`deepspeed.features`)."""
+"""The parameter machinery of stage 3 by itself; re-exports from :mod:`deepspeed.zero`."""
 
 from __future__ import annotations
 
-from deepspeed.lazy import lazy_names
+from deepspeed.zero.parameter_offload import DeepSpeedZeRoOffload
 
-__getattr__, __dir__, __all__ = lazy_names(__name__)
+__all__ = ["DeepSpeedZeRoOffload"]

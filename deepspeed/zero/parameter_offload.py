@@ -1,0 +1,200 @@
+"""The machinery of sharded parameters as an object: what there is at stage 3 without an optimizer.
+
+Programs that generate with a gathered model reach into it: they remove the hooks, generate, and put them back.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from deepspeed import comm
+from deepspeed.comm.transport import create_transport
+from deepspeed.config import parse
+from deepspeed.errors import CallOrderError, NotYetSupportedError
+from deepspeed.zero.gathered import GatheredParameters
+from deepspeed.zero.gradients import Landing
+from deepspeed.zero.init import local_device
+from deepspeed.zero.layout import Limits
+from deepspeed.zero.placement import Placement
+from deepspeed.zero.runtime import Channels, RuntimeOptions, ZeroRuntime
+from deepspeed.zero.schedule import GatherLimits
+from deepspeed.zero.storage import Memory
+
+
+class ParameterCoordinator:
+    """The order in which parameters are gathered, under the names that programs use for it."""
+
+    def __init__(self, runtime: ZeroRuntime) -> None:
+        self._runtime = runtime
+
+    def is_invalid_trace(self) -> bool:
+        """Whether no order is known, so that the next pass is recorded."""
+        return not self._runtime.schedule.knows_orders
+
+    def _invalidate_trace(self) -> None:
+        """Records the order anew; every rank must call it."""
+        self._runtime.schedule.forget_orders()
+
+
+class DeepSpeedZeRoOffload:  # noqa: N801 - the public name
+    """Sharded parameters of one model: gathered for each forward, freed after it.
+
+    An engine at stage 3 has one, as ``engine.optimizer`` if it has no optimizer, else as
+    ``engine.optimizer.parameter_offload``. Constructed directly it shards a model that has no engine; the model can
+    then run, but not train. Every rank must construct it.
+
+    Args:
+        module: The model.
+        timers: Accepted; has no effect.
+        ds_config: The configuration; its ZeRO section is read where an argument is left out. May be None.
+        zenflow: Not supported.
+        overlap_comm: Accepted; gathers always overlap with computing.
+        prefetch_bucket_size: Elements that may be on their way ahead of their use.
+        max_reuse_distance: Elements until its next use within which a parameter stays gathered.
+        max_live_parameters: Gathered elements at once.
+        param_persistence_threshold: Units up to this many elements stay gathered.
+        model_persistence_threshold: Elements that may stay gathered in all.
+        dp_process_group: Process group that shares the parameters; None: all processes.
+        offload_param_config: Not supported here; the configuration given to ``initialize`` decides.
+        mpu: Model-parallel unit whose data-parallel group shares the parameters.
+        **others: Further arguments of upstream are not supported.
+
+    Attributes:
+        module: The model.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        timers: Any = None,
+        ds_config: Any = None,
+        zenflow: bool = False,
+        overlap_comm: bool = True,
+        prefetch_bucket_size: int = 50_000_000,
+        max_reuse_distance: int = 1_000_000_000,
+        max_live_parameters: int = 1_000_000_000,
+        param_persistence_threshold: int = 100_000,
+        model_persistence_threshold: int = sys.maxsize,
+        dp_process_group: Any = None,
+        offload_param_config: Any = None,
+        mpu: Any = None,
+        **others: Any,
+    ) -> None:
+        refused = {"zenflow": zenflow, "offload_param_config": _is_offloaded(offload_param_config), **others}
+        for name, value in refused.items():
+            if value:
+                raise NotYetSupportedError(f"DeepSpeedZeRoOffload({name}=...): not supported; leave {name} out")
+        if isinstance(ds_config, (dict, str)):
+            parse(ds_config, purpose="zero_init")
+        if not comm.is_initialized():
+            comm.init_distributed()
+        group = mpu.get_data_parallel_group() if dp_process_group is None and mpu is not None else dp_process_group
+        device = local_device()
+        transports = [create_transport(group, device=device, timeout=comm.default_timeout()) for _ in range(2)]
+        limits = Limits(persistence=param_persistence_threshold, model_persistence=model_persistence_threshold)
+        gathers = GatherLimits(
+            prefetch=prefetch_bucket_size, max_live=max_live_parameters, max_reuse_distance=max_reuse_distance
+        )
+        placement = Placement.of_stage(3)
+        memory = Memory(device)
+        options = RuntimeOptions(
+            placement=placement,
+            layout=limits,
+            gathers=gathers,
+            reduction=None,
+            granularity=prefetch_bucket_size,
+            compute_dtype=lambda name, parameter: parameter.dtype,
+            whole_tensors=False,
+            device=device,
+            param_memories={memory.home: memory},
+            master_memories={memory.home: memory},
+            landing=lambda home, ledger: Landing(home),
+        )
+        self._adopt(ZeroRuntime(module, options, Channels(*transports), {}))
+
+    def _adopt(self, runtime: ZeroRuntime) -> None:
+        self._runtime = runtime
+        self.module = runtime.model
+        self.param_coordinator = ParameterCoordinator(runtime)
+        self.backward_hooks: list[RemovableHandle] = []  # backward is followed by hooks on tensors
+
+    @classmethod
+    def of(cls, runtime: ZeroRuntime) -> DeepSpeedZeRoOffload:
+        """The object for a model that an engine has sharded."""
+        made = cls.__new__(cls)
+        made._adopt(runtime)
+        return made
+
+    @property
+    def forward_hooks(self) -> list[RemovableHandle]:
+        """The hooks on the model; may be removed one by one, and assigned ``[]`` afterwards."""
+        return self._runtime.hooks.handles
+
+    @forward_hooks.setter
+    def forward_hooks(self, handles: list[RemovableHandle]) -> None:
+        self._runtime.hooks.handles = handles
+
+    def _register_deepspeed_module(self, module: nn.Module, count: Any = None) -> None:
+        """Puts the hooks back on the model.
+
+        Raises:
+            CallOrderError: ``module`` is another one.
+        """
+        if module is not self.module:
+            raise CallOrderError("_register_deepspeed_module: this object drives another module; pass its own .module")
+        self._runtime.hooks.install()
+
+    def setup_zero_stage3_hooks(self) -> None:
+        """Puts the hooks on the model, where they are not."""
+        self._runtime.hooks.install()
+
+    def get_param_coordinator(self, training: bool = True) -> ParameterCoordinator:
+        """The order of gathers."""
+        return self.param_coordinator
+
+    def partition_all_parameters(self) -> None:
+        """Frees every gathered parameter that is not in use."""
+        self._runtime.free_gathered()
+
+    empty_partition_cache = partition_all_parameters
+
+    def destroy(self) -> None:
+        """Takes the hooks from the model."""
+        self._runtime.destroy()
+
+
+def _is_offloaded(section: Any) -> bool:
+    device = section.get("device") if isinstance(section, dict) else getattr(section, "device", None)
+    return device not in (None, "none")
+
+
+@contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
+    """Inside, the model of an engine is whole and without hooks, so that many forwards cost no gathers.
+
+    Args:
+        model: An engine, or any module. Every rank must enter it.
+
+    Yields:
+        The wrapped model; with parameters that are not sharded nothing is done.
+    """
+    inner = getattr(model, "module", model)
+    optimizer = getattr(model, "optimizer", None)
+    offload = getattr(optimizer, "parameter_offload", None) or optimizer
+    with GatheredParameters(list(inner.parameters())):
+        if not isinstance(offload, DeepSpeedZeRoOffload):
+            yield inner
+            return
+        for handle in offload.forward_hooks:
+            handle.remove()
+        offload.forward_hooks = []
+        try:
+            yield inner
+        finally:
+            offload._register_deepspeed_module(inner)
