@@ -39,7 +39,7 @@ def memory_rows(
         rows.append((Kind.MASTER, home, *formula.master(home)))
         rows.append((Kind.OPTIMIZER, home, *formula.optimizer(states, home)))
         if home is Home.HOST:
-            rows.append((Kind.GRADIENT, home, *_landed(runtime, formula, accumulation_steps, host_is_device)))
+            rows.append((Kind.GRADIENT, home, *_landed(runtime, formula, precision, accumulation_steps)))
             rows.append((Kind.STAGING, home, *_staging(runtime)))
     return [(_named(kind, home), runtime.ledger.live(kind, home), number, text) for kind, home, number, text in rows]
 
@@ -49,12 +49,17 @@ def _named(kind: Kind, home: Home) -> str:
 
 
 def _landed(
-    runtime: ZeroRuntime, formula: MemoryFormula, accumulation_steps: int, host_is_device: bool
+    runtime: ZeroRuntime, formula: MemoryFormula, precision: PrecisionPolicy, accumulation_steps: int
 ) -> tuple[int, str]:
     """Host memory of gradients that came down from an accelerator is kept; locking pages is slow."""
-    if host_is_device or runtime.reducer is None:
+    if runtime.device.type == "cpu" or runtime.reducer is None:
         return 0, "0 between steps"
-    return formula.gradients(accumulation=accumulation_steps > 1, reduced=True, home=Home.HOST)
+    return formula.gradients(
+        accumulation=accumulation_steps > 1,
+        reduced=True,
+        accumulate_itemsize=precision.accumulate_dtype.itemsize,
+        home=Home.HOST,
+    )
 
 
 def _staging(runtime: ZeroRuntime) -> tuple[int, str]:

@@ -99,7 +99,13 @@ class MemoryFormula:
         return total, f"{4 * states} x Psi / N" if self._placement.shard_master else f"{4 * states} x Psi"
 
     def gradients(
-        self, *, accumulation: bool, reduced: bool, reduce_itemsize: int | None = None, home: Home = Home.DEVICE
+        self,
+        *,
+        accumulation: bool,
+        reduced: bool,
+        reduce_itemsize: int | None = None,
+        accumulate_itemsize: int = 4,
+        home: Home = Home.DEVICE,
     ) -> tuple[int, str]:
         """Gradients between backward and step, or between micro-batches.
 
@@ -107,16 +113,17 @@ class MemoryFormula:
             accumulation: More than one micro-batch per update.
             reduced: The boundary has passed; otherwise a micro-batch in between.
             reduce_itemsize: Bytes per element on the wire; None is the parameter's.
+            accumulate_itemsize: Bytes per element of a sum over micro-batches (``grad_accum_dtype``). Sums over ranks
+                are fp32 whatever it is; only where they are added to a sum over micro-batches do they take its dtype.
             home: Where; unreduced gradients are on the device.
         """
         unreduced = not reduced and not self._placement.shard_gradients and self._ranks > 1
         trained = [b for b, p in self._trained() if (Home.DEVICE if unreduced else p.gradient_home) is home]
-        if self._ranks == 1:
-            if accumulation:
-                return sum(max(4, itemsize(b.dtype)) * b.numel for b in trained), "4 x Psi"
+        if self._ranks == 1 and not accumulation:
             sizes = [(reduce_itemsize or itemsize(b.dtype)) * b.numel for b in trained]
             return sum(sizes), "bytes x Psi"
-        if unreduced:
-            return sum(4 * b.numel for b in trained), "4 x Psi"
-        total = sum(max(4, itemsize(b.dtype)) * self._owned(b) for b in trained)
-        return total, "4 x Psi / N" if self._placement.shard_master else "4 x Psi"
+        over_micro_batches = unreduced or self._ranks == 1 or self._placement.shard_gradients
+        wide = accumulate_itemsize if over_micro_batches else 4
+        whole = unreduced or not self._placement.shard_master
+        total = sum((8 if b.dtype == "float64" else wide) * (b.numel if whole else self._owned(b)) for b in trained)
+        return total, f"{wide} x Psi" if whole else f"{wide} x Psi / N"

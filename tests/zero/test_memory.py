@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
+from deepspeed.zero.formula import MemoryFormula
 from deepspeed.zero.storage import Kind
 from tests.engine.support import SHARDED, engine_of, inputs, rank, tower
 from tests.harness import run_ranks
@@ -67,6 +68,40 @@ def test_every_phase(ranks, mode):
     for stage in range(4):
         run_ranks(_phases, ranks, stage, {}, mode)
     run_ranks(_phases, ranks, 3, SHARDED, mode)
+
+
+def _accumulating(stage, mode, sum_dtype):
+    """Asserts the bytes of gradients after each of three micro-batches and after the step."""
+    config, itemsize = MODES[mode]
+    config = {**config, "data_types": {"grad_accum_dtype": sum_dtype}}
+    engine = engine_of(tower(), stage, accumulation=3, **config)
+    ledger, ranks = engine._runtime.ledger, dist.get_world_size()
+    psi = sum(bucket.layout.numel for bucket in engine._runtime.buckets)
+    owned = psi // ranks if stage >= 1 else psi
+    bytes_of_sum = 4 if sum_dtype == "fp32" else 2
+    formula = MemoryFormula(engine._runtime.layout, engine._runtime.placement, host_is_device=True)
+    for step in range(2):
+        for micro in range(3):
+            engine.backward(engine(inputs(step, micro, rank())))
+            last = micro == 2
+            if ranks == 1 or (stage < 2 and not last):
+                expected = bytes_of_sum * psi  # the sum over micro-batches, of whole gradients
+            else:
+                expected = (bytes_of_sum if stage >= 2 else 4) * owned  # ranks are summed in fp32
+            where = f"stage {stage}, {mode}, sum {sum_dtype}, {ranks} rank(s), step {step}, micro-batch {micro}"
+            assert ledger.live(Kind.GRADIENT) == expected, where
+            by_formula, _ = formula.gradients(accumulation=True, reduced=last, accumulate_itemsize=bytes_of_sum)
+            assert by_formula == expected, f"{where}: {by_formula} by formula"
+            engine.step()
+        for kind, counted, number, _ in engine.memory_report():
+            assert counted == number, f"the report's {kind}: {counted} counted, {number} by formula"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_with_accumulation(ranks):
+    for stage in range(4):
+        for mode, sum_dtype in (("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16")):
+            run_ranks(_accumulating, ranks, stage, mode, sum_dtype)
 
 
 def _peak(max_live):
