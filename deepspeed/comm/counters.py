@@ -59,6 +59,20 @@ class TrafficCounter:
         ]
 
 
+class WaitClock:
+    """Seconds that this process's thread was blocked in waits for other ranks, while ``is_running``.
+
+    Off by default: two readings of the clock per wait are cheap, but nobody reads the result.
+    """
+
+    def __init__(self) -> None:
+        self.is_running = False
+        self.seconds = 0.0
+
+
+waiting = WaitClock()
+"""Of this process. With a device's own collectives (NCCL) the host hardly blocks; the device waits instead."""
+
 traffic = TrafficCounter()
 """Of this process."""
 

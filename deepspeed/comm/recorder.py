@@ -33,6 +33,7 @@ class OperationTotals:
     """What was measured for one collective at one message size."""
 
     seconds: list[float] = field(default_factory=list)  # one entry per call, in call order
+    waited: float = 0.0  # seconds of all calls in which the program could not go on
     ranks: int = 1
 
     @property
@@ -64,10 +65,22 @@ class CommsLog:
         """Whether a call of ``name`` is to be recorded."""
         return self.enabled and (prof or self.prof_all or name in self.prof_ops)
 
-    def add(self, name: str, size: int, seconds: float, ranks: int, caller: str = "") -> None:
-        """Records one call: ``size`` bytes took ``seconds`` in a group of ``ranks``."""
+    def add(
+        self, name: str, size: int, seconds: float, ranks: int, caller: str = "", waited: float | None = None
+    ) -> None:
+        """Records one call.
+
+        Args:
+            name: The operation.
+            size: Bytes of the message.
+            seconds: From its start to its end; for a transfer that runs beside the computation, to the wait's end.
+            ranks: Size of the group.
+            caller: Who asked for it.
+            waited: Seconds that the program stood still for it; None: all of ``seconds``.
+        """
         totals = self.totals.setdefault(name, {}).setdefault(size, OperationTotals())
         totals.seconds.append(seconds)
+        totals.waited += seconds if waited is None else waited
         totals.ranks = ranks
         if self.verbose:
             where = f" | caller: {caller}" if self.debug and caller else ""
@@ -117,6 +130,52 @@ class _RecordedWork:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
+
+
+class _TimedTransfer:
+    """A transfer of ZeRO's, in the log from its start to the return of the first ``wait``."""
+
+    def __init__(self, transfer: Any, finished: Callable[[float], None]) -> None:
+        self._transfer = transfer
+        self._finished: Callable[[float], None] | None = finished
+
+    def will_arrive(self) -> bool:
+        return self._transfer.will_arrive()
+
+    def wait(self) -> None:
+        begun = time.perf_counter()
+        self._transfer.wait()
+        if self._finished is not None:
+            self._finished(begun)
+            self._finished = None
+
+
+def timed(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorates a transport's method that starts a transfer of ``flat``, so that the log sees it.
+
+    Args:
+        name: The name to record it under, that of the collective in :mod:`deepspeed.comm`.
+    """
+
+    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def wrapper(self: Any, flat: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not log.wants(name, False):
+                return method(self, flat, *args, **kwargs)
+            size, device, what = num_bytes(flat), flat.device, kwargs.get("label", "")
+            _settle(device)
+            start = time.perf_counter()
+
+            def finished(wait_begun: float) -> None:
+                _settle(device)
+                now = time.perf_counter()
+                log.add(name, size, now - start, self.size, what, waited=now - wait_begun)
+
+            return _TimedTransfer(method(self, flat, *args, **kwargs), finished)
+
+        return wrapper
+
+    return decorate
 
 
 def _settle(device: torch.device | None) -> None:

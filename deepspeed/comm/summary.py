@@ -60,8 +60,9 @@ def log_summary(
         return_dict: Return the numbers too.
 
     Returns:
-        With ``return_dict``: operation -> bytes -> ``count``, ``total_ms``, ``avg_ms``, ``algbw_gbps``, ``busbw_gbps``
-        (and ``straggler_ms``).
+        With ``return_dict``: operation -> bytes -> ``count``, ``total_ms``, ``avg_ms``, ``waited_ms``, ``algbw_gbps``,
+        ``busbw_gbps`` (and ``straggler_ms``). Of a transfer that ran beside the computation, ``total_ms`` is the time
+        from its start until the program had waited for it, ``waited_ms`` the part in which the program stood still.
     """
     numbers: dict[str, dict[int, dict[str, float]]] = {}
     for name, size, totals in log.rows():
@@ -80,6 +81,7 @@ def _numbers(name: str, size: int, totals: OperationTotals) -> dict[str, float]:
         "count": totals.count,
         "total_ms": total * 1e3,
         "avg_ms": total / totals.count * 1e3,
+        "waited_ms": totals.waited * 1e3,
         "algbw_gbps": algorithm,
         "busbw_gbps": bus,
     }
@@ -98,12 +100,13 @@ def _table(numbers: dict[str, dict[int, dict[str, float]]], show_straggler: bool
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("operation", "bytes", "count", "total ms", "avg ms", "algbw Gbit/s", "busbw Gbit/s")
+    table = Table("operation", "bytes", "count", "total ms", "avg ms", "waited ms", "algbw Gbit/s", "busbw Gbit/s")
     if show_straggler:
         table.add_column("straggler ms")
     for name, sizes in numbers.items():
         for size, row in sizes.items():
             cells = [name, f"{size:,}", f"{row['count']:.0f}", f"{row['total_ms']:.2f}", f"{row['avg_ms']:.3f}"]
+            cells.append(f"{row['waited_ms']:.2f}")
             cells += [f"{row['algbw_gbps']:.2f}", f"{row['busbw_gbps']:.2f}"]
             if show_straggler:
                 cells.append(f"{row['straggler_ms']:.2f}")

@@ -15,6 +15,7 @@ Every rank of the group must make the same calls with the same keys; on gloo the
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,7 +24,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from deepspeed.comm.counters import traffic
+from deepspeed.comm.counters import traffic, waiting
+from deepspeed.comm.recorder import timed
 from deepspeed.comm.store import is_alive, rendezvous_store
 from deepspeed.comm.watch import Watch
 
@@ -124,10 +126,13 @@ class Transport:
 
     def guard(self, blocking: Callable[[], Any], ticket: tuple[str, int], label: str) -> None:
         """Runs a blocking wait for the transfer ``ticket``, supervised."""
+        begun = time.perf_counter() if waiting.is_running else 0.0
         if self.watch is None:
             blocking()
         else:
             self.watch.wait(blocking, *ticket, label)
+        if waiting.is_running:
+            waiting.seconds += time.perf_counter() - begun
 
     def my_slice(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's slice of a flat buffer, as a view."""
@@ -441,6 +446,7 @@ class GlooTransport(Transport):
             self._keep = mine_sent
         return _GlooGather(self, works, flat, ticket, label, confirmations)
 
+    @timed("all_gather_into_tensor")
     def all_gather(self, flat: torch.Tensor, *, key: int, label: str) -> Work:
         """See the class this one derives from."""
         traffic.record_asked("all_gather", flat.numel() * flat.element_size())
@@ -448,6 +454,7 @@ class GlooTransport(Transport):
             return DoneWork()
         return self.gather_slices(flat, key, "gather", label)
 
+    @timed("reduce_scatter_tensor")
     def reduce_scatter(
         self, flat: torch.Tensor, out: torch.Tensor, *, scale: float, key: int, label: str, limit: int
     ) -> Work:
@@ -455,6 +462,7 @@ class GlooTransport(Transport):
         traffic.record_asked("reduce_scatter", flat.numel() * flat.element_size())
         return _GlooReduce(self, flat, out, whole=False, scale=scale, key=key, label=label, limit=limit)
 
+    @timed("all_reduce")
     def all_reduce(
         self, flat: torch.Tensor, out: torch.Tensor, *, scale: float, key: int, label: str, limit: int
     ) -> Work:
@@ -540,6 +548,7 @@ class NativeTransport(Transport):
     def _work(self, work: Any, channel: str, label: str, finish: Callable[[], None] | None, keep: Any) -> Work:
         return _NativeWork(work, self, self.issue(channel), label, finish, keep)
 
+    @timed("all_gather_into_tensor")
     def all_gather(self, flat: torch.Tensor, *, key: int, label: str) -> Work:
         """See the class this one derives from."""
         nbytes = flat.numel() * flat.element_size()
@@ -550,6 +559,7 @@ class NativeTransport(Transport):
         work = self.group._allgather_base(flat, self.my_slice(flat))
         return self._work(work, "gather", label, None, flat)
 
+    @timed("reduce_scatter_tensor")
     def reduce_scatter(
         self, flat: torch.Tensor, out: torch.Tensor, *, scale: float, key: int, label: str, limit: int
     ) -> Work:
@@ -563,6 +573,7 @@ class NativeTransport(Transport):
         work = self.group._reduce_scatter_base(target, flat)
         return self._work(work, "reduce", label, lambda: scaled_sum([target], out, scale), (flat, out))
 
+    @timed("all_reduce")
     def all_reduce(
         self, flat: torch.Tensor, out: torch.Tensor, *, scale: float, key: int, label: str, limit: int
     ) -> Work:

@@ -134,6 +134,11 @@ class DeepSpeedConfig:
         return section.params if section is not None else None
 
     @property
+    def monitor_config(self) -> Any:
+        """Where the sections ``tensorboard``, ``csv_monitor``, ``wandb`` and ``comet`` are attributes."""
+        return self.parsed.root
+
+    @property
     def grad_accum_dtype(self) -> str | None:
         """The type in which gradients are summed; None is fp32."""
         return self.parsed.root.data_types.grad_accum_dtype

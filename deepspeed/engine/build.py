@@ -25,6 +25,7 @@ from deepspeed.engine.optimizers import (
 )
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist, set_log_level_from_string
+from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.offload.homes import OffloadHomes, open_homes, placement_of
 from deepspeed.ops.flat import supports_flat_update
 from deepspeed.precision.policy import PrecisionPolicy, create_loss_scaler
@@ -63,6 +64,7 @@ class EngineParts:
     precision: PrecisionPolicy
     placement: Placement
     homes: OffloadHomes
+    monitor: MonitorMaster
     runtime: ZeroRuntime
     torch_optimizer: torch.optim.Optimizer | None
     device: torch.device
@@ -150,6 +152,9 @@ def build_parts(client: Client, config: Any, distributed_port: int, dist_init_re
         set_log_level_from_string(root.log_level)
     for notice in parsed.notices:
         log_dist(f"config: {notice}")
+    monitor = MonitorMaster(root)
+    if root.comms_logger.enabled:
+        comm.configure(deepspeed_config=parsed)
 
     local_rank = _local_rank(client.args)
     device = _device(local_rank)
@@ -189,6 +194,7 @@ def build_parts(client: Client, config: Any, distributed_port: int, dist_init_re
         precision=precision,
         placement=placement,
         homes=homes,
+        monitor=monitor,
         runtime=runtime,
         torch_optimizer=torch_optimizer,
         device=device,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,11 +15,12 @@ from deepspeed.config import ParsedConfig
 from deepspeed.engine.accessors import ConfigAccessors
 from deepspeed.engine.build import EngineParts
 from deepspeed.engine.checkpointing import CheckpointMethods
+from deepspeed.engine.flops import ProfiledStep
 from deepspeed.engine.offloading import OffloadMethods
 from deepspeed.engine.outputs import tensors_in
-from deepspeed.engine.progress import ProgressLog
+from deepspeed.engine.progress import ProgressLog, StepFacts
 from deepspeed.engine.queries import EngineQueries
-from deepspeed.engine.reports import memory_rows, precision_rows
+from deepspeed.engine.reports import memory_rows, precision_rows, state_text
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.logging import log_dist, log_dist_once, logger
 from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer
@@ -82,13 +82,15 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Offload
         self._scaled_losses = 0
         self._saw_unscaled_backward = False
         self._step_applied = False
-        self._progress = ProgressLog(self._root, self._batch.train_batch_size)
+        self.monitor = parts.monitor
+        self._progress = ProgressLog(self._root, self.monitor, self.global_rank == 0)
+        self.timers = self._progress.timers
+        self._profiled = ProfiledStep(self._root.flops_profiler, self) if self._root.flops_profiler.enabled else None
         self._runtime.on_stray_backward = self._open_backward
         self._runtime.optimizer = self._updater
         log_dist(self._summary())
         if self._root.dump_state:
-            settings = self._root.model_dump(mode="json", exclude_defaults=True)
-            log_dist(f"configuration: {json.dumps(settings, indent=2)}")
+            log_dist(state_text(self._root, self.device, self.precision_report(), self.memory_report()))
         if self._root.disable_python_gc:
             gc.disable()
 
@@ -112,8 +114,12 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Offload
         if self._precision.cast_inputs:
             inputs, kwargs = self._precision.cast_arguments(inputs), self._precision.cast_arguments(kwargs)
         self._progress.before("forward")
+        if self._profiled is not None:
+            self._profiled.before_forward()
         with self._precision.forward_context(self.device.type):
             outputs = self.module(*inputs, **kwargs)
+        if self._profiled is not None:
+            self._profiled.after_forward()
         self._progress.after("forward")
         if torch.is_grad_enabled():
             self._watch(outputs)
@@ -157,6 +163,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Offload
             )
         if self._runtime.drop_open_work():
             logger.warning("an earlier backward was left open by an exception; its gradients were dropped")
+        self._progress.loss(loss)
         if scale_wrt_gas and self._accumulation_steps > 1:
             loss = loss / self._accumulation_steps
         scaler = self._updater.loss_scaler if self._updater is not None else None
@@ -166,7 +173,6 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Offload
         self._open_backward()
         scaled.backward(retain_graph=retain_graph, **kwargs)
         self._close_backward()
-        self._progress.after("backward")
         return loss
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -184,6 +190,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Offload
         )
         if self._managed_backward:
             return
+        self._progress.before("backward")
         if self._updater is not None and self._updater.loss_scaler is not None:
             if self._scaled_losses > 0:
                 self._scaled_losses -= 1
@@ -194,6 +201,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Offload
     def _close_backward(self) -> None:
         if self._runtime.in_backward:
             self._runtime.end_backward()
+            self._progress.after("backward")
         self._managed_backward = False
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -239,6 +247,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Offload
             self._progress.before("step")
             self._update(lr_kwargs)
             self._progress.after("step")
+            self._report_step()
         self.micro_steps += 1
 
     def _update(self, lr_kwargs: dict[str, Any] | None) -> None:
@@ -252,7 +261,27 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Offload
             self._step_applied = True
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step(**(lr_kwargs or {}))
-        self._progress.step(self.global_steps, self.skipped_steps, self.get_lr(), self.get_global_grad_norm())
+
+    def _report_step(self) -> None:
+        if self._profiled is not None:  # before the times of this update are set to zero
+            self._profiled.after_update(self.global_steps)
+        scaler = self._updater.loss_scaler if self._updater is not None else None
+        self._progress.step(
+            StepFacts(
+                step=self.global_steps,
+                samples=self.global_samples,
+                batch=self.train_batch_size(),
+                skipped=self.skipped_steps,
+                lr=self.get_lr(),
+                norm=self.get_global_grad_norm(),
+                loss_scale=float(scaler.loss_scale) if scaler is not None else None,
+            )
+        )
+
+    @property
+    def flops_profiler(self) -> Any:
+        """The profiler of ``flops_profiler.profile_step``; None if the section is off or this is not rank 0."""
+        return self._profiled.profiler if self._profiled is not None else None
 
     def _before_update(self) -> None:
         """Called by the optimizer's own ``step``, whoever calls that."""
@@ -475,3 +504,4 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Offload
             if self._updater is not None:
                 self._updater.destroy()
             self._parts.homes.close()
+            self.monitor.close()

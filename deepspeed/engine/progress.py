@@ -1,69 +1,202 @@
-"""What the engine says while training: a line each ``steps_per_print`` steps, phase times, on rank 0 only."""
+"""What the engine says about its steps: the line of ``steps_per_print``, phase times, events for the monitors.
+
+Everything here happens on rank 0 and from numbers that the update has fetched from the device anyway, so that it costs
+no collective and, without ``wall_clock_breakdown``, no synchronisation.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
+from dataclasses import dataclass
 
 import torch
 
+from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.counters import waiting
 from deepspeed.config.sections.root import Root
 from deepspeed.logging import log_dist
+from deepspeed.monitor.monitor import Event, MonitorMaster
+from deepspeed.profiling.timer import NoopTimer, SynchronizedWallClockTimer
+
+PHASES = ("forward", "backward", "step")
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What is known after an update.
+
+    Attributes:
+        step: Number of the update, from 1.
+        samples: Samples seen so far, over all ranks.
+        batch: Samples of this update, over all ranks.
+        skipped: Updates skipped so far.
+        lr: Learning rate of each param group, after the schedule has advanced.
+        norm: Norm of the gradients before clipping; None if it was not computed.
+        loss_scale: Of fp16; None otherwise.
+    """
+
+    step: int
+    samples: int
+    batch: int
+    skipped: int
+    lr: list[float]
+    norm: float | None
+    loss_scale: float | None
 
 
 class ProgressLog:
-    """Counts time and samples.
+    """Times phases, remembers losses, and reports both after each update.
 
     Args:
-        root: The configuration (``steps_per_print``, ``wall_clock_breakdown``, ``timers``).
-        batch: Samples per update.
+        root: The configuration (``steps_per_print``, ``wall_clock_breakdown``, ``memory_breakdown``, ``timers``).
+        monitor: Takes the events.
+        speaks: Whether this is rank 0.
     """
 
-    def __init__(self, root: Root, batch: int) -> None:
+    def __init__(self, root: Root, monitor: MonitorMaster, speaks: bool) -> None:
         every = root.steps_per_print
         self._every = 0 if every is None or math.isinf(every) else int(every)
-        self._breakdown = root.wall_clock_breakdown
-        self._memory = root.memory_breakdown
-        self._batch = batch
-        self._since = time.perf_counter()
-        self._steps_since = 0
-        self._phases: dict[str, float] = defaultdict(float)
-        self._started: dict[str, float] = {}
+        self._monitor = monitor
+        self._breakdown = speaks and (root.wall_clock_breakdown or root.flops_profiler.enabled)
+        self._memory = speaks and root.memory_breakdown
+        self._collectives = speaks and root.comms_logger.enabled
+        self._throughput = root.timers.throughput
+        self._wants_loss = speaks and (monitor.writes or self._every > 0)
+        self._is_silent = not (speaks and (monitor.writes or self._every or self._breakdown))
+        self._watches = SynchronizedWallClockTimer()
+        self.timers: SynchronizedWallClockTimer | NoopTimer = self._watches if self._breakdown else NoopTimer()
+        if self._breakdown:
+            waiting.is_running = True
+        self._losses: list[torch.Tensor] = []
+        self._waited_before = 0.0
+        self._waited = dict.fromkeys(PHASES, 0.0)  # seconds of this update
+        self._report = _Interval(time.perf_counter())
+        self._since_update: float | None = None
+
+    # -- phases ------------------------------------------------------------------------------------------------------
 
     def before(self, phase: str) -> None:
         """A phase begins; timed only under ``wall_clock_breakdown``."""
         if self._breakdown:
-            self._started[phase] = self._now()
+            watch = self._watches(phase)
+            if watch.started:  # an exception left it running
+                watch.started = False
+            self._waited_before = waiting.seconds
+            watch.start()
 
     def after(self, phase: str) -> None:
         """A phase has ended."""
-        if self._breakdown and phase in self._started:
-            self._phases[phase] += self._now() - self._started.pop(phase)
+        if self._breakdown and self._watches(phase).started:
+            self._watches(phase).stop()
+            self._waited[phase] += waiting.seconds - self._waited_before
         if self._memory:
             accelerator = get_accelerator()
             used, peak = accelerator.memory_allocated(), accelerator.max_memory_allocated()
             log_dist(f"memory after {phase}: {used / 2**20:,.0f} MiB in use, {peak / 2**20:,.0f} MiB at most")
 
-    @staticmethod
-    def _now() -> float:
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        return time.perf_counter()
+    def loss(self, loss: torch.Tensor) -> None:
+        """Remembers the loss of a micro-batch; it stays on the device until the update is done."""
+        if self._wants_loss and loss.numel() == 1:
+            self._losses.append(loss.detach())
 
-    def step(self, step: int, skipped: int, lr: list[float], norm: float | None) -> None:
-        """An update is done: log if it is time to."""
-        self._steps_since += 1
-        if self._breakdown and (not self._every or step % self._every == 0):
-            times = ", ".join(f"{name} {seconds * 1e3:.1f}" for name, seconds in self._phases.items())
-            log_dist(f"step {step}: time in ms since the last report: {times}")
-            self._phases.clear()
-        if self._every and step % self._every == 0:
-            now = time.perf_counter()
-            rate = self._steps_since * self._batch / max(now - self._since, 1e-9)
-            rates = ", ".join(f"{value:.3g}" for value in lr)
-            log_dist(
-                f"step {step}: {rate:.1f} samples/s, lr [{rates}], gradient norm {norm or 0.0:.3g}, {skipped} skipped"
-            )
-            self._since, self._steps_since = now, 0
+    # -- updates -----------------------------------------------------------------------------------------------------
+
+    def step(self, facts: StepFacts) -> None:
+        """An update is done: write its events, and log if it is time to."""
+        if self._is_silent:
+            return
+        loss = self._mean_loss()
+        phases = self._phase_times()
+        now = time.perf_counter()
+        self._report.add(facts.batch, phases)
+        is_time = self._every > 0 and facts.step % self._every == 0
+        if self._monitor.writes:
+            self._monitor.write_events(self._events(facts, loss, phases, now))
+        self._since_update = now
+        if is_time:
+            log_dist(self._line(facts, loss))
+        if self._breakdown and (is_time or not self._every):
+            log_dist(f"step {facts.step}: {self._report.breakdown(time.perf_counter())}")
+        if self._collectives and is_time:
+            comm.log_summary()
+        if is_time or not self._every:
+            self._report = _Interval(time.perf_counter())
+
+    def _mean_loss(self) -> float | None:
+        losses, self._losses = self._losses, []
+        if not losses:
+            return None
+        return float(losses[0]) if len(losses) == 1 else float(torch.stack([x.float() for x in losses]).mean())
+
+    def _phase_times(self) -> dict[str, tuple[float, float]]:
+        """Milliseconds of each phase of this update, over its micro-batches: in all, and waiting for other ranks."""
+        if not self._breakdown:
+            return {}
+        times = {}
+        for phase in PHASES:
+            times[phase] = (self._watches(phase).elapsed(reset=True), self._waited[phase] * 1e3)
+            self._waited[phase] = 0.0
+        return times
+
+    def _events(
+        self, facts: StepFacts, loss: float | None, phases: dict[str, tuple[float, float]], now: float
+    ) -> list[Event]:
+        values: list[tuple[str, float | None]] = [
+            ("train_loss", loss),
+            ("lr", facts.lr[0] if facts.lr else None),
+            ("loss_scale", facts.loss_scale),
+            ("grad_norm", facts.norm),
+        ]
+        if self._throughput.enabled and self._since_update is not None:
+            values.append(("samples_per_sec", facts.batch / max(now - self._since_update, 1e-9)))
+        for phase, (total, waited) in phases.items():
+            values.append((f"elapsed_time_ms_{phase}", total))
+            if phase == "backward":
+                values.append(("elapsed_time_ms_backward_inner", total - waited))
+                values.append(("elapsed_time_ms_backward_allreduce", waited))
+        return [(f"Train/Samples/{name}", value, facts.samples) for name, value in values if value is not None]
+
+    def _line(self, facts: StepFacts, loss: float | None) -> str:
+        parts = [] if loss is None else [f"loss {loss:.4g}"]
+        if self._throughput.enabled:
+            if self._throughput.synchronized:
+                get_accelerator().synchronize()
+            parts.append(f"{self._report.rate(time.perf_counter()):.1f} samples/s")
+        parts.append(f"lr [{', '.join(f'{value:.3g}' for value in facts.lr)}]")
+        if facts.norm is not None:
+            parts.append(f"gradient norm {facts.norm:.3g}")
+        if facts.loss_scale is not None:
+            parts.append(f"loss scale {facts.loss_scale:g}")
+        return f"step {facts.step}: {', '.join(parts)}, {facts.skipped} skipped"
+
+
+class _Interval:
+    """What has added up since the latest line."""
+
+    def __init__(self, begun: float) -> None:
+        self._begun = begun
+        self._samples = 0
+        self._updates = 0
+        self._phases = dict.fromkeys(PHASES, (0.0, 0.0))
+
+    def add(self, samples: int, phases: dict[str, tuple[float, float]]) -> None:
+        self._samples += samples
+        self._updates += 1
+        for phase, (total, waited) in phases.items():
+            so_far = self._phases[phase]
+            self._phases[phase] = (so_far[0] + total, so_far[1] + waited)
+
+    def rate(self, now: float) -> float:
+        return self._samples / max(now - self._begun, 1e-9)
+
+    def breakdown(self, now: float) -> str:
+        """Milliseconds per update of each phase, its share, and what lies outside all of them (data, evaluation)."""
+        whole = (now - self._begun) * 1e3
+        outside = max(whole - sum(total for total, _ in self._phases.values()), 0.0)
+        parts = []
+        for phase, (total, waited) in [*self._phases.items(), ("outside", (outside, 0.0))]:
+            text = f"{phase} {total / self._updates:.1f} ({total / max(whole, 1e-9):.0%}"
+            parts.append(f"{text}, {waited / self._updates:.1f} waiting)" if waited > 0 else f"{text})")
+        return f"time (ms per update) | {' | '.join(parts)} | over {self._updates} update(s)"

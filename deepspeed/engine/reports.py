@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import platform
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from deepspeed.config.sections.root import Root
 from deepspeed.precision.policy import PrecisionPolicy
 from deepspeed.zero.formula import MemoryFormula
 from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer
@@ -127,3 +131,24 @@ def precision_rows(
             }
         )
     return rows
+
+
+def state_text(
+    root: Root,
+    device: torch.device,
+    precisions: Sequence[dict[str, Any]],
+    memory: Sequence[tuple[str, int, int, str]],
+) -> str:
+    """What ``dump_state`` logs: versions, every key that differs from its default, dtypes and model-state memory."""
+    settings = root.model_dump(mode="json", exclude_defaults=True)
+    lines = [
+        f"state of the engine: torch {torch.__version__}, Python {platform.python_version()}, device {device}",
+        f"configuration (keys that differ from their defaults): {json.dumps(settings, indent=2)}",
+    ]
+    for row in precisions:
+        names = {name: value for name, value in row.items() if name != "param_group"}
+        texts = [f"{name} {', '.join(v) if isinstance(v, list) else v}" for name, v in names.items()]
+        lines.append(f"param group {row['param_group']}: {'; '.join(texts)}")
+    lines.append("model-state memory of rank 0 (bytes now, by formula between steps, formula):")
+    lines += [f"  {kind}: {counted:,}, {by_formula:,}, {formula}" for kind, counted, by_formula, formula in memory]
+    return "\n".join(lines)

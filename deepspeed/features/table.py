@@ -116,16 +116,6 @@ FEATURES: tuple[Feature, ...] = (
         {"deepspeed.autotuning": "Autotuner"},
     ),
     Feature(
-        "the flops profiler",
-        "Use torch.utils.flop_counter.FlopCounterMode.",
-        {"deepspeed.profiling.flops_profiler": "FlopsProfiler get_model_profile"},
-    ),
-    Feature(
-        "the monitor",
-        "Log engine.global_steps and the loss to your own writer.",
-        {"deepspeed.monitor.monitor": "MonitorMaster TensorBoardMonitor WandbMonitor CometMonitor csvMonitor"},
-    ),
-    Feature(
         "an optimizer wrapper for each precision",
         "deepspeed.initialize returns one class for all of them, deepspeed.zero.optimizer.DeepSpeedZeroOptimizer.",
         {
@@ -138,6 +128,16 @@ FEATURES: tuple[Feature, ...] = (
         "a tiled linear layer",
         "Use torch.nn.Linear; ZeRO stage 3 gathers one layer at a time.",
         {"deepspeed.runtime.zero.tiling": "TiledLinear TiledLinearReturnBias"},
+    ),
+    Feature(
+        "a file writer of its own for checkpoints",
+        "Use engine.save_checkpoint, which writes in the background with checkpoint.async_save.",
+        {"deepspeed.io": "FastFileWriter FastFileWriterConfig MockFileWriter PyFileWriter"},
+    ),
+    Feature(
+        "the DataStates checkpoint engine",
+        "Use engine.save_checkpoint.",
+        {"deepspeed.datastates.config": "DeepSpeedDataStatesConfig"},
     ),
     Feature(
         "a pluggable checkpoint engine",

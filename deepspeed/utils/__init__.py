@@ -46,6 +46,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         "tensor_fragment",
         "timer",
         "zero_to_fp32",
+        "zero_to_torch",
     ],
 )
 __all__ += ["log_dist", "log_dist_once", "logger", "set_log_level_from_string", "z3_leaf_module"]

@@ -18,12 +18,15 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("zero",),
     ("offload", "data", "activation_checkpointing"),
     ("checkpoint",),
+    # Sinks, timers and counters that know nothing of the engine, which drives them.
+    ("monitor", "profiling"),
     ("engine",),
-    ("parallel", "monitor", "profiling", "plan"),
+    ("parallel", "plan"),
     ("pipe", "moe", "sequence", "tensor", "inference", "compression", "autotuning", "linear"),
+    ("compile", "io", "datastates"),
     ("launcher", "cli"),
     # Only re-exports, at the paths that the ecosystem imports.
-    ("runtime", "utils", "module_inject", "model_implementations"),
+    ("runtime", "utils", "module_inject", "model_implementations", "constants", "git_version_info"),
 )
 MAY_IMPORT_TORCH_DISTRIBUTED = ("comm", "parallel")
 

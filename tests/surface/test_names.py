@@ -16,6 +16,12 @@ deepspeed:load_ds_config,set_optimizer_flags,replace_transformer_layer,set_autot
 deepspeed:DeepSpeedHybridEngine,PipelineEngine,DualPipeVEngine,DualPipeVModule,PipelineModule,InferenceEngine
 deepspeed:DeepSpeedInferenceConfig,DeepSpeedConfig,DeepSpeedConfigError,DeepSpeedOptimizer,DeepSpeedDataLoader
 deepspeed:DeepSpeedTransformerLayer,DeepSpeedTransformerConfig,DeepSpeedOptimizerCallable,DeepSpeedSchedulerCallable
+deepspeed:monitor,profiling,inference,linear,compile,autotuning,constants,git_version_info,model_implementations
+deepspeed:datastates,io,module_inject
+deepspeed.constants:TORCH_DISTRIBUTED_DEFAULT_PORT,default_pg_timeout
+deepspeed.git_version_info:version,git_hash,git_branch
+deepspeed.io:FastFileWriter
+deepspeed.monitor.config:get_monitor_config,DeepSpeedMonitorConfig
 deepspeed:HAS_TRITON,TORCH_DISTRIBUTED_DEFAULT_PORT,MUON_OPTIMIZER,version,__version__,__version_major__,__git_hash__
 deepspeed.accelerator:get_accelerator
 deepspeed.checkpoint.utils:clone_tensors_for_torch_save
@@ -24,9 +30,10 @@ deepspeed.inference.config:DeepSpeedInferenceConfig
 deepspeed.linear:OptimizedLinear,LoRAConfig,QuantizationConfig
 deepspeed.moe.layer:MoE
 deepspeed.moe.utils:has_moe_layers,is_moe_param,split_params_into_different_moe_groups_for_optimizer
-deepspeed.monitor.monitor:MonitorMaster
+deepspeed.monitor.monitor:MonitorMaster,TensorBoardMonitor,WandbMonitor,CometMonitor,csvMonitor
 deepspeed.pipe:PipelineModule,LayerSpec,TiedLayerSpec
 deepspeed.profiling.flops_profiler:FlopsProfiler,get_model_profile
+deepspeed.profiling.flops_profiler.profiler:FlopsProfiler,get_model_profile
 deepspeed.runtime.activation_checkpointing:checkpointing
 deepspeed.runtime.activation_checkpointing.checkpointing:checkpoint,configure
 deepspeed.runtime.base_optimizer:DeepSpeedOptimizer,ZeROOptimizer
@@ -63,6 +70,7 @@ deepspeed.utils.logging:logger,log_dist
 deepspeed.utils.nvtx:instrument_w_nvtx
 deepspeed.utils.timer:SynchronizedWallClockTimer,ThroughputTimer,NoopTimer
 deepspeed.utils.zero_to_fp32:get_fp32_state_dict_from_zero_checkpoint,get_model_state_file,get_optim_files
+deepspeed.utils.zero_to_torch:convert_zero_checkpoint_to_state_dict,to_torch_tensor
 deepspeed.zero:Init,GatheredParameters,register_external_parameter
 """
 PAIRS = [

@@ -1,4 +1,4 @@
-"""The flops profiler's names; the feature is missing (:mod:`deepspeed.features`)."""
+"""Settings of DataStates checkpoints; the feature is missing (:mod:`deepspeed.features`)."""
 
 from __future__ import annotations
 

@@ -1,0 +1,170 @@
+"""What watching a training costs: each monitor, line and log against a training without any of them.
+
+    deepspeed --num_gpus 2 benchmarks/monitoring.py [--rounds 12] [--write-report]
+
+Every setting has an engine of its own on the same model. The engines take turns, in a new order each round, a few steps
+each, so that whatever else the machine does hits all alike. Two figures per setting:
+
+- *ratio*: median step time over that of the setting "nothing", from whole steps; as noisy as the machine.
+- *inside*: time spent in the code that this package adds for watching (everything `ProgressLog` does), per step, as a
+  share of the step of "nothing". Not seen there: what another thread does meanwhile (TensorBoard's writer), and what
+  the comms logger adds around each transfer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import statistics
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import deepspeed
+from deepspeed import comm
+from deepspeed.comm.counters import waiting
+from deepspeed.comm.recorder import log
+
+HERE = Path(__file__).parent
+STEPS = 6  # per turn; the first is not timed
+GOAL = 0.01
+
+
+def settings(folder: str) -> dict[str, dict[str, Any]]:
+    def files(name: str) -> dict[str, Any]:
+        return {"enabled": True, "output_path": folder, "job_name": name}
+
+    return {
+        "nothing": {},
+        "csv_monitor": {"csv_monitor": files("csv")},
+        "tensorboard": {"tensorboard": files("tensorboard")},
+        "steps_per_print: 1": {"steps_per_print": 1},
+        "wall_clock_breakdown, printed every 10 steps": {"wall_clock_breakdown": True, "steps_per_print": 10},
+        "comms_logger": {"comms_logger": {"enabled": True}},
+        "csv, tensorboard, breakdown, steps_per_print: 10": {
+            "csv_monitor": files("all"),
+            "tensorboard": files("all"),
+            "wall_clock_breakdown": True,
+            "steps_per_print": 10,
+        },
+    }
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+class Contestant:
+    """One setting with its engine."""
+
+    def __init__(self, name: str, extra: dict[str, Any], stage: int) -> None:
+        self.name = name
+        torch.manual_seed(0)
+        model = nn.Sequential(*[Block(256) for _ in range(6)])
+        config = {
+            "train_micro_batch_size_per_gpu": 4,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+            "zero_optimization": {"stage": stage},
+            **extra,
+        }
+        self.engine, *_ = deepspeed.initialize(model=model, config=config)
+        self.x = torch.randn(4, 64, 256, device=self.engine.device)
+        self.is_timed = "breakdown" in name
+        self.is_logged = name == "comms_logger"
+        self.times: list[float] = []
+        self.inside: list[float] = []
+        self._spent = 0.0
+        progress = self.engine._progress
+        for method in ("before", "after", "loss", "step"):
+            setattr(progress, method, self._clocked(getattr(progress, method)))
+
+    def _clocked(self, method: Any) -> Any:
+        def call(*args: Any) -> None:
+            begun = time.perf_counter()
+            method(*args)
+            self._spent += time.perf_counter() - begun
+
+        return call
+
+    def turn(self) -> None:
+        waiting.is_running, log.enabled = self.is_timed, self.is_logged
+        for number in range(STEPS):
+            comm.barrier()
+            self._spent, begun = 0.0, time.perf_counter()
+            self.engine.backward(self.engine(self.x).square().mean())
+            self.engine.step()
+            if number:
+                self.times.append(time.perf_counter() - begun)
+                self.inside.append(self._spent)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--stage", type=int, default=2)
+    parser.add_argument("--write-report", action="store_true")
+    parser.add_argument("--local_rank", type=int, default=0, help="set by the launcher")
+    arguments = parser.parse_args()
+    comm.init_distributed()
+    with tempfile.TemporaryDirectory() as folder:
+        contestants = [Contestant(name, extra, arguments.stage) for name, extra in settings(folder).items()]
+        order = random.Random(0)
+        for _ in range(arguments.rounds):
+            for contestant in order.sample(contestants, len(contestants)):
+                contestant.turn()
+        for contestant in contestants:
+            contestant.engine.destroy()
+    if comm.get_rank() == 0:
+        text = report(contestants, arguments)
+        print(text)
+        if arguments.write_report:
+            (HERE / "results" / f"monitoring-{date.today()}.md").write_text(text, encoding="utf-8")
+
+
+def report(contestants: list[Contestant], arguments: argparse.Namespace) -> str:
+    base = statistics.median(contestants[0].times)
+    device = contestants[0].engine.device
+    facts = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": str(device),
+        "ranks": comm.get_world_size(),
+        "stage": arguments.stage,
+        "timed steps per setting": len(contestants[0].times),
+    }
+    lines = [
+        "# What monitoring costs",
+        "",
+        "`benchmarks/monitoring.py` says how this is measured: *ratio* from whole steps (noisy), *inside* from the",
+        f"time spent in the added code, on rank 0. Goal: at most {GOAL:.0%} of the step.",
+        "",
+        f"`{json.dumps(facts)}`",
+        "",
+        "| setting | median step ms | quartiles | ratio | inside, us per step | inside, share of a step | goal |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for contestant in contestants:
+        low, middle, high = statistics.quantiles(contestant.times, n=4)
+        inside = statistics.mean(contestant.inside)
+        share = inside / base
+        lines.append(
+            f"| {contestant.name} | {middle * 1e3:.1f} | {low * 1e3:.1f}-{high * 1e3:.1f} | {middle / base:.3f} | "
+            f"{inside * 1e6:.0f} | {share:.2%} | {'met' if share <= GOAL else 'missed'} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()

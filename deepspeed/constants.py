@@ -1,0 +1,20 @@
+"""Constants by upstream's path; re-exports only."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from deepspeed import TORCH_DISTRIBUTED_DEFAULT_PORT
+
+default_pg_timeout: timedelta  # see __getattr__
+
+__all__ = ["TORCH_DISTRIBUTED_DEFAULT_PORT", "default_pg_timeout"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "default_pg_timeout":  # DEEPSPEED_TIMEOUT decides it, so it is read when it is asked for
+        from deepspeed.comm import default_timeout
+
+        return default_timeout()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,99 @@
+"""What every monitor is: it takes events and writes them somewhere, and its trouble never becomes the training's."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import TypeAlias
+
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.logging import logger
+
+Event: TypeAlias = tuple[str, float, int]
+"""``(name, value, step)``. The engine's steps are samples seen so far, over all ranks."""
+
+
+class Monitor:
+    """One place that events are written to; lives on rank 0 only.
+
+    The public methods own the question whether anything is written at all and the handling of failures; a subclass
+    writes its own ``_open``, ``_write``, ``_flush`` and ``_close``. The place is opened with the first event, so that
+    an engine which never trains leaves nothing behind.
+
+    Attributes:
+        section: Name of its section of the configuration.
+        enabled: Whether events are written; False after the first failure.
+    """
+
+    section = ""
+
+    def __init__(self, enabled: bool) -> None:
+        self.enabled = enabled
+        self._is_open = False
+
+    def write_events(self, event_list: Sequence[Event]) -> None:
+        """Writes events, oldest first.
+
+        A failure (a full disk, a service that cannot be reached) is logged once and switches this monitor off: it is
+        no reason to lose the training.
+        """
+        if not self.enabled or not event_list:
+            return
+        try:
+            if not self._is_open:
+                self._open()
+                self._is_open = True
+            self._write(event_list)
+        except Exception as error:
+            self._give_up(error)
+
+    def flush(self) -> None:
+        """Brings everything written so far to where a reader sees it."""
+        if self.enabled and self._is_open:
+            try:
+                self._flush()
+            except Exception as error:
+                self._give_up(error)
+
+    def close(self) -> None:
+        """Flushes and lets go of files and connections; the next event opens them again."""
+        if self.enabled and self._is_open:
+            self._is_open = False
+            try:
+                self._close()
+            except Exception as error:
+                self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self.enabled = False
+        logger.warning(
+            f"{self.section}: writing failed with {type(error).__name__}: {error}. This monitor is off from now on; "
+            "training goes on"
+        )
+
+    def _open(self) -> None:
+        """Opens files or connections."""
+
+    def _write(self, events: Sequence[Event]) -> None:
+        """Writes events."""
+        raise NotImplementedError
+
+    def _flush(self) -> None:
+        """Makes what was written visible."""
+
+    def _close(self) -> None:
+        """Closes files or connections."""
+
+
+def require_package(package: str, section: str) -> None:
+    """Refuses a monitor whose package is missing. Called on every rank, so that all decide alike.
+
+    Raises:
+        DeepSpeedConfigError: It cannot be imported.
+    """
+    if package not in sys.modules and find_spec(package) is None:
+        raise DeepSpeedConfigError(
+            f"{section}.enabled is true, but the package {package} is not installed; run `pip install {package}`, or "
+            f"set {section}.enabled to false"
+        )

@@ -1,0 +1,223 @@
+"""What a training writes: the names and units that dashboards expect, from rank 0 only."""
+
+from __future__ import annotations
+
+import csv
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from deepspeed import comm
+from deepspeed.comm.counters import counted, waiting
+from deepspeed.comm.recorder import log
+from deepspeed.engine import initialize
+from deepspeed.logging import logger
+from tests.engine.support import engine_of, inputs, rank, tower
+from tests.harness import run_ranks
+
+SCHEDULE = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.1, "warmup_num_steps": 4}}
+
+
+class _Lines:
+    """What the package logs on this rank while it is entered."""
+
+    def __enter__(self):
+        self.lines: list[str] = []
+        self._handler = logging.Handler()
+        self._handler.emit = lambda record: self.lines.append(record.getMessage())  # type: ignore[method-assign]
+        logger.addHandler(self._handler)
+        return self.lines
+
+    def __exit__(self, *_):
+        logger.removeHandler(self._handler)
+
+
+def _train(engine, updates, own_backward=False):
+    """Losses of this rank, by update and micro-batch."""
+    losses = []
+    for step in range(updates):
+        losses.append([])
+        for micro in range(engine.gradient_accumulation_steps()):
+            loss = engine(inputs(step, micro, rank()))
+            losses[-1].append(float(loss))
+            if own_backward:
+                engine.scale(loss).backward()
+            else:
+                engine.backward(loss)
+            engine.step()
+    return losses
+
+
+def _curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    curves = {}
+    for path in folder.glob("*.csv"):
+        with path.open(newline="") as file:
+            header, *rows = csv.reader(file)
+        name = path.stem.removeprefix("Train_Samples_")
+        assert header == ["step", name] and name != path.stem
+        curves[name] = [(int(step), float(value)) for step, value in rows]
+    return curves
+
+
+def _write_curves(stage, folder, precision):
+    section = {"enabled": True, "output_path": folder, "job_name": f"rank{rank()}"}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "scheduler": SCHEDULE,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "csv_monitor": section,
+        "tensorboard": section,
+        "wall_clock_breakdown": True,
+        **precision,
+    }
+    engine = initialize(model=tower(), config=config)[0]
+    assert engine.monitor.enabled and engine.monitor.writes is (rank() == 0)
+    losses = _train(engine, 3)
+    curves = _curves(Path(folder) / f"rank{rank()}")
+    norm, lr, scale = engine.get_global_grad_norm(), engine.get_lr(), engine.optimizer.loss_scaler
+    engine.destroy()
+    waiting.is_running = False
+    return losses, curves, norm, lr, float(scale.loss_scale) if scale is not None else None
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_event_names_units_and_values(ranks, tmp_path):
+    outcome = run_ranks(_write_curves, ranks, 3, str(tmp_path), {"bf16": {"enabled": True}})
+    losses, curves, norm, lr, _ = outcome[0]
+    per_update = 2 * 2 * ranks  # samples
+    steps = [per_update, 2 * per_update, 3 * per_update]
+    assert {name: [step for step, _ in rows] for name, rows in curves.items()} == {
+        "train_loss": steps,
+        "lr": steps,
+        "grad_norm": steps,
+        "samples_per_sec": steps[1:],
+        "elapsed_time_ms_forward": steps,
+        "elapsed_time_ms_backward": steps,
+        "elapsed_time_ms_backward_inner": steps,
+        "elapsed_time_ms_backward_allreduce": steps,
+        "elapsed_time_ms_step": steps,
+    }
+    for (_, value), of_update in zip(curves["train_loss"], losses, strict=True):
+        assert value == pytest.approx(sum(of_update) / 2, rel=1e-6)  # of rank 0, the mean of its micro-batches
+    assert curves["lr"][-1][1] == lr[0] and curves["grad_norm"][-1][1] == norm
+    values = {name: rows[-1][1] for name, rows in curves.items()}
+    assert 0 < values["elapsed_time_ms_forward"] < 60_000
+    assert values["elapsed_time_ms_backward"] == pytest.approx(
+        values["elapsed_time_ms_backward_inner"] + values["elapsed_time_ms_backward_allreduce"]
+    )
+    assert (values["elapsed_time_ms_backward_allreduce"] > 0) is (ranks > 1)
+    # Nothing of any other rank; TensorBoard's files lie in the same folder.
+    assert [path.name for path in tmp_path.iterdir()] == ["rank0"]
+    assert len(list((tmp_path / "rank0").glob("events.out.tfevents*"))) == 1
+
+
+def test_loss_scale_is_an_event_under_fp16(tmp_path):
+    fp16 = {"fp16": {"enabled": True, "initial_scale_power": 8}, "wall_clock_breakdown": False}
+    ((_, curves, _, _, scale),) = run_ranks(_write_curves, 1, 1, str(tmp_path), fp16)
+    assert curves["loss_scale"] == [(4, 256.0), (8, 256.0), (12, 256.0)] and scale == 256.0
+    assert "elapsed_time_ms_forward" not in curves
+
+
+def _say(own_backward):
+    with _Lines() as lines:
+        engine = engine_of(
+            tower(),
+            2,
+            accumulation=2,
+            steps_per_print=2,
+            wall_clock_breakdown=True,
+            dump_state=True,
+            fp16={"enabled": True, "initial_scale_power": 8},
+        )
+        started = list(lines)
+        lines.clear()
+        _train(engine, 4, own_backward)
+    engine.destroy()
+    waiting.is_running = False
+    return started, lines
+
+
+@pytest.mark.parametrize("own_backward", [False, True])
+def test_lines_of_rank_0(own_backward):
+    (started, lines), other = run_ranks(_say, 2, own_backward)
+    assert other == ([], [])
+    (state,) = [line for line in started if line.startswith("state of the engine")]
+    for expected in (
+        '"steps_per_print": 2',
+        f"torch {torch.__version__}",
+        "param group 0: compute torch.float16",
+        "4 x Psi / N",
+    ):
+        assert expected in state
+    steps = [line for line in lines if "samples/s" in line]
+    assert [line.split(":")[0] for line in steps] == ["step 2", "step 4"]
+    for line in steps:
+        assert "lr [0.01]" in line and "gradient norm" in line and "loss scale 256" in line and "0 skipped" in line
+        assert ("loss " in line.split("samples/s")[0]) is not own_backward  # a loss of one's own is not seen
+    times = [line for line in lines if "time (ms per update)" in line]
+    assert len(times) == 2 and all(line.endswith("over 2 update(s)") for line in times)
+    for phase in ("forward", "backward", "step", "outside"):
+        assert f"{phase} " in times[1]
+    assert "waiting)" in times[1]
+    shares = [int(part.split("%")[0].split("(")[1]) for part in times[1].split("|")[1:5]]
+    assert 97 <= sum(shares) <= 103
+
+
+def _log_collectives(stage):
+    engine = engine_of(tower(), stage, comms_logger={"enabled": True}, steps_per_print=3)
+    comm.reset_log()
+    try:
+        with counted() as traffic, _Lines() as lines:
+            _train(engine, 3)
+        asked = {name: (tally.calls, tally.nbytes) for name, tally in traffic.asked.items()}
+        numbers = comm.log_summary(return_dict=True)
+        engine.destroy()
+        return asked, numbers, lines
+    finally:
+        comm.configure(enabled=False)
+        comm.reset_log()
+
+
+def test_comms_logger_sees_what_zero_sends():
+    for stage in (0, 3):
+        outcome = run_ranks(_log_collectives, 2, stage)
+        for asked, numbers, _ in outcome:
+
+            def of(prefix, numbers=numbers):
+                rows = [
+                    (size, row)
+                    for name, sizes in numbers.items()
+                    if name.startswith(prefix)
+                    for size, row in sizes.items()
+                ]
+                return sum(row["count"] for _, row in rows), sum(size * row["count"] for size, row in rows)
+
+            if stage == 0:
+                calls, nbytes = asked["all_reduce"]
+                assert of("all_reduce") == (calls, nbytes // 2)  # an all-reduce of n is asked for as 2 n
+            else:
+                assert of("all_gather") == asked["all_gather"] and of("reduce_scatter") == asked["reduce_scatter"]
+            for sizes in numbers.values():
+                for row in sizes.values():
+                    assert 0 <= row["waited_ms"] <= row["total_ms"] * 1.01
+        table, others = [[line for line in lines if "communication log" in line] for _, _, lines in outcome]
+        assert len(table) == 1 and not others  # at steps_per_print, on rank 0
+
+
+def _off_by_default():
+    engine = engine_of(tower(), 1)
+    with _Lines() as lines:
+        _train(engine, 1)
+    assert not engine.monitor.enabled and not log.enabled and engine.flops_profiler is None
+    engine.destroy()
+    return lines
+
+
+def test_silent_by_default():
+    assert run_ranks(_off_by_default, 2) == [[], []]
+    assert not dist.is_initialized()

@@ -1,0 +1,132 @@
+"""The flops profiler: counts against arithmetic done by hand, under ZeRO too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from deepspeed.profiling.flops_profiler import FlopsProfiler, get_model_profile
+from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler as ByLongPath
+from deepspeed.profiling.flops_profiler.report import readable, readable_time
+from tests.engine.support import WIDTH, engine_of, inputs, rank, tower
+from tests.harness import run_ranks
+
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rise = nn.Linear(8, 16)
+        self.fall = nn.Linear(16, 4, bias=False)
+        self.shared = self.rise
+
+    def forward(self, x):
+        return self.fall(torch.relu(self.rise(x)))
+
+
+MACS = 3 * (8 * 16 + 16 * 4)
+FLOPS = 2 * MACS + 3 * 16  # and one per element for relu
+PARAMS = 8 * 16 + 16 + 16 * 4
+
+
+def test_counts_of_a_small_model(tmp_path):
+    file = tmp_path / "deep" / "report.txt"
+    assert get_model_profile(Small(), (3, 8), as_string=False, output_file=str(file)) == (FLOPS, MACS, PARAMS)
+    text = file.read_text()
+    assert "(rise): Linear(in_features=8, out_features=16, bias=True): 144, 69.2%; 384 MACs, 66.7%" in text
+    assert "(fall): Linear(in_features=16, out_features=4, bias=False): 64, 30.8%; 192 MACs, 33.3%" in text
+    assert "depth 1:" in text and "parameters  Linear 208" in text
+
+
+def test_text_and_standard_output(capsys):
+    flops, macs, params = get_model_profile(Small(), args=[torch.ones(3, 8)], module_depth=0, detailed=False)
+    assert (flops, macs, params) == ("1.20 KFLOPs", "576 MACs", "208")
+    shown = capsys.readouterr().out
+    assert (
+        "forward MACs per rank" in shown and "depth 0:" in shown and "depth 1:" not in shown and "(rise)" not in shown
+    )
+    assert ByLongPath is FlopsProfiler
+    assert readable(1_234_567, "FLOPs") == "1.23 MFLOPs" and readable(0.5) == "0.50" and readable(3) == "3"
+    assert (readable_time(2.0), readable_time(0.0015), readable_time(2e-6)) == ("2.00 s", "1.50 ms", "2.00 us")
+
+
+@pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_kinds_of_operations(context):
+    class Kinds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.convolution = nn.Conv2d(3, 6, 3, padding=1, bias=False)
+            self.norm = nn.LayerNorm(10)
+
+        def forward(self, image, q):
+            image = self.convolution(image)
+            attended = F.scaled_dot_product_attention(q, q, q)
+            return image.to(torch.float64).sum(), self.norm(attended)
+
+    model, image, q = Kinds(), torch.randn(2, 3, 10, 10), torch.randn(2, 4, 5, 10)
+    profiler = FlopsProfiler(model)
+    profiler.start_profile()
+    with context():
+        model(image, q)
+    profiler.stop_profile()
+    convolution = 2 * 6 * 10 * 10 * 3 * 3 * 3
+    attention = 2 * 4 * (5 * 5 * 10) * 2
+    assert profiler.get_total_macs() == convolution + attention
+    rest = profiler.get_total_flops() - 2 * (convolution + attention)
+    assert rest == 5 * (2 * 4 * 5 * 10) + 2 * 6 * 10 * 10  # the norm, the sum; the cast is free
+    profiler.reset_profile()
+    assert profiler.get_total_flops() == 0 and profiler.get_total_params() == 3 * 6 * 9 + 20
+    profiler.end_profile()
+    with pytest.raises(RuntimeError, match="measured nothing"):
+        profiler.get_total_flops()
+
+
+def test_misuse_is_named():
+    profiler = FlopsProfiler(Small())
+    profiler.start_profile(ignore_list=[nn.Linear])
+    with pytest.raises(RuntimeError, match="running already"):
+        profiler.start_profile()
+    profiler.model(torch.ones(3, 8))
+    profiler.stop_profile()
+    assert profiler.get_total_macs() == MACS and profiler.get_total_params() == PARAMS
+    assert not profiler.model._forward_hooks and not profiler.model.rise._forward_pre_hooks
+    with pytest.raises(ValueError, match="there is no input"):
+        get_model_profile(Small())
+    with pytest.raises(ValueError, match="'forward', or 'generate'"):
+        get_model_profile(Small(), (3, 8), mode="generate")
+
+
+def _profile_a_step(stage, folder):
+    file = f"{folder}/rank{rank()}.txt"
+    section = {"enabled": True, "profile_step": 2, "output_file": file, "recompute_fwd_factor": 1.0}
+    engine = engine_of(tower(), stage, accumulation=2, flops_profiler=section)
+    losses = []
+    for step in range(3):
+        for micro in range(2):
+            loss = engine(inputs(step, micro, rank()))
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss))
+    profiler = engine.flops_profiler
+    totals = (profiler.get_total_macs(), profiler.get_total_params()) if profiler is not None else None
+    engine.destroy()
+    return totals, losses
+
+
+def test_the_profiled_step_of_a_training(tmp_path):
+    expected = None
+    for stage in (0, 3):
+        folder = tmp_path / str(stage)
+        folder.mkdir()
+        (totals, losses), (nothing, _) = run_ranks(_profile_a_step, 2, stage, str(folder))
+        macs = 2 * (WIDTH * WIDTH + 4 * 2 * WIDTH * 17 + WIDTH * 3)
+        params = sum(p.numel() for p in tower().parameters())
+        assert totals == (macs, params) and nothing is None
+        assert [path.name for path in folder.iterdir()] == ["rank0.txt"]
+        text = (folder / "rank0.txt").read_text()
+        assert "flops profile of step 2" in text and "8 = 2 x 2 x 2" in text and "samples per second" in text
+        for phase in ("forward", "backward", "step"):
+            assert f"{phase} time of the step" in text
+        expected = expected or losses
+        assert losses == pytest.approx(expected, rel=1e-5)  # being watched changes nothing
