@@ -23,7 +23,7 @@ _HERE = Path(__file__).resolve().parent
 _STAGES = range(4)
 _ENGINES = [*(f"upstream-{stage}" for stage in _STAGES), *(f"ours-{stage}" for stage in _STAGES)]
 DEFAULT_ENTRIES = {
-    "gpt": ["floor", "ddp", "ddp-bf16", "fsdp2", *_ENGINES],
+    "gpt": ["floor", "floor-0", "ddp", "ddp-bf16", "fsdp2", *_ENGINES],
     "thin": ["hand", "autocast", "fsdp2", *_ENGINES],
     "small": ["hand", "ddp", "ddp-bf16", "fsdp2", *_ENGINES],
 }

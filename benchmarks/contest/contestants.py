@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,11 +88,11 @@ def _autocast(workload: Workload) -> Step:
     return step
 
 
-def _floor(workload: Workload) -> Step:
+def _floor(workload: Workload, *, replicated: bool = False) -> Step:
     """Forward, backward and the update of this rank's share of the parameters; nothing is communicated.
 
     The weights it computes with are wrong from the second step on, because only its own share moves; that costs the
-    same time.
+    same time. ``replicated``: the update of all parameters, as every rank must do at stage 0.
     """
     module = workload.build().bfloat16()
     params = list(module.parameters())
@@ -105,7 +106,7 @@ def _floor(workload: Workload) -> Step:
         param.data = flat[start:stop].view(param.shape)
         param.grad = gradients[start:stop].view(param.shape)
         start = stop
-    own = slice(0, total // workload.world_size)
+    own = slice(0, total if replicated else total // workload.world_size)
     master = flat[own].float()
     own_gradient = master.grad = torch.empty_like(master)
     optimizer = torch.optim.AdamW([master], fused=True, **ADAMW)
@@ -245,6 +246,7 @@ CONTESTANTS = {
     contestant.name: contestant
     for contestant in (
         Contestant("floor", "arithmetic alone: forward, backward, update of 1/ranks of the parameters", _floor),
+        Contestant("floor-0", "the same with the update of all parameters (stage 0)", partial(_floor, replicated=True)),
         Contestant("hand", "bf16 weights, fp32 masters, fused AdamW, no autocast, no communication", _hand),
         Contestant("autocast", "fp32 weights, bf16 autocast, fused AdamW, no communication", _autocast),
         Contestant("ddp", "DDP, fp32 weights and gradients, bf16 autocast, fused AdamW", _ddp),

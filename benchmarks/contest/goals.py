@@ -32,7 +32,7 @@ GOALS: Mapping[str, tuple[Goal, ...]] = {
         *_pairs("ours-3", fsdp2=0.70, upstream_3=0.58, ddp=0.90, ddp_bf16=0.90, floor=None),
         *_pairs("ours-2", upstream_2=0.70, ddp=0.95, ddp_bf16=0.95, floor=None),
         *_pairs("ours-1", upstream_1=0.65, ddp=0.95, ddp_bf16=0.95, floor=None),
-        *_pairs("ours-0", upstream_0=0.75, ddp=0.95, ddp_bf16=0.95, floor=None),
+        *_pairs("ours-0", upstream_0=0.75, ddp=0.95, ddp_bf16=0.95, floor_0=None),
         *_pairs("fsdp2", ddp=None, ddp_bf16=None, floor=None),
     ),
     "thin": (

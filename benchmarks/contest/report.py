@@ -109,7 +109,7 @@ def times_table(contest: Contest) -> Rows:
 
 def _loss_words(result: Result, reference: Result | None) -> str:
     last = f"{result.losses[-1]:.3f}"
-    if reference is None or result is reference or result.name == "floor" or result.name in ("hand", "autocast"):
+    if reference is None or result is reference or result.name in ("floor", "floor-0", "hand", "autocast"):
         return last
     distance = loss_distance(result, reference)
     return f"{last} ({distance:.0e}{', DIFFERS' if distance > LOSS_TOLERANCE else ''})"
