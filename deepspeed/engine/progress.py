@@ -107,11 +107,13 @@ class ProgressLog:
         """An update is done: write its events, and log if it is time to."""
         if self._is_silent:
             return
-        loss = self._mean_loss()
+        is_time = self._every > 0 and facts.step % self._every == 0
+        losses, self._losses = self._losses, []
+        # Only where it is shown: reading it makes the host wait for the device.
+        loss = _mean(losses) if self._monitor.writes or is_time else None
         phases = self._phase_times()
         now = time.perf_counter()
         self._report.add(facts.batch, phases)
-        is_time = self._every > 0 and facts.step % self._every == 0
         if self._monitor.writes:
             self._monitor.write_events(self._events(facts, loss, phases, now))
         self._since_update = now
@@ -123,12 +125,6 @@ class ProgressLog:
             comm.log_summary()
         if is_time or not self._every:
             self._report = _Interval(time.perf_counter())
-
-    def _mean_loss(self) -> float | None:
-        losses, self._losses = self._losses, []
-        if not losses:
-            return None
-        return float(losses[0]) if len(losses) == 1 else float(torch.stack([x.float() for x in losses]).mean())
 
     def _phase_times(self) -> dict[str, tuple[float, float]]:
         """Milliseconds of each phase of this update, over its micro-batches: in all, and waiting for other ranks."""
@@ -170,6 +166,12 @@ class ProgressLog:
         if facts.loss_scale is not None:
             parts.append(f"loss scale {facts.loss_scale:g}")
         return f"step {facts.step}: {', '.join(parts)}, {facts.skipped} skipped"
+
+
+def _mean(losses: list[torch.Tensor]) -> float | None:
+    if not losses:
+        return None
+    return float(losses[0]) if len(losses) == 1 else float(torch.stack([x.float() for x in losses]).mean())
 
 
 class _Interval:
