@@ -8,8 +8,7 @@ import sys
 _COMMANDS = {
     "ds_ssh": "running a command on all hosts; use pdsh or ssh",
     "ds_bench": "measuring communication; benchmarks/ in the source repository measures training",
-    "ds_io": "measuring file transfers; fio measures a drive",
-    "ds_nvme_tune": "tuning file transfers; fio measures a drive",
+    "ds_nvme_tune": "tuning file transfers; ds_io measures one choice of aio settings",
     "ds_elastic": "listing elastic batch sizes; set the batch keys of the config instead",
 }
 

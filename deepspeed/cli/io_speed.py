@@ -1,0 +1,118 @@
+"""``ds_io``: how fast offloaded states can be read and written in a folder, beside ``fio`` where it is installed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from deepspeed.errors import OffloadError
+from deepspeed.offload.file_io import IoSettings
+from deepspeed.offload.speed import OPERATIONS, FileSpeed, measure_files
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_DEFAULTS = IoSettings()
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Measures and prints a table; exits with 1 if the disk fails.
+
+    Args:
+        args: The command line; None means that of this process.
+    """
+    options = _parse(args)
+    settings = IoSettings(options.block_size, options.queue_depth, options.io_parallel)
+    try:
+        speed = measure_files(
+            options.folder,
+            options.io_size,
+            settings,
+            loops=options.loops,
+            operations=("read",) if options.read else OPERATIONS,
+            with_fio=not options.no_fio,
+        )
+    except OffloadError as error:
+        sys.exit(f"ds_io: {error}")
+    if options.json:
+        sys.stdout.write(json.dumps(as_dict(speed, settings)) + "\n")
+    else:
+        show(speed, settings, Console())
+
+
+def _parse(args: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="ds_io",
+        description="Times sequential passes over a file of the kind that offloaded states live in (nvme_path), and "
+        "shows fio's speed with the same requests beside it. Sizes take K, M, G (powers of 1024).",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--folder", type=Path, default=Path(), help="folder on the disk to measure (default: here)")
+    parser.add_argument("--io_size", type=_size, default=_size("512M"), help="bytes of the file (default 512M)")
+    parser.add_argument(
+        "--block_size", type=_size, default=_DEFAULTS.block_size, help="bytes of a request (aio.block_size)"
+    )
+    parser.add_argument(
+        "--queue_depth", type=_count, default=_DEFAULTS.queue_depth, help="requests in flight (aio.queue_depth)"
+    )
+    parser.add_argument(
+        "--io_parallel", type=_count, default=_DEFAULTS.threads, help="factor on that (aio.intra_op_parallelism)"
+    )
+    parser.add_argument("--loops", type=_count, default=3, help="passes; the fastest counts (default 3)")
+    parser.add_argument("--read", action="store_true", help="reads only")
+    parser.add_argument("--no_fio", action="store_true", help="leave fio out")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    return parser.parse_args(args)
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"(\d+)([KMGT]?)(i?B)?", text.strip().upper())
+    if match is None or int(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; expected a number such as 1048576, 512M or 1G")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no count; expected 1 or more")
+    return int(text)
+
+
+def as_dict(speed: FileSpeed, settings: IoSettings) -> dict[str, object]:
+    """What was measured, for machines; speeds in bytes per second."""
+    return {
+        "bytes": speed.nbytes,
+        "direct": speed.is_direct,
+        "block_size": settings.block_size,
+        "in_flight": settings.queue_depth * settings.threads,
+        "bytes_per_second": speed.ours,
+        "fio_bytes_per_second": speed.fio,
+        "against_fio": {operation: speed.against_fio(operation) for operation in speed.ours},
+    }
+
+
+def show(speed: FileSpeed, settings: IoSettings, console: Console) -> None:
+    """Prints the table."""
+    access = "direct access" if speed.is_direct else "through the page cache"
+    in_flight = settings.queue_depth * settings.threads
+    table = Table(
+        title=f"{speed.nbytes:,} bytes, requests of {settings.block_size:,}, {in_flight} in flight, {access}",
+        title_justify="left",
+    )
+    table.add_column("pass")
+    for name in ("GB/s", "fio GB/s", "share of fio"):
+        table.add_column(name, justify="right")
+    for operation, ours in speed.ours.items():
+        share = speed.against_fio(operation)
+        fio = "not run" if share is None else f"{speed.fio[operation] / 1e9:.2f}"
+        table.add_row(operation, f"{ours / 1e9:.2f}", fio, "" if share is None else f"{share:.2f}")
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""How fast the file store reads and writes here, and how fast ``fio`` does the same: what ``ds_io`` shows."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from deepspeed.errors import OffloadError
+from deepspeed.offload.file_io import BlockFile, IoSettings
+from deepspeed.offload.pinned import PAGE, page_buffer
+from deepspeed.offload.run_directory import RunDirectory
+
+OPERATIONS = ("write", "read")
+_FIO_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class FileSpeed:
+    """What was measured.
+
+    Attributes:
+        nbytes: Bytes of the file; each pass moves all of them, front to back.
+        is_direct: Whether the file system lets us bypass the page cache.
+        ours: Bytes per second of the store's fastest pass, by operation.
+        fio: The same for fio; empty without it.
+    """
+
+    nbytes: int
+    is_direct: bool
+    ours: dict[str, float]
+    fio: dict[str, float]
+
+    def against_fio(self, operation: str) -> float | None:
+        """Our speed as a share of fio's; None without fio."""
+        return self.ours[operation] / self.fio[operation] if operation in self.fio else None
+
+
+def measure_files(
+    folder: Path,
+    nbytes: int,
+    settings: IoSettings,
+    *,
+    loops: int = 3,
+    operations: tuple[str, ...] = OPERATIONS,
+    with_fio: bool = True,
+) -> FileSpeed:
+    """Times sequential passes over a file of the kind that offloaded states live in; it is removed afterwards.
+
+    The store and fio take turns on the same file, with requests of the same size, as many of them in flight, and direct
+    access on both sides or on none, because other users of the disk only ever make it slower.
+
+    Args:
+        folder: Where the file is made.
+        nbytes: Its size, rounded up to pages; a buffer of that size is held in memory.
+        settings: Sizes and numbers of requests.
+        loops: Passes; the fastest counts.
+        operations: Of ``write`` and ``read``.
+        with_fio: Compare with fio, if it is installed.
+
+    Raises:
+        OffloadError: The disk is too small or fails, what is read is not what was written, or fio fails.
+    """
+    nbytes = -(-nbytes // PAGE) * PAGE
+    directory = RunDirectory(folder, rank=0, purpose="speed")
+    file: BlockFile | None = None
+    try:
+        file = BlockFile(directory.path / "speed.bin", settings)
+        file.grow(nbytes)
+        data = page_buffer(nbytes, pin=False)
+        data.view(torch.int64).copy_(torch.arange(nbytes // 8))
+        checksum = int(data.view(torch.int64).sum())
+        file.write(data, 0).wait()  # the first write of reserved space costs the file system more than any later one
+        may_compare = with_fio and shutil.which("fio") is not None
+        ours: dict[str, float] = {}
+        fio: dict[str, float] = {}
+        for _ in range(loops):
+            for operation in operations:
+                move = file.write if operation == "write" else file.read
+                if operation == "read":
+                    data.zero_()
+                speed = nbytes / _seconds(lambda move=move: move(data, 0).wait())  # type: ignore[misc]
+                ours[operation] = max(speed, ours.get(operation, 0.0))
+                if operation == "read" and int(data.view(torch.int64).sum()) != checksum:
+                    raise OffloadError(f"{file.path}: what was read is not what was written; check that disk")
+                if may_compare:
+                    speed = _fio(file, operation, nbytes, settings)
+                    fio[operation] = max(speed, fio.get(operation, 0.0))
+                    if operation == "write":
+                        file.write(data, 0).wait()  # fio writes bytes of its own
+        return FileSpeed(nbytes, file.is_direct, ours, fio)
+    finally:
+        if file is not None:
+            file.close()
+        directory.remove()
+
+
+def _seconds(action: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def _fio(file: BlockFile, operation: str, nbytes: int, settings: IoSettings) -> float:
+    """Bytes per second of one pass of fio."""
+    name = str(file.path).replace(":", "\\:")  # a colon separates files there
+    command = [
+        "fio",
+        "--name=speed",
+        f"--filename={name}",
+        f"--rw={operation}",
+        f"--size={nbytes}",
+        f"--bs={settings.block_size}",
+        f"--iodepth={settings.queue_depth * settings.threads}",
+        f"--direct={int(file.is_direct)}",
+        f"--ioengine={'libaio' if file.is_direct else 'psync'}",
+        "--output-format=json",
+    ]
+    try:
+        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=_FIO_SECONDS)
+        return float(json.loads(done.stdout)["jobs"][0][operation]["bw_bytes"])
+    except subprocess.CalledProcessError as error:
+        raise OffloadError(
+            f"fio failed on {file.path} ({error.stderr.strip()[:300]}); leave it out with --no_fio"
+        ) from error
+    except (subprocess.TimeoutExpired, json.JSONDecodeError, LookupError, ValueError) as error:
+        raise OffloadError(
+            f"fio gave no result for {file.path} ({type(error).__name__}); leave it out with --no_fio"
+        ) from error
