@@ -41,6 +41,10 @@ SMALL_CHANNELS = ("order", "step", "call")
 """Streams of small exchanges: the order of gathers, the agreements of an update, calls that all ranks make alike."""
 
 
+Visit = Callable[[torch.Tensor], None]
+"""What a reduction does with every stretch of its result while that is in the cache; it must not keep it."""
+
+
 def transfer_key(owner: int, bucket: int, kind: int, count: int) -> int:
     """The number that matches the sends and receives of one transfer (below 2**30).
 
@@ -150,7 +154,15 @@ class Transport:
         raise NotImplementedError
 
     def reduce_scatter(
-        self, flat: torch.Tensor, out: torch.Tensor, *, scale: float, key: int, label: str, limit: int
+        self,
+        flat: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        scale: float,
+        key: int,
+        label: str,
+        limit: int,
+        visit: Visit | None = None,
     ) -> Work:
         """Sums everybody's ``flat`` and leaves ``scale`` times this rank's slice of the sum in ``out``.
 
@@ -161,11 +173,21 @@ class Transport:
             key: As in :meth:`all_gather`.
             label: What travels.
             limit: Most elements of ``flat`` that may travel at once.
+            visit: Called, at the latest in ``wait``, with stretches that together are ``out``, each as soon as it is
+                finished and a multiple of 64 elements long.
         """
         raise NotImplementedError
 
     def all_reduce(
-        self, flat: torch.Tensor, out: torch.Tensor, *, scale: float, key: int, label: str, limit: int
+        self,
+        flat: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        scale: float,
+        key: int,
+        label: str,
+        limit: int,
+        visit: Visit | None = None,
     ) -> Work:
         """Sums everybody's ``flat`` and leaves ``scale`` times the sum in ``out`` (fp32, same length) on all ranks."""
         raise NotImplementedError
@@ -204,13 +226,14 @@ class Transport:
         """Makes every pending and later wait of the group raise. Called from a watching thread."""
 
 
-def scaled_sum(parts: list[torch.Tensor], out: torch.Tensor, scale: float) -> None:
+def scaled_sum(parts: list[torch.Tensor], out: torch.Tensor, scale: float, visit: Visit | None = None) -> None:
     """``out = scale * (parts[0] + parts[1] + ...)`` in fp32, left to right, in cache-sized chunks.
 
     Args:
         parts: 1-D tensors of equal length and any floating dtype.
         out: 1-D fp32 tensor of that length; may be ``parts[0]``.
         scale: Factor on the sum.
+        visit: Called with every finished chunk while it is in the cache, a multiple of 64 elements if ``out`` is one.
     """
     numel = out.numel()
     chunk = _CHUNK if out.device.type == "cpu" else numel
@@ -229,6 +252,8 @@ def scaled_sum(parts: list[torch.Tensor], out: torch.Tensor, scale: float) -> No
             total.add_(part[start:stop])
         if scale != 1.0:
             total.mul_(scale)
+        if visit is not None:
+            visit(total)
 
 
 class LocalTransport(Transport):
@@ -244,10 +269,18 @@ class LocalTransport(Transport):
         return DoneWork()
 
     def reduce_scatter(
-        self, flat: torch.Tensor, out: torch.Tensor, *, scale: float, key: int, label: str, limit: int
+        self,
+        flat: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        scale: float,
+        key: int,
+        label: str,
+        limit: int,
+        visit: Visit | None = None,
     ) -> Work:
         """See the class this one derives from."""
-        scaled_sum([flat], out, scale)
+        scaled_sum([flat], out, scale, visit)
         return DoneWork()
 
     all_reduce = reduce_scatter
@@ -309,8 +342,10 @@ class _GlooReduce:
         key: int,
         label: str,
         limit: int,
+        visit: Visit | None = None,
     ) -> None:
         self._transport = transport
+        self._visit = visit
         self._flat = flat
         self._out = out
         self._whole = whole
@@ -357,7 +392,7 @@ class _GlooReduce:
                 self._post(0)
             for work in works:
                 self._transport.guard(work.wait, self._ticket, self._label)
-            scaled_sum(parts, self._out[start:stop], self._scale)
+            scaled_sum(parts, self._out[start:stop], self._scale, self._visit)
         self._flat = self._out = torch.empty(0)
 
 
@@ -374,8 +409,10 @@ class _GlooAllReduce:
         key: int,
         label: str,
         limit: int,
+        visit: Visit | None = None,
     ) -> None:
         self._transport = transport
+        self._visit = visit
         self._out: torch.Tensor | None = out
         self._key = key
         self._label = label
@@ -392,6 +429,9 @@ class _GlooAllReduce:
         out, self._out = self._out, None
         self._reduce.wait()
         self._transport.gather_slices(out, self._key, "reduce", self._label).wait()
+        if self._visit is not None:
+            for part in out.split(_CHUNK):
+                self._visit(part)
 
 
 class GlooTransport(Transport):
@@ -456,21 +496,37 @@ class GlooTransport(Transport):
 
     @timed("reduce_scatter_tensor")
     def reduce_scatter(
-        self, flat: torch.Tensor, out: torch.Tensor, *, scale: float, key: int, label: str, limit: int
+        self,
+        flat: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        scale: float,
+        key: int,
+        label: str,
+        limit: int,
+        visit: Visit | None = None,
     ) -> Work:
         """See the class this one derives from."""
         traffic.record_asked("reduce_scatter", flat.numel() * flat.element_size())
-        return _GlooReduce(self, flat, out, whole=False, scale=scale, key=key, label=label, limit=limit)
+        return _GlooReduce(self, flat, out, whole=False, scale=scale, key=key, label=label, limit=limit, visit=visit)
 
     @timed("all_reduce")
     def all_reduce(
-        self, flat: torch.Tensor, out: torch.Tensor, *, scale: float, key: int, label: str, limit: int
+        self,
+        flat: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        scale: float,
+        key: int,
+        label: str,
+        limit: int,
+        visit: Visit | None = None,
     ) -> Work:
         """See the class this one derives from."""
         traffic.record_asked("all_reduce", 2 * flat.numel() * flat.element_size())
         if self.size == 2:  # exchanging everything moves the same bytes as reduce-scatter and gather
-            return _GlooReduce(self, flat, out, whole=True, scale=scale, key=key, label=label, limit=limit)
-        return _GlooAllReduce(self, flat, out, scale=scale, key=key, label=label, limit=limit)
+            return _GlooReduce(self, flat, out, whole=True, scale=scale, key=key, label=label, limit=limit, visit=visit)
+        return _GlooAllReduce(self, flat, out, scale=scale, key=key, label=label, limit=limit, visit=visit)
 
     def gather_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> torch.Tensor:
         """See the class this one derives from."""
@@ -561,7 +617,15 @@ class NativeTransport(Transport):
 
     @timed("reduce_scatter_tensor")
     def reduce_scatter(
-        self, flat: torch.Tensor, out: torch.Tensor, *, scale: float, key: int, label: str, limit: int
+        self,
+        flat: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        scale: float,
+        key: int,
+        label: str,
+        limit: int,
+        visit: Visit | None = None,
     ) -> Work:
         """See the class this one derives from."""
         nbytes = flat.numel() * flat.element_size()
@@ -571,11 +635,19 @@ class NativeTransport(Transport):
         traffic.record_ran("reduce_scatter_tensor", nbytes)
         target = out if out.dtype == flat.dtype else torch.empty_like(self.my_slice(flat))
         work = self.group._reduce_scatter_base(target, flat)
-        return self._work(work, "reduce", label, lambda: scaled_sum([target], out, scale), (flat, out))
+        return self._work(work, "reduce", label, lambda: scaled_sum([target], out, scale, visit), (flat, out))
 
     @timed("all_reduce")
     def all_reduce(
-        self, flat: torch.Tensor, out: torch.Tensor, *, scale: float, key: int, label: str, limit: int
+        self,
+        flat: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        scale: float,
+        key: int,
+        label: str,
+        limit: int,
+        visit: Visit | None = None,
     ) -> Work:
         """See the class this one derives from."""
         nbytes = flat.numel() * flat.element_size()
@@ -584,7 +656,7 @@ class NativeTransport(Transport):
             return DoneWork()
         traffic.record_ran("all_reduce", 2 * nbytes)
         work = self.group.allreduce([flat])
-        return self._work(work, "reduce", label, lambda: scaled_sum([flat], out, scale), (flat, out))
+        return self._work(work, "reduce", label, lambda: scaled_sum([flat], out, scale, visit), (flat, out))
 
     def gather_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> torch.Tensor:
         """See the class this one derives from."""
@@ -715,6 +787,7 @@ __all__ = [
     "Transport",
     "Work",
     "create_transport",
+    "Visit",
     "scaled_sum",
     "shared_transport",
     "warm_up",

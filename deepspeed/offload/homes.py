@@ -18,7 +18,7 @@ from deepspeed.offload.files import BufferSize, FileMemory, FileSettings
 from deepspeed.offload.host import HostLanding, HostMemory, HostUpdate, StagingPool
 from deepspeed.offload.pinned import may_pin
 from deepspeed.offload.streams import CopyStream
-from deepspeed.zero.gradients import Landing
+from deepspeed.zero.landing import Landing
 from deepspeed.zero.placement import Home, Placement
 from deepspeed.zero.storage import Ledger, Memory
 from deepspeed.zero.update import UpdateStrategy

@@ -17,8 +17,9 @@ import torch
 from deepspeed.comm.transport import Work
 from deepspeed.offload.pinned import host_tensor, page_buffer
 from deepspeed.offload.streams import CopyDone, CopyStream
-from deepspeed.zero.gradients import Landing
+from deepspeed.zero.landing import Landing, add_into
 from deepspeed.zero.masters import MasterBucket
+from deepspeed.zero.norm import Squares
 from deepspeed.zero.placement import Home
 from deepspeed.zero.storage import FlatBuffer, Kind, Ledger, Memory
 from deepspeed.zero.update import Operands, Piece, UpdateStrategy
@@ -73,23 +74,23 @@ class StagingPool:
         self.pin = pin
         self.down = down
         self._free: list[torch.Tensor] = []
-        self._waiting: deque[tuple[HeldBuffer, torch.Tensor, CopyDone]] = deque()
+        self._waiting: deque[tuple[HeldBuffer, torch.Tensor, CopyDone, Squares | None]] = deque()
 
-    def add(self, result: HeldBuffer, gradient: torch.Tensor) -> None:
-        """Starts to add ``gradient`` to ``result``."""
+    def add(self, result: HeldBuffer, gradient: torch.Tensor, squares: Squares | None = None) -> None:
+        """Starts to add ``gradient`` to ``result``; ``squares`` receives those of the sum."""
         while len(self._waiting) >= _STAGING:
             self._add_oldest()
         numel, dtype = gradient.numel(), gradient.dtype
         fits = [i for i, buffer in enumerate(self._free) if buffer.numel() >= numel and buffer.dtype == dtype]
         staging = self._free.pop(fits[0]) if fits else host_tensor(numel, dtype, pin=self.pin)
-        self._waiting.append((result, staging, self.down.copy(staging[:numel], gradient)))
+        self._waiting.append((result, staging, self.down.copy(staging[:numel], gradient), squares))
 
     def _add_oldest(self, drop: bool = False) -> None:
-        result, staging, arrival = self._waiting.popleft()
+        result, staging, arrival, squares = self._waiting.popleft()
         arrival.wait_on_host()
         if not drop:
             result.arrival.wait_on_host()
-            result.tensor.add_(staging[: result.tensor.numel()])
+            add_into(result.tensor, staging[: result.tensor.numel()], squares)
         self._free.append(staging)
 
     def settle(self, result: HeldBuffer, *, drop: bool = False) -> None:
@@ -161,14 +162,16 @@ class HostLanding(Landing):
             self._held = HeldBuffer(numel, dtype, pin=self._pool.pin, ledger=self._ledger)
         return self._held
 
-    def add(self, result: FlatBuffer, reduced: FlatBuffer, dtype: torch.dtype) -> FlatBuffer:
+    def add(
+        self, result: FlatBuffer, reduced: FlatBuffer, dtype: torch.dtype, squares: Squares | None = None
+    ) -> FlatBuffer:
         """See the class this one derives from."""
         assert result is self._held and self._held is not None
         if result.tensor.dtype.itemsize < dtype.itemsize:
             self.wait(result)
             held = self._hold(result.tensor.numel(), dtype)
             held.tensor.copy_(result.tensor)
-        self._pool.add(self._held, reduced.tensor)
+        self._pool.add(self._held, reduced.tensor, squares)
         reduced.free()
         return self._held
 

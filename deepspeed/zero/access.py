@@ -301,6 +301,9 @@ def _write_gradient(found: _Trained, value: torch.Tensor, call: str) -> None:
     mine.copy_(value)
     if found.loss_scale != 1.0:
         mine.mul_(found.loss_scale)
+    gradients = found.runtime.gradients_of(found.bucket)
+    assert gradients is not None
+    gradients.note_write()
 
 
 @torch.no_grad()

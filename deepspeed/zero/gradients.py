@@ -25,6 +25,8 @@ from deepspeed.comm.transport import LocalTransport, Transport, Work, transfer_k
 from deepspeed.errors import CallOrderError
 from deepspeed.logging import log_dist
 from deepspeed.zero.bucket import Bucket
+from deepspeed.zero.landing import CHUNK, Landing, add_into
+from deepspeed.zero.norm import Squares, squared_norm
 from deepspeed.zero.placement import Home
 from deepspeed.zero.storage import FlatBuffer, Kind, Ledger
 
@@ -65,47 +67,6 @@ class ReductionPolicy:
     bucket_numel: int = 500_000_000
     overlap: bool = True
     allow_unused: bool = True
-
-
-class Landing:
-    """Brings reduced gradients to the memory in which the update reads them.
-
-    This class serves gradients that are reduced right there: on the device, and in host memory where that is what the
-    model computes in. ``deepspeed.offload`` has the one that copies them down from an accelerator.
-
-    Args:
-        home: The memory, for the books.
-    """
-
-    def __init__(self, home: Home = Home.DEVICE) -> None:
-        self.home = home
-
-    @property
-    def incoming_home(self) -> Home:
-        """Where the reduction itself leaves its result."""
-        return self.home
-
-    def land(self, reduced: FlatBuffer) -> FlatBuffer:
-        """The reduced gradient in its memory; ``reduced`` is given up."""
-        return reduced
-
-    def add(self, result: FlatBuffer, reduced: FlatBuffer, dtype: torch.dtype) -> FlatBuffer:
-        """Adds a reduced gradient to one that has landed; both are given up.
-
-        Args:
-            result: What :meth:`land` or this method returned.
-            reduced: What is added.
-            dtype: Of the sum.
-
-        Returns:
-            The sum.
-        """
-        result.tensor.add_(reduced.tensor)
-        reduced.free()
-        return result
-
-    def wait(self, result: FlatBuffer) -> None:
-        """Returns when ``result`` holds everything that was landed in it or added to it."""
 
 
 _REDUCTION = 1
@@ -152,6 +113,8 @@ class GradientBucket:
         self._source: FlatBuffer = self._flat
         self._work: Work | None = None
         self._rounds = 0
+        self._squares: Squares | None = None  # of the result, where they were taken as it was made
+        self._is_last = False
         self._had_sum = self._added = False
         # Sums over ranks are fp32, and fp64 where the gradient is.
         is_double = bucket.dtype == torch.float64
@@ -195,7 +158,8 @@ class GradientBucket:
 
     def pack(self) -> None:
         """Copies the gradients into the flat buffer and drops ``.grad``; absent ones count as zero."""
-        grads, views, zeros = [], [], list(self._gaps)
+        grads: dict[int, torch.Tensor] = {}
+        zeros = list(self._gaps)
         self._move_result_out_of_flat()
         self._flat.grow()
         for index, parameter in enumerate(self.bucket.params):
@@ -204,23 +168,64 @@ class GradientBucket:
                 zeros.append(self._views[index])
                 continue
             self.used[index] = True
-            grads.append(grad.to_dense() if grad.layout is not torch.strided else grad)
-            views.append(self._views[index])
+            grads[index] = grad.to_dense() if grad.layout is not torch.strided else grad
             parameter.grad = None
+        self._squares = None  # of the result that may have been in the buffer
         with torch.no_grad():
             if zeros:
                 torch._foreach_zero_(zeros)
-            if views:
-                torch._foreach_copy_(views, grads)
+            if self._is_last and self._will_be_result:
+                self._squares = Squares(self.bucket.device)
+                self._pack_and_square(grads, self._squares)
+            elif grads:
+                torch._foreach_copy_([self._views[index] for index in grads], list(grads.values()))
         self.bucket.gradients_in = True
+
+    @property
+    def _will_be_result(self) -> bool:
+        """Whether what is packed now is what the update reads: a group of one without earlier micro-batches."""
+        factor = self._policy.scale * self._policy.prescale
+        return self._is_local and self._result is None and self._accumulator is None and factor == 1.0
+
+    def _pack_and_square(self, grads: dict[int, torch.Tensor], squares: Squares) -> None:
+        """Copies stretch by stretch, and takes the squares of each while it is in the cache."""
+        layout, flat = self.bucket.layout, self._flat.tensor
+        if flat.device.type != "cpu":  # launches would cost more than a pass over device memory
+            if grads:
+                torch._foreach_copy_([self._views[index] for index in grads], list(grads.values()))
+            squares.add(flat)
+            return
+        ends = (*layout.starts[1:], layout.numel)
+        first = 0
+        while first < len(ends):
+            last = first
+            while last + 1 < len(ends) and ends[last] - layout.starts[first] < CHUNK:
+                last += 1
+            start, stop = layout.starts[first], ends[last]
+            inside = [index for index in range(first, last + 1) if index in grads]
+            if inside == [first] and stop - start > CHUNK and grads[first].is_contiguous():
+                source = grads[first].view(-1)
+                for low in range(0, source.numel(), CHUNK):
+                    part = source[low : low + CHUNK]
+                    flat[start + low : start + low + part.numel()].copy_(part)
+                    squares.add(flat[start + low : min(start + low + CHUNK, stop)])
+            elif inside:
+                torch._foreach_copy_([self._views[index] for index in inside], [grads[index] for index in inside])
+                squares.add(flat[start:stop])
+            first = last + 1
 
     @property
     def has_arrivals(self) -> bool:
         """Whether any gradient arrived in this backward."""
         return self._missing < len(self._arrived)
 
-    def begin_backward(self) -> None:
-        """Forgets the arrivals of the last backward."""
+    def begin_backward(self, *, is_last: bool = False) -> None:
+        """Forgets the arrivals of the last backward.
+
+        Args:
+            is_last: The update follows, so that the squares of what this backward leaves are worth taking.
+        """
+        self._is_last = is_last
         if self._missing != len(self._arrived):
             self._arrived = [False] * len(self._arrived)
             self._missing = len(self._arrived)
@@ -260,7 +265,9 @@ class GradientBucket:
             self._accumulator = self._new_buffer(self.bucket.layout.numel, self._accumulate_dtype)
             self._accumulator.tensor.copy_(self._flat.tensor)
         else:
-            self._accumulator.tensor.add_(self._flat.tensor)
+            # In a group of one the sum is the result.
+            self._squares = Squares(self.bucket.device) if self._is_last and self._is_local else None
+            add_into(self._accumulator.tensor, self._flat.tensor, self._squares)
         self._flat.free()
         self.state = GradientState.IDLE
 
@@ -288,6 +295,8 @@ class GradientBucket:
         self._incoming = self._new_buffer(numel, self._sum_dtype, self._landing.incoming_home)
         self._rounds += 1
         reduce = self._transport.reduce_scatter if self._policy.to_owner else self._transport.all_reduce
+        is_result = self._result is None and not self._narrows
+        self._squares = Squares(self.bucket.device) if self._is_last and is_result else None
         self._work = reduce(
             source.tensor,
             self._incoming.tensor,
@@ -295,6 +304,7 @@ class GradientBucket:
             key=transfer_key(self._transport.owner, self.bucket.index, _REDUCTION, self._rounds),
             label=f"the reduction of the gradients of {self.bucket.label}",
             limit=self._policy.bucket_numel,
+            visit=None if self._squares is None else self._squares.add,
         )
         self._source = source
 
@@ -321,11 +331,13 @@ class GradientBucket:
         """A group of one: the packed gradient is the result; further backwards are added to it."""
         if self._policy.scale * self._policy.prescale != 1.0:
             source.tensor.mul_(self._policy.scale * self._policy.prescale)
+            self._squares = None
         if self._result is None:
             # Where that is the packed buffer, the next pack moves it out of the way.
             self._result = self._landing.land(source)
         else:
-            self._result = self._landing.add(self._result, source, self._accumulate_dtype)
+            self._squares = Squares(self._result.tensor.device) if self._is_last else None
+            self._result = self._landing.add(self._result, source, self._accumulate_dtype, self._squares)
 
     def _move_result_out_of_flat(self) -> None:
         """Another backward needs the packed buffer that still holds the result of the last one."""
@@ -350,11 +362,17 @@ class GradientBucket:
             if self._result is None:
                 self._result = self._landing.land(self._in_accumulate_dtype(incoming))
             else:
-                self._result = self._landing.add(self._result, incoming, self._accumulate_dtype)
+                self._squares = Squares(self._result.tensor.device) if self._is_last else None
+                self._result = self._landing.add(self._result, incoming, self._accumulate_dtype, self._squares)
         self.state = GradientState.REDUCED
 
+    @property
+    def _narrows(self) -> bool:
+        """Whether sums over ranks are rounded to the dtype of sums over micro-batches."""
+        return self._accumulate_dtype != self._sum_dtype and self._policy.every_micro_batch
+
     def _in_accumulate_dtype(self, reduced: FlatBuffer) -> FlatBuffer:
-        if self._accumulate_dtype == reduced.tensor.dtype or not self._policy.every_micro_batch:
+        if not self._narrows:
             return reduced
         narrower = self._new_buffer(reduced.tensor.numel(), self._accumulate_dtype, self._landing.incoming_home)
         narrower.tensor.copy_(reduced.tensor)
@@ -373,6 +391,17 @@ class GradientBucket:
             return None
         self._landing.wait(self._result)
         return self._result.tensor
+
+    def sum_of_squares(self) -> float:
+        """Of the reduced gradient; 0 without one. Reads the gradient only where making it could not do that already."""
+        result = self.result
+        if result is None:
+            return 0.0
+        return squared_norm(result).item() if self._squares is None else self._squares.item()
+
+    def note_write(self) -> None:
+        """Somebody has written to the result."""
+        self._squares = None
 
     def relocate(self, copy: Callable[[torch.Tensor], torch.Tensor], home: Home) -> None:
         """Moves gradients that wait for an update to other memory.
@@ -407,7 +436,7 @@ class GradientBucket:
                 buffer.free()
         if not (self._is_local and self._result is self._flat):
             self._flat.free()
-        self._result = self._accumulator = None
+        self._result = self._accumulator = self._squares = None
         self.used = [False] * len(self.used)
         self.begin_backward()
 
@@ -494,10 +523,11 @@ class GradientReducer:
 
     # -- one backward ------------------------------------------------------------------------------------------------
 
-    def begin(self, *, reduce_now: bool) -> None:
+    def begin(self, *, reduce_now: bool, is_last: bool) -> None:
         """Opens a backward.
 
         Args:
+            is_last: The update follows it.
             reduce_now: Whether this backward's gradients are to be reduced (the boundary, or sharded gradients outside
                 ``no_sync``); otherwise they are added to the local sum.
         """
@@ -508,7 +538,7 @@ class GradientReducer:
         self._packed.clear()
         self._cursor = 0
         for gradients in self.buckets:
-            gradients.begin_backward()
+            gradients.begin_backward(is_last=is_last)
 
     def _complete(self, position: int) -> None:
         """Every gradient of a bucket is there; it is packed now unless more may come."""

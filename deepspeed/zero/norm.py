@@ -34,6 +34,25 @@ def squared_norm(flat: torch.Tensor) -> torch.Tensor:
     return torch.cat(norms).double().square_().sum() if norms else flat.new_zeros((), dtype=torch.float64)
 
 
+class Squares:
+    """The sum of squares of a buffer, added up while its stretches are in the cache anyway.
+
+    Args:
+        device: Of the buffer.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._total = torch.zeros((), dtype=torch.float64, device=device)
+
+    def add(self, part: torch.Tensor) -> None:
+        """Adds a stretch: 1-D, whole blocks of 64 elements."""
+        self._total += squared_norm(part)
+
+    def item(self) -> float:
+        """The sum so far; waits for the device."""
+        return self._total.item()
+
+
 def norm_from_squares(total: float) -> float:
     """The norm, rounded to fp32 so that it does not depend on the order of the sum; nan and inf pass."""
     if not math.isfinite(total):

@@ -21,7 +21,7 @@ from deepspeed.ops.flat import FlatUpdate, flat_updater
 from deepspeed.zero.base_optimizer import ZeROOptimizer
 from deepspeed.zero.gradients import GradientReducer
 from deepspeed.zero.masters import MasterBucket, MasterRun, segment_table, split_state
-from deepspeed.zero.norm import norm_from_squares, squared_norm
+from deepspeed.zero.norm import norm_from_squares
 from deepspeed.zero.placement import Home, Placement
 from deepspeed.zero.storage import Kind, Ledger
 from deepspeed.zero.update import PieceUpdater, UpdateStrategy
@@ -277,12 +277,9 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
 
         One small exchange, which also compares the checksums of the gathers' order.
         """
-        squares = torch.zeros((), dtype=torch.float64)
-        for gradients in self._reducer.buckets:
-            if gradients.result is not None:
-                squares += squared_norm(gradients.result).cpu()
+        squares = sum(gradients.sum_of_squares() for gradients in self._reducer.buckets)
         flags = [used for gradients in self._reducer.buckets for used in gradients.used]
-        numbers = [squares.item(), float(self._agreement.digest), *_pack_flags(flags)]
+        numbers = [squares, float(self._agreement.digest), *_pack_flags(flags)]
         rows = self._transport.gather_small(
             torch.tensor(numbers, dtype=torch.float64), channel="step", label="the update (optimizer.step)"
         )

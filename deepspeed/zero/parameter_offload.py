@@ -18,8 +18,8 @@ from deepspeed.comm.transport import create_transport
 from deepspeed.config import parse
 from deepspeed.errors import CallOrderError, NotYetSupportedError
 from deepspeed.zero.gathered import GatheredParameters
-from deepspeed.zero.gradients import Landing
 from deepspeed.zero.init import local_device
+from deepspeed.zero.landing import Landing
 from deepspeed.zero.layout import Limits
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.runtime import Channels, RuntimeOptions, ZeroRuntime

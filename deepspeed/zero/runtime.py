@@ -17,9 +17,10 @@ from deepspeed.logging import log_dist
 from deepspeed.zero.bucket import Bucket, State
 from deepspeed.zero.filling import first_values
 from deepspeed.zero.formula import MemoryFormula
-from deepspeed.zero.gradients import GradientBucket, GradientReducer, Landing, ReductionPolicy
+from deepspeed.zero.gradients import GradientBucket, GradientReducer, ReductionPolicy
 from deepspeed.zero.holder import address_of, full_shape
 from deepspeed.zero.hooks import ForwardHooks
+from deepspeed.zero.landing import Landing
 from deepspeed.zero.layout import Limits, ModelLayout, Tile, UnitTile, model_layout
 from deepspeed.zero.masters import MasterBucket
 from deepspeed.zero.materialize import Materializer
@@ -315,7 +316,7 @@ class ZeroRuntime:
         self.in_backward = True
         if self.reducer is not None:
             every = self.reducer.policy.every_micro_batch and not isinstance(self._channels.reduce, LocalTransport)
-            self.reducer.begin(reduce_now=sync and (boundary or every))
+            self.reducer.begin(reduce_now=sync and (boundary or every), is_last=boundary)
         self._channels.gather.confirms = True
         self.schedule.begin("backward")
         for bucket in self._sharded:
