@@ -24,6 +24,11 @@ _STAGES = range(4)
 _ENGINES = [*(f"upstream-{stage}" for stage in _STAGES), *(f"ours-{stage}" for stage in _STAGES)]
 DEFAULT_ENTRIES = {
     "gpt": ["floor", "floor-0", "ddp", "ddp-bf16", "fsdp2", *_ENGINES],
+    "offload": [
+        "ours-2",
+        "ours-3",
+        *(f"{who}-{home}" for home in ("2-host", "3-host", "3-host-all") for who in ("upstream", "ours")),
+    ],
     "thin": ["hand", "autocast", "fsdp2", *_ENGINES],
     "small": ["hand", "ddp", "ddp-bf16", "fsdp2", *_ENGINES],
 }
@@ -46,8 +51,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=6, help="steps before the first round (default 6)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument(
-        "--write-report", action="store_true", help="also write benchmarks/results/zero-DATE.md and .json"
+        "--write-report", action="store_true", help="also write benchmarks/results/NAME-DATE.md and .json"
     )
+    parser.add_argument("--report-name", metavar="NAME", default="zero", help="first part of that name (default zero)")
     parser.add_argument("--check", action="store_true", help="exit with code 1 unless every goal is met")
     parser.add_argument(
         "--profile", metavar="CONTESTANT", help="profile this one (rank 0, five steps) instead of timing"
@@ -118,7 +124,7 @@ def main() -> int:
         for contest in contests:
             report.show(console, contest)
     if arguments.write_report:
-        progress.print(f"wrote {report.write(_HERE / 'results', contests, facts)}")
+        progress.print(f"wrote {report.write(_HERE / 'results', contests, facts, arguments.report_name)}")
     failed = any(result.failure for contest in contests for result in contest.results.values())
     unmet = any(verdict.met is not True for c in contests for verdict in c.verdicts if verdict.goal.at_most is not None)
     return 1 if failed or (arguments.check and unmet) else 0

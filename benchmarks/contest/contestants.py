@@ -193,9 +193,15 @@ def _with_our_malloc(build: Callable[[Workload], Step]) -> Callable[[Workload], 
     return tuned
 
 
-def engine_config(stage: int, micro_batch: int) -> dict[str, Any]:
+OFFLOADED = {"host": ("offload_optimizer",), "host-all": ("offload_optimizer", "offload_param")}
+"""Sections that send states to host memory, by the ending of a contestant's name."""
+
+
+def engine_config(stage: int, micro_batch: int, offloaded: str | None = None) -> dict[str, Any]:
     """The ``ds_config`` of both packages: defaults, but no clipping, and stage 3 may not keep small tensors whole."""
     zero: dict[str, Any] = {"stage": stage}
+    for section in OFFLOADED.get(offloaded or "", ()):
+        zero[section] = {"device": "cpu"}
     if stage == 3:
         zero["stage3_param_persistence_threshold"] = 0
     return {
@@ -223,17 +229,17 @@ def _run_engine(module: nn.Module, config: dict[str, Any], optimizer: torch.opti
     return step
 
 
-def _ours(stage: int) -> Callable[[Workload], Step]:
-    return lambda workload: _run_engine(workload.build(), engine_config(stage, workload.micro_batch), None)
+def _ours(stage: int, offloaded: str | None = None) -> Callable[[Workload], Step]:
+    return lambda workload: _run_engine(workload.build(), engine_config(stage, workload.micro_batch, offloaded), None)
 
 
-def _upstream(stage: int, *, own_optimizer: bool = False) -> Callable[[Workload], Step]:
+def _upstream(stage: int, *, own_optimizer: bool = False, offloaded: str | None = None) -> Callable[[Workload], Step]:
     """The published package with torch's fused AdamW, or with what it builds itself for "AdamW" (``own_optimizer``)."""
 
     def build(workload: Workload) -> Step:
         module = workload.build()
-        config = engine_config(stage, workload.micro_batch)
-        if own_optimizer:
+        config = engine_config(stage, workload.micro_batch, offloaded)
+        if own_optimizer or offloaded:  # offloaded states want the host optimizer that the config builds
             return _run_engine(module, config, None)
         del config["optimizer"]
         config["zero_allow_untested_optimizer"] = True
@@ -268,6 +274,17 @@ CONTESTANTS = {
             for s in range(4)
         ),
         *(Contestant(f"ours-{s}", f"this project, ZeRO {s}", _ours(s)) for s in range(4)),
+        *(
+            Contestant(
+                f"{who}-{stage}-{home}",
+                f"{'this project' if who == 'ours' else 'published deepspeed'}, ZeRO {stage}, "
+                f"{'optimizer' if home == 'host' else 'optimizer and parameters'} in host memory",
+                _ours(stage, home) if who == "ours" else _upstream(stage, offloaded=home),
+                peer=who == "upstream",
+            )
+            for who in ("upstream", "ours")
+            for stage, home in ((2, "host"), (3, "host"), (3, "host-all"))
+        ),
     )
 }
 

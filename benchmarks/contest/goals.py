@@ -35,6 +35,11 @@ GOALS: Mapping[str, tuple[Goal, ...]] = {
         *_pairs("ours-0", upstream_0=0.75, ddp=0.95, ddp_bf16=0.95, floor_0=None),
         *_pairs("fsdp2", ddp=None, ddp_bf16=None, floor=None),
     ),
+    "offload": (
+        *_pairs("ours-2-host", upstream_2_host=0.80, ours_2=None),
+        *_pairs("ours-3-host", upstream_3_host=0.62, ours_3=None),
+        *_pairs("ours-3-host-all", upstream_3_host_all=0.62, ours_3=None),
+    ),
     "thin": (
         *_pairs("ours-3", fsdp2=0.58, upstream_3=0.38, hand=1.05),
         *_pairs("ours-2", upstream_2=None, hand=None),

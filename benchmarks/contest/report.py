@@ -184,10 +184,10 @@ def as_dict(contests: list[Contest], facts: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def write(folder: Path, contests: list[Contest], facts: dict[str, Any]) -> Path:
-    """Writes ``zero-DATE.md`` and ``zero-DATE.json``; returns the first."""
+def write(folder: Path, contests: list[Contest], facts: dict[str, Any], name: str = "zero") -> Path:
+    """Writes ``NAME-DATE.md`` and ``NAME-DATE.json``; returns the first."""
     folder.mkdir(parents=True, exist_ok=True)
-    stem = folder / f"zero-{facts['date']}"
+    stem = folder / f"{name}-{facts['date']}"
     stem.with_suffix(".json").write_text(json.dumps(as_dict(contests, facts), indent=1) + "\n")
     lines = [f"# ZeRO benchmark, {facts['date']}", "", "```json", json.dumps(facts, indent=1), "```", ""]
     for contest in contests:

@@ -6,7 +6,7 @@ Legend: B micro-batch, T sequence length, C width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -141,18 +141,21 @@ def _seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return build
 
 
+_GPT = Workload(
+    name="gpt",
+    title="GPT, 29.5M parameters (width 512, 8 layers, sequence 128, micro-batch 2), 2 ranks",
+    world_size=2,
+    micro_batch=2,
+    samples=2 * 128,
+    build=_seeded(lambda: GPT(width=512, layers=8, heads=8, length=128, vocabulary=4096)),
+    draw=_text(batch=2, length=128, vocabulary=4096),
+)
+
 WORKLOADS = {
     workload.name: workload
     for workload in (
-        Workload(
-            name="gpt",
-            title="GPT, 29.5M parameters (width 512, 8 layers, sequence 128, micro-batch 2), 2 ranks",
-            world_size=2,
-            micro_batch=2,
-            samples=2 * 128,
-            build=_seeded(lambda: GPT(width=512, layers=8, heads=8, length=128, vocabulary=4096)),
-            draw=_text(batch=2, length=128, vocabulary=4096),
-        ),
+        _GPT,
+        replace(_GPT, name="offload", title=f"{_GPT.title}, with host offload"),
         Workload(
             name="thin",
             title="48 thin layers, 9.6M parameters (width 128, sequence 32, micro-batch 2), 1 rank",
