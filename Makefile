@@ -12,13 +12,14 @@ TEST_ENV := OMP_NUM_THREADS=1
 # All devices; without any, two ranks on the CPU. `make quickstart RANKS="--num_gpus 4"` chooses.
 RANKS = $(shell $(BIN)/python -c 'import torch; print("" if torch.accelerator.is_available() else "--num_gpus 2")')
 
-.PHONY: help quickstart test test-all lint docs-check install clean
+.PHONY: help quickstart test test-all lint docs docs-check install clean
 
 help:
 	@echo "make quickstart   train a small language model with ZeRO stage 3 on this machine"
 	@echo "make test         lint, type check and the default tests"
 	@echo "make test-all     the same with the slow tests"
 	@echo "make lint         ruff and mypy only"
+	@echo "make docs         the documentation as a site in site/ (SERVE=1 shows it while you write)"
 	@echo "make docs-check   documents against the code they describe"
 	@echo "make install      the development environment in $(VENV)"
 
@@ -36,6 +37,9 @@ lint: $(VENV)/.for-tests
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(VENV)/.for-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs $(if $(SERVE),serve,build --strict)
+
 docs-check: $(VENV)/.for-tests
 	$(TEST_ENV) $(BIN)/python -m pytest -m docs
 
@@ -44,7 +48,11 @@ install: $(VENV)/.for-tests
 # The stamps are written last, so an interrupted installation is repeated; a change of versions repeats it too.
 $(VENV)/.for-tests: pyproject.toml constraints.txt $(VENV)/.created
 	$(PIP) install -c constraints.txt -e ".[test]"
-	@touch $@ $(VENV)/.for-quickstart
+	@touch $@ $(VENV)/.for-quickstart $(VENV)/.for-docs
+
+$(VENV)/.for-docs: pyproject.toml constraints.txt $(VENV)/.created
+	$(PIP) install -c constraints.txt -e ".[docs]"
+	@touch $@
 
 $(VENV)/.for-quickstart: pyproject.toml constraints.txt $(VENV)/.created
 	$(PIP) install -c constraints.txt -e ".[plots]"
@@ -58,4 +66,4 @@ $(VENV)/.created:
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) build dist site *.egg-info

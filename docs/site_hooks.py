@@ -1,0 +1,84 @@
+"""Hooks of the documentation site (mkdocs): pages from ``examples/``, and a navigation of the pages that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[1]
+_LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
+
+
+def _examples() -> dict[str, Path]:
+    """Page of the site -> README of the example."""
+    return {f"examples/{path.parent.name}.md": path for path in sorted((ROOT / "examples").glob("*/README.md"))}
+
+
+def _title(path: Path) -> str:
+    first = path.read_text(encoding="utf-8").splitlines()[0]
+    return first.lstrip("# ").strip() or path.parent.name
+
+
+def _kept(entry: Any, existing: set[str]) -> Any:
+    """A part of the navigation without the pages that do not exist; None if nothing is left of it."""
+    if isinstance(entry, str):
+        return entry if entry in existing else None
+    if isinstance(entry, list):
+        return [kept for each in entry if (kept := _kept(each, existing)) is not None]
+    ((name, value),) = entry.items()
+    if value == "EXAMPLES":
+        value = [{_title(path): page} for page, path in _examples().items()]
+    kept = _kept(value, existing)
+    return {name: kept} if kept else None
+
+
+def on_config(config: Any) -> Any:
+    """Fills in the examples and drops what does not exist."""
+    docs = Path(config["docs_dir"])
+    existing = {path.relative_to(docs).as_posix() for path in docs.rglob("*.md")} | set(_examples())
+    config["nav"] = _kept(config["nav"], existing)
+    return config
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Adds the READMEs of the examples as pages."""
+    for page, path in _examples().items():
+        files.append(File.generated(config, page, content=_inside_the_site(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Links to files of the repository that are not pages become plain text."""
+
+    def plain(match: re.Match[str]) -> str:
+        text, target = match.groups()
+        path = target.partition("#")[0]
+        if not path or re.match(r"[a-z]+:", target) or path.endswith((".md", ".png", ".svg", ".json")):
+            return match.group(0)
+        return f"{text} (`{path.lstrip('./')}`)"
+
+    return _LINK.sub(plain, markdown)
+
+
+def _inside_the_site(readme: Path) -> str:
+    """The text of an example's README with its links to pages corrected and links to other files as plain text."""
+
+    def corrected(match: re.Match[str]) -> str:
+        text, target = match.groups()
+        if re.match(r"[a-z]+:|#", target):
+            return match.group(0)
+        path, _, anchor = target.partition("#")
+        full = (readme.parent / path).resolve()
+        try:
+            inside = full.relative_to(ROOT / "docs").as_posix()
+        except ValueError:
+            name = full.relative_to(ROOT).as_posix() if full.is_relative_to(ROOT) else path
+            if full.name == "README.md" and full.parent.parent == ROOT / "examples":
+                return f"[{text}]({full.parent.name}.md{'#' + anchor if anchor else ''})"
+            return f"{text} (`{name}`)"
+        return f"[{text}](../{inside}{'#' + anchor if anchor else ''})"
+
+    return _LINK.sub(corrected, readme.read_text(encoding="utf-8"))

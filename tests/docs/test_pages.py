@@ -1,0 +1,98 @@
+"""Everything in the documents that can run is run; configurations are checked; quoted messages exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import hjson
+import pytest
+
+from deepspeed.config import parse
+from tests.docs.messages import corpus, occurs
+from tests.docs.pages import ELSEWHERE, all_blocks, blocks_of, pages
+from tests.docs.running import difference, run_block
+from tests.project.graph import ROOT
+
+pytestmark = pytest.mark.docs
+
+RUNS = {"python": {"run", "file"}, "sh": {"shell", "file"}, "json": {"file"}}
+RUNNING = sorted({block.page for block in all_blocks() if block.ranks or block.kind == "shell"})
+
+
+def test_every_block_says_how_it_is_run():
+    wrong = []
+    for block in all_blocks():
+        is_code = block.language in (*RUNS, "bash", "console", "py", "shell", "yaml")
+        if not block.directive:
+            if is_code and block.language != "json":
+                wrong.append(f"{block}: a {block.language} block without a comment that says how it is run")
+        elif block.directive.startswith("not run: "):
+            if len(block.directive) < len("not run: ") + 10:
+                wrong.append(f"{block}: say why it is not run")
+        elif block.kind not in RUNS.get(block.language, {"file"}):
+            wrong.append(f"{block}: {block.directive!r} does not fit a {block.language} block")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_pages_run_elsewhere_have_their_tests():
+    for tests in ELSEWHERE.values():
+        assert (ROOT / tests).is_dir()
+
+
+def test_configurations_are_valid():
+    checked = 0
+    for block in all_blocks():
+        if block.language != "json":
+            continue
+        document = hjson.loads(block.body)
+        if not any("batch" in key for key in document):  # a part of a configuration
+            document["train_micro_batch_size_per_gpu"] = 1
+        parsed = parse(document, dp_world_size=2)
+        idle = [notice for notice in parsed.notices if "no effect" in notice]
+        assert not idle, f"{block}: {idle}"
+        checked += 1
+    assert checked >= 8
+
+
+def _run_page(page: str, folder: Path, slow: bool) -> None:
+    wrong = []
+    blocks = blocks_of(ROOT / page)
+    for block in blocks:
+        # The slow test runs everything, because later blocks may need what earlier ones left.
+        printed = run_block(block, folder, with_slow=slow)
+        if printed is not None and block.output is not None and (problem := difference(block, printed)):
+            wrong.append(problem)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("page", RUNNING)
+def test_the_page_does_what_it_says(page, tmp_path):
+    _run_page(page, tmp_path, slow=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", sorted({block.page for block in all_blocks() if block.is_slow}))
+def test_its_commands_too(page, tmp_path):
+    _run_page(page, tmp_path, slow=True)
+
+
+# -- troubleshooting ---------------------------------------------------------------------------------------------------
+
+
+def _quoted(path: Path) -> list[str]:
+    """Messages are the blocks marked `message`."""
+    return re.findall(r"^```message\n(.*?)^```$", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
+def test_quoted_messages_exist_in_the_code():
+    quoted = [(path, message) for path in pages() for message in _quoted(path)]
+    assert len([path for path, _ in quoted if path.name == "troubleshooting.md"]) >= 30
+    texts = corpus()
+    missing = [f"{path.relative_to(ROOT)}: {message}" for path, message in quoted if not occurs(message, texts)]
+    assert not missing, "no code says:\n" + "\n".join(missing)
+
+
+def test_a_message_that_nothing_says_is_found():
+    assert not occurs("engine.backward: this sentence is … of nobody", corpus())
+    assert not occurs("…", corpus()) and occurs("engine.no_sync: it is already open; do not nest it", corpus())
