@@ -156,6 +156,8 @@ class FileMemory(Memory):
         """See the class this one derives from."""
         if value != 0 or self._settings.zeros_are_written:
             self.write(target, torch.full_like(target, value))
+            # Its owner may write to it through the mapping next, and must not be overtaken.
+            self._await_writes(self.locate(target)[0])
 
     def locate(self, tensor: torch.Tensor) -> tuple[int, int]:
         """Base address of the mapping, and the place in the file, of a view of what :meth:`empty` made."""

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,25 @@ def test_announced_reads_notice_writes(tmp_path: Path) -> None:
     tensors[0].fill_(7)
     memory.read(tensors[0], target).wait()
     assert bool((target == 7).all())
+    memory.close()
+
+
+def test_first_values_are_written_before_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint that is loaded into a new engine writes to the mapping right after the state was made."""
+
+    class Slow:
+        def __getattr__(self, name: str) -> Any:
+            if name == "pwritev":
+                time.sleep(0.05)
+            return getattr(os, name)
+
+    memory = open_memory(tmp_path, [(3 * PAGE // 4, 4)])
+    tensor = memory.empty(3 * PAGE // 4, torch.float32, "x")
+    monkeypatch.setattr(file_io, "os", Slow())
+    memory.initialise(tensor, 0.0)
+    tensor.fill_(7.0)
+    memory.settle()
+    assert bool((tensor == 7.0).all())
     memory.close()
 
 
