@@ -1,6 +1,7 @@
 """Kills processes in the middle of saves.
 
-``python -m tests.checkpoint.killed FOLDER operations TAG ACT`` or ``... FOLDER moments COUNT``.
+``python -m tests.checkpoint.killed FOLDER operations TAG ACT``, ``... FOLDER moments COUNT`` or ``... FOLDER runs CELL
+...``, where a cell is ``stage,precision,home of the optimizer's states,home of the parameters``.
 
 Run in a process of its own, because it forks: children start from imported modules instead of importing torch again.
 """
@@ -22,7 +23,8 @@ from deepspeed.checkpoint.directory import find
 from deepspeed.checkpoint.reader import CheckpointReader
 from deepspeed.logging import logger
 from tests.checkpoint.faults import faults
-from tests.checkpoint.training import engine
+from tests.checkpoint.training import engine, fragments, joined, offload, other_state, train
+from tests.harness import assert_states_equal
 
 TAGS = (None, "same")
 
@@ -141,6 +143,67 @@ def moments(folder: Path, count: int) -> None:
         assert not left, left
 
 
+def train_rank(folder: Path, cell: str, rank: int, meeting: Path, resumes: bool) -> None:
+    """Trains five steps with a checkpoint after the third, or the last two from that checkpoint."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    comm.init_distributed("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2, verbose=False)
+    stage, precision, states, parameters = cell.split(",")
+    sections = offload(int(stage), states, parameters, str(folder / "files"))
+    run = engine(int(stage), precision, seed=8 if resumes else 3, dropout=0.1, zero_optimization=sections)
+    if resumes:
+        run.load_checkpoint(folder / "saved")
+    else:
+        torch.manual_seed(rank)  # dropout differs by rank, so each rank needs its own random state back
+        train(run, range(3))
+        run.save_checkpoint(folder / "saved")
+    losses = train(run, range(3, 5))
+    path = folder / f"{'resumed' if resumes else 'straight'}{rank}"
+    torch.save((losses, fragments(run), other_state(run)), f"{path}.part")
+    os.rename(f"{path}.part", path)
+    if resumes:
+        run.destroy()
+        return
+    while True:  # until it is killed
+        train(run, range(5, 6))
+
+
+def runs(folder: Path, cells: list[str]) -> None:
+    """Kills training jobs, goes on from their checkpoints, and compares with what they did before they died."""
+    for cell in cells:
+        here = folder / cell
+        here.mkdir(parents=True)
+        for resumes in (False, True):
+            children = []
+            for rank in range(2):
+                child = os.fork()
+                if child == 0:
+                    try:
+                        train_rank(here, cell, rank, here / f"meeting{resumes}", resumes)
+                        os._exit(0)
+                    finally:
+                        os._exit(3)
+                children.append(child)
+            deadline = time.monotonic() + 60
+            while not resumes and not all((here / f"straight{rank}").exists() for rank in range(2)):
+                assert time.monotonic() < deadline and not any(os.waitpid(c, os.WNOHANG)[0] for c in children), cell
+                time.sleep(0.005)
+            for child in children:
+                if not resumes:
+                    os.kill(child, signal.SIGKILL)
+                assert wait(child) == (not resumes)
+        straight, resumed = (
+            [torch.load(here / f"{kind}{rank}", weights_only=False) for rank in range(2)]
+            for kind in ("straight", "resumed")
+        )
+        for before, after in zip(straight, resumed, strict=True):
+            assert after[0] == before[0], (cell, before[0], after[0])
+            assert_states_equal(after[2], before[2])
+        assert_states_equal(joined([rank[1] for rank in resumed]), joined([rank[1] for rank in straight]))
+        if (here / "files").exists():
+            assert not list((here / "files").iterdir()), "the files of the killed run are still there"
+        print(f"cell {cell}", flush=True)
+
+
 def main() -> None:
     logger.setLevel("ERROR")
     torch.set_num_threads(1)
@@ -149,6 +212,8 @@ def main() -> None:
     folder = Path(sys.argv[1])
     if sys.argv[2] == "operations":
         operations(folder, sys.argv[3] or None, sys.argv[4])
+    elif sys.argv[2] == "runs":
+        runs(folder, sys.argv[3:])
     else:
         moments(folder, int(sys.argv[3]))
     print("all survived", flush=True)

@@ -57,3 +57,26 @@ def test_death_at_each_file_operation(tag, act, folder):
 def test_death_of_a_rank_at_a_random_moment(count, folder):
     shown = run(folder, "moments", str(count), timeout=800)
     assert shown.count("moment ") == count and "all survived" in shown
+
+
+HOMES = ("none", "cpu", "nvme")
+CELLS = [
+    f"{stage},{precision},{states},{parameters}"
+    for stage in range(4)
+    for states in (HOMES if stage else HOMES[:1])
+    for parameters in (HOMES if stage == 3 else HOMES[:1])
+    for precision in ("fp32", "bf16", "fp16")
+]
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        pytest.param(["1,bf16,cpu,none", "2,fp16,nvme,none", "3,fp32,nvme,nvme", "3,bf16,cpu,cpu"], id="some"),
+        pytest.param(CELLS, id="all", marks=[SLOW, pytest.mark.timeout(900)]),
+    ],
+)
+def test_a_killed_run_goes_on_bit_for_bit(cells, folder):
+    """Losses, weights, masters, moments: as if it had not been killed; for every stage, precision and home."""
+    shown = run(folder, "runs", *cells, timeout=800)
+    assert shown.count("cell ") == len(cells) and "all survived" in shown

@@ -2,45 +2,86 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
 
 import deepspeed
-from tests.checkpoint.training import PRECISIONS, Net, config, engine, fragments, groups, joined, other_state, train
+from tests.checkpoint.training import (
+    PRECISIONS,
+    Net,
+    config,
+    engine,
+    fragments,
+    groups,
+    joined,
+    offload,
+    other_state,
+    train,
+)
 from tests.harness import assert_states_equal, run_ranks
 
 RANKS = (1, 2, 3, 4)
-STAGES = (0, 1, 2, 3)
+CELLS = ((0, "none"), *((stage, home) for stage in (1, 2, 3) for home in ("none", "cpu", "nvme")))
+"""Stage, and home of the optimizer's states; at stage 3 the parameters live there too."""
 SMALL_BUCKETS = {"zero_optimization": {"reduce_bucket_size": 300}}
 
 
-def tag_of(ranks: int, stage: int, precision: str) -> str:
-    return f"{ranks}x{stage}-{precision}"
+def tag_of(ranks: int, cell: int) -> str:
+    stage, home = CELLS[cell]
+    return f"{ranks}x{stage}-{home}"
 
 
-def write(folder: str, ranks: int, stages: tuple[int, ...], precision: str):
-    """Trains and saves at each stage; returns what was saved."""
+def pairwise() -> dict[int, list[tuple[int, list[str]]]]:
+    """Per number of reading ranks the reading cells, each with the checkpoints that it loads.
+
+    100 loads in which any two of (ranks that wrote, cell that wrote, ranks that read, cell that reads) meet in every
+    combination; all 1600 are the slow test.
+    """
+    plan: dict[int, dict[int, list[str]]] = {ranks: {} for ranks in RANKS}
+    for writing in range(len(CELLS)):
+        for reading in range(len(CELLS)):
+            writers = RANKS[(writing + reading + writing // 4) % 4]
+            readers = RANKS[(writing + reading + reading // 4) % 4]
+            plan[readers].setdefault(reading, []).append(tag_of(writers, writing))
+    return {ranks: list(cells.items()) for ranks, cells in plan.items()}
+
+
+def build(cell: int, files: str, *, seed: int = 3, small_buckets: bool = False):
+    stage, home = CELLS[cell]
+    sections = offload(stage, home, home if stage == 3 else "none", files)
+    zero = {**sections, **(SMALL_BUCKETS["zero_optimization"] if small_buckets else {})}
+    return engine(stage, "bf16", seed=seed, zero_optimization=zero)
+
+
+def write_all(folder: str, ranks: int, files: str):
+    """Trains and saves in each cell; returns what was saved."""
     saved = {}
-    for stage in stages:
-        run = engine(stage, precision)
+    for cell in range(len(CELLS)):
+        run = build(cell, files)
         train(run, range(3))
-        run.save_checkpoint(folder, tag=tag_of(ranks, stage, precision))
-        saved[tag_of(ranks, stage, precision)] = fragments(run), other_state(run)
+        run.save_checkpoint(folder, tag=tag_of(ranks, cell))
+        saved[tag_of(ranks, cell)] = fragments(run), other_state(run)
+        run.destroy()
     return saved
 
 
-def read(folder: str, tags: list[str], stages: tuple[int, ...], precision: str, further: dict):
-    """Loads each checkpoint at each stage into an engine with other values; returns what it then holds."""
+def read(folder: str, jobs: list[tuple[int, list[str]]], files: str):
+    """Loads checkpoints into engines with other values; returns what they then hold, and the loss of the next step.
+
+    Every other cell reads with buckets that no checkpoint was written with.
+    """
     found = {}
-    for stage in stages:
-        run = engine(stage, precision, seed=8, **further)
+    for cell, tags in jobs:
+        run = build(cell, files, seed=8, small_buckets=cell % 2 == 1)
         train(run, range(7, 8))
         for tag in tags:
             run.load_checkpoint(folder, tag=tag)
             held = fragments(run), other_state(run)
-            loss = train(run, range(3, 4))
-            found[(stage, tag)] = held, loss
+            found[(cell, tag)] = held, train(run, range(3, 4))
+        run.destroy()
     return found
 
 
@@ -59,18 +100,18 @@ def merge(results: list[dict]) -> dict:
 def written(tmp_path_factory):
     """A folder with checkpoints of all topologies, and what they hold."""
     folder = str(tmp_path_factory.mktemp("written"))
+    files = str(tmp_path_factory.mktemp("files"))
     saved: dict = {}
     for ranks in RANKS:
-        saved.update(merge(run_ranks(write, ranks, folder, ranks, STAGES, "bf16", timeout=120)))
+        saved.update(merge(run_ranks(write_all, ranks, folder, ranks, files, timeout=120)))
+    assert len(saved) == 40
     return folder, saved
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("further", [pytest.param({}, id="same"), pytest.param(SMALL_BUCKETS, id="small-buckets")])
-def test_every_topology_reads_every_other(ranks, further, written):
+def check(ranks: int, jobs: list[tuple[int, list[str]]], written, files: str) -> int:
+    """How many loads were compared."""
     folder, saved = written
-    tags = [tag for tag in saved if not further or tag.startswith(("2x", "3x3"))]
-    results = run_ranks(read, ranks, folder, tags, STAGES, "bf16", further, timeout=240)
+    results = run_ranks(read, ranks, folder, jobs, files, timeout=280)
     for key in results[0]:
         held, expected = merge([{key: rank[key][0]} for rank in results])[key], saved[key[1]]
         assert_states_equal(held[0], expected[0])
@@ -78,66 +119,47 @@ def test_every_topology_reads_every_other(ranks, further, written):
     # The next step is the same wherever it is taken, but for the order of sums over ranks.
     mean = {key: sum(rank[key][1][0] for rank in results) / ranks for key in results[0]}
     assert max(mean.values()) - min(mean.values()) < 1e-2
+    return len(mean)
 
 
-HOMES = ((1, "cpu", None), (2, "nvme", None), (3, "none", "cpu"), (3, "cpu", "nvme"), (3, "nvme", "nvme"))
-"""Stage, home of the optimizer's states, home of the parameters."""
+@pytest.mark.parametrize("ranks", RANKS)
+def test_every_topology_reads_every_other_pairwise(ranks, written, tmp_path):
+    jobs = pairwise()[ranks]
+    assert check(ranks, jobs, written, str(tmp_path)) == sum(len(tags) for _, tags in jobs) > 20
 
 
-def offload(stage: int, states: str, parameters: str | None, files: str) -> dict:
-    zero: dict = {"offload_optimizer": {"device": states, "nvme_path": files}} if states != "none" else {}
-    if parameters:
-        zero["offload_param"] = {"device": parameters, "nvme_path": files, "buffer_size": 10_000}
-    return {"zero_optimization": zero}
+@pytest.mark.slow
+@pytest.mark.parametrize("reading", range(len(CELLS)), ids=["-".join(map(str, cell)) for cell in CELLS])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_every_topology_reads_every_other(ranks, reading, written, tmp_path):
+    assert check(ranks, [(reading, list(written[1]))], written, str(tmp_path)) == 40
 
 
-def write_from_homes(folder: str, ranks: int, files: str):
-    saved = {}
-    for stage, *homes in HOMES:
-        run = engine(stage, "bf16", **offload(stage, *homes, files))
-        train(run, range(3))
-        tag = f"{ranks}x{stage}-{'-'.join(map(str, homes))}"
-        run.save_checkpoint(folder, tag=tag)
-        saved[tag] = fragments(run), other_state(run)
-        run.destroy()
-    return saved
-
-
-def read_into_homes(folder: str, tags: list[str], files: str):
-    found = {}
-    for stage, *homes in (*HOMES, (0, "none", None), (2, "none", None)):
-        run = engine(stage, "bf16", seed=8, **offload(stage, *homes, files))
-        train(run, range(7, 8))
-        for tag in tags:
-            run.load_checkpoint(folder, tag=tag)
-            held = fragments(run), other_state(run)
-            found[(stage, *homes, tag)] = held, train(run, range(3, 5))
-        run.destroy()
-    return found
-
-
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
-def test_every_home_reads_every_other(ranks, written, tmp_path):
-    plain, saved = written[0], dict(written[1])
-    homes = str(tmp_path / "homes")
-    for writers in (1, 2):
-        made = run_ranks(write_from_homes, writers, homes, writers, str(tmp_path / "files"), timeout=120)
-        saved.update(merge(made))
-    here = [tag for tag in saved if tag not in written[1]]
-    results = [
-        run_ranks(read_into_homes, ranks, folder, tags, str(tmp_path / "files"), timeout=240)
-        for folder, tags in ((homes, here), (plain, ["1x0-bf16", "4x1-bf16", "3x3-bf16"]))
+def test_the_plan_meets_every_pair():
+    loads = [
+        (*tag.split("x", 1), readers, cell)
+        for readers, jobs in pairwise().items()
+        for cell, tags in jobs
+        for tag in tags
     ]
-    for group in results:
-        for key, (held, _) in ((key, (merge([{key: r[key][0]} for r in group])[key], 0)) for key in group[0]):
-            assert_states_equal(held[0], saved[key[-1]][0])
-            assert_states_equal(held[1], saved[key[-1]][1])
-        steps = {
-            key: [sum(values) / ranks for values in zip(*(r[key][1] for r in group), strict=True)] for key in group[0]
-        }
-        for first, second in steps.values():
-            reference = next(iter(steps.values()))
-            assert abs(first - reference[0]) < 1e-2 and abs(second - reference[1]) < 1e-2
+    assert len(loads) == len(set(loads)) == 100
+    counts = [len({(load[a], load[b]) for load in loads}) for a, b in itertools.combinations(range(4), 2)]
+    assert counts == [40, 16, 40, 40, 100, 40]
+
+
+def precision_tag(stage: int, precision: str) -> str:
+    return f"{stage}-{precision}"
+
+
+def write(folder: str, stages: tuple[int, ...], precision: str):
+    """Trains and saves at each stage; returns what was saved."""
+    saved = {}
+    for stage in stages:
+        run = engine(stage, precision)
+        train(run, range(3))
+        run.save_checkpoint(folder, tag=precision_tag(stage, precision))
+        saved[precision_tag(stage, precision)] = fragments(run), other_state(run)
+    return saved
 
 
 def read_precision(folder: str, tags: list[str], precision: str):
@@ -156,7 +178,7 @@ def precisions(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("precisions"))
     saved: dict = {}
     for precision in PRECISIONS:
-        saved.update(merge(run_ranks(write, 2, folder, 2, (1, 3), precision, timeout=120)))
+        saved.update(merge(run_ranks(write, 2, folder, (1, 3), precision, timeout=120)))
     return folder, saved
 
 
@@ -217,3 +239,45 @@ def test_matching_is_by_name(stage, tmp_path):
     for kind in ("compute", "master", "state.exp_avg", "state.exp_avg_sq", "state.step"):
         held[f"{kind}/embed.weight"] = held.pop(f"{kind}/head.weight")
     assert_states_equal(held, expected)
+
+
+class Different(Net):
+    """One parameter less, one more, and one of another shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.unused
+        self.extra = nn.Linear(2, 3, bias=False)
+        self.blocks[1].fall = nn.Linear(24, 9)
+
+
+def load_what_does_not_fit(folder: str):
+    first = engine(3)
+    train(first, range(2))
+    first.save_checkpoint(folder)
+    model = Different()
+    again = deepspeed.initialize(model=model, config=config(3), model_parameters=groups(model))[0]
+    before, messages = fragments(again), []
+    for strict in (True, False):
+        with pytest.raises(deepspeed.errors.CheckpointError) as raised:
+            again.load_checkpoint(folder, load_module_strict=strict)
+        messages.append(str(raised.value))
+    assert_states_equal(joined([fragments(again)]), joined([before]))
+    assert again.global_steps == 0
+    return messages
+
+
+def test_a_mismatch_is_one_table_and_nothing_is_loaded(tmp_path):
+    first, second = run_ranks(load_what_does_not_fit, 2, str(tmp_path))
+    assert first == second
+    for message in first:
+        assert "nothing was loaded" in message
+        for kind, name in (
+            ("missing", "extra.weight"),
+            ("unexpected", "unused.weight"),
+            ("unexpected", "unused.bias"),
+            ("shape", "blocks.1.fall.weight"),
+        ):
+            assert any(line.split()[:2] == [kind, name] for line in message.splitlines()), (kind, name, message)
+        (shapes,) = (line for line in message.splitlines() if "blocks.1.fall.weight" in line)
+        assert "(9, 24)" in shapes and "(9, 23)" in shapes

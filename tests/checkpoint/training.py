@@ -93,6 +93,16 @@ def config(stage: int, precision: str = "bf16", **further: Any) -> dict[str, Any
     return made
 
 
+def offload(stage: int, states: str, parameters: str, files: str) -> dict[str, Any]:
+    """Sections for the homes of the optimizer's states and of the parameters; none at stages that have no such home."""
+    made: dict[str, Any] = {}
+    if states != "none" and stage > 0:
+        made["offload_optimizer"] = {"device": states, "nvme_path": files}
+    if parameters != "none" and stage == 3:
+        made["offload_param"] = {"device": parameters, "nvme_path": files, "buffer_size": 10_000, "max_in_cpu": 0}
+    return made
+
+
 def engine(stage: int, precision: str = "bf16", *, seed: int = 3, dropout: float = 0.0, **further: Any) -> Any:
     """An engine over a fresh model; another seed gives other values everywhere."""
     torch.manual_seed(seed)

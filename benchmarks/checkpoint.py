@@ -1,0 +1,241 @@
+"""Numbers about checkpoints: saving beside a plain write of the same bytes, loading, export, and their memory.
+
+    python benchmarks/checkpoint.py [--path DIR] [--blocks N] [--rounds N] [--write-report]
+
+Every time is the shortest of several interleaved rounds, because other work on the machine only ever adds time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+MIB = 1 << 20
+WIDTH = 1024
+
+
+def large_engine(blocks: int, stage: int = 1) -> Any:
+    """An engine whose masters and moments take 12 MiB per block, which is a bucket, with states in place."""
+    import deepspeed
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(blocks)))
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.001}},
+    }
+    run = deepspeed.initialize(model=model, config=config)[0]
+    run.backward(run(torch.ones(1, WIDTH, dtype=torch.bfloat16)).float().mean())
+    run.step()
+    return run
+
+
+def plain_write(path: Path, sizes: list[int], block: bytes) -> float:
+    """Seconds to write and sync files of these sizes, one after the other."""
+    start = time.perf_counter()
+    for number, size in enumerate(sizes):
+        descriptor = os.open(path.with_name(f"plain{number}"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        left = size
+        while left:
+            left -= os.write(descriptor, block[: min(left, len(block))])
+        os.fsync(descriptor)
+        os.close(descriptor)
+    return time.perf_counter() - start
+
+
+class Peak:
+    """Growth of this process's peak resident memory over what is resident at the start of the block.
+
+    Attributes:
+        nbytes: Bytes, after the block.
+    """
+
+    nbytes = 0
+
+    def __enter__(self) -> Peak:
+        Path("/proc/self/clear_refs").write_text("5")
+        self._before = self._read("VmRSS")
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.nbytes = self._read("VmHWM") - self._before
+
+    @staticmethod
+    def _read(key: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(key))
+
+
+def bytes_read() -> int:
+    """What this process has asked the system to read so far."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("rchar"))
+
+
+def writer_of(path: Path) -> int:
+    """The rank that wrote a file of a checkpoint."""
+    return int(path.name[4:9]) if path.name.startswith("rank") else 0
+
+
+def measure(folder: str, blocks: int, stage: int, rounds: int) -> dict[str, Any]:
+    """Body of a rank."""
+    from deepspeed import comm
+    from deepspeed.logging import logger
+
+    logger.setLevel("WARNING")
+    root, rank = Path(folder), comm.get_rank()
+    run = large_engine(blocks, stage)
+    bucket = max(master.layout.numel for master in run._runtime.masters) * 4
+    block = os.urandom(4 * MIB)
+    times: dict[str, list[float]] = {"save": [], "plain": [], "beside": [], "load": []}
+    grown = {"save": 0, "load": 0}
+    total = read = 0
+    for _ in range(rounds):
+        comm.barrier()
+        with Peak() as peak:
+            start = time.perf_counter()
+            run.save_checkpoint(folder, tag="tag")
+            times["save"].append(time.perf_counter() - start)
+        grown["save"] = max(grown["save"], peak.nbytes)
+        comm.barrier()
+        sizes = [path.stat().st_size for path in (root / "tag").iterdir() if writer_of(path) == rank]
+        total = sum(path.stat().st_size for path in (root / "tag").iterdir())
+        comm.barrier()
+        (root / f"plain-{rank}").mkdir(exist_ok=True)
+        times["plain"].append(plain_write(root / f"plain-{rank}" / "x", sizes, block))
+        comm.barrier()
+        before = bytes_read()
+        with Peak() as peak:
+            start = time.perf_counter()
+            run.load_checkpoint(folder, tag="tag")
+            times["load"].append(time.perf_counter() - start)
+        grown["load"] = max(grown["load"], peak.nbytes)
+        read = bytes_read() - before
+        comm.barrier()
+        start = time.perf_counter()
+        run.save_checkpoint(folder, tag="beside", async_save=True)
+        times["beside"].append(time.perf_counter() - start)
+        run.wait_for_checkpoint()
+        comm.barrier()
+        if rank == 0:
+            shutil.rmtree(root / "beside")
+        comm.barrier()
+    return {"times": times, "grown": grown, "total": total, "read": read, "bucket": bucket}
+
+
+EXPORT = """
+import resource, sys, time
+from deepspeed.checkpoint.consolidate import convert_zero_checkpoint_to_fp32_state_dict
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+start = time.perf_counter()
+convert_zero_checkpoint_to_fp32_state_dict(sys.argv[1], sys.argv[2], "5GB", True)
+print(time.perf_counter() - start, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+
+
+def export(folder: str) -> dict[str, float]:
+    """Seconds and extra memory of writing one safetensors file from the checkpoint."""
+    command = [sys.executable, "-c", EXPORT, folder, f"{folder}/exported"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environ, check=True, capture_output=True, text=True)
+    seconds, nbytes = (float(word) for word in done.stdout.split()[-2:])
+    return {"seconds": seconds, "grown": nbytes}
+
+
+def row(folder: str, blocks: int, ranks: int, stage: int, rounds: int) -> dict[str, Any]:
+    """One line of the report: one topology."""
+    from benchmarks.checkpoint import measure as body  # the workers import it by this name
+    from tests.harness import run_ranks
+
+    results = run_ranks(body, ranks, folder, blocks, stage, rounds, timeout=460, fresh=True)
+    # A round takes as long as its slowest rank.
+    shortest = {
+        key: min(max(values) for values in zip(*(result["times"][key] for result in results), strict=True))
+        for key in results[0]["times"]
+    }
+    total = results[0]["total"]
+    exported = export(folder)
+    return {
+        "ranks": ranks,
+        "stage": stage,
+        "bytes": total,
+        "save_gigabytes_per_second": total / shortest["save"] / 1e9,
+        "plain_gigabytes_per_second": total / shortest["plain"] / 1e9,
+        "save_against_plain (goal 0.9)": shortest["plain"] / shortest["save"],
+        "extra_mib_of_saving (goal: a bucket)": max(result["grown"]["save"] for result in results) / MIB,
+        "bucket_mib": results[0]["bucket"] / MIB,
+        "training_waits_for_async_save_seconds": shortest["beside"],
+        "load_gigabytes_per_second": total / shortest["load"] / 1e9,
+        "extra_mib_of_loading": max(result["grown"]["load"] for result in results) / MIB,
+        "read_by_a_rank_of_twice_its_share": max(r["read"] for r in results) / (2 * total / ranks),
+        "export_gigabytes_per_second": total / 3 / exported["seconds"] / 1e9,
+        "extra_mib_of_export (goal 208)": exported["grown"] / MIB,
+    }
+
+
+def show(report: dict[str, Any]) -> str:
+    """The report as Markdown."""
+    rows = report["rows"]
+    lines = [f"# Checkpoint benchmark, {report['date']}", "", f"Machine: {report['machine']}.", ""]
+    lines += ["| | " + " | ".join(f"{r['ranks']} rank(s), stage {r['stage']}" for r in rows) + " |"]
+    lines += ["|---|" + "---|" * len(rows)]
+    for key in rows[0]:
+        if key not in ("ranks", "stage"):
+            cells = [f"{r[key]:,}" if isinstance(r[key], int) else f"{r[key]:.2f}" for r in rows]
+            lines.append(f"| {key.replace('_', ' ')} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        "Saving and the plain write (same files, same sizes, 4 MiB per call, fsync each) take turns; times are the",
+        "shortest of the rounds, of the slowest rank. Extra memory is the growth of the process's peak resident memory",
+        "over what was resident before. Loading verifies checksums, so it reads its share twice, the second time from",
+        "the page cache. Export writes one safetensors file; its goal is twice the largest tensor plus 200 MB.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--path", type=Path, default=None, help="folder on the disk to measure")
+    parser.add_argument("--blocks", type=int, default=48, help="12 MiB of checkpoint each")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--write-report", action="store_true", help="also write benchmarks/results/checkpoint-DATE")
+    arguments = parser.parse_args()
+    rows = []
+    load_before = os.getloadavg()[0]
+    for ranks, stage in ((1, 1), (2, 3)):
+        with tempfile.TemporaryDirectory(dir=arguments.path or os.getcwd()) as folder:
+            rows.append(row(folder, arguments.blocks, ranks, stage, arguments.rounds))
+    report = {
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{os.cpu_count()} logical cores, load {load_before:.1f} before and {os.getloadavg()[0]:.1f} after",
+        "torch": torch.__version__,
+        "rows": rows,
+    }
+    sys.stdout.write(show(report))
+    if arguments.write_report:
+        stem = ROOT / "benchmarks" / "results" / f"checkpoint-{report['date']}"
+        stem.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+        stem.with_suffix(".md").write_text(show(report))
+
+
+if __name__ == "__main__":
+    main()
