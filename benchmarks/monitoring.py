@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import random
 import statistics
@@ -142,6 +143,7 @@ def report(contestants: list[Contestant], arguments: argparse.Namespace) -> str:
         "device": str(device),
         "ranks": comm.get_world_size(),
         "stage": arguments.stage,
+        "load at the end": round(os.getloadavg()[0], 1),
         "timed steps per setting": len(contestants[0].times),
     }
     lines = [

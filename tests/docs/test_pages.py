@@ -32,7 +32,7 @@ def test_every_block_says_how_it_is_run():
                 wrong.append(f"{block}: say why it is not run")
         elif block.kind not in RUNS.get(block.language, {"file"}):
             wrong.append(f"{block}: {block.directive!r} does not fit a {block.language} block")
-    assert not wrong, "\n".join(wrong)
+    assert not wrong, "\n".join(wrong) + "\n(tests/docs/pages.py has the comments to choose from)"
 
 
 def test_pages_run_elsewhere_have_their_tests():
