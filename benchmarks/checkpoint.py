@@ -145,7 +145,7 @@ import resource, sys, time
 from deepspeed.checkpoint.consolidate import convert_zero_checkpoint_to_fp32_state_dict
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 start = time.perf_counter()
-convert_zero_checkpoint_to_fp32_state_dict(sys.argv[1], sys.argv[2], "5GB", True)
+convert_zero_checkpoint_to_fp32_state_dict(sys.argv[1], sys.argv[2], "5GB", True, tag="tag")
 print(time.perf_counter() - start, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 """
 
