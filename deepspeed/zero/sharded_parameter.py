@@ -63,7 +63,7 @@ _METADATA = frozenset(
     }
 )
 _COMPUTED_PROPERTIES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
-# Module.to() and its kin call these on every parameter; to the present dtype and device they change nothing.
+# Module.to() and its kin call these on every parameter; to the present dtype they change nothing.
 _CONVERSIONS = frozenset({"to", "cpu", "cuda", "xpu", "float", "double", "half", "bfloat16"})
 
 
@@ -85,7 +85,7 @@ class ShardedParameter(torch.nn.Parameter):
         if name in _METADATA and attribute not in _COMPUTED_PROPERTIES:
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if name in _CONVERSIONS and _is_idle_conversion(func, args, kwargs):
+        if name in _CONVERSIONS and _keeps_dtype(func, args, kwargs):
             return args[0]
         needed = _sharded_in((args, kwargs))
         for parameter in needed:
@@ -176,14 +176,27 @@ def _refuse_data(parameter: torch.Tensor, value: torch.Tensor) -> None:
         raise ShardedAccessError(_refusal(address_of(parameter), "assigning to .data"))
 
 
-def _is_idle_conversion(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a conversion leaves dtype and device as they are."""
+def _keeps_dtype(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a conversion leaves the dtype as it is; a move to another device is then left undone, and says so.
+
+    Frameworks move a whole model to the CPU when they are done with it. The shards stay with the engine, which gathers
+    them on its own device again when the model is used.
+    """
     if not isinstance(args[0], ShardedParameter):
         return False
     with DisableTorchFunctionSubclass():
         empty = args[0].detach()
         result = func(empty, *args[1:], **kwargs)
-        return isinstance(result, torch.Tensor) and (result.dtype, result.device) == (empty.dtype, empty.device)
+        if not isinstance(result, torch.Tensor) or result.dtype != empty.dtype or result.is_meta:
+            return False
+        moves, home, target = result.device != empty.device, empty.device, result.device
+    if moves:
+        warn_once(
+            f"move:{target.type}",
+            f"moving the model to {target}: its parameters are sharded (ZeRO stage 3) and their shards stay with the "
+            f"engine, which computes on {home}; to free that memory use engine.destroy() or engine.offload_states()",
+        )
+    return True
 
 
 def _sharded_in(value: Any) -> list[ShardedParameter]:

@@ -69,6 +69,34 @@ def test_computing_on_a_sharded_parameter_raises_and_names_the_remedy():
     run_ranks(_refusals, 2)
 
 
+def _moved_to_another_device():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from deepspeed.logging import logger
+    from deepspeed.zero.sharded_parameter import _keeps_dtype
+
+    engine = build(3)
+    weight = dict(engine.module.named_parameters())["blocks.0.rise.weight"]
+    seen = Lines()
+    logger.addHandler(seen)
+    engine.module.cpu()
+    assert not seen.lines
+    with FakeTensorMode():  # a device that this machine need not have
+        there, there_in_half = torch.empty(0, device="cuda"), torch.empty(0, device="cuda", dtype=torch.half)
+    for _ in range(2):
+        assert _keeps_dtype(lambda empty: there, (weight,), {})
+    logger.removeHandler(seen)
+    assert not _keeps_dtype(lambda empty: there_in_half, (weight,), {})
+    if dist.get_rank() == 0:
+        assert len(seen.lines) == 1 and "moving the model to cuda:0" in seen.lines[0], seen.lines
+        assert "engine.destroy()" in seen.lines[0]
+    train(engine, dist.get_rank(), 1)
+
+
+def test_a_model_moved_as_a_whole_leaves_its_shards_with_the_engine():
+    run_ranks(_moved_to_another_device, 2)
+
+
 def _metadata():
     engine = build(3, bf16={"enabled": True})
     weight = dict(engine.module.named_parameters())["blocks.0.rise.weight"]
