@@ -79,6 +79,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Offload
         self._boundary_override: bool | None = None
         self._sync = True
         self._managed_backward = False
+        self._in_forward = False  # of this engine; a whole training step may be part of it
         self._scaled_losses = 0
         self._saw_unscaled_backward = False
         self._step_applied = False
@@ -116,8 +117,12 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Offload
         self._progress.before("forward")
         if self._profiled is not None:
             self._profiled.before_forward()
-        with self._precision.forward_context(self.device.type):
-            outputs = self.module(*inputs, **kwargs)
+        self._in_forward = True
+        try:
+            with self._precision.forward_context(self.device.type):
+                outputs = self.module(*inputs, **kwargs)
+        finally:
+            self._in_forward = False
         if self._profiled is not None:
             self._profiled.after_forward()
         self._progress.after("forward")
@@ -161,6 +166,8 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Offload
                 f"engine.backward: the loss has shape {tuple(loss.shape)}; expected one element. Reduce it (mean or "
                 "sum), or pass gradient= as to Tensor.backward"
             )
+        if self._in_forward:
+            self._runtime.hooks.pause()
         if self._runtime.drop_open_work():
             logger.warning("an earlier backward was left open by an exception; its gradients were dropped")
         self._progress.loss(loss)
@@ -295,6 +302,8 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Offload
         self._scaled_losses = 0
         self._runtime.refuse_open_blocks("the update")
         self._runtime.refuse_away("engine.step")
+        if self._in_forward:
+            self._runtime.hooks.pause()
         self._runtime.free_gathered()
         self._runtime.take_back_frozen()
 

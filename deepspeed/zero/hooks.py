@@ -5,6 +5,9 @@ and counts one user each; leaving it takes the users back and reshards what noth
 opens and closes the segment of the schedule and carries the saved-tensor hooks. A forward inside a backward is
 recomputation: it gathers but does not reshard; the buckets stay until their gradients are in or the next unit is
 recomputed.
+
+A whole training step may run inside the forward of the root module (Lightning's manual optimization does). Then the
+backward and the update *pause* the forwards around them; what gathers next opens them again.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from deepspeed.zero.schedule import GatherSchedule
 class _Scope:
     """One running forward."""
 
+    buckets: list[Bucket]
     opened_segment: bool = False
     pushed_hooks: bool = False
     held: list[Bucket] = field(default_factory=list)
@@ -80,6 +84,7 @@ class ForwardHooks:
         self._in_backward = in_backward
         self._buckets = buckets
         self._scopes: list[_Scope] = []
+        self._paused: list[_Scope] = []  # outermost first; then there are no open scopes except those of a backward
         self._recomputed: list[Bucket] = []
         self._saved = SavedTensorHooks(buckets, schedule.demand, self._last_handle_died)
         self.handles: list[RemovableHandle] = []
@@ -110,18 +115,21 @@ class ForwardHooks:
     # -- scopes ------------------------------------------------------------------------------------------------------
 
     def _enter(self, buckets: list[Bucket]) -> None:
-        scope = _Scope()
-        outermost = not self._scopes
-        self._scopes.append(scope)
-        if outermost:
-            if not self._schedule.in_segment:
-                self._schedule.begin("forward" if torch.is_grad_enabled() else "evaluation")
-                scope.opened_segment = True
+        self._resume()
+        scope = _Scope(buckets)
+        self._open(scope)
+        if len(self._scopes) == 1:
             scope.pushed_hooks = self._saved.push()
         if self._in_backward():
             self._free_recomputed(except_for=buckets)
         for bucket in buckets:
             self._hold(scope, bucket)
+
+    def _open(self, scope: _Scope) -> None:
+        self._scopes.append(scope)
+        if len(self._scopes) == 1 and not self._schedule.in_segment:
+            self._schedule.begin("forward" if torch.is_grad_enabled() else "evaluation")
+            scope.opened_segment = True
 
     def _hold(self, scope: _Scope, bucket: Bucket) -> None:
         self._schedule.demand(bucket)
@@ -129,8 +137,18 @@ class ForwardHooks:
         scope.held.append(bucket)
 
     def _leave(self) -> None:
+        if not self._scopes:
+            # A forward that is paused to its end, or that an exception inside it has closed already.
+            if self._paused and self._paused.pop().pushed_hooks:
+                self._saved.pop()
+            return
         bare = not self._scopes[0].pushed_hooks  # somebody else's hooks keep plain views of what is saved
         scope = self._scopes.pop()
+        self._close(scope, bare)
+        if scope.pushed_hooks:
+            self._saved.pop()
+
+    def _close(self, scope: _Scope, bare: bool) -> None:
         recomputing = self._in_backward()
         for bucket in scope.held:
             bucket.users -= 1
@@ -142,12 +160,34 @@ class ForwardHooks:
                     self._free_if_done(bucket)
                 else:
                     self._after_use(bucket)
-        if scope.pushed_hooks:
-            self._saved.pop()
+        scope.held.clear()
         if scope.opened_segment:
+            scope.opened_segment = False
             is_training = self._schedule.kind == "forward"
             self._schedule.end()
             self._free_unused(is_training)
+
+    def pause(self) -> None:
+        """Gives back what the running forwards hold, for a backward or an update inside them. All ranks must do so.
+
+        The saved-tensor hooks stay: a later forward of the same step needs them, and nothing else is harmed by them.
+        """
+        if self._in_backward():
+            return
+        while self._scopes:
+            scope = self._scopes.pop()
+            self._close(scope, bare=False)
+            self._paused.insert(0, scope)
+
+    def _resume(self) -> None:
+        """Opens paused forwards again, as the next gather is part of them."""
+        if self._scopes or self._in_backward():
+            return
+        while self._paused:
+            scope = self._paused.pop(0)
+            self._open(scope)
+            for bucket in scope.buckets:
+                self._hold(scope, bucket)
 
     def _after_use(self, bucket: Bucket) -> None:
         if bucket.is_kept:
@@ -177,9 +217,10 @@ class ForwardHooks:
 
     def abandon(self) -> None:
         """Closes every scope and frees every bucket after an exception or at the end of a backward."""
-        while self._scopes:
-            if self._scopes.pop().pushed_hooks:
-                self._saved.pop()
+        for scopes in (self._scopes, self._paused):
+            while scopes:
+                if scopes.pop().pushed_hooks:
+                    self._saved.pop()
         self._recomputed.clear()
         for bucket in self._buckets:
             bucket.users = bucket.pins
@@ -194,13 +235,14 @@ class ForwardHooks:
 
     @property
     def in_forward(self) -> bool:
-        """Whether a forward of the model is running."""
+        """Whether a forward of the model is running that is not paused."""
         return bool(self._scopes)
 
     # -- uses outside the own module ---------------------------------------------------------------------------------
 
     def _gatherer(self, bucket: Bucket) -> Gatherer:
         def gather(_parameter: nn.Parameter, _together: Sequence[torch.Tensor]) -> bool:
+            self._resume()
             if self._scopes:
                 self._hold(self._scopes[-1], bucket)
                 return True
