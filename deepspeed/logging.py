@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 _LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error", "critical")}
 _seen: set[str] = set()
@@ -83,3 +84,16 @@ def set_log_level_from_string(text: str, custom_logger: logging.Logger | None = 
     if level is None:
         raise ValueError(f"log level {text!r} is unknown; choose one of {', '.join(_LEVELS)}")
     (custom_logger or logger).setLevel(level)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Inside, only errors are logged; what would have been said once can be said later."""
+    level, said = logger.level, set(_seen)
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        _seen.clear()
+        _seen.update(said)

@@ -71,6 +71,15 @@ class DeepSpeedAccelerator(ABC):
     def is_available(self) -> bool:
         """Whether at least one device of this kind can be used."""
 
+    @property
+    def computes_in_host_memory(self) -> bool:
+        """Whether the device's memory is the host's, so that nothing has to be copied between the two."""
+        return self._name == "cpu"
+
+    def shares_host_memory(self, device: torch.device) -> bool:
+        """Whether tensors on ``device`` lie in the host's memory."""
+        return device.type == "cpu" or (self.computes_in_host_memory and device.type == self._name)
+
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lies on a device of this kind."""
         return tensor.device.type == self._name

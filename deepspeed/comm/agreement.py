@@ -72,8 +72,9 @@ class Agreement:
         if self._transport.size == 1:
             return
         mine = torch.tensor([what, detail, wish], dtype=torch.int64)
-        rows = self._transport.gather_small(mine, channel="order", label=words(wish)).tolist()
-        if any(row != rows[0] for row in rows):
+        told = self._transport.gather_small(mine, channel="order", label=words(wish))
+        if not torch.equal(told, mine.expand_as(told)):
+            rows = told.tolist()
             wishes = "; ".join(f"rank {rank}: {words(row[2])}" for rank, row in enumerate(rows))
             raise DivergenceError(
                 f"ranks took different branches in the {self._kind} (segment {self._segment}, position {detail}): "

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 
+from deepspeed.comm import world
 from deepspeed.comm.place import DEFAULT_PORT, Place, find_place, free_port, local_rank_of
 from deepspeed.errors import CallOrderError, CommunicationError
 from deepspeed.logging import log_dist
@@ -190,7 +191,7 @@ def is_available() -> bool:
 
 def is_initialized() -> bool:
     """Whether the process group exists, whoever started it."""
-    return torch_dist.is_initialized()
+    return world.is_initialized()
 
 
 def destroy_process_group(group: Any = None) -> None:
@@ -210,12 +211,12 @@ def new_group(ranks: list[int] | None = None, **options: Any) -> Any:
 
 def get_rank(group: Any = None) -> int:
     """This process's rank in ``group`` (None: among all); -1 if it is no member."""
-    return torch_dist.get_rank(group)
+    return world.rank_in(group)
 
 
 def get_world_size(group: Any = None) -> int:
     """The number of ranks in ``group`` (None: of all); -1 if this process is no member."""
-    return torch_dist.get_world_size(group)
+    return world.size_of(group)
 
 
 def get_local_rank() -> int:
@@ -249,7 +250,7 @@ def get_all_ranks_from_group(group: Any = None) -> list[int]:
 
 def get_backend(group: Any = None) -> str:
     """The backend of ``group``."""
-    return torch_dist.get_backend(group)
+    return world.backend_of(group)
 
 
 def has_all_gather_into_tensor() -> bool:

@@ -28,6 +28,7 @@ from deepspeed.comm.counters import traffic, waiting
 from deepspeed.comm.recorder import timed
 from deepspeed.comm.store import is_alive, rendezvous_store
 from deepspeed.comm.watch import Watch
+from deepspeed.comm.world import stand_in
 
 _CHUNK = 262144  # elements of a local sum: 1 MiB of fp32, so that operands stay in cache (64Ki was 15 % slower)
 _PIECES = 2  # kind of transfer, see transfer_key
@@ -209,7 +210,8 @@ class Transport:
     def move(self, pieces: Sequence[Piece], *, label: str) -> None:
         """Moves many pieces in one round; blocks.
 
-        Every rank must call it with the same pieces in the same order, also one that has no part in any.
+        Every rank must call it, with the pieces in which it has a part in the same order as on their other ranks;
+        a rank may have a part in none.
 
         Args:
             pieces: What travels; a piece from a rank to itself is left to the caller.
@@ -712,6 +714,8 @@ def create_transport(
         timeout: Time limit of the communicator that is made where order matters (not gloo), so that the transfers of
             two transports do not wait for each other.
     """
+    if (others := stand_in()) is not None:
+        return others.transport(device)
     if not dist.is_initialized():
         return LocalTransport()
     group = group if group is not None else dist.group.WORLD

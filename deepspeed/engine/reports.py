@@ -27,7 +27,7 @@ def memory_rows(
     """
     if optimizer is not None:
         optimizer.count_state()
-    host_is_device = runtime.device.type == "cpu"
+    host_is_device = runtime.host_is_device
     formula = MemoryFormula(runtime.layout, runtime.placement, host_is_device=host_is_device)
     states = _states_per_element(optimizer)
     rows = [

@@ -8,6 +8,7 @@ aligned buffers without passing through the page cache, which would copy it and 
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -114,6 +115,22 @@ class BlockFile:
             raise _explained(error, "reserving space in", self.path, nbytes) from error
         self.size += nbytes
         return start
+
+    def map(self, offset: int, nbytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """``numel`` elements at ``offset`` as a tensor over the file itself.
+
+        Args:
+            offset: Multiple of the page size.
+            nbytes: Whole pages that belong to the tensor.
+            numel: Elements.
+            dtype: Their dtype.
+
+        Raises:
+            OSError: The system cannot map it.
+        """
+        mapped = mmap.mmap(self.handle, nbytes, flags=mmap.MAP_SHARED, offset=offset)
+        with torch.inference_mode(False):
+            return torch.frombuffer(mapped, dtype=dtype, count=numel)
 
     def read(self, buffer: torch.Tensor, offset: int) -> Transfer:
         """Starts to fill a page-aligned uint8 tensor of whole pages from ``offset`` (a multiple of the page size)."""

@@ -8,7 +8,6 @@ direct read, and drops cached pages after a direct write.
 
 from __future__ import annotations
 
-import mmap
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,14 +17,13 @@ import torch
 from deepspeed.comm.transport import Work
 from deepspeed.errors import OffloadError
 from deepspeed.logging import log_dist
+from deepspeed.offload.disk import open_file, open_folder
 from deepspeed.offload.file_io import BlockFile, IoSettings, Transfer
-from deepspeed.offload.pinned import PAGE, page_buffer, round_to_pages
+from deepspeed.offload.pinned import PAGE, host_device, page_buffer, round_to_pages
 from deepspeed.offload.run_directory import RunDirectory
 from deepspeed.offload.streams import CopyDone, CopyStream
 from deepspeed.zero.placement import Home
-from deepspeed.zero.storage import Kind, Ledger, Memory
-
-_HOST = torch.device("cpu")
+from deepspeed.zero.storage import Kind, Ledger, Memory, storage_key
 
 BufferSize = Callable[[Sequence[tuple[int, int]]], int]
 """From the tensors to come, as ``(elements, bytes per element)``, to the bytes of one staging buffer."""
@@ -82,7 +80,7 @@ class FileMemory(Memory):
         self._directory: RunDirectory | None = None
         self._file: BlockFile | None = None
         self._reserved = 0  # bytes of the file that belong to no tensor yet
-        self._offsets: dict[int, int] = {}  # address of a mapping to its place in the file
+        self._offsets: dict[int, int] = {}  # storage of a mapping to its place in the file
         self._free: list[torch.Tensor] = []
         self._copying: deque[tuple[torch.Tensor, CopyDone]] = deque()
         self._writing: deque[tuple[int, torch.Tensor, Transfer]] = deque()
@@ -92,7 +90,7 @@ class FileMemory(Memory):
     @property
     def tensor_device(self) -> torch.device:
         """Mapped tensors are host tensors."""
-        return _HOST
+        return host_device()
 
     @property
     def file(self) -> BlockFile:
@@ -118,13 +116,15 @@ class FileMemory(Memory):
             return
         nbytes = sum(round_to_pages(numel * itemsize) for numel, itemsize in tensors)
         self._buffer_nbytes = round_to_pages(self._buffer_bytes(tensors))
-        self._directory = RunDirectory(settings.parent, rank=settings.rank, purpose=settings.purpose)
-        self._file = BlockFile(self._directory.path / f"{settings.purpose}.bin", settings.io)
+        self._directory = open_folder(settings.parent, rank=settings.rank, purpose=settings.purpose)
+        self._file = open_file(self._directory.path / f"{settings.purpose}.bin", settings.io)
         self._file.grow(nbytes)
         self._reserved = nbytes
         self.staging_bytes = self._buffer_count * self._buffer_nbytes
         ledger.add(Kind.STAGING, Home.HOST, self.staging_bytes)
         self._free = [page_buffer(self._buffer_nbytes, pin=settings.pin) for _ in range(self._buffer_count)]
+        for buffer in self._free:
+            ledger.claim(buffer)
         access = "direct access" if self._file.is_direct else "access through the page cache"
         log_dist(
             f"offload: {settings.purpose} in {self._directory.path} ({nbytes:,} bytes on this rank, {access}); "
@@ -144,12 +144,10 @@ class FileMemory(Memory):
         offset = file.size - self._reserved
         self._reserved -= whole
         try:
-            mapped = mmap.mmap(file.handle, whole, flags=mmap.MAP_SHARED, offset=offset)
+            tensor = file.map(offset, whole, numel, dtype)
         except OSError as error:
             raise OffloadError(f"{file.path}: {label} cannot be mapped ({error.strerror})") from error
-        with torch.inference_mode(False):
-            tensor = torch.frombuffer(mapped, dtype=dtype, count=numel)
-        self._offsets[tensor.data_ptr()] = offset
+        self._offsets[storage_key(tensor)] = offset
         return tensor
 
     def initialise(self, target: torch.Tensor, value: float) -> None:
@@ -160,9 +158,9 @@ class FileMemory(Memory):
             self._await_writes(self.locate(target)[0])
 
     def locate(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """Base address of the mapping, and the place in the file, of a view of what :meth:`empty` made."""
-        base = tensor.untyped_storage().data_ptr()
-        return base, self._offsets[base] + tensor.data_ptr() - base
+        """Key of the mapping, and the place in the file, of a view of what :meth:`empty` made."""
+        base = storage_key(tensor)
+        return base, self._offsets[base] + int(tensor.storage_offset()) * tensor.element_size()
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -210,7 +208,8 @@ class FileMemory(Memory):
         """See the class this one derives from."""
         base, offset = self.locate(target)
         nbytes = target.numel() * target.element_size()
-        ends_tensor = target.data_ptr() + nbytes == base + target.untyped_storage().nbytes()
+        end = (target.storage_offset() + target.numel()) * target.element_size()
+        ends_tensor = end == target.untyped_storage().nbytes()
         self._drop_ahead(base)
         if offset % PAGE or (nbytes % PAGE and not ends_tensor):  # would overwrite neighbours in its pages
             self._await_writes(base)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.config.sections.offload import OffloadOptimizer, OffloadParam
 from deepspeed.config.sections.root import Root
 from deepspeed.config.sections.zero import ZeroOptimization
@@ -106,7 +107,7 @@ def open_homes(
         master_memories=masters,
         strategies=strategies,
         _pool=StagingPool(pin=pin_masters, down=down),
-        _host_is_device=device.type == "cpu",
+        _host_is_device=get_accelerator().shares_host_memory(device),
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from deepspeed.comm.transport import Work
-from deepspeed.offload.pinned import host_tensor, page_buffer
+from deepspeed.offload.pinned import host_device, host_tensor, page_buffer
 from deepspeed.offload.streams import CopyDone, CopyStream
 from deepspeed.zero.landing import Landing, add_into
 from deepspeed.zero.masters import MasterBucket
@@ -24,7 +24,6 @@ from deepspeed.zero.placement import Home
 from deepspeed.zero.storage import FlatBuffer, Kind, Ledger, Memory
 from deepspeed.zero.update import Operands, Piece, UpdateStrategy
 
-_HOST = torch.device("cpu")
 _STAGING = 2  # one copy on its way, one being filled
 
 
@@ -47,7 +46,7 @@ class HostMemory(Memory):
     @property
     def tensor_device(self) -> torch.device:
         """The host."""
-        return _HOST
+        return host_device()
 
     def empty(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
         """See the class this one derives from."""
@@ -109,6 +108,7 @@ class HeldBuffer(FlatBuffer):
         self.nbytes = numel * dtype.itemsize
         ledger.add(Kind.GRADIENT, Home.HOST, self.nbytes)
         self.tensor = host_tensor(numel, dtype, pin=pin)
+        ledger.claim(self.tensor)
         self._storage = self.tensor.untyped_storage()
         self.is_allocated = True
         self.arrival = CopyDone()
@@ -226,13 +226,13 @@ class HostUpdate(UpdateStrategy):
             return
         assert master.out is not None
         target = master.out[piece.start : piece.stop]
-        if target.device.type == "cpu":  # mapped from a file
+        if master.bucket.memory.home is Home.FILE:
             master.bucket.memory.write(target, operands.out)
             copied = CopyDone()
         else:
             self._last = copied = self._up.copy(target, operands.out)
         whole = operands.out.untyped_storage()
-        buffer = torch.empty(0, dtype=torch.uint8).set_(whole)
+        buffer = torch.empty(0, dtype=torch.uint8, device=operands.out.device).set_(whole)
         self._staging.append((buffer, copied))
 
     def before_publish(self, master: MasterBucket) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import weakref
+from collections.abc import Iterator
 
 import torch
 
@@ -29,10 +30,54 @@ def may_pin(asked: bool) -> bool:
     """Whether page-locking is asked for and would speed anything up here; says so once where it would not."""
     if not asked:
         return False
-    if get_accelerator().device_name() == "cpu":
+    if get_accelerator().computes_in_host_memory:
         log_dist_once("pin_memory: there is no accelerator, so host memory is left unpinned")
         return False
     return True
+
+
+class HostMemorySource:
+    """Where the host memory of offloaded states comes from."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of its tensors."""
+        return torch.device("cpu")
+
+    def pages(self, nbytes: int, *, pin: bool) -> torch.Tensor:
+        """A 1-D uint8 tensor that fills ``nbytes`` (whole pages, above 0), zeroed."""
+        mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if nbytes >= _HUGE:
+            _advise_huge_pages(mapped)
+        with torch.inference_mode(False):
+            buffer = torch.frombuffer(mapped, dtype=torch.uint8)
+        if pin:
+            _register(mapped, buffer)
+        return buffer
+
+    def plain(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A 1-D tensor, not initialised, its pages not locked."""
+        with torch.inference_mode(False):
+            return torch.empty(numel, dtype=dtype)
+
+
+_source = HostMemorySource()
+
+
+@contextlib.contextmanager
+def host_memory_from(source: HostMemorySource) -> Iterator[None]:
+    """Inside, host memory of offloaded states comes from ``source``."""
+    global _source
+    before, _source = _source, source
+    try:
+        yield
+    finally:
+        _source = before
+
+
+def host_device() -> torch.device:
+    """Device of the tensors that are made here."""
+    return _source.device
 
 
 def page_buffer(nbytes: int, *, pin: bool) -> torch.Tensor:
@@ -44,21 +89,13 @@ def page_buffer(nbytes: int, *, pin: bool) -> torch.Tensor:
     """
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
-    mapped = mmap.mmap(-1, round_to_pages(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if nbytes >= _HUGE:
-        _advise_huge_pages(mapped)
-    with torch.inference_mode(False):
-        buffer = torch.frombuffer(mapped, dtype=torch.uint8)
-    if pin:
-        _register(mapped, buffer)
-    return buffer[:nbytes]
+    return _source.pages(round_to_pages(nbytes), pin=pin)[:nbytes]
 
 
 def host_tensor(numel: int, dtype: torch.dtype, *, pin: bool) -> torch.Tensor:
     """A 1-D host tensor of ``numel`` elements; large and pinned ones in memory of that size up to whole pages."""
     if not pin and numel * dtype.itemsize < _HUGE:
-        with torch.inference_mode(False):
-            return torch.empty(numel, dtype=dtype)
+        return _source.plain(numel, dtype)
     return page_buffer(numel * dtype.itemsize, pin=pin).view(dtype)
 
 

@@ -53,7 +53,7 @@ class CopyStream:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream: Any = None if device.type == "cpu" else get_accelerator().Stream()
+        self._stream: Any = None if get_accelerator().shares_host_memory(device) else get_accelerator().Stream()
 
     def context(self) -> AbstractContextManager[Any]:
         """Work queued inside goes to the stream, after everything queued on the current one so far."""

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from deepspeed.accelerator import get_accelerator
+
 #: ``kernel(params, grads, states)``: updates lists of equally long tensors in place; ``states`` holds one list per
 #: state name. The gradients are read only.
 Kernel = Callable[[list[Tensor], list[Tensor], list[list[Tensor]]], None]
@@ -37,7 +39,7 @@ class _Buffers(threading.local):
     """Scratch of one thread. Host updates may run on several threads at once."""
 
     def __init__(self) -> None:
-        self.by_key: dict[tuple[str, torch.dtype], Tensor] = {}
+        self.by_key: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
 
 
 _buffers = _Buffers()
@@ -55,19 +57,25 @@ def scratch(role: str, numel: int, dtype: torch.dtype, device: torch.device) -> 
         dtype: Its dtype.
         device: Its device.
     """
-    if device.type != "cpu":
+    if not get_accelerator().shares_host_memory(device):
         return torch.empty(numel, dtype=dtype, device=device)
-    buffer = _buffers.by_key.get((role, dtype))
+    buffer = _buffers.by_key.get((role, dtype, device))
     if buffer is None or buffer.numel() < numel:
         with torch.inference_mode(False):  # an inference tensor could not be written to from ordinary code later
             buffer = torch.empty(numel, dtype=dtype, device=device)
-        _buffers.by_key[role, dtype] = buffer
+        _buffers.by_key[role, dtype, device] = buffer
     return buffer[:numel]
+
+
+def drop_scratch(device: torch.device) -> None:
+    """Gives back what :func:`scratch` keeps for ``device`` and this thread."""
+    for key in [key for key in _buffers.by_key if key[2] == device]:
+        del _buffers.by_key[key]
 
 
 def default_chunk_numel(device: torch.device) -> int:
     """Piece length for ``device``, in elements: a multiple of :data:`ALIGNMENT`."""
-    if device.type != "cpu":
+    if not get_accelerator().shares_host_memory(device):
         return DEVICE_CHUNK_NUMEL
     return CPU_CHUNK_NUMEL * min(torch.get_num_threads(), _MAX_THREAD_FACTOR)
 

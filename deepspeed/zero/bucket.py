@@ -92,6 +92,7 @@ class Bucket(Holder):
         if is_sharded:
             ledger.add(Kind.COMPUTE, memory.home, layout.slice_numel * dtype.itemsize)
             self.shard = memory.empty(layout.slice_numel, dtype, f"the parameters {self.label}")
+            ledger.claim(self.shard)
             self.full.guard(self._views)
         else:
             self.shard = transport.my_slice(self.full.tensor)

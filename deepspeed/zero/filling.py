@@ -14,7 +14,7 @@ import torch
 from deepspeed.comm.transport import Piece, Transport
 from deepspeed.zero.gathered import GatheredBlock
 from deepspeed.zero.holder import Address, address_of
-from deepspeed.zero.intervals import moves, tile_parts
+from deepspeed.zero.intervals import moves, part_of, tile_parts
 from deepspeed.zero.layout import BucketLayout
 from deepspeed.zero.sharded_parameter import ShardedParameter
 
@@ -140,8 +140,9 @@ def _from_rank_0(
     pieces: list[Piece],
     arrivals: list[Arrival],
 ) -> None:
-    """Whole before, sharded after."""
-    for part in tile_parts(layout, tile):
+    """Whole before, sharded after. Ranks that only receive need not look at the parts of others."""
+    mine = part_of(layout, tile, transport.rank)
+    for part in tile_parts(layout, tile) if transport.rank == 0 else [mine] if mine is not None else []:
         piece = values[part.tile_start : part.tile_stop]
         place = flat[part.slice_start : part.slice_start + part.numel] if part.rank == transport.rank else None
         if part.rank == 0:

@@ -75,13 +75,14 @@ class MasterBucket:
         self.layout: BucketLayout = bucket.layout if is_sharded else replace(bucket.layout, world_size=1)
         self.rank = bucket.transport.rank if is_sharded else 0
         compute = self._compute()
-        if bucket.dtype in (torch.float32, torch.float64) and self._can_share(compute):
+        if bucket.dtype in (torch.float32, torch.float64) and self._can_share():
             self.flat, self.out = compute, None
         else:
             lower, upper = self.layout.slice_bounds(self.rank)
             dtype = torch.promote_types(bucket.dtype, torch.float32)
             ledger.add(Kind.MASTER, self.home, (upper - lower) * dtype.itemsize)
             self.flat = memory.empty(upper - lower, dtype, f"the master weights of {bucket.label}")
+            ledger.claim(self.flat)
             memory.write(self.flat, original if original.numel() == upper - lower else original[lower:upper])
             memory.settle()
             self.out = compute
@@ -101,15 +102,18 @@ class MasterBucket:
         """The memory of master and optimizer state."""
         return self.memory.home
 
-    def _can_share(self, compute: torch.Tensor) -> bool:
+    def _can_share(self) -> bool:
         """Whether the compute tensor may be the master: the same kind of memory, and not a file."""
-        return Home.FILE not in (self.home, self.bucket.memory.home) and compute.device == self.memory.tensor_device
+        return (
+            Home.FILE not in (self.home, self.bucket.memory.home)
+            and self.bucket.memory.tensor_device == self.memory.tensor_device
+        )
 
     @property
     def writes_out_in_place(self) -> bool:
         """Whether a kernel that works on ``flat`` can write the compute tensor itself."""
         return self.out is None or (
-            self.out.device == self.memory.tensor_device and self.bucket.memory.home is not Home.FILE
+            self.bucket.memory.tensor_device == self.memory.tensor_device and self.bucket.memory.home is not Home.FILE
         )
 
     def state_tensor(self, key: str, dtype: torch.dtype) -> torch.Tensor:

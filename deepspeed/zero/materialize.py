@@ -37,7 +37,7 @@ class Materializer:
         self.is_needed = False
         for module in self._children_first:
             for tensor in _own_tensors(module):
-                if tensor.device.type == "meta":
+                if tensor.device.type == "meta" != device.type:
                     self.is_needed = True
                     self._owners.setdefault(id(tensor), []).append(module)
 

@@ -23,7 +23,7 @@ from deepspeed.zero.gradients import GradientReducer
 from deepspeed.zero.masters import MasterBucket, MasterRun, segment_table, split_state
 from deepspeed.zero.norm import norm_from_squares
 from deepspeed.zero.placement import Home, Placement
-from deepspeed.zero.storage import Kind, Ledger
+from deepspeed.zero.storage import Kind, Ledger, storage_key
 from deepspeed.zero.update import PieceUpdater, UpdateStrategy
 
 _FLAGS_PER_NUMBER = 48  # bits of an exact integer in fp64
@@ -413,12 +413,16 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
 
     def count_state(self) -> int:
         """Bytes of the optimizer's state on this rank, in all homes; also written into the ledger."""
-        nbytes, seen = dict.fromkeys(Home, 0), set()
+        nbytes, seen = dict.fromkeys(Home, 0), set[tuple[int, int]]()
         for master in self._masters:
             for run in master.runs:
                 for value in self.optimizer.state.get(run.param, {}).values():
-                    if isinstance(value, torch.Tensor) and value.dim() > 0 and value.data_ptr() not in seen:
-                        seen.add(value.data_ptr())
+                    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+                        continue
+                    place = (storage_key(value), int(value.storage_offset()))
+                    if place not in seen:
+                        seen.add(place)
+                        self._ledger.claim(value)
                         nbytes[master.state_home] += value.numel() * value.element_size()
         for home, counted in nbytes.items():
             self._ledger.set(Kind.OPTIMIZER, home, counted)

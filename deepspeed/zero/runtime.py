@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.agreement import Agreement
 from deepspeed.comm.transport import LocalTransport, Transport
 from deepspeed.errors import CallOrderError, OffloadError, ShardedAccessError
@@ -187,7 +188,7 @@ class ZeroRuntime:
 
     def _open_memories(self) -> None:
         """Tells each memory what it will hold; a lack of space on any rank is an error on all."""
-        formula = MemoryFormula(self.layout, self.placement, host_is_device=self.device.type == "cpu")
+        formula = MemoryFormula(self.layout, self.placement, host_is_device=self.host_is_device)
         failure: OffloadError | None = None
         try:
             for home, memory in self._options.param_memories.items():
@@ -215,6 +216,11 @@ class ZeroRuntime:
         """Where the model computes."""
         return self._options.device
 
+    @property
+    def host_is_device(self) -> bool:
+        """Whether the model computes in host memory."""
+        return get_accelerator().shares_host_memory(self.device)
+
     def _landing(self, bucket: Bucket) -> Landing:
         return self._options.landing(self.placed[bucket.index].gradient_home, self.ledger)
 
@@ -237,7 +243,7 @@ class ZeroRuntime:
             was_sharded = any(isinstance(parameter, ShardedParameter) for parameter in params)
             self._fill(bucket)
             made.append(bucket)
-            if was_sharded and self.device.type == "cpu":
+            if was_sharded and self.host_is_device:
                 note_freed(layout.slice_numel * bucket.dtype.itemsize)
         return made
 

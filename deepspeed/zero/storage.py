@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -34,14 +34,26 @@ class Kind(Enum):
     STAGING = "staging buffers"
 
 
+class Auditor(Protocol):
+    """Follows the books of every ledger as they are written, beside counts of its own."""
+
+    def booked(self, kind: Kind, home: Home, nbytes: int) -> None:
+        """``nbytes`` were added to the books (below zero: taken out)."""
+
+    def claimed(self, tensor: torch.Tensor) -> None:
+        """The whole storage of ``tensor`` is in the books."""
+
+
 class Ledger:
     """Bytes alive and their peak, by kind and home. One per ZeRO instance.
 
     Attributes:
+        auditor: Told of every entry, or None.
         default_device_limit: Of books that are opened from now on (``offload.budget``).
         device_limit: Most bytes of all kinds together on the device; None for no limit.
     """
 
+    auditor: ClassVar[Auditor | None] = None
     default_device_limit: ClassVar[int | None] = None
 
     def __init__(self) -> None:
@@ -66,6 +78,13 @@ class Ledger:
                 )
         self._live[key] += nbytes
         self._peak[key] = max(self._peak[key], self._live[key])
+        if self.auditor is not None:
+            self.auditor.booked(kind, home, nbytes)
+
+    def claim(self, tensor: torch.Tensor) -> None:
+        """Says that the memory of ``tensor`` is what an entry stands for."""
+        if self.auditor is not None:
+            self.auditor.claimed(tensor)
 
     def set(self, kind: Kind, home: Home, nbytes: int) -> None:
         """For state that is measured, not allocated, by this package (an optimizer's own)."""
@@ -200,6 +219,7 @@ class FlatBuffer:
         self._home = home
         self._ledger = ledger
         self.is_allocated = True
+        ledger.claim(self.tensor)
         if not allocate:
             self.free()
 
@@ -246,6 +266,7 @@ class FlatBuffer:
             for view in (*self._own_views, self.tensor):
                 view.set_(fresh, view.storage_offset(), view.size(), view.stride())  # type: ignore[call-overload]
             del fresh
+            self._ledger.claim(self.tensor)
             self._storage.resize_(0)
         if self.on_move is not None:
             self.on_move(old_key, self.storage_key)
@@ -266,6 +287,7 @@ class FlatBuffer:
         made._kind, made._home, made._ledger = like._kind, home, like._ledger
         made.is_allocated = True
         made._ledger.add(made._kind, home, made.nbytes)
+        made._ledger.claim(tensor)
         return made
 
     def views(self, starts: tuple[int, ...], shapes: list[tuple[int, ...]]) -> list[torch.Tensor]:

@@ -1,0 +1,70 @@
+"""Who takes part: torch's process groups, or a stand-in for all the other ranks.
+
+The functions of this package that ask "how many are we, which one am I, how do we talk" ask here. A stand-in answers
+for ranks that do not exist, so that one process can go through the motions of rank *r* of *N*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as torch_dist
+
+
+class World(Protocol):
+    """What a stand-in must know. Its only group is that of all ranks.
+
+    Attributes:
+        rank: The rank that this process plays.
+        size: Number of ranks.
+        backend: Name of the backend that is played.
+    """
+
+    rank: int
+    size: int
+    backend: str
+
+    def transport(self, device: torch.device | None) -> Any:
+        """A transport (``comm.transport.Transport``) between the ranks, for buffers on ``device``."""
+
+
+_stand_in: World | None = None
+
+
+def stand_in() -> World | None:
+    """The stand-in, or None where torch's process groups count."""
+    return _stand_in
+
+
+@contextmanager
+def played_by(world: World) -> Iterator[None]:
+    """Inside, ``world`` answers in place of torch's process groups. For one thread of one process."""
+    global _stand_in
+    before, _stand_in = _stand_in, world
+    try:
+        yield
+    finally:
+        _stand_in = before
+
+
+def is_initialized() -> bool:
+    """Whether there are ranks to talk to."""
+    return _stand_in is not None or torch_dist.is_initialized()
+
+
+def rank_in(group: Any = None) -> int:
+    """This process's rank in ``group`` (None: among all)."""
+    return _stand_in.rank if _stand_in is not None else torch_dist.get_rank(group)
+
+
+def size_of(group: Any = None) -> int:
+    """The number of ranks in ``group`` (None: of all)."""
+    return _stand_in.size if _stand_in is not None else torch_dist.get_world_size(group)
+
+
+def backend_of(group: Any = None) -> str:
+    """The backend of ``group``."""
+    return _stand_in.backend if _stand_in is not None else torch_dist.get_backend(group)

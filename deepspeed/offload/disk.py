@@ -1,0 +1,63 @@
+"""The disk that offloaded states go to: folders and files of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from deepspeed.offload.file_io import BlockFile, IoSettings
+from deepspeed.offload.run_directory import RunDirectory
+
+
+class Disk:
+    """Makes folders and files on the file systems of this host."""
+
+    def folder(self, parent: str, *, rank: int, purpose: str) -> RunDirectory:
+        """A folder of this run; see :class:`RunDirectory`."""
+        return RunDirectory(parent, rank=rank, purpose=purpose)
+
+    def file(self, path: Path, settings: IoSettings) -> BlockFile:
+        """A file in it; see :class:`BlockFile`."""
+        return BlockFile(path, settings)
+
+
+_disk = Disk()
+
+
+@contextmanager
+def disk_is(disk: Disk) -> Iterator[None]:
+    """Inside, folders and files are made on ``disk``."""
+    global _disk
+    before, _disk = _disk, disk
+    try:
+        yield
+    finally:
+        _disk = before
+
+
+def open_folder(parent: str, *, rank: int, purpose: str) -> RunDirectory:
+    """Makes a folder for one rank of this run.
+
+    Args:
+        parent: Where.
+        rank: Global rank, for its name.
+        purpose: What it holds, for its name.
+
+    Raises:
+        OffloadError: It cannot be made.
+    """
+    return _disk.folder(parent, rank=rank, purpose=purpose)
+
+
+def open_file(path: Path, settings: IoSettings) -> BlockFile:
+    """Makes a file.
+
+    Args:
+        path: Its name; it must not exist.
+        settings: Sizes and numbers of requests.
+
+    Raises:
+        OffloadError: It cannot be made.
+    """
+    return _disk.file(path, settings)
