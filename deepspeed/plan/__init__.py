@@ -1,1 +1,39 @@
-"""Estimates before a run: how much memory a model needs."""
+"""Plan before renting: ``deepspeed.plan(model, config, nodes=..., ...)`` and the command ``ds_plan``.
+
+The real engine runs one step as rank *r* of *N* on tensors without values, and what it holds and moves is counted. Read
+``rehearsal`` (the run), ``stage_set``, ``network`` and ``values`` (the world around it), ``memory`` (the counting),
+then ``planner`` and ``show``.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+from deepspeed.lazy import lazy_names
+
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "DEVICES": "deepspeed.plan.devices",
+        "Device": "deepspeed.plan.devices",
+        "Machine": "deepspeed.plan.devices",
+        "DecoderShape": "deepspeed.plan.decoder",
+        "Plan": "deepspeed.plan.planner",
+        "Request": "deepspeed.plan.planner",
+        "plan": "deepspeed.plan.api",
+    },
+)
+
+
+class _CallableModule(ModuleType):
+    """``deepspeed.plan`` is a package and a function; calling it calls :func:`deepspeed.plan.api.plan`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from deepspeed.plan.api import plan
+
+        return plan(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _CallableModule

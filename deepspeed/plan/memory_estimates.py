@@ -1,17 +1,29 @@
-"""The rule-of-thumb estimates of model-state memory for ZeRO 2 and 3, under the names that older guides use.
+"""Estimates of model-state memory for ZeRO 2 and 3, under the names that older guides use; the planner's numbers.
 
-P parameters, L of them in the largest layer, g devices on each of N nodes, G = N*g, b a buffer factor. They assume
-mixed precision with Adam (2 + 2 + 4 + 4 + 4 bytes per parameter and a little more) and leave out activations; what this
-package itself holds is stated in its placement formula, not here.
+They stand for bf16 training with AdamW and leave out activations. *Model states* are compute parameters, gradients,
+masters and optimizer state as they are held together, between backward and update; at stage 3 the layers that are
+gathered at once come on top. The host figure is at least what it takes to build the model: fp32, in every process.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from deepspeed.accelerator import get_accelerator
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.plan.devices import Device, Machine
+from deepspeed.plan.models import ModelSource
+from deepspeed.plan.planner import Request, make_plan
+from deepspeed.plan.states_only import states_of_layers, states_of_model
+from deepspeed.zero.placement import Home
+from deepspeed.zero.storage import Kind
+
 _GIB = 2**30
+_FP32 = 4
 
 
 def estimate_zero2_model_states_mem_needs(
@@ -24,20 +36,24 @@ def estimate_zero2_model_states_mem_needs(
     """Bytes of model states at ZeRO stage 2.
 
     Args:
-        total_params: P.
-        num_gpus_per_node: g.
-        num_nodes: N.
+        total_params: Parameters of the model.
+        num_gpus_per_node: Devices of each node.
+        num_nodes: Nodes.
         cpu_offload: Whether optimizer states live in host memory.
-        additional_buffer_factor: b.
+        additional_buffer_factor: The host figure is multiplied by it.
 
     Returns:
         (bytes of host memory per node, bytes per device).
     """
-    devices = num_nodes * num_gpus_per_node
-    if cpu_offload:
-        return int(total_params * max(4 * devices, 16) * additional_buffer_factor), 2 * total_params
-    host = int(total_params * 4 * num_gpus_per_node * additional_buffer_factor)
-    return host, 2 * total_params + int(18 * total_params / devices)
+    source = states_of_layers(total_params, total_params)
+    return _zero2(source, total_params, num_gpus_per_node, num_nodes, cpu_offload, additional_buffer_factor)
+
+
+def _zero2(
+    source: ModelSource, total: int, devices: int, nodes: int, cpu_offload: bool, factor: float
+) -> tuple[int, int]:
+    host, device, _ = _states(source, _config(2, "cpu" if cpu_offload else "none", "none"), devices, nodes)
+    return int(max(host, _FP32 * total * devices) * factor), device
 
 
 def estimate_zero3_model_states_mem_needs(
@@ -53,32 +69,81 @@ def estimate_zero3_model_states_mem_needs(
     """Bytes of model states at ZeRO stage 3.
 
     Args:
-        total_params: P.
-        largest_layer_params: L.
-        num_gpus_per_node: g.
-        num_nodes: N.
+        total_params: Parameters of the model.
+        largest_layer_params: Parameters of its largest layer.
+        num_gpus_per_node: Devices of each node.
+        num_nodes: Nodes.
         cpu_offload: Whether optimizer states live in host memory.
-        cpu_offload_params: Whether the parameters do too.
+        cpu_offload_params: Whether the parameters do too (with ``cpu_offload``).
         zero_init: Whether the model is built under ``zero.Init``.
-        additional_buffer_factor: b.
+        additional_buffer_factor: The host figure is multiplied by it.
 
     Returns:
-        (bytes of host memory per node, bytes per device, bytes of the largest layer on each device).
+        (bytes of host memory per node, bytes per device, bytes of gathered layers, which are part of the second).
     """
-    devices = num_nodes * num_gpus_per_node
-    largest = 4 * largest_layer_params
-    if not cpu_offload:
-        per_device = largest + int(18 * total_params / devices)
-        built = largest_layer_params if zero_init else total_params
-        host = built * 4 * num_gpus_per_node * additional_buffer_factor
-        return int(host), per_device, largest
-    per_parameter = 18 if cpu_offload_params else 16
-    per_device = largest if cpu_offload_params else largest + int(2 * total_params / devices)
-    if zero_init:
-        host = total_params * per_parameter / num_nodes * additional_buffer_factor
-    else:
-        host = total_params * max(4 * num_gpus_per_node, per_parameter / num_nodes) * additional_buffer_factor
-    return int(host), per_device, largest
+    source = states_of_layers(total_params, largest_layer_params)
+    return _zero3(
+        source,
+        (total_params, largest_layer_params),
+        num_gpus_per_node,
+        num_nodes,
+        (cpu_offload, cpu_offload_params, zero_init),
+        additional_buffer_factor,
+    )
+
+
+def _zero3(
+    source: ModelSource,
+    sizes: tuple[int, int],
+    devices: int,
+    nodes: int,
+    choices: tuple[bool, bool, bool],
+    factor: float,
+) -> tuple[int, int, int]:
+    total, largest = sizes
+    cpu_offload, cpu_offload_params, zero_init = choices
+    config = _config(3, "cpu" if cpu_offload else "none", "cpu" if cpu_offload and cpu_offload_params else "none")
+    host, device, gathered = _states(source, config, devices, nodes)
+    built = largest if zero_init else total
+    return int(max(host, _FP32 * built * devices) * factor), device + gathered, gathered
+
+
+def _config(stage: int, optimizer: str, params: str) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": stage, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+    if optimizer != "none":
+        zero["offload_optimizer"] = {"device": optimizer}
+    if params != "none":
+        zero["offload_param"] = {"device": params}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": zero,
+    }
+
+
+def _states(source: ModelSource, config: dict[str, Any], devices: int, nodes: int) -> tuple[int, int, int]:
+    """(host bytes per node, device bytes, device bytes of gathered layers)."""
+    if devices < 1 or nodes < 1:
+        raise DeepSpeedConfigError(
+            f"num_gpus_per_node and num_nodes: expected 1 or more of each, found {devices} and {nodes}"
+        )
+    on_cpu = get_accelerator().device_name() == "cpu"
+    plan = make_plan(
+        Request(
+            source=source,
+            config=config,
+            machine=Machine(Device("any", 1, 0.0, 0.0, 0.0, 0.0, ""), nodes, devices, 1),
+            sequence_length=1,
+            kind="cpu" if on_cpu else "cuda",
+        ),
+        compare=False,
+    )
+    found = plan.rehearsed
+    transient = (Kind.GATHERED, Kind.GRADIENT_BUCKET) if nodes * devices > 1 else (Kind.GATHERED,)
+    device = sum(n for (kind, home), n in found.states.items() if home is Home.DEVICE and kind not in transient)
+    host = sum(n for (_, home), n in found.states.items() if home is Home.HOST)
+    return host * devices, device, found.kind_peaks.get((Kind.GATHERED, Home.DEVICE), 0)
 
 
 def estimate_zero2_model_states_mem_needs_all_live(
@@ -87,20 +152,23 @@ def estimate_zero2_model_states_mem_needs_all_live(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """Prints the estimates of ZeRO stage 2 for ``model``."""
+    """Prints the estimates of ZeRO stage 2 for ``model``, which is left alone."""
     total, _ = count_params(model)
-    estimate_zero2_model_states_mem_needs_all_cold(total, num_gpus_per_node, num_nodes, additional_buffer_factor)
+    _show_zero2(states_of_model(model), total, num_gpus_per_node, num_nodes, additional_buffer_factor)
 
 
 def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
     """Prints the estimates of ZeRO stage 2 for a model of ``total_params`` parameters."""
-    table = Table("host per node", "per device", "offload_optimizer", title=_title(2, total_params, num_nodes))
+    source = states_of_layers(total_params, total_params)
+    _show_zero2(source, total_params, num_gpus_per_node, num_nodes, additional_buffer_factor)
+
+
+def _show_zero2(source: ModelSource, total: int, devices: int, nodes: int, factor: float) -> None:
+    table = Table("host per node", "per device", "offload_optimizer", title=_title(2, total, nodes, devices))
     for offload in (True, False):
-        host, device = estimate_zero2_model_states_mem_needs(
-            total_params, num_gpus_per_node, num_nodes, offload, additional_buffer_factor
-        )
+        host, device = _zero2(source, total, devices, nodes, offload, factor)
         table.add_row(_gib(host), _gib(device), "cpu" if offload else "none")
     Console().print(table)
 
@@ -111,11 +179,8 @@ def estimate_zero3_model_states_mem_needs_all_live(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """Prints the estimates of ZeRO stage 3 for ``model``."""
-    total, largest = count_params(model)
-    estimate_zero3_model_states_mem_needs_all_cold(
-        total, largest, num_gpus_per_node, num_nodes, additional_buffer_factor
-    )
+    """Prints the estimates of ZeRO stage 3 for ``model``, which is left alone."""
+    _show_zero3(states_of_model(model), count_params(model), num_gpus_per_node, num_nodes, additional_buffer_factor)
 
 
 def estimate_zero3_model_states_mem_needs_all_cold(
@@ -126,26 +191,22 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     additional_buffer_factor: float = 1.5,
 ) -> None:
     """Prints the estimates of ZeRO stage 3 for a model of known sizes."""
+    source = states_of_layers(total_params, largest_layer_params)
+    _show_zero3(source, (total_params, largest_layer_params), num_gpus_per_node, num_nodes, additional_buffer_factor)
+
+
+def _show_zero3(source: ModelSource, sizes: tuple[int, int], devices: int, nodes: int, factor: float) -> None:
     table = Table(
         "host per node",
         "per device",
         "offload_param",
         "offload_optimizer",
         "zero.Init",
-        title=_title(3, total_params, num_nodes) + f", largest layer {largest_layer_params / 1e6:.0f}M",
+        title=_title(3, sizes[0], nodes, devices) + f", largest layer {sizes[1] / 1e6:.0f}M",
     )
     for offload, offload_params in ((True, True), (True, False), (False, False)):
         for zero_init in (True, False):
-            host, device, _ = estimate_zero3_model_states_mem_needs(
-                total_params,
-                largest_layer_params,
-                num_gpus_per_node,
-                num_nodes,
-                offload,
-                offload_params,
-                zero_init,
-                additional_buffer_factor,
-            )
+            host, device, _ = _zero3(source, sizes, devices, nodes, (offload, offload_params, zero_init), factor)
             words = ("cpu" if offload_params else "none", "cpu" if offload else "none", "yes" if zero_init else "no")
             table.add_row(_gib(host), _gib(device), *words)
     Console().print(table)
@@ -162,8 +223,11 @@ def _numel(parameter: torch.nn.Parameter) -> int:
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
-def _title(stage: int, total_params: int, num_nodes: int) -> str:
-    return f"ZeRO stage {stage} model states, {total_params / 1e6:.0f}M parameters, {num_nodes} node(s)"
+def _title(stage: int, total_params: int, num_nodes: int, devices: int) -> str:
+    return (
+        f"ZeRO stage {stage} model states, {total_params / 1e6:.0f}M parameters, {num_nodes} node(s) of {devices} "
+        "device(s)"
+    )
 
 
 def _gib(size: int) -> str:

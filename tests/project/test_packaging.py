@@ -28,6 +28,7 @@ COMMANDS = [
     "ds_report",
     "dsr",
     "ds_inspect",
+    "ds_plan",
     "ds_ssh",
     "ds_bench",
     "ds_io",

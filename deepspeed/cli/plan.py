@@ -1,0 +1,196 @@
+"""``ds_plan``: will it fit, what will it move, at any number of devices, without any."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
+from deepspeed.plan.advice import advise
+from deepspeed.plan.api import make_machine
+from deepspeed.plan.decoder import DecoderShape
+from deepspeed.plan.devices import DEVICES
+from deepspeed.plan.models import model_source
+from deepspeed.plan.picture import sweep_svg
+from deepspeed.plan.planner import Request, make_plan, read_config
+from deepspeed.plan.sweep import Point, read_axes, sweep, sweep_text
+
+_SIZES = ("layers", "hidden", "heads", "vocab")
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Plans and prints.
+
+    Args:
+        args: The command line; None means that of this process.
+
+    Returns:
+        0 if the job fits (in a sweep: if some combination does), 1 if not, 2 for an error.
+    """
+    options = _parser().parse_args(args)
+    try:
+        if options.list_devices:
+            _list_devices()
+            return 0
+        return _sweep(options) if options.sweep else _plan(options)
+    except DeepSpeedError as error:
+        sys.stderr.write(f"ds_plan: {error}\n")
+        return 2
+
+
+def run() -> None:
+    """The command."""
+    sys.exit(main())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ds_plan", description=__doc__, allow_abbrev=False)
+    parser.add_argument("config", nargs="?", help="ds_config file; without one: bf16 and AdamW at stage 3")
+    model = parser.add_argument_group("model, one of")
+    model.add_argument("--model", help="module:callable, or a folder or JSON file with a transformers configuration")
+    for name in _SIZES:
+        model.add_argument(f"--{name}", type=int, help="size of a decoder-only transformer")
+    model.add_argument("--kv-heads", type=int, help="its key-value heads; default: as many as heads")
+    model.add_argument("--intermediate", type=int, help="its feed-forward width; default: 8/3 of hidden")
+    where = parser.add_argument_group("machines")
+    where.add_argument("--nodes", type=int, default=1)
+    where.add_argument("--devices", type=int, default=1, help="devices of each node")
+    where.add_argument("--device", default="h100", help="a name of --list-devices, cpu, or other")
+    where.add_argument("--device-memory", help="of one device, with a unit: 80GB, 64GiB")
+    where.add_argument("--host-memory", help="of one node, with a unit")
+    for name, what in (
+        ("flops", "operations per second of a device"),
+        ("link", "bytes per second and direction between devices of a node"),
+        ("host-link", "bytes per second and direction between device and host"),
+        ("network", "bytes per second and direction between nodes, per device"),
+        ("disk", "bytes per second of a node's disk"),
+        ("headroom", "share of device memory that is left to driver and fragmentation"),
+    ):
+        where.add_argument(f"--{name}", type=float, help=what)
+    where.add_argument("--list-devices", action="store_true", help="print the table of devices and its sources")
+    job = parser.add_argument_group("job")
+    job.add_argument("--sequence-length", type=int, default=2048)
+    job.add_argument("--micro-batch", type=int, help="samples per forward and device; default: the configuration's")
+    job.add_argument("--activation-checkpointing", action="store_true", help="repeated blocks keep their inputs only")
+    job.add_argument(
+        "--sweep", nargs="+", metavar="AXIS=V,V", help="plan combinations: world=8,64 stage=2,3 offload=none,cpu,nvme"
+    )
+    out = parser.add_argument_group("output")
+    out.add_argument("--json", action="store_true", help="print JSON")
+    out.add_argument("--write", metavar="FILE", help="write the configuration that fits (the cheapest) there")
+    out.add_argument("--picture", metavar="FILE.svg", help="draw a sweep")
+    out.add_argument("--no-suggestions", action="store_true", help="do not look for changes that make it fit")
+    return parser
+
+
+def _request(options: argparse.Namespace) -> Request:
+    for name in ("nodes", "devices", "sequence_length", "micro_batch"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise DeepSpeedConfigError(f"--{name.replace('_', '-')}: expected 1 or more, found {value}")
+    machine = make_machine(
+        options.device,
+        nodes=options.nodes,
+        devices_per_node=options.devices,
+        device_memory=options.device_memory,
+        host_memory=options.host_memory,
+        flops=options.flops,
+        link=options.link,
+        host_link=options.host_link,
+        network=options.network,
+        disk=options.disk,
+        headroom=options.headroom,
+    )
+    return Request(
+        source=model_source(_model(options)),
+        config=read_config(options.config if options.config is not None else _plain_config()),
+        machine=machine,
+        sequence_length=options.sequence_length,
+        micro_batch=options.micro_batch,
+        checkpointing=options.activation_checkpointing,
+        kind="cpu" if options.device == "cpu" else "cuda",
+    )
+
+
+def _model(options: argparse.Namespace) -> Any:
+    sizes = {name: getattr(options, name) for name in _SIZES}
+    if options.model is not None:
+        if any(value is not None for value in sizes.values()):
+            raise DeepSpeedConfigError("--model and sizes (--layers, ...) are both given; keep one")
+        return options.model
+    missing = [f"--{name}" for name, value in sizes.items() if value is None]
+    if missing:
+        raise DeepSpeedConfigError(
+            f"there is no model: give --model or --layers --hidden --heads --vocab (missing: {', '.join(missing)})"
+        )
+    return DecoderShape(**sizes, kv_heads=options.kv_heads, intermediate=options.intermediate)
+
+
+def _plain_config() -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": {"stage": 3},
+    }
+
+
+def _plan(options: argparse.Namespace) -> int:
+    if options.picture:
+        raise DeepSpeedConfigError("--picture draws a sweep; give --sweep too")
+    plan = make_plan(_request(options))
+    if not plan.fits and not options.no_suggestions:
+        plan.suggestions = advise(plan)
+    sys.stdout.write(json.dumps(plan.to_dict(), indent=2) + "\n" if options.json else plan.table())
+    if options.write:
+        chosen = plan if plan.fits or not plan.suggestions else plan.suggestions[0][1]
+        chosen.write_config(options.write)
+        if not chosen.fits:
+            sys.stderr.write(f"ds_plan: {options.write}: written as it is, although it does not fit\n")
+        elif chosen.request.checkpointing and not plan.request.checkpointing:
+            sys.stderr.write(f"ds_plan: {options.write}: the model itself has to checkpoint its activations\n")
+    return 0 if plan.fits else 1
+
+
+def _sweep(options: argparse.Namespace) -> int:
+    points = list(sweep(_request(options), read_axes(options.sweep)))
+    fitting = [p for p in points if p.plan is not None and p.plan.fits]
+    if options.json:
+        sys.stdout.write(json.dumps([_point(point) for point in points], indent=2) + "\n")
+    else:
+        sys.stdout.write(sweep_text(points))
+    if options.picture:
+        Path(options.picture).write_text(sweep_svg(points), encoding="utf-8")
+    if options.write:
+        best = min(
+            (p.plan for p in fitting if p.plan), key=lambda p: (p.machine.ranks, p.step_seconds or 0), default=None
+        )
+        if best is None:
+            raise DeepSpeedConfigError(f"--write {options.write}: nothing fits, so nothing was written")
+        best.write_config(options.write)
+    return 0 if fitting else 1
+
+
+def _point(point: Point) -> dict[str, Any]:
+    if point.plan is None:
+        return {**point.place, "refused": point.refusal}
+    return {**point.place, **point.plan.to_dict()}
+
+
+def _list_devices() -> None:
+    table = Table("name", "memory", "bf16 TFLOP/s", "memory GB/s", "link GB/s", "host GB/s", "source")
+    for device in DEVICES.values():
+        rates = (device.flops / 1e12, device.memory_bandwidth / 1e9, device.link / 1e9, device.host_link / 1e9)
+        table.add_row(device.name, f"{device.memory / 1e9:.0f} GB", *(f"{rate:,.0f}" for rate in rates), device.source)
+    Console(width=140).print(table)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,115 @@
+"""What would make a job fit: changes of the configuration, the cheapest first, each confirmed by planning it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
+
+from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
+from deepspeed.plan.planner import Plan, Request, changed, make_plan, stage_of
+
+_WANTED = 3  # suggestions
+_MOST_PLANS = 16
+
+
+@dataclass(frozen=True)
+class Change:
+    """One way to need less memory.
+
+    Attributes:
+        name: In words.
+        subject: What it changes; a combination holds at most one change of a subject.
+        apply: Makes the changed request.
+    """
+
+    name: str
+    subject: str
+    apply: Callable[[Request], Request]
+
+
+def advise(plan: Plan, most_plans: int = _MOST_PLANS) -> list[tuple[str, Plan]]:
+    """Changes after which the job fits.
+
+    Single changes are tried before pairs, pairs before threes; of those with the fewest changes that fit, the ones with
+    the shortest possible step come first.
+
+    Args:
+        plan: A plan that does not fit.
+        most_plans: Plans to make at most.
+
+    Returns:
+        Up to three pairs of the change in words and its plan.
+    """
+    changes = list(_changes(plan))
+    tried = 0
+    for count in range(1, 5):
+        found: list[tuple[str, Plan]] = []
+        for chosen in combinations(changes, count):
+            if len({change.subject for change in chosen}) < count:
+                continue
+            if tried >= most_plans:
+                break
+            tried += 1
+            request = plan.request
+            for change in chosen:
+                request = change.apply(request)
+            try:
+                other = make_plan(request, compare=False)
+            except (DeepSpeedConfigError, NotYetSupportedError):
+                continue  # the engine refuses it, so it is no advice
+            if other.fits:
+                found.append((" and ".join(change.name for change in chosen), other))
+        if found:
+            return sorted(found, key=lambda entry: entry[1].step_seconds or 0.0)[:_WANTED]
+    return []
+
+
+def _changes(plan: Plan) -> Iterator[Change]:
+    """What could be changed, strongest remedies of a subject first, so that few combinations have to be planned."""
+    request, config = plan.request, plan.config
+    zero = config.get("zero_optimization") or {}
+    stage, ranks = stage_of(config), request.machine.ranks
+    if ranks > 1:
+        if stage < 3:
+            yield _zero("stage 3", "stage", stage=3)
+        if stage < 2:
+            yield _zero("stage 2", "stage", stage=2)
+    if not request.checkpointing:
+        yield Change("activation checkpointing", "checkpointing", lambda r: replace(r, checkpointing=True))
+    if plan.micro_batch > 1:
+        yield _micro_batch(1)
+        if plan.micro_batch > 3:
+            yield _micro_batch(plan.micro_batch // 2)
+    optimizer = (zero.get("offload_optimizer") or {}).get("device", "none")
+    if optimizer == "none":
+        least = {"stage": 2} if stage < 2 else {}
+        yield _zero("optimizer on the host", "offload", offload_optimizer={"device": "cpu"}, **least)
+        yield _zero(
+            "stage 3 with optimizer and parameters on the host",
+            "offload",
+            stage=3,
+            offload_optimizer={"device": "cpu"},
+            offload_param={"device": "cpu"},
+        )
+    if optimizer != "nvme":
+        path = (zero.get("offload_optimizer") or {}).get("nvme_path") or "/local_nvme"
+        files = {"device": "nvme", "nvme_path": path}
+        yield _zero(
+            "stage 3 with optimizer and parameters on NVMe",
+            "offload",
+            stage=3,
+            offload_optimizer=files,
+            offload_param={**files, "buffer_size": plan.rehearsed.parameters},
+        )
+    if ranks > request.machine.devices_per_node > 1 and stage < 3:
+        yield _zero("stage 3 within each node", "stage", stage=3, mics_shard_size=request.machine.devices_per_node)
+
+
+def _zero(name: str, subject: str, **keys: Any) -> Change:
+    return Change(name, subject, lambda request: replace(request, config=changed(request.config, **keys)))
+
+
+def _micro_batch(samples: int) -> Change:
+    return Change(f"micro-batch {samples}", "micro-batch", lambda request: replace(request, micro_batch=samples))

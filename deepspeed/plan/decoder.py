@@ -1,0 +1,112 @@
+"""A decoder-only transformer from four numbers, for planning models that are not written yet.
+
+Shapes: B samples, S tokens, H hidden, A heads, K key-value heads, D = H / A, F feed-forward width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from deepspeed.errors import DeepSpeedConfigError
+
+
+@dataclass(frozen=True)
+class DecoderShape:
+    """Sizes of the decoder.
+
+    Attributes:
+        layers: Blocks.
+        hidden: H.
+        heads: A.
+        vocab: V.
+        kv_heads: K; None: as many as heads.
+        intermediate: F; None: two thirds of 4 H, rounded up to a multiple of 256.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    vocab: int
+    kv_heads: int | None = None
+    intermediate: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "vocab"):
+            if getattr(self, name) <= 0:
+                raise DeepSpeedConfigError(f"--{name}: expected a number above 0, found {getattr(self, name)}")
+        if self.hidden % self.heads:
+            raise DeepSpeedConfigError(
+                f"--heads: {self.heads} does not divide --hidden {self.hidden}; choose a divisor of it"
+            )
+        if self.heads % (self.kv_heads or self.heads):
+            raise DeepSpeedConfigError(f"--kv-heads: {self.kv_heads} does not divide --heads {self.heads}")
+
+    @property
+    def width(self) -> int:
+        """F."""
+        return self.intermediate or -(-8 * self.hidden // 3 // 256) * 256
+
+
+class _Attention(nn.Module):
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = shape.heads, shape.kv_heads or shape.heads
+        self.head_dim = shape.hidden // shape.heads
+        self.query = nn.Linear(shape.hidden, shape.hidden, bias=False)
+        self.key = nn.Linear(shape.hidden, self.kv_heads * self.head_dim, bias=False)
+        self.value = nn.Linear(shape.hidden, self.kv_heads * self.head_dim, bias=False)
+        self.out = nn.Linear(shape.hidden, shape.hidden, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, S, H)
+        samples, tokens, _ = x.shape
+        query = self.query(x).view(samples, tokens, self.heads, self.head_dim).transpose(1, 2)
+        key = self.key(x).view(samples, tokens, self.kv_heads, self.head_dim).transpose(1, 2)
+        value = self.value(x).view(samples, tokens, self.kv_heads, self.head_dim).transpose(1, 2)
+        if self.kv_heads != self.heads:
+            key, value = (t.repeat_interleave(self.heads // self.kv_heads, dim=1) for t in (key, value))
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(samples, tokens, -1))
+
+
+class _Block(nn.Module):
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(shape.hidden)
+        self.attention = _Attention(shape)
+        self.norm = nn.RMSNorm(shape.hidden)
+        self.gate = nn.Linear(shape.hidden, shape.width, bias=False)
+        self.rise = nn.Linear(shape.hidden, shape.width, bias=False)
+        self.fall = nn.Linear(shape.width, shape.hidden, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        y = self.norm(x)
+        return x + self.fall(functional.silu(self.gate(y)) * self.rise(y))
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks, head; returns the mean loss of the next token."""
+
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(shape.vocab, shape.hidden)
+        self.layers = nn.ModuleList(_Block(shape) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.hidden)
+        self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:  # both (B, S)
+        """The loss.
+
+        Args:
+            input_ids: (B, S), int64.
+            labels: (B, S), int64.
+        """
+        x = self.embedding(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(self.norm(x))
+        return functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())

@@ -1,0 +1,254 @@
+"""Where the model to be planned comes from, always built on torch's ``meta`` device, and a batch for it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import inspect
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
+from deepspeed.plan.decoder import Decoder, DecoderShape
+from deepspeed.plan.memory import tensors_of
+from deepspeed.zero.holder import full_shape
+
+META = torch.device("meta")
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of the model's forward."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model on ``meta`` and what its forward gets.
+
+    Attributes:
+        model: The model; used up by one rehearsal.
+        inputs: Makes the arguments of forward from micro-batch and sequence length.
+    """
+
+    model: nn.Module
+    inputs: Callable[[int, int], Inputs]
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A way to a workload, as often as one is needed.
+
+    Attributes:
+        name: For headlines.
+        build: Makes a fresh workload.
+    """
+
+    name: str
+    build: Callable[[], Workload]
+
+
+def model_source(given: Any, inputs: Any = None) -> ModelSource:
+    """The source that ``given`` names.
+
+    Args:
+        given: A module (which is left alone: a copy without values is planned), a callable that returns one or a pair
+            ``(model, inputs)``, ``"module:callable"``, a folder or JSON file with a transformers configuration, such a
+            configuration object, or a :class:`DecoderShape`.
+        inputs: What forward gets: a callable of ``(micro_batch, sequence_length)``, or what it would return (a tensor,
+            a tuple of positional arguments, or a dict of keyword arguments). None: token ids and labels.
+
+    Raises:
+        DeepSpeedConfigError: Nothing of that kind, or it does not build on ``meta``.
+    """
+    if isinstance(given, DecoderShape):
+        return _built(f"decoder of {given.layers} layers", lambda: Decoder(given), inputs)
+    if isinstance(given, nn.Module):
+        return _built(type(given).__name__, lambda: without_values(given), inputs)
+    if hasattr(given, "to_diff_dict") or (isinstance(given, (str, Path)) and _is_configuration(given)):
+        return _from_transformers(given, inputs)
+    if isinstance(given, str) and ":" in given:
+        return _built(given, _find_callable(given), inputs)
+    if callable(given):
+        return _built(getattr(given, "__name__", "model"), given, inputs)
+    raise DeepSpeedConfigError(
+        f"plan(model=...): expected a torch.nn.Module, a callable, 'module:callable', or a folder or JSON file with a "
+        f"transformers configuration; found {given!r}"
+    )
+
+
+def _built(name: str, make: Callable[[], Any], inputs: Any) -> ModelSource:
+    def build() -> Workload:
+        try:
+            with torch.device(META):
+                made = make()
+        except DeepSpeedError:
+            raise
+        except Exception as error:
+            raise DeepSpeedConfigError(
+                f"{name} cannot be built on torch's meta device, where tensors have shapes and no values: "
+                f"{type(error).__name__}: {error}. Keep work on values (loading weights, .item(), numpy) out of its "
+                "construction, or give the sizes instead (--layers, --hidden, --heads, --vocab)"
+            ) from error
+        model, own_inputs = made if isinstance(made, tuple) else (made, None)
+        if not isinstance(model, nn.Module):
+            raise DeepSpeedConfigError(f"{name}: expected a torch.nn.Module, found {type(model).__name__}")
+        on_real = [n for n, p in model.named_parameters() if p.device.type != "meta"]
+        if on_real:
+            model = without_values(model)
+        return Workload(model, functools.partial(_arguments, model, inputs if inputs is not None else own_inputs))
+
+    return ModelSource(name, build)
+
+
+def without_values(model: nn.Module) -> nn.Module:
+    """A copy of a model whose parameters and buffers are on ``meta``; nothing of its size is allocated."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        made = nn.Parameter(
+            torch.empty(full_shape(parameter), dtype=parameter.dtype, device=META),
+            requires_grad=parameter.requires_grad,
+        )
+        memo[id(parameter)] = made
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device=META)
+    return copy.deepcopy(model, memo)
+
+
+def _find_callable(path: str) -> Callable[[], Any]:
+    module_name, _, name = path.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise DeepSpeedConfigError(
+            f"model {path!r}: module {module_name!r} cannot be imported ({error}); call from the folder that holds it, "
+            "or set PYTHONPATH"
+        ) from error
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if not callable(found):
+        raise DeepSpeedConfigError(f"model {path!r}: {module_name} has no callable {name!r}")
+    return found
+
+
+# -- transformers ------------------------------------------------------------------------------------------------------
+
+
+def _is_configuration(path: str | Path) -> bool:
+    path = Path(path)
+    return path.suffix == ".json" or (path / "config.json").is_file() or path.is_dir()
+
+
+def _from_transformers(given: Any, inputs: Any) -> ModelSource:
+    try:
+        import transformers
+    except ImportError as error:
+        raise DeepSpeedConfigError(
+            "a transformers configuration needs the package transformers; install it, or give the sizes instead "
+            "(--layers, --hidden, --heads, --vocab)"
+        ) from error
+    if not hasattr(given, "to_diff_dict"):
+        path = Path(given)
+        path = path / "config.json" if path.is_dir() else path
+        try:
+            facts = json.loads(path.read_text(encoding="utf-8"))
+            kind = facts.pop("model_type")
+            config = transformers.AutoConfig.for_model(kind, **facts)
+        except (OSError, ValueError, KeyError) as error:
+            raise DeepSpeedConfigError(
+                f"{path}: expected a transformers configuration (JSON with model_type); found {type(error).__name__}: "
+                f"{error}"
+            ) from error
+    else:
+        config = given
+    architecture = next(iter(getattr(config, "architectures", None) or []), None)
+    cls = getattr(transformers, architecture, None) if architecture else None
+
+    def make() -> nn.Module:
+        if cls is not None:
+            return cls._from_config(copy.deepcopy(config))
+        return transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config))
+
+    return _built(f"{config.model_type} configuration", make, inputs)
+
+
+# -- inputs ------------------------------------------------------------------------------------------------------------
+
+
+def _arguments(model: nn.Module, inputs: Any, micro_batch: int, sequence_length: int) -> Inputs:
+    """The arguments of forward, on ``meta``."""
+    with torch.device(META):
+        made = inputs(micro_batch, sequence_length) if callable(inputs) else inputs
+        if made is None:
+            made = _token_inputs(model, micro_batch, sequence_length)
+    if isinstance(made, torch.Tensor):
+        made = (made,)
+    if not isinstance(made, (tuple, Mapping)) or not any(True for _ in tensors_of(made)):
+        raise DeepSpeedConfigError(
+            f"plan(inputs=...): expected a tensor, a tuple of positional or a dict of keyword arguments with tensors; "
+            f"found {type(made).__name__}"
+        )
+    moved = _moved(dict(made) if isinstance(made, Mapping) else made)
+    return ((), moved) if isinstance(moved, dict) else (moved, {})
+
+
+def _moved(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(META)
+    if isinstance(value, dict):
+        return {key: _moved(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_moved(item) for item in value)
+    return value
+
+
+def _token_inputs(model: nn.Module, micro_batch: int, sequence_length: int) -> dict[str, Any]:
+    accepted = inspect.signature(model.forward).parameters
+    if "input_ids" not in accepted or "labels" not in accepted:
+        raise DeepSpeedConfigError(
+            f"{type(model).__name__}.forward takes ({', '.join(accepted)}), not input_ids and labels; say what it "
+            "gets: plan(inputs=...), or let the callable that makes the model return (model, inputs)"
+        )
+    ids = torch.zeros(micro_batch, sequence_length, dtype=torch.int64, device=META)
+    made: dict[str, Any] = {"input_ids": ids, "labels": ids.clone()}
+    if "use_cache" in accepted:
+        made["use_cache"] = False
+    return made
+
+
+# -- activation checkpointing ------------------------------------------------------------------------------------------
+
+
+def checkpoint_blocks(model: nn.Module) -> None:
+    """Lets every repeated block keep its inputs only, and run again during backward.
+
+    A model of transformers does it itself; elsewhere the children of each ``ModuleList`` are the blocks.
+
+    Raises:
+        DeepSpeedConfigError: There is no repeated block.
+    """
+    enable = getattr(model, "gradient_checkpointing_enable", None)
+    if callable(enable):
+        model.train()
+        enable()
+        return
+    blocks = [
+        b for m in model.modules() if isinstance(m, nn.ModuleList) for b in m if next(b.parameters(), None) is not None
+    ]
+    if not blocks:
+        raise DeepSpeedConfigError(
+            f"activation checkpointing: {type(model).__name__} has no repeated blocks (children of a ModuleList); call "
+            "deepspeed.checkpointing.checkpoint in its forward instead"
+        )
+    from torch.utils.checkpoint import checkpoint
+
+    for block in blocks:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]

@@ -1,0 +1,108 @@
+"""Ranks that do not exist: transports whose backend moves nothing and says that everything has arrived.
+
+The transports are the real ones of ``deepspeed.comm``, with their pieces, limits, states and counters. Only the
+process group beneath them is a stand-in. What it "receives" are this rank's own small values, as if all ranks ran the
+same program on the same data; large transfers leave their buffers alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from deepspeed.comm.transport import GlooTransport, LocalTransport, NativeTransport, Transport
+
+
+class _Arrived:
+    """Work that is done: the network is taken to keep up with the computation."""
+
+    def wait(self, timeout: Any = None) -> None:
+        """Returns at once."""
+
+    def is_completed(self) -> bool:
+        """Always."""
+        return True
+
+
+class _Receipt(_Arrived):
+    """A receive: takes what this rank itself has sent under the same key."""
+
+    def __init__(self, sent: dict[int, torch.Tensor], key: int, place: torch.Tensor) -> None:
+        self._sent, self._key, self._place = sent, key, place
+
+    def wait(self, timeout: Any = None) -> None:
+        """Fills the place."""
+        values = self._sent.get(self._key)
+        if values is not None and values.numel() == self._place.numel():
+            self._place.copy_(values)
+
+
+class _PeerGroup:
+    """The group beneath sends and receives."""
+
+    def __init__(self) -> None:
+        self._sent: dict[int, torch.Tensor] = {}
+
+    def send(self, tensors: list[torch.Tensor], peer: int, key: int) -> _Arrived:
+        """Keeps small values for :meth:`recv`."""
+        if tensors[0].device.type == "cpu":
+            self._sent[key] = tensors[0]
+        return _Arrived()
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, key: int) -> _Arrived:
+        """Gives this rank's own values back."""
+        return _Receipt(self._sent, key, tensors[0]) if tensors[0].device.type == "cpu" else _Arrived()
+
+
+class _CollectiveGroup:
+    """The group beneath native collectives."""
+
+    def _allgather_base(self, flat: torch.Tensor, mine: torch.Tensor) -> _Arrived:
+        if flat.device.type == "cpu":
+            flat.view(-1, mine.numel()).copy_(mine.view(1, -1).expand(flat.numel() // mine.numel(), -1))
+        return _Arrived()
+
+    def _reduce_scatter_base(self, out: torch.Tensor, flat: torch.Tensor) -> _Arrived:
+        return _Arrived()
+
+    def allreduce(self, tensors: list[torch.Tensor]) -> _Arrived:
+        return _Arrived()
+
+
+class _PlayedGloo(GlooTransport):
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """See the class this one derives from; the values are those that are there."""
+
+
+class _PlayedNative(NativeTransport):
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """See the class this one derives from; the values are those that are there."""
+
+    def move(self, pieces: Any, *, label: str) -> None:
+        """See the class this one derives from; the values are those that are there."""
+
+
+class PlayedWorld:
+    """Rank ``rank`` of ``size``, alone.
+
+    Attributes:
+        rank: The rank that is played.
+        size: Number of ranks.
+        backend: ``gloo`` or the name of one with native collectives.
+    """
+
+    def __init__(self, rank: int, size: int, backend: str) -> None:
+        self.rank = rank
+        self.size = size
+        self.backend = backend
+
+    def transport(self, device: torch.device | None) -> Transport:
+        """A transport between the ranks."""
+        if self.size == 1:
+            return LocalTransport()
+        group: Any = _PeerGroup() if self.backend == "gloo" else _CollectiveGroup()
+        kind = _PlayedGloo if self.backend == "gloo" else _PlayedNative
+        made = kind(group, self.rank, self.size)
+        made.ranks = tuple(range(self.size))
+        return made

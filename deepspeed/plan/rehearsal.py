@@ -1,0 +1,353 @@
+"""Runs the real engine as rank *r* of *N* on tensors without values, and counts.
+
+Nothing of the engine is copied or imitated here. The world it sees is a stand-in: the other ranks (``network``),
+device, host memory and disk (``stage_set``), and the answers to what it reads from the device (``values``). Two steps
+are run; the second, in which every order is known and the optimizer has its state, is the one that is reported.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.accelerator import get_accelerator, set_accelerator
+from deepspeed.comm.counters import traffic
+from deepspeed.comm.world import played_by
+from deepspeed.engine.initialize import initialize
+from deepspeed.engine.outputs import tensors_in
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.logging import quiet
+from deepspeed.offload.disk import disk_is
+from deepspeed.offload.pinned import host_memory_from
+from deepspeed.ops.chunks import drop_scratch
+from deepspeed.plan.memory import Moment, Peak
+from deepspeed.plan.models import Workload
+from deepspeed.plan.network import PlayedWorld
+from deepspeed.plan.stage_set import META, PlayedDevice, PlayedDisk, PlayedHostMemory
+from deepspeed.plan.values import Rehearsal
+from deepspeed.zero.placement import Home
+from deepspeed.zero.storage import Kind
+
+_MOST_MICRO_BATCHES = 3  # of a step: the first, one of the middle ones, which are all alike, and the last
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is rehearsed.
+
+    Attributes:
+        config: The configuration, with micro-batch and accumulation steps in numbers.
+        accumulation_steps: Micro-batches per step.
+        micro_batch: Samples per micro-batch and rank.
+        sequence_length: Tokens of a sample.
+        ranks: Number of ranks.
+        rank: The one that is played.
+        kind: Kind of device: ``cpu``, or one with memory of its own.
+    """
+
+    config: dict[str, Any]
+    accumulation_steps: int
+    micro_batch: int
+    sequence_length: int
+    ranks: int
+    rank: int
+    kind: str
+
+
+@dataclass
+class Flow:
+    """What passed since the start of counting; differences and multiples of it are taken.
+
+    Attributes:
+        asked: Collectives of the schedule: name to calls and bytes.
+        ran: What the backend ran for them.
+        flops: Floating-point operations.
+        down: Bytes from device to host.
+        up: Bytes from host to device.
+        read: Bytes read from files.
+        written: Bytes written to files.
+    """
+
+    asked: dict[str, tuple[int, int]] = field(default_factory=dict)
+    ran: dict[str, tuple[int, int]] = field(default_factory=dict)
+    flops: int = 0
+    down: int = 0
+    up: int = 0
+    read: int = 0
+    written: int = 0
+
+    def plus(self, other: Flow, times: int) -> Flow:
+        """This and ``times`` the other."""
+        return Flow(
+            asked=_summed(self.asked, other.asked, times),
+            ran=_summed(self.ran, other.ran, times),
+            flops=self.flops + times * other.flops,
+            down=self.down + times * other.down,
+            up=self.up + times * other.up,
+            read=self.read + times * other.read,
+            written=self.written + times * other.written,
+        )
+
+
+def _summed(
+    first: dict[str, tuple[int, int]], second: dict[str, tuple[int, int]], times: int
+) -> dict[str, tuple[int, int]]:
+    total = {}
+    for name in first.keys() | second.keys():
+        calls, nbytes = first.get(name, (0, 0))
+        more_calls, more_bytes = second.get(name, (0, 0))
+        if calls + times * more_calls or nbytes + times * more_bytes:
+            total[name] = (calls + times * more_calls, nbytes + times * more_bytes)
+    return total
+
+
+@dataclass
+class Rehearsed:
+    """What one rank holds and moves in one step.
+
+    Attributes:
+        parameters: Elements of the model's parameters.
+        trained: Of those, the trained ones.
+        peaks: By home, the highest sum of everything and what it was made of.
+        kind_peaks: Most bytes of each kind, by home.
+        states: Bytes of each kind, by home, between backward and update.
+        activations: Bytes that forward keeps for backward.
+        pinned: Most bytes of locked host memory.
+        file_bytes: Size of the rank's files.
+        flow: What the step moved and computed.
+        init_peak: Highest sum on the device while the engine was built.
+    """
+
+    parameters: int
+    trained: int
+    peaks: dict[Home, Peak]
+    kind_peaks: dict[tuple[Kind, Home], int]
+    states: dict[tuple[Kind, Home], int]
+    activations: int
+    pinned: int
+    file_bytes: int
+    flow: Flow
+    init_peak: int
+
+
+def rehearse(workload: Workload, part: Part) -> Rehearsed:
+    """Builds the engine and runs it; raises what the engine raises."""
+    count = Rehearsal(part.kind)
+    disk = PlayedDisk(count.note)
+    with _stage(part, count, disk):
+        return _Run(workload, part, count, disk).result()
+
+
+@contextmanager
+def _stage(part: Part, count: Rehearsal, disk: PlayedDisk) -> Iterator[None]:
+    """Everything that the engine must not notice; undone at the end."""
+    accelerator = get_accelerator()
+    device = PlayedDevice(part.kind)
+    world = PlayedWorld(part.rank, part.ranks, device.communication_backend_name() or "nccl")
+    host = PlayedHostMemory(is_device=part.kind == "cpu", note=count.note)
+    collects = gc.isenabled()
+    books = copy.deepcopy((traffic.asked, traffic.ran))
+    local_rank = os.environ.pop("LOCAL_RANK", None)
+    set_accelerator(device)
+    drop_scratch(META)
+    try:
+        with ExitStack() as stack:
+            for context in (quiet(), played_by(world), host_memory_from(host), disk_is(disk), count.counting()):
+                stack.enter_context(context)
+            yield
+    finally:
+        drop_scratch(META)
+        set_accelerator(accelerator)
+        traffic.asked, traffic.ran = books
+        if local_rank is not None:
+            os.environ["LOCAL_RANK"] = local_rank
+        if collects:
+            gc.enable()
+
+
+class _Run:
+    def __init__(self, workload: Workload, part: Part, count: Rehearsal, disk: PlayedDisk) -> None:
+        self._workload = workload
+        self._part = part
+        self._count = count
+        self._disk = disk
+        self._steps = min(part.accumulation_steps, _MOST_MICRO_BATCHES)
+        self._activations = 0
+        self._states: dict[tuple[Kind, Home], int] = {}
+        self._names = {module: name for name, module in workload.model.named_modules()}
+        self._stack: list[str] = []
+
+    def result(self) -> Rehearsed:
+        """Runs everything."""
+        count, model = self._count, self._workload.model
+        self._enter("initialize")
+        parameters = sum(p.numel() for p in model.parameters())
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        engine = initialize(model=model, optimizer=_client_optimizer(self._part.config), config=self._config())[0]
+        count.look()
+        init_peak = count.peaks[Home.DEVICE].nbytes
+        inputs = self._workload.inputs(self._part.micro_batch, self._part.sequence_length)
+        try:
+            with self._modules_watched():
+                self._step(engine, inputs)
+                if engine._updater is not None:
+                    engine._updater.count_state()
+                engine._runtime.ledger.reset_peak()
+                count.reset_peaks()
+                self._activations = 0
+                flows = self._step(engine, inputs)
+            count.look()
+            ledger = engine._runtime.ledger
+            kinds = {(kind, home): ledger.peak(kind, home) for kind in Kind for home in Home}
+        finally:
+            engine.destroy()
+        return Rehearsed(
+            parameters=parameters,
+            trained=trained,
+            peaks=count.peaks,
+            kind_peaks={key: nbytes for key, nbytes in kinds.items() if nbytes},
+            states={key: nbytes for key, nbytes in self._states.items() if nbytes},
+            activations=self._activations,
+            pinned=count.most_pinned,
+            file_bytes=self._disk.nbytes,
+            flow=self._extended(flows),
+            init_peak=init_peak,
+        )
+
+    def _config(self) -> dict[str, Any]:
+        config = {key: value for key, value in self._part.config.items() if key not in _SIDE_EFFECTS}
+        config.pop("train_batch_size", None)
+        config["train_micro_batch_size_per_gpu"] = self._part.micro_batch
+        config["gradient_accumulation_steps"] = self._steps
+        return config
+
+    # -- one step ----------------------------------------------------------------------------------------------------
+
+    def _step(self, engine: Any, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Flow]:
+        """Micro-batches up to an update; returns what each moved."""
+        flows = []
+        for _ in range(self._steps):
+            before = self._flow()
+            self._enter("forward")
+            held = self._count.other[Home.DEVICE]
+            loss = loss_of(engine(*inputs[0], **inputs[1]))
+            self._activations = max(self._activations, self._count.other[Home.DEVICE] - held)
+            self._enter("backward")
+            engine.backward(loss)
+            ledger = engine._runtime.ledger
+            self._states = {(kind, home): ledger.live(kind, home) for kind in Kind for home in Home}
+            self._enter("step")
+            engine.step()
+            del loss
+            flows.append(self._flow().plus(before, -1))
+        return flows
+
+    def _extended(self, flows: list[Flow]) -> Flow:
+        """The flow of all micro-batches: those in the middle are alike."""
+        total = Flow()
+        for flow in flows:
+            total = total.plus(flow, 1)
+        left_out = self._part.accumulation_steps - self._steps
+        return total.plus(flows[-2], left_out) if left_out else total
+
+    def _flow(self) -> Flow:
+        return Flow(
+            asked={name: (tally.calls, tally.nbytes) for name, tally in traffic.asked.items()},
+            ran={name: (tally.calls, tally.nbytes) for name, tally in traffic.ran.items()},
+            flops=self._count.flops,
+            down=self._count.copied_down,
+            up=self._count.copied_up,
+            read=self._disk.read,
+            written=self._disk.written,
+        )
+
+    # -- where we are ------------------------------------------------------------------------------------------------
+
+    def _enter(self, phase: str, module: str = "") -> None:
+        self._count.moment = Moment(phase, module)
+
+    @contextmanager
+    def _modules_watched(self) -> Iterator[None]:
+        """Keeps :attr:`MemoryCount.moment` up to date, without touching the model."""
+        before = nn.modules.module.register_module_forward_pre_hook(self._before)
+        after = nn.modules.module.register_module_forward_hook(self._after, always_call=True)
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+
+    def _before(self, module: nn.Module, _args: Any) -> None:
+        name = self._names.get(module)
+        if name is not None:
+            self._stack.append(name)
+            self._enter(self._count.moment.phase, name)
+
+    def _after(self, module: nn.Module, _args: Any, output: Any) -> None:
+        name = self._names.get(module)
+        if name is None or not self._stack:
+            return
+        self._stack.pop()
+        self._enter(self._count.moment.phase, self._stack[-1] if self._stack else "")
+        if self._count.moment.phase == "forward" and torch.is_grad_enabled():
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda _gradient, name=name: self._enter("backward", name))
+
+
+_SIDE_EFFECTS = frozenset(
+    {
+        "tensorboard",
+        "wandb",
+        "csv_monitor",
+        "comet",
+        "flops_profiler",
+        "comms_logger",
+        "dump_state",
+        "wall_clock_breakdown",
+        "memory_breakdown",
+        "steps_per_print",
+        "log_level",
+    }
+)
+"""Keys that write or log and do not change what a step holds or moves."""
+
+
+def _client_optimizer(config: dict[str, Any]) -> Any:
+    """AdamW stands for the optimizer that a script makes where the configuration names none."""
+    section = config.get("optimizer")
+    if isinstance(section, dict) and section.get("type") is not None:
+        return None
+    return torch.optim.AdamW
+
+
+def loss_of(outputs: Any) -> torch.Tensor:
+    """The loss in what a model returned: the tensor itself, ``.loss``, or the first member.
+
+    Raises:
+        DeepSpeedConfigError: There is no tensor of floating dtype.
+    """
+    if isinstance(outputs, dict) and "loss" in outputs:
+        outputs = outputs["loss"]
+    found = getattr(outputs, "loss", None)
+    if not isinstance(found, torch.Tensor):
+        found = next((t for t in _in_order(outputs) if t.is_floating_point()), None)
+    if found is None:
+        raise DeepSpeedConfigError(f"plan: the model returned {type(outputs).__name__} without a floating tensor")
+    return found if found.numel() == 1 else found.float().mean()
+
+
+def _in_order(outputs: Any) -> Iterator[torch.Tensor]:
+    if isinstance(outputs, (tuple, list)):
+        for item in outputs:
+            yield from _in_order(item)
+    else:
+        yield from tensors_in(outputs)

@@ -1,0 +1,172 @@
+"""Plans as text: what a rank holds, what it moves, how long that takes at least, and a verdict."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from deepspeed.plan.devices import in_words
+from deepspeed.plan.planner import Plan, stage_of
+from deepspeed.plan.times import lower_bounds, travels
+from deepspeed.zero.placement import Home
+from deepspeed.zero.storage import Kind
+
+_ORDER = (
+    Kind.COMPUTE,
+    Kind.GATHERED,
+    Kind.GRADIENT,
+    Kind.GRADIENT_BUCKET,
+    Kind.MASTER,
+    Kind.OPTIMIZER,
+    Kind.STAGING,
+)
+_HOMES = {Home.DEVICE: "device", Home.HOST: "host", Home.FILE: "files"}
+
+
+def plan_text(plan: Plan, width: int) -> str:
+    """The whole plan.
+
+    Args:
+        plan: The plan.
+        width: Columns.
+    """
+    parts = [_headline(plan), _memory(plan), _collectives(plan), _times(plan), _verdict(plan)]
+    return as_text([part for part in parts if part is not None], width)
+
+
+def as_text(parts: Iterable[Table | Text], width: int) -> str:
+    """Tables and lines as plain text."""
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(Group(*parts))
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    return "\n".join(line.rstrip() for line in printed.splitlines()) + "\n"
+
+
+def describe(plan: Plan) -> str:
+    """Configuration in a few words: stage, offload, micro-batch, checkpointing."""
+    zero = plan.config.get("zero_optimization") or {}
+    words = [f"ZeRO stage {stage_of(plan.config)}"]
+    for key, name in (("offload_optimizer", "optimizer"), ("offload_param", "parameters")):
+        device = (zero.get(key) or {}).get("device", "none")
+        if device != "none":
+            words.append(f"{name} on {device}")
+    words.append(f"micro-batch {plan.micro_batch} x {plan.accumulation_steps}")
+    words.append("activation checkpointing" if plan.request.checkpointing else "no activation checkpointing")
+    return ", ".join(words)
+
+
+def _headline(plan: Plan) -> Text:
+    machine, found = plan.machine, plan.rehearsed
+    lines = [
+        f"{plan.request.source.name}: {found.parameters:,} parameters, {found.trained:,} trained, sequences of "
+        f"{plan.request.sequence_length:,} tokens",
+        f"{machine.ranks:,} ranks: {machine.nodes:,} x {machine.devices_per_node} {machine.device.name} with "
+        f"{machine.device_memory / 1e9:,.0f} GB",
+        describe(plan),
+        *(f"note: {notice}" for notice in plan.notices),
+    ]
+    return Text("\n".join(lines) + "\n")
+
+
+def _memory(plan: Plan) -> Table:
+    found, machine = plan.rehearsed, plan.machine
+    table = Table(title="Memory of one rank in a step", title_justify="left")
+    for heading in ("", "where", "most of it", "when the sum is highest"):
+        table.add_column(heading, justify="left" if heading in ("", "where") else "right")
+    for home in (Home.DEVICE, Home.HOST, Home.FILE):
+        peak = found.peaks.get(home)
+        rows = 0
+        for kind in _ORDER:
+            most = found.kind_peaks.get((kind, home), 0)
+            if most:
+                rows += 1
+                then = "" if home is Home.FILE or peak is None else in_words(peak.kinds.get(kind, 0))
+                table.add_row(kind.value, _HOMES[home], in_words(most), then)
+        if home is Home.DEVICE and peak is not None:
+            for checkpointed, nbytes in sorted(plan.activations.items()):
+                note = "with" if checkpointed else "without"
+                mine = checkpointed == plan.request.checkpointing
+                table.add_row(
+                    f"activations kept by forward, {note} checkpointing",
+                    "device",
+                    in_words(nbytes),
+                    "" if mine else "(not this plan)",
+                )
+            table.add_row("activations and temporary tensors", "device", "", in_words(peak.other))
+            table.add_row("sum", "device", "", in_words(peak.nbytes), style="bold")
+        elif home is Home.HOST and peak is not None and peak.nbytes:
+            if peak.other:
+                table.add_row("further buffers", "host", "", in_words(peak.other))
+            table.add_row("sum", "host", "", in_words(peak.nbytes), style="bold")
+            if found.pinned:
+                table.add_row("of it page-locked", "host", in_words(found.pinned), "")
+        elif home is Home.FILE and found.file_bytes:
+            table.add_row("sum", "files", in_words(found.file_bytes), "", style="bold")
+        if rows and home is not Home.FILE:
+            table.add_section()
+    table.caption = (
+        f"Highest on the device: {found.peaks[Home.DEVICE].moment}. A device offers {in_words(machine.device_memory)}, "
+        f"of which {machine.headroom:.0%} stay with the driver."
+    )
+    table.caption_justify = "left"
+    return table
+
+
+def _collectives(plan: Plan) -> Table | None:
+    rows = travels(plan.rehearsed.flow, plan.machine)
+    if not rows:
+        return None
+    table = Table(title="Collectives of one step, per rank", title_justify="left")
+    for heading in ("", "calls", "bytes of the buffers", "inside the node, at least", "between nodes, at least"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for row in rows:
+        table.add_row(row.name, f"{row.calls:,}", in_words(row.nbytes), in_words(row.inside), in_words(row.between))
+    return table
+
+
+def _times(plan: Plan) -> Table | None:
+    bounds = lower_bounds(plan.rehearsed.flow, plan.machine)
+    if not bounds:
+        return None
+    table = Table(title="A step takes at least", title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for name, seconds in bounds.items():
+        table.add_row(name, f"{seconds:,.3f} s")
+    table.add_row("all of it at once, perfectly overlapped", f"{max(bounds.values()):,.3f} s", style="bold")
+    return table
+
+
+def _verdict(plan: Plan) -> Text:
+    machine = plan.machine
+    lines = []
+    left = machine.usable - plan.device_bytes
+    if left >= 0:
+        lines.append(f"Device: fits, {in_words(left)} of usable memory are left.")
+    else:
+        lines.append(
+            f"Device: DOES NOT FIT, {in_words(-left)} are missing ({in_words(plan.device_bytes)} needed during "
+            f"{plan.rehearsed.peaks[Home.DEVICE].moment}, {in_words(machine.usable)} usable)."
+        )
+    if plan.host_bytes or machine.host_memory is not None:
+        offered = f" of {in_words(machine.host_memory)}" if machine.host_memory is not None else ""
+        over = machine.host_memory is not None and plan.host_bytes > machine.host_memory
+        lines.append(
+            f"Host: {'DOES NOT FIT, ' if over else ''}{in_words(plan.host_bytes)}{offered} per node, for "
+            f"{machine.devices_per_node} rank(s)."
+        )
+    if plan.nvme_bytes:
+        lines.append(f"Disk: {in_words(plan.nvme_bytes)} per node.")
+    if not plan.fits:
+        lines.append(
+            "What makes it fit, each planned:" if plan.suggestions else "No change that was tried makes it fit."
+        )
+        for change, other in plan.suggestions:
+            seconds = f", a step takes at least {other.step_seconds:,.2f} s" if other.step_seconds else ""
+            host = f", {in_words(other.host_bytes)} of host memory per node" if other.host_bytes else ""
+            lines.append(f"  - {change}: {in_words(other.device_bytes)} on the device{host}{seconds}")
+    return Text("\n" + "\n".join(lines))

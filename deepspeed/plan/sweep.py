@@ -1,0 +1,177 @@
+"""Many plans at once: world sizes, stages, offload and micro-batches, as a table and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from deepspeed.config.batch import ACCUMULATION, MICRO, TOTAL
+from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
+from deepspeed.plan.devices import Machine, in_words
+from deepspeed.plan.planner import Plan, Request, changed, make_plan
+from deepspeed.plan.show import as_text
+
+AXES = ("world", "stage", "offload", "micro_batch", "checkpointing")
+_OFFLOADS = ("none", "cpu", "nvme")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One place of a sweep.
+
+    Attributes:
+        place: Axis to value.
+        plan: What was planned, or None.
+        refusal: Why there is no plan; empty otherwise.
+    """
+
+    place: dict[str, Any]
+    plan: Plan | None
+    refusal: str = ""
+
+
+def read_axes(entries: Sequence[str]) -> dict[str, list[Any]]:
+    """Axes from ``name=value,value`` entries.
+
+    Raises:
+        DeepSpeedConfigError: An axis or value is unknown.
+    """
+    axes: dict[str, list[Any]] = {}
+    for entry in entries:
+        name, equals, text = entry.partition("=")
+        if not equals or name not in AXES or not text:
+            raise DeepSpeedConfigError(
+                f"--sweep {entry!r}: expected one of {', '.join(AXES)}, '=', and values with commas, such as "
+                "world=8,64 stage=2,3 offload=none,cpu,nvme checkpointing=off,on"
+            )
+        axes[name] = [_value(name, value) for value in text.split(",")]
+    return axes
+
+
+def _value(name: str, text: str) -> Any:
+    if name == "offload":
+        if text not in _OFFLOADS:
+            raise DeepSpeedConfigError(f"--sweep offload={text}: expected {', '.join(_OFFLOADS)}")
+        return text
+    if name == "checkpointing":
+        if text not in ("on", "off"):
+            raise DeepSpeedConfigError(f"--sweep checkpointing={text}: expected on or off")
+        return text == "on"
+    try:
+        number = int(text)
+    except ValueError:
+        number = -1
+    if number < (0 if name == "stage" else 1) or (name == "stage" and number > 3):
+        limits = "0, 1, 2 or 3" if name == "stage" else "a whole number above 0"
+        raise DeepSpeedConfigError(f"--sweep {name}={text}: expected {limits}")
+    return number
+
+
+def sweep(request: Request, axes: dict[str, list[Any]]) -> Iterator[Point]:
+    """Plans every combination of the axes' values.
+
+    What the engine refuses is a point with its sentence. A world is spread over nodes of the request's size.
+    """
+    for values in product(*axes.values()):
+        place = dict(zip(axes, values, strict=True))
+        try:
+            yield Point(place, make_plan(_at(request, place), compare=False))
+        except DeepSpeedError as error:
+            yield Point(place, None, str(error))
+
+
+def _at(request: Request, place: dict[str, Any]) -> Request:
+    config = dict(request.config)
+    if all(isinstance(config.get(name), int) for name in (TOTAL, MICRO, ACCUMULATION)):
+        config.pop(TOTAL)  # right for one world only
+    if "stage" in place:
+        config = changed(config, stage=place["stage"])
+    if "offload" in place:
+        config = changed(config, **_offload(config, place["offload"]))
+    machine = request.machine
+    if "world" in place:
+        machine = _spread(machine, place["world"])
+    return replace(
+        request,
+        config=config,
+        machine=machine,
+        micro_batch=place.get("micro_batch", request.micro_batch),
+        checkpointing=place.get("checkpointing", request.checkpointing),
+    )
+
+
+def _offload(config: dict[str, Any], device: str) -> dict[str, Any]:
+    """Optimizer states, and at stage 3 the parameters too, on ``device``."""
+    if device == "none":
+        return {"offload_optimizer": None, "offload_param": None}
+    zero = config.get("zero_optimization") or {}
+    entry: dict[str, Any] = {"device": device}
+    if device == "nvme":
+        entry["nvme_path"] = (zero.get("offload_optimizer") or {}).get("nvme_path") or "/local_nvme"
+    keys: dict[str, Any] = {"offload_optimizer": {**(zero.get("offload_optimizer") or {}), **entry}}
+    if zero.get("stage") == 3:
+        keys["offload_param"] = {**(zero.get("offload_param") or {}), **entry}
+    return keys
+
+
+def _spread(machine: Machine, world: int) -> Machine:
+    devices = min(machine.devices_per_node, world)
+    if world % devices:
+        raise DeepSpeedConfigError(f"--sweep world={world}: no multiple of {devices} devices per node")
+    return replace(machine, nodes=world // devices, devices_per_node=devices)
+
+
+def sweep_text(points: Sequence[Point], width: int = 110) -> str:
+    """The frontier as a table: what fits, what it needs, how long a step takes at least.
+
+    A point is on the frontier (``*``) if it fits and no other that fits with the same world needs both less device
+    memory and a shorter step.
+    """
+    axes = list(points[0].place) if points else []
+    table = Table(title="Sweep, per device and node", title_justify="left")
+    for heading in (*axes, "fits", "device", "host per node", "files per node", "step at least", ""):
+        table.add_column(heading, justify="left" if heading in ("fits", "") else "right")
+    refusals = []
+    best = frontier(points)
+    for point in points:
+        place = [_words(value) for value in point.place.values()]
+        if point.plan is None:
+            refusals.append(f"{', '.join(f'{k}={_words(v)}' for k, v in point.place.items())}: {point.refusal}")
+            table.add_row(*place, "refused", "", "", "", "", f"({len(refusals)})")
+            continue
+        plan = point.plan
+        seconds = "" if plan.step_seconds is None else f"{plan.step_seconds:,.3f} s"
+        table.add_row(
+            *place,
+            "yes" if plan.fits else "no",
+            in_words(plan.device_bytes),
+            in_words(plan.host_bytes) if plan.host_bytes else "",
+            in_words(plan.nvme_bytes) if plan.nvme_bytes else "",
+            seconds,
+            "*" if point in best else "",
+        )
+    notes = [Text(f"({number}) {sentence}") for number, sentence in enumerate(refusals, 1)]
+    return as_text([table, *notes], width)
+
+
+def _words(value: Any) -> str:
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
+
+
+def frontier(points: Sequence[Point]) -> list[Point]:
+    """The points that fit and that no other of the same world beats in memory and time."""
+    fitting = [point for point in points if point.plan is not None and point.plan.fits]
+
+    def beats(one: Point, other: Point) -> bool:
+        if one.plan is None or other.plan is None or one.plan.machine.ranks != other.plan.machine.ranks:
+            return False
+        mine = (one.plan.device_bytes, one.plan.step_seconds or 0.0)
+        its = (other.plan.device_bytes, other.plan.step_seconds or 0.0)
+        return all(a <= b for a, b in zip(mine, its, strict=True)) and mine != its
+
+    return [point for point in fitting if not any(beats(other, point) for other in fitting)]

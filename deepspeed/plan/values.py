@@ -1,0 +1,179 @@
+"""Operations of a rehearsal: shapes are computed, and whatever a program reads from the device is answered here.
+
+A rehearsal has no values. Where the program asks for one (a norm, whether something is finite, whether a mask is all
+true) it gets that of a training in good health: numbers are 1, nothing is infinite or missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from deepspeed.errors import NotYetSupportedError
+from deepspeed.plan.memory import MemoryCount, tensors_of
+
+aten = torch.ops.aten
+_MOST_READ = 1 << 20  # elements that a program may copy to the host without values of its own
+
+
+class Rehearsal(MemoryCount):
+    """Counts memory and arithmetic of operations on ``meta`` tensors.
+
+    Args:
+        kind: Of the device that is played.
+
+    Attributes:
+        flops: Floating-point operations of matrix products, convolutions and attention so far.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__("meta")
+        self._kind = kind
+        self.flops = 0
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Active as a mode of torch, and as the auditor of all ledgers."""
+        with super().counting(), _attention_of(self._kind):
+            yield
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Computes the shapes of one operation, or answers it."""
+        if _updates_in_place(func):
+            return None
+        answer = _ANSWERS.get(func)
+        if answer is not None:
+            found = answer(self, args, kwargs)
+            if found is not NotImplemented:
+                return found
+        result = func(*args, **kwargs)
+        formula = _formulas().get(func._overloadpacket)
+        if formula is not None:
+            self.flops += int(formula(*args, **kwargs, out_val=result))
+        return result
+
+
+def _updates_in_place(func: Any) -> bool:
+    """Fused updates of lists return nothing; what they would compute is of no interest."""
+    name = func._schema.name
+    return name.startswith(("aten::_fused_", "aten::_foreach_")) and name.endswith("_") and not func._schema.returns
+
+
+def _read_number(rehearsal: Rehearsal, args: tuple[Any, ...], _kwargs: Any) -> Any:
+    tensor = args[0]
+    if tensor.device.type != "meta":
+        return NotImplemented
+    if tensor.dtype == torch.bool:
+        return tensor.__dict__.get("_all_true", False)
+    return 1.0 if tensor.is_floating_point() else 1
+
+
+def _all_true(rehearsal: Rehearsal, args: tuple[Any, ...], kwargs: Any) -> Any:
+    if args[0].device.type != "meta":
+        return NotImplemented
+    made = aten.any.default(args[0])
+    made._all_true = True
+    return made
+
+
+def _copy_to_host(_rehearsal: Rehearsal, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, device = args[0], kwargs.get("device")
+    if tensor.device.type != "meta" or device is None or torch.device(device).type != "cpu":
+        return NotImplemented
+    return _ones(tensor, kwargs.get("dtype") or tensor.dtype)
+
+
+def _copy_into_host(_rehearsal: Rehearsal, args: tuple[Any, ...], _kwargs: Any) -> Any:
+    target, source = args[0], args[1]
+    if source.device.type != "meta" or target.device.type == "meta":
+        return NotImplemented
+    return target.copy_(_ones(source, target.dtype))
+
+
+def _ones(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if like.numel() > _MOST_READ:
+        raise NotYetSupportedError(
+            f"plan: the model copies a tensor of shape {tuple(like.shape)} to the host, where a rehearsal has no "
+            "values for it; keep that out of forward and loss"
+        )
+    return torch.ones(like.shape, dtype=dtype)
+
+
+def _equal(_rehearsal: Rehearsal, args: tuple[Any, ...], _kwargs: Any) -> Any:
+    return True if any(t.device.type == "meta" for t in tensors_of(args)) else NotImplemented
+
+
+@contextmanager
+def _attention_of(kind: str) -> Iterator[None]:
+    """Gives ``scaled_dot_product_attention`` on ``meta`` the kernel that torch takes on a device of that kind.
+
+    Torch itself would write the whole attention matrix there.
+    """
+
+    def attend(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        same_width = query.dim() == 4 and query.shape[-1] == value.shape[-1]
+        half = query.dtype in (torch.float16, torch.bfloat16)
+        if kind == "cpu":
+            if same_width and dropout_p == 0.0:
+                return aten._scaled_dot_product_flash_attention_for_cpu(
+                    query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+                )[0]
+        elif same_width and half and attn_mask is None and query.shape[-1] <= 256:
+            return aten._scaled_dot_product_flash_attention(
+                query, key, value, dropout_p, is_causal, False, scale=scale
+            )[0]
+        elif same_width and query.shape[1] == key.shape[1]:
+            return aten._scaled_dot_product_efficient_attention(
+                query, key, value, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
+            )[0]
+        return aten._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )[0]
+
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        library.impl("scaled_dot_product_attention", attend, "AutogradMeta")
+        yield
+    finally:
+        library._destroy()
+
+
+_ANSWERS: dict[Any, Any] = {
+    aten._local_scalar_dense.default: _read_number,
+    aten.all.default: _all_true,
+    aten._to_copy.default: _copy_to_host,
+    aten.copy_.default: _copy_into_host,
+    aten.equal.default: _equal,
+}
+
+_found_formulas: dict[Any, Any] = {}
+
+
+def _formulas() -> dict[Any, Any]:
+    """Torch's formulas of arithmetic, with that of the attention kernel for host memory, which it lacks."""
+    if not _found_formulas:
+        from torch.utils import flop_counter
+
+        _found_formulas.update(flop_counter.flop_registry)
+        _found_formulas.setdefault(
+            aten._scaled_dot_product_flash_attention_for_cpu,
+            flop_counter.flop_registry[aten._scaled_dot_product_flash_attention],
+        )
+        _found_formulas.setdefault(
+            aten._scaled_dot_product_flash_attention_for_cpu_backward,
+            flop_counter.flop_registry[aten._scaled_dot_product_flash_attention_backward],
+        )
+    return _found_formulas

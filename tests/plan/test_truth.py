@@ -1,0 +1,55 @@
+"""Plans against real runs: bytes by kind, their highest sum, activations, collectives and what is sent for them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.harness import run_ranks
+from tests.plan.cells import OFFLOADS, STAGES, Cell, assert_true, measure, planned
+
+VARIANTS = [
+    Cell(0, accumulation=2),
+    Cell(1, accumulation=3, precision="fp32"),
+    Cell(2, accumulation=5),
+    Cell(3, accumulation=5),
+    Cell(3, checkpointing=True),
+    Cell(1, checkpointing=True),
+    Cell(3, precision="fp16"),
+    Cell(2, precision="fp32"),
+    Cell(3, "cpu", "cpu", accumulation=2),
+    Cell(3, zero=(("stage3_max_reuse_distance", 10**9), ("stage3_max_live_parameters", 10**9))),
+    Cell(0, zero=(("reduce_bucket_size", 20_000),)),
+    Cell(1, more=(("communication_data_type", "fp32"),)),
+    Cell(3, more=(("prescale_gradients", True),)),
+    Cell(0, more=(("optimizer", {"type": "Lion", "params": {"lr": 1e-4}}),)),
+]
+
+
+def _compare(cells, ranks, folder):
+    for_each_rank = run_ranks(measure, ranks, cells, str(folder), timeout=240)
+    wrong = []
+    for number, cell in enumerate(cells):
+        for rank in {0, ranks - 1}:
+            try:
+                assert_true(planned(cell, ranks, str(folder), rank), for_each_rank[rank][number])
+            except AssertionError as error:
+                wrong.append(f"{cell} on rank {rank} of {ranks}:\n{error}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_stages(ranks, tmp_path):
+    _compare(STAGES, ranks, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "ranks", [1, pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)]
+)
+def test_offload(ranks, tmp_path):
+    _compare(OFFLOADS, ranks, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_variants(ranks, tmp_path):
+    _compare(VARIANTS, ranks, tmp_path)
