@@ -56,7 +56,7 @@ def _landed(
     runtime: ZeroRuntime, formula: MemoryFormula, precision: PrecisionPolicy, accumulation_steps: int
 ) -> tuple[int, str]:
     """Host memory of gradients that came down from an accelerator is kept; locking pages is slow."""
-    if runtime.device.type == "cpu" or runtime.reducer is None:
+    if runtime.host_is_device or runtime.reducer is None:
         return 0, "0 between steps"
     return formula.gradients(
         accumulation=accumulation_steps > 1,

@@ -185,6 +185,9 @@ def _short(plan: Plan) -> dict[str, Any]:
     }
 
 
+_EXCHANGING = ("Lamb", "Muon")
+
+
 def read_config(source: Any) -> dict[str, Any]:
     """The configuration as a dict of its own: from a dict, a path, or base64."""
     return copy.deepcopy(dict(read_source(source).data))
@@ -208,6 +211,12 @@ def make_plan(request: Request, *, compare: bool = True) -> Plan:
         raise NotYetSupportedError(
             "plan: torch_autocast.enabled casts by operation, which a rehearsal on meta tensors does not follow; plan "
             "with bf16.enabled instead, whose parameters have 2 bytes"
+        )
+    named = parsed.root.optimizer.type if parsed.root.optimizer is not None else None
+    if ranks > 1 and named in _EXCHANGING and stage_of(config) > 0:
+        raise NotYetSupportedError(
+            f"plan: optimizer.type {named} exchanges values of its own between ranks in a sharded update, which a "
+            "rehearsal does not follow; plan with AdamW, or at stage 0"
         )
     notices += parsed.notices
     assert parsed.batch is not None

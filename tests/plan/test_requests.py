@@ -1,0 +1,175 @@
+"""What goes into a plan and what comes out: models, machines, refusals, advice, sweeps and the command line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import deepspeed
+from deepspeed.cli.plan import main
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.plan import DecoderShape
+from deepspeed.plan.devices import DEVICES, in_words, read_bytes
+from deepspeed.plan.sweep import read_axes
+from deepspeed.plan.times import travels
+from deepspeed.zero.placement import Home
+from deepspeed.zero.storage import Kind
+
+SHAPE = DecoderShape(layers=2, hidden=64, heads=4, vocab=128)
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+    "zero_optimization": {"stage": 1},
+}
+SIZES = ["--layers", "2", "--hidden", "64", "--heads", "4", "--vocab", "128", "--sequence-length", "32"]
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x, target):
+        return {"loss": (self.two(torch.relu(self.one(x))) - target).square().mean()}
+
+
+def pair_with_inputs():
+    return Pair(), lambda samples, _tokens: (torch.zeros(samples, 8), torch.zeros(samples, 1))
+
+
+def reads_values():
+    if torch.ones(3).sum().item() > 2:
+        return Pair()
+    return None
+
+
+def plan(model=SHAPE, config=CONFIG, **options):
+    return deepspeed.plan(model, config, **{"sequence_length": 32, "compare_checkpointing": False, **options})
+
+
+@pytest.mark.parametrize(("text", "nbytes"), [("80GB", 80 * 10**9), ("1.5 GiB", 3 * 2**29), ("7kib", 7168), (12, 12)])
+def test_quantities(text, nbytes):
+    assert read_bytes(text, "memory") == nbytes
+
+
+@pytest.mark.parametrize("text", ["80", "GB", "-3GB", "80 gigs", 0])
+def test_quantities_without_sense_are_refused(text):
+    with pytest.raises(DeepSpeedConfigError, match="device memory"):
+        plan(device_memory=text)
+
+
+def test_a_live_model_is_left_alone():
+    model = Pair()
+    before = {name: (p.clone(), p.data_ptr()) for name, p in model.named_parameters()}
+    made = plan(model, inputs=lambda samples, _: (torch.zeros(samples, 8), torch.zeros(samples, 1)), devices_per_node=2)
+    assert made.rehearsed.parameters == 8 * 8 + 8 + 8 + 1
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name][0]) and parameter.data_ptr() == before[name][1]
+    assert model(torch.zeros(1, 8), torch.zeros(1, 1))["loss"].item() >= 0
+    assert deepspeed.get_accelerator().device_name() == "cpu" or torch.cuda.is_available()
+
+
+def test_a_callable_by_name_and_one_that_cannot_be_built_without_values():
+    made = plan(f"{__name__}:pair_with_inputs")
+    assert made.rehearsed.parameters == 81
+    with pytest.raises(DeepSpeedConfigError, match="meta device"):
+        plan(reads_values)
+    with pytest.raises(DeepSpeedConfigError, match="no callable"):
+        plan(f"{__name__}:nothing")
+
+
+def test_the_engine_says_what_is_wrong_with_a_configuration():
+    broken = {**CONFIG, "train_batch_size": 7}
+    with pytest.raises(DeepSpeedConfigError) as planned:
+        plan(config=broken)
+    with pytest.raises(DeepSpeedConfigError) as real:
+        deepspeed.initialize(model=Pair(), config=broken)
+    assert str(planned.value) == str(real.value)
+    with pytest.raises(DeepSpeedConfigError, match="stage"):
+        plan(config={**CONFIG, "zero_optimization": {"stage": 7}})
+
+
+def test_a_transformers_configuration(tmp_path):
+    pytest.importorskip("transformers")
+    facts = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    facts |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100}
+    (tmp_path / "config.json").write_text(json.dumps(facts))
+    folder, file = (plan(str(path), devices_per_node=4) for path in (tmp_path, tmp_path / "config.json"))
+    layer = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 96 + 2 * 64
+    assert folder.rehearsed.parameters == 2 * layer + 2 * 100 * 64 + 64
+    assert folder.device_bytes == file.device_bytes
+    checkpointed = plan(str(tmp_path), devices_per_node=4, activation_checkpointing=True)
+    assert checkpointed.rehearsed.activations < folder.rehearsed.activations / 2
+    with pytest.raises(DeepSpeedConfigError, match="model_type"):
+        (tmp_path / "config.json").write_text("{}")
+        plan(str(tmp_path))
+
+
+def test_traffic_between_and_inside_nodes():
+    made = plan(nodes=4, devices_per_node=2)
+    rows = {row.name: row for row in travels(made.rehearsed.flow, made.machine)}
+    gather = rows["all_gather"]
+    assert (gather.inside, gather.between) == (gather.nbytes // 2, gather.nbytes * 3 // 4 // 2)
+    assert rows["reduce_scatter"].nbytes == gather.nbytes, "stage 1 moves its parameters once each way"
+
+
+def test_offloaded_states_are_on_the_host_and_page_locked():
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": True}, "offload_param": {"device": "cpu"}}
+    made = plan(config={**CONFIG, "zero_optimization": {**zero, "stage3_param_persistence_threshold": 0}})
+    kinds = made.rehearsed.kind_peaks
+    assert kinds[Kind.OPTIMIZER, Home.HOST] == 2 * kinds[Kind.MASTER, Home.HOST] == 4 * kinds[Kind.COMPUTE, Home.HOST]
+    assert (Kind.MASTER, Home.DEVICE) not in kinds
+    assert made.rehearsed.pinned >= kinds[Kind.MASTER, Home.HOST]
+    assert made.rehearsed.flow.up > 0 and made.rehearsed.flow.down > 0
+
+
+def test_advice_is_planned_and_fits():
+    need = plan(devices_per_node=8).device_bytes
+    made = plan(devices_per_node=8, device_memory=int(need * 0.8), headroom=0.0)
+    assert not made.fits and made.suggestions
+    for change, other in made.suggestions:
+        assert change and other.fits and other.device_bytes <= int(need * 0.8)
+    assert "DOES NOT FIT" in made.table() and made.suggestions[0][0] in made.table()
+
+
+def test_ranks_cost_nothing():
+    small, large = plan(nodes=1, devices_per_node=8), plan(nodes=8192, devices_per_node=8)
+    assert large.machine.ranks == 65536
+    assert {k: c for k, (c, _) in large.rehearsed.flow.asked.items()} == {
+        k: c for k, (c, _) in small.rehearsed.flow.asked.items()
+    }
+
+
+def test_command_line(tmp_path, capsys):
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps(CONFIG))
+    written = tmp_path / "chosen.json"
+    assert main([str(config), *SIZES, "--devices", "2", "--json", "--write", str(written)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["fits"] and told["device_bytes"] == told["peak"]["device"]["bytes"]
+    assert json.loads(written.read_text())["zero_optimization"] == {"stage": 1}
+    assert main([str(config), *SIZES, "--device-memory", "1MB", "--no-suggestions"]) == 1
+    assert "DOES NOT FIT" in capsys.readouterr().out
+    assert main([str(config), *SIZES, "--device", "abacus"]) == 2
+    assert "h100" in capsys.readouterr().err
+    assert main([str(config), "--layers", "2"]) == 2
+    assert "--hidden" in capsys.readouterr().err
+    assert main(["--list-devices"]) == 0
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in DEVICES)
+
+
+def test_sweep(tmp_path, capsys):
+    picture = tmp_path / "sweep.svg"
+    axes = ["world=1,4", "stage=2,3", "offload=none,cpu"]
+    assert main([*SIZES, "--devices", "2", "--sweep", *axes, "--picture", str(picture)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("yes") == 8 and "*" in printed
+    assert picture.read_text().startswith("<svg") and picture.read_text().count("<circle") == 8
+    with pytest.raises(DeepSpeedConfigError, match="offload"):
+        read_axes(["offload=tape"])
+    assert in_words(3 * 2**30) == "3.00 GiB"
