@@ -84,8 +84,7 @@ def _changes(plan: Plan) -> Iterator[Change]:
             yield _micro_batch(plan.micro_batch // 2)
     optimizer = (zero.get("offload_optimizer") or {}).get("device", "none")
     if optimizer == "none":
-        least = {"stage": 2} if stage < 2 else {}
-        yield _zero("optimizer on the host", "offload", offload_optimizer={"device": "cpu"}, **least)
+        yield Change("optimizer on the host", "offload", _optimizer_on_host)
         yield _zero(
             "stage 3 with optimizer and parameters on the host",
             "offload",
@@ -109,6 +108,12 @@ def _changes(plan: Plan) -> Iterator[Change]:
 
 def _zero(name: str, subject: str, **keys: Any) -> Change:
     return Change(name, subject, lambda request: replace(request, config=changed(request.config, **keys)))
+
+
+def _optimizer_on_host(request: Request) -> Request:
+    """At stage 2 or above: below it whole gradients would stay on the device until the boundary."""
+    stage = max(stage_of(request.config), 2)
+    return replace(request, config=changed(request.config, stage=stage, offload_optimizer={"device": "cpu"}))
 
 
 def _micro_batch(samples: int) -> Change:

@@ -10,6 +10,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.cli.plan import main
+from deepspeed.config import parse
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.plan import DecoderShape
 from deepspeed.plan.devices import DEVICES, in_words, read_bytes
@@ -34,7 +35,8 @@ class Pair(nn.Module):
         self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 1)
 
     def forward(self, x, target):
-        return {"loss": (self.two(torch.relu(self.one(x))) - target).square().mean()}
+        hidden = torch.relu(self.one(x.to(self.one.bias.dtype)))
+        return {"loss": (self.two(hidden) - target).square().mean()}
 
 
 def pair_with_inputs():
@@ -87,7 +89,7 @@ def test_the_engine_says_what_is_wrong_with_a_configuration():
     with pytest.raises(DeepSpeedConfigError) as planned:
         plan(config=broken)
     with pytest.raises(DeepSpeedConfigError) as real:
-        deepspeed.initialize(model=Pair(), config=broken)
+        parse(broken, dp_world_size=1)
     assert str(planned.value) == str(real.value)
     with pytest.raises(DeepSpeedConfigError, match="stage"):
         plan(config={**CONFIG, "zero_optimization": {"stage": 7}})
