@@ -135,7 +135,22 @@ def _check_batch(root: Root, data: dict[str, Any], dp_world_size: int | None, fi
                 )
         if left != [ACCUMULATION]:
             return
-    findings.problem((TOTAL,), wrong)
+    findings.problem((TOTAL,), f"{wrong}. {_origins(data, dp_world_size, findings)}")
+
+
+def _origins(data: dict[str, Any], dp_world_size: int | None, findings: Findings) -> str:
+    """Where each of the numbers in the batch rule comes from."""
+    parts = []
+    for name in BATCH_KEYS:
+        if data.get(name) is None:
+            parts.append(f"{name} is not given")
+        elif is_auto(data[name]):
+            parts.append(f'{name} is "auto"')
+        else:
+            parts.append(f"{findings.label((name,))} is given as {data[name]}")
+    if dp_world_size is not None:
+        parts.append(f"the data-parallel size is the number of ranks that share the batch: {dp_world_size}")
+    return f"Where the numbers come from: {'; '.join(parts)}"
 
 
 def _note_auto_batch(data: dict[str, Any], batch: BatchSizes | None, findings: Findings) -> None:

@@ -46,6 +46,20 @@ def test_the_product_is_printed_with_all_numbers() -> None:
         assert part in text
 
 
+def test_each_number_says_where_it_comes_from(tmp_path) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text(f'{{\n  "{TOTAL}": 30,\n  "{MICRO}": 4,\n  "{STEPS}": "auto"\n}}')
+    with pytest.raises(DeepSpeedConfigError) as raised:
+        parse(str(path), dp_world_size=4)
+    text = str(raised.value)
+    assert "ds_config.json cannot be used" in text and "16 or 32 would fit" in text
+    assert text.endswith(
+        f"Where the numbers come from: {TOTAL} (line 2) is given as 30; {MICRO} (line 3) is given as 4; "
+        f'{STEPS} is "auto"; the data-parallel size is the number of ranks that share the batch: 4'
+    )
+    assert f"{MICRO} is not given; {STEPS} is not given" in only_problem({TOTAL: 30}, batch=False, dp_world_size=4)
+
+
 @pytest.mark.parametrize(
     ("config", "ranks", "fit"),
     [({TOTAL: 30, MICRO: 4}, 2, "24 or 32"), ({TOTAL: 30}, 4, "28 or 32"), ({TOTAL: 3, STEPS: 2}, 2, "4 would fit")],
