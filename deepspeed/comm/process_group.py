@@ -7,6 +7,8 @@ that a program may mix calls of both libraries and tear the group down with eith
 from __future__ import annotations
 
 import os
+import zlib
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +17,8 @@ import torch.distributed as torch_dist
 
 from deepspeed.comm import world
 from deepspeed.comm.place import DEFAULT_PORT, Place, find_place, free_port, local_rank_of
+from deepspeed.comm.startup import Facts, agree_on_config, agree_on_facts, own_facts, rank_map
+from deepspeed.comm.store import rendezvous_store
 from deepspeed.errors import CallOrderError, CommunicationError
 from deepspeed.logging import log_dist
 
@@ -112,9 +116,11 @@ def init_distributed(
     )
     place.export(os.environ)
     backend = dist_backend or default_backend()
-    _start(backend, place, init_method, timeout or default_timeout())
+    facts = _start(backend, place, init_method, timeout or default_timeout())
     if verbose:
         log_dist(f"process group started: {place.world_size} rank(s), backend {backend}, found by {place.way}")
+        for line in rank_map(facts) if facts else ():
+            log_dist(line)
 
 
 def _adopt(verbose: bool) -> None:
@@ -126,19 +132,31 @@ def _adopt(verbose: bool) -> None:
         log_dist(f"process group adopted: {size} rank(s), backend {torch_dist.get_backend()}, started by the caller")
 
 
-def _start(backend: str, place: Place, init_method: str | None, timeout: timedelta) -> None:
+def _start(backend: str, place: Place, init_method: str | None, timeout: timedelta) -> list[Facts]:
+    """Starts the group, after the ranks have agreed that they match; returns the facts of all (on rank 0)."""
     arguments: dict[str, Any] = {"rank": place.rank, "world_size": place.world_size, "timeout": timeout}
     if init_method is not None and not init_method.startswith("env:"):
-        arguments["init_method"] = init_method
-        where = init_method
+        url = where = init_method
     elif place.world_size == 1:
-        arguments["store"] = torch_dist.HashStore()
-        where = "this process"
+        url, where = None, "this process"
     else:
         # torch reads MASTER_ADDR and MASTER_PORT, which place.export has set.
-        where = f"{place.address}:{place.port}"
+        url, where = "env://", f"{place.address}:{place.port}"
+    facts: list[Facts] = []
     try:
+        if url is None:
+            arguments["store"] = torch_dist.HashStore()
+        else:
+            # As init_process_group would, but with a word between the ranks before the backend connects them.
+            store, _, _ = next(torch_dist.rendezvous(url, place.rank, place.world_size, timeout=timeout))
+            store.set_timeout(timeout)
+            arguments["store"] = torch_dist.PrefixStore("default_pg", store)
+            if place.world_size > 1:
+                mine = own_facts(place.local_rank, backend)
+                facts = agree_on_facts(arguments["store"], place.rank, place.world_size, mine, timeout)
         torch_dist.init_process_group(backend, **arguments)
+    except CommunicationError:  # ours, and complete
+        raise
     except (RuntimeError, ValueError, OSError) as error:
         if "EADDRINUSE" in str(error):
             remedy = (
@@ -150,6 +168,28 @@ def _start(backend: str, place: Place, init_method: str | None, timeout: timedel
             f"rank {place.rank} of {place.world_size} (from {place.way}) could not start the process group with "
             f"backend {backend!r} at {where} within {timeout}: {error}. {remedy}"
         ) from error
+    return facts
+
+
+def check_same_config(config: Mapping[str, Any] | Exception, group: Any = None) -> None:
+    """Compares the configuration of all ranks of ``group``. All of them must call it.
+
+    Args:
+        config: Value per dotted key; or why this rank could not read its configuration.
+        group: The ranks; None: all.
+
+    Raises:
+        DeepSpeedConfigError: A rank has another configuration, or could not read its own; the same on every rank.
+    """
+    store = rendezvous_store()
+    size = torch_dist.get_world_size(group)
+    if store is None or size == 1:
+        if isinstance(config, Exception):
+            raise config
+        return
+    members = "-".join(map(str, torch_dist.get_process_group_ranks(group)))
+    topic = f"{zlib.crc32(members.encode()):08x}"
+    agree_on_config(store, topic, torch_dist.get_rank(group), size, config, default_timeout())
 
 
 def _ask_mpi_for_address() -> str | None:

@@ -15,6 +15,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.host_allocator import keep_freed_memory
 from deepspeed.comm.transport import create_transport, warm_up
 from deepspeed.config import ParsedConfig, parse
+from deepspeed.config.compared import compared_values
 from deepspeed.config.sections.root import Root
 from deepspeed.engine.optimizers import (
     choose_optimizer,
@@ -146,7 +147,7 @@ def build_parts(client: Client, config: Any, distributed_port: int, dist_init_re
         comm.init_distributed(distributed_port=distributed_port)
     dp_group = client.mpu.get_data_parallel_group() if client.mpu is not None else None
     dp_world_size, dp_rank = comm.get_world_size(dp_group), comm.get_rank(dp_group)
-    parsed = parse(config, dp_world_size=dp_world_size)
+    parsed = _parse_alike(config, dp_group, dp_world_size)
     root = parsed.root
     if root.log_level:
         set_log_level_from_string(root.log_level)
@@ -206,6 +207,17 @@ def build_parts(client: Client, config: Any, distributed_port: int, dist_init_re
         global_rank=comm.get_rank(),
         world_size=comm.get_world_size(),
     )
+
+
+def _parse_alike(config: Any, dp_group: Any, dp_world_size: int) -> ParsedConfig:
+    """Reads the configuration, and sees to it that all ranks have the same one."""
+    try:
+        parsed = parse(config, dp_world_size=dp_world_size)
+    except DeepSpeedConfigError as error:
+        comm.check_same_config(error, dp_group)  # raises it here, and a word about it on the others
+        raise
+    comm.check_same_config(compared_values(parsed.root), dp_group)
+    return parsed
 
 
 def _options(
