@@ -159,7 +159,7 @@ def _usable(accelerator: DeepSpeedAccelerator) -> list[Usable]:
         _simple("fp16 training", accelerator.is_fp16_supported(), f"{device} has no fp16"),
         _collectives(accelerator),
         _simple("several ranks on this machine", hasattr(os, "fork"), "the deepspeed command needs a POSIX system"),
-        Usable("ranks on other machines", "no", "comes with a later release; torchrun starts them today"),
+        _other_machines(),
         _compile(accelerator),
         _triton(accelerator),
     ]
@@ -167,6 +167,14 @@ def _usable(accelerator: DeepSpeedAccelerator) -> list[Usable]:
 
 def _simple(feature: str, usable: bool, otherwise: str) -> Usable:
     return Usable(feature, "yes", "") if usable else Usable(feature, "no", otherwise)
+
+
+def _other_machines() -> Usable:
+    feature = "ranks on other machines"
+    programs = [name for name in ("pdsh", "ssh", "mpirun", "srun") if shutil.which(name)]
+    if programs:
+        return Usable(feature, "yes", f"with {', '.join(programs)}, or --no_ssh on each machine")
+    return Usable(feature, "yes", "with --no_ssh on each machine; pdsh, ssh, mpirun and srun are not in PATH")
 
 
 def _bf16(accelerator: DeepSpeedAccelerator) -> Usable:

@@ -6,10 +6,8 @@ import os
 import sys
 
 _COMMANDS = {
-    "ds_ssh": "running a command on all hosts; use pdsh or ssh",
     "ds_bench": "measuring communication; benchmarks/ in the source repository measures training",
     "ds_nvme_tune": "tuning file transfers; ds_io measures one choice of aio settings",
-    "ds_elastic": "listing elastic batch sizes; set the batch keys of the config instead",
 }
 
 

@@ -7,7 +7,7 @@ import pytest
 from deepspeed.cli import later
 
 
-@pytest.mark.parametrize("command", ["ds_ssh", "ds_bench", "ds_nvme_tune", "ds_elastic"])
+@pytest.mark.parametrize("command", ["ds_bench", "ds_nvme_tune"])
 def test_one_sentence(monkeypatch, command):
     monkeypatch.setattr(sys, "argv", [f"/some/bin/{command}", "--io_size=1"])
     with pytest.raises(SystemExit) as stop:

@@ -1,0 +1,131 @@
+"""``ds_elastic``: a batch size that suits many numbers of ranks, by the ``elasticity`` section of a configuration."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from deepspeed.config import load_ds_config, parse
+from deepspeed.config.sections.elasticity import Elasticity
+from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
+
+
+@dataclass(frozen=True)
+class ElasticBatch:
+    """A batch and the numbers of ranks that can share it.
+
+    Attributes:
+        train_batch_size: Samples per optimizer step.
+        micro_batch_size: Number of ranks -> the largest micro-batch that fits.
+    """
+
+    train_batch_size: int
+    micro_batch_size: dict[int, int]
+
+
+def best_batch(section: Elasticity) -> ElasticBatch:
+    """The batch that most numbers of ranks can share in whole micro-batches; of equally good ones the larger.
+
+    Raises:
+        DeepSpeedConfigError: No batch within the limit suits any allowed number of ranks.
+    """
+    # Every useful batch is a micro-batch times a number of ranks times a number of steps.
+    limit = section.max_train_batch_size
+    candidates = sorted({m * n for m in section.micro_batch_sizes for n in range(1, limit // m + 1)})
+    best = ElasticBatch(0, {})
+    for total in candidates:
+        found = _shared_by(total, section)
+        better = len(found) > len(best.micro_batch_size)
+        if better or (found and len(found) == len(best.micro_batch_size) and section.prefer_larger_batch):
+            best = ElasticBatch(total, found)
+    if not best.micro_batch_size:
+        raise DeepSpeedConfigError(
+            f"elasticity: no batch up to max_train_batch_size {limit} suits micro_batch_sizes "
+            f"{section.micro_batch_sizes} on {section.min_gpus} to {section.max_gpus} ranks; raise the limit or lower "
+            "min_gpus"
+        )
+    return best
+
+
+def _shared_by(total: int, section: Elasticity) -> dict[int, int]:
+    """The numbers of ranks that can share ``total`` samples, with the largest micro-batch of each."""
+    found: dict[int, int] = {}
+    for micro in sorted(section.micro_batch_sizes):
+        if total % micro == 0:
+            pieces = total // micro
+            found.update(dict.fromkeys(_divisors(pieces), micro))
+    step = section.num_gpus_per_node if section.version >= 0.2 else 1
+    model_parallel = section.model_parallel_size
+    kept = {ranks * model_parallel: micro for ranks, micro in found.items()}
+    return {
+        ranks: kept[ranks]
+        for ranks in sorted(kept)
+        if section.min_gpus <= ranks <= section.max_gpus and (step == 1 or ranks % step == 0)
+    }
+
+
+def _divisors(number: int) -> set[int]:
+    small = {each for each in range(1, int(number**0.5) + 1) if number % each == 0}
+    return small | {number // each for each in small}
+
+
+def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parses the command line."""
+    parser = argparse.ArgumentParser(prog="ds_elastic", allow_abbrev=False, description=__doc__)
+    parser.add_argument("-c", "--config", required=True, help="a configuration with a section 'elasticity'")
+    parser.add_argument("-w", "--world-size", type=int, default=0, help="show the sizes for this number of ranks")
+    return parser.parse_args(args)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Prints the batch and the numbers of ranks that can share it.
+
+    Args:
+        args: The command line; None means that of this process, and then a mistake ends it with one sentence.
+
+    Raises:
+        DeepSpeedError: The configuration cannot be used (only when ``args`` is given).
+    """
+    try:
+        lines = _report(parse_args(args))
+    except DeepSpeedError as error:
+        if args is not None:
+            raise
+        sys.exit(f"ds_elastic: {error}")
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+def _report(args: argparse.Namespace) -> list[str]:
+    section = _section(args.config)
+    batch = best_batch(section)
+    counts = ", ".join(map(str, batch.micro_batch_size))
+    lines = [f"train_batch_size: {batch.train_batch_size}", f"numbers of ranks that can share it: {counts}"]
+    if args.world_size:
+        micro = batch.micro_batch_size.get(args.world_size)
+        if micro is None:
+            raise DeepSpeedConfigError(
+                f"--world-size {args.world_size}: that many ranks cannot share {batch.train_batch_size} samples in "
+                f"micro-batches of {section.micro_batch_sizes}; possible are {counts}"
+            )
+        steps = batch.train_batch_size // micro * section.model_parallel_size // args.world_size
+        lines += [
+            f"with {args.world_size} ranks: train_micro_batch_size_per_gpu {micro}, gradient_accumulation_steps {steps}"
+        ]
+    return lines
+
+
+def _section(path: str) -> Elasticity:
+    """The section, checked; the rest of the configuration does not matter here."""
+    given = load_ds_config(path).get("elasticity")
+    if not isinstance(given, dict):
+        raise DeepSpeedConfigError(f"{path}: expected a section 'elasticity', found none; see docs/reference/config.md")
+    # Switched off, because training itself does not compute batches.
+    section = parse({"train_batch_size": 1, "elasticity": {**given, "enabled": False}}).root.elasticity
+    assert section is not None, "it was given"
+    return section
+
+
+if __name__ == "__main__":
+    main()

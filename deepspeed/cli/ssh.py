@@ -1,0 +1,83 @@
+"""``ds_ssh``: one command on all machines of a host file."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from deepspeed.errors import DeepSpeedError
+from deepspeed.launcher.resources import LauncherError, fetch_hostfile
+from deepspeed.launcher.runner import DLTS_HOSTFILE
+
+_AT_ONCE = 64
+
+
+def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parses the command line; options must precede the command."""
+    parser = argparse.ArgumentParser(
+        prog="ds_ssh",
+        allow_abbrev=False,
+        description="Runs a command on every machine of a host file, with pdsh or, where that is not installed, ssh.",
+    )
+    parser.add_argument("-f", "--hostfile", default=DLTS_HOSTFILE, help="lines 'host slots=N' (default: %(default)s)")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="the command; a shell on each machine reads it")
+    return parser.parse_args(args)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Runs the command; exits with the largest of the machines' exit codes.
+
+    Args:
+        args: The command line; None means that of this process, and then a wrong one ends it with one sentence.
+
+    Raises:
+        DeepSpeedError: The command line cannot be carried out (only when ``args`` is given).
+        SystemExit: The command failed on a machine.
+    """
+    try:
+        code = _run(parse_args(args))
+    except DeepSpeedError as error:
+        if args is not None:
+            raise
+        sys.exit(f"ds_ssh: {error}")
+    if code:
+        sys.exit(code)
+
+
+def _run(args: argparse.Namespace) -> int:
+    if not args.command:
+        raise LauncherError("ds_ssh: expected a command after the options, found none; for example: ds_ssh hostname")
+    hosts = fetch_hostfile(args.hostfile)
+    if hosts is None:
+        raise LauncherError(f"there is no host file {args.hostfile}; name one with -f, with lines 'host slots=N'")
+    line = " ".join(args.command)
+    if shutil.which("pdsh"):
+        # A percent sign would be pdsh's, see `man pdsh`.
+        words = ["pdsh", "-S", "-f", "1024", "-w", ",".join(hosts), line.replace("%", "%%")]
+        return subprocess.run(words, env={**os.environ, "PDSH_RCMD_TYPE": "ssh"}).returncode
+    if shutil.which("ssh") is None:
+        raise LauncherError("neither 'pdsh' nor 'ssh' is in PATH on this machine; install one of them")
+    with ThreadPoolExecutor(min(len(hosts), _AT_ONCE)) as pool:
+        return max(pool.map(lambda host: _run_on(host, line), hosts))
+
+
+def _run_on(host: str, line: str) -> int:
+    """Runs the line on one machine; each line of its output is shown with the machine's name."""
+    command = ["ssh", "-o", "BatchMode=yes", host, line]
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    ) as process:
+        assert process.stdout is not None
+        for text in process.stdout:
+            sys.stdout.write(f"{host}: {text.rstrip()}\n")
+        sys.stdout.flush()
+    return process.returncode
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""``ds_elastic``: batches that many numbers of ranks can share."""
+
+import json
+
+import pytest
+
+from deepspeed.cli import elastic
+from deepspeed.cli.elastic import best_batch
+from deepspeed.config.sections.elasticity import Elasticity
+from deepspeed.errors import DeepSpeedConfigError
+
+
+def brute_force(total, section):
+    """For each number of ranks the largest micro-batch that divides its share."""
+    found = {}
+    for ranks in range(section.min_gpus, min(section.max_gpus, total) + 1):
+        fits = [micro for micro in section.micro_batch_sizes if total % (micro * ranks) == 0]
+        if fits:
+            found[ranks] = max(fits)
+    return found
+
+
+@pytest.mark.parametrize("larger", [True, False])
+def test_no_batch_suits_more_numbers_of_ranks(larger):
+    section = Elasticity(
+        max_train_batch_size=120, micro_batch_sizes=[2, 3, 7], min_gpus=2, max_gpus=30, prefer_larger_batch=larger
+    )
+    best = best_batch(section)
+    counts = {total: len(brute_force(total, section)) for total in range(1, 121)}
+    equal = [total for total, count in counts.items() if count == max(counts.values())]
+    assert best.train_batch_size == (max(equal) if larger else min(equal))
+    assert best.micro_batch_size == brute_force(best.train_batch_size, section)
+
+
+def test_the_command(tmp_path, capsys):
+    path = tmp_path / "ds.json"
+    path.write_text(
+        json.dumps({"elasticity": {"enabled": True, "max_train_batch_size": 16, "micro_batch_sizes": [2, 4]}})
+    )
+    elastic.main(["-c", str(path), "-w", "2"])
+    assert capsys.readouterr().out.splitlines() == [
+        "train_batch_size: 16",
+        "numbers of ranks that can share it: 1, 2, 4, 8",
+        "with 2 ranks: train_micro_batch_size_per_gpu 4, gradient_accumulation_steps 2",
+    ]
+    with pytest.raises(DeepSpeedConfigError, match="--world-size 3: that many ranks cannot share 16"):
+        elastic.main(["-c", str(path), "-w", "3"])
+    path.write_text("{}")
+    with pytest.raises(DeepSpeedConfigError, match="expected a section 'elasticity'"):
+        elastic.main(["-c", str(path)])
+
+
+def test_an_impossible_range():
+    with pytest.raises(DeepSpeedConfigError, match="no batch up to max_train_batch_size 4"):
+        best_batch(Elasticity(max_train_batch_size=4, micro_batch_sizes=[2], min_gpus=3, max_gpus=9))
