@@ -11,7 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import hypothesis
 import pytest
 
-from tests.harness import shut_down
+from tests.harness import programs, shut_down
 
 hypothesis.settings.register_profile("default", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("default")
@@ -39,9 +39,13 @@ def pytest_sessionfinish() -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     reasons: Counter[str] = Counter()
+    for_want_of_a_program: dict[str, list[str]] = {}
     for report in terminalreporter.stats.get("skipped", []):
         text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-        reasons[f"skipped: {text.removeprefix('Skipped: ')}"] += 1
+        text = text.removeprefix("Skipped: ")
+        reasons[f"skipped: {text}"] += 1
+        if text.startswith(programs.PREFIX):
+            for_want_of_a_program.setdefault(text, []).append(report.nodeid)
     for report in terminalreporter.stats.get("xfailed", []):
         reasons[f"expected to fail: {report.wasxfail}"] += 1
     for reason, count in _deselected.items():
@@ -50,3 +54,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("what did not run, and why")
         for reason, count in reasons.most_common():
             terminalreporter.line(f"{count:6d}  {reason}")
+    if for_want_of_a_program:
+        terminalreporter.section("not run for want of a program")
+        for reason, tests in sorted(for_want_of_a_program.items()):
+            terminalreporter.line(f"{reason}:")
+            for test in tests:
+                terminalreporter.line(f"        {test}")

@@ -161,7 +161,7 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         "binding processes to cores",
-        "Start the program under numactl or taskset.",
+        "Start the ranks with deepspeed --bind_cores_to_rank.",
         {"deepspeed.utils.numa": "get_numactl_cmd get_numa_cores"},
     ),
 )

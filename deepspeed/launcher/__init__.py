@@ -1,11 +1,14 @@
-"""Starting the ranks of a run on this machine, and never leaving one behind.
+"""Starting the ranks of a run, on this machine and on others, and never leaving one behind.
 
 Reading order: :mod:`.runner` (the ``deepspeed`` command), :mod:`.launch` (``python -m deepspeed.launcher.launch``),
-:mod:`.resources` and :mod:`.devices` (which ranks), :mod:`.environment` and :mod:`.ports` (what each rank is told),
-:mod:`.job` (one run from start to exit code), :mod:`.supervisor` and :mod:`.processes` (start and stop), :mod:`.screen`
-and :mod:`.failures` (what is shown, and who failed first).
+:mod:`.selection`, :mod:`.resources` and :mod:`.devices` (which ranks), :mod:`.environment`, :mod:`.cores` and
+:mod:`.ports` (what each rank is told and given), :mod:`.job` (one run from start to exit code), :mod:`.supervisor` and
+:mod:`.processes` (start and stop), :mod:`.screen` and :mod:`.failures` (what is shown, and who failed first). For
+several machines: :mod:`.remote` (the commands of pdsh, ssh, MPI and Slurm), :mod:`.front` (running them),
+:mod:`.placing` and :mod:`.slurm` (what MPI and Slurm say), :mod:`.link` (how launchers hear of each other),
+:mod:`.elastic` (torch's agent).
 
-A run is three layers of processes::
+On one machine a run is three layers of processes::
 
     deepspeed (the front: reads every rank's output, shows it, decides)
       `-- supervisor (own session: starts, reaps and stops the ranks)
@@ -13,5 +16,6 @@ A run is three layers of processes::
             `-- rank 1 (own session) -- its children
 
 Front and supervisor watch each other through one socket, and both adopt orphans. Whichever of the two is killed, the
-other one stops everything that is left.
+other one stops everything that is left. On several machines there is one such tree on each (one per rank under MPI and
+Slurm), and their fronts are linked.
 """

@@ -12,30 +12,45 @@ from deepspeed.logging import logger
 
 @dataclass(frozen=True)
 class World:
-    """Where the ranks of this machine stand among all ranks.
+    """Where the ranks that one launcher starts stand among all ranks.
+
+    A launcher starts all ranks of its machine, or a single one where MPI or Slurm starts a launcher per rank.
 
     Attributes:
-        first_rank: Global rank of this machine's local rank 0.
+        sizes: Ranks that each launcher of the run starts.
+        launcher: Index of this launcher among them.
+        first_local_rank: Local rank of the first rank it starts.
         local_size: Ranks on this machine.
-        world_size: Ranks in all.
         node_rank: Index of this machine.
         num_nodes: Machines in all.
         master_addr: Where rank 0 is reached.
         master_port: Its port.
     """
 
-    first_rank: int
+    sizes: tuple[int, ...]
+    launcher: int
+    first_local_rank: int
     local_size: int
-    world_size: int
     node_rank: int
     num_nodes: int
     master_addr: str
     master_port: int
 
-    def variables(self, local_rank: int) -> dict[str, str]:
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return sum(self.sizes)
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """(rank, local rank) of every rank that this launcher starts."""
+        first = sum(self.sizes[: self.launcher])
+        return [(first + i, self.first_local_rank + i) for i in range(self.sizes[self.launcher])]
+
+    def variables(self, rank: int, local_rank: int) -> dict[str, str]:
         """The variables that tell one rank its place."""
         return {
-            "RANK": str(self.first_rank + local_rank),
+            "RANK": str(rank),
             "LOCAL_RANK": str(local_rank),
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_SIZE": str(self.local_size),

@@ -7,12 +7,15 @@ before: the first is then shown whole, the others in one line each.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import signal
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from deepspeed.launcher.screen import RankStream, Screen
 
@@ -224,6 +227,16 @@ class RankState:
         status = self.status or 0
         return status if status >= 0 else 128 - status
 
+    def failure(self, name: str, host: str) -> Failure:
+        """How it failed, for the launchers of all machines; ``name`` is what messages call it."""
+        return Failure(
+            f"{name} failed first on host {host}: {self.cause()}",
+            self.exit_code,
+            rank=self.rank,
+            lost_a_peer=self.lost_a_peer,
+            time=self.failure_time,
+        )
+
     def cause(self) -> str:
         """Why it failed, in one line."""
         if self.refusal is not None:
@@ -243,9 +256,43 @@ class RankState:
         return f"exited without a traceback; its last error line: {last}" if last else "exited without an error message"
 
 
-def first_failure(failed: list[RankState]) -> RankState:
-    """The rank to blame: the earliest, but one that only lost a peer yields to one that did not."""
-    return min(failed, key=lambda state: (state.lost_a_peer, state.failure_time))
+@dataclass(frozen=True)
+class Failure:
+    """What ended a run, in words that every machine of it repeats.
+
+    Attributes:
+        sentence: Who failed, where and why.
+        exit_code: What every launcher of the run exits with.
+        rank: Global rank; -1 if it was no rank.
+        lost_a_peer: Whether it looks like the consequence of another failure.
+        time: When it happened, in monotonic seconds of this machine.
+        was_seen_from_outside: Whether nobody on the machine of the failure was left to report it.
+    """
+
+    sentence: str
+    exit_code: int
+    rank: int = -1
+    lost_a_peer: bool = False
+    time: float = field(default_factory=time.monotonic)
+    was_seen_from_outside: bool = False
+
+    def to_message(self) -> dict[str, Any]:
+        """For the launchers of other machines, whose clocks differ: the age instead of the time."""
+        message = dataclasses.asdict(self)
+        message["age"] = time.monotonic() - message.pop("time")
+        return message
+
+    @classmethod
+    def from_message(cls, message: dict[str, Any]) -> Failure:
+        """What another launcher's :meth:`to_message` said, in the time of this machine."""
+        names = {entry.name for entry in dataclasses.fields(cls)} - {"time"}
+        values = {name: value for name, value in message.items() if name in names}
+        return cls(**values, time=time.monotonic() - message["age"])
+
+
+def first_failure(failed: Iterable[Failure]) -> Failure:
+    """The one to blame: the earliest, but one that only lost a peer yields to one that did not."""
+    return min(failed, key=lambda failure: (failure.lost_a_peer, failure.time))
 
 
 _SIGNAL_CAUSES = {

@@ -1,7 +1,8 @@
 """One run on this machine, from the first rank's start to the exit code.
 
 The front (the process the user started) reads what the ranks write and decides who failed first; the supervisor, a
-fork of it, owns the ranks. See the package docstring for who watches whom.
+fork of it, owns the ranks. See the package docstring for who watches whom. Where the run has other machines, their
+launchers are heard through a :class:`~.link.Link`, and the first failure is that of the whole run.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from types import FrameType
 from typing import Any, BinaryIO
 
 from deepspeed.launcher import processes
-from deepspeed.launcher.failures import ErrorStream, RankState, first_failure, signal_cause
+from deepspeed.launcher.failures import ErrorStream, Failure, RankState, first_failure, signal_cause
+from deepspeed.launcher.link import Link
 from deepspeed.launcher.screen import Output, RankStream, Screen
 from deepspeed.launcher.supervisor import GRACE_AFTER_FAILURE, GRACE_AFTER_SIGNAL, Supervisor, Worker
 
@@ -31,6 +33,11 @@ _DRAIN_SECONDS = 1.0
 _BLOCKED_OUTPUT_SECONDS = 2.0
 _READ_BYTES = 1 << 16
 _DRAIN_READS = 32
+# How long a launcher waits for the hub's word on who was first, and for launchers that have not come yet to hear it.
+_VERDICT_SECONDS = 6.0
+_TELL_SECONDS = 10.0
+_PART_SECONDS = 4.0  # the same for good news: without it the hub waits for this one
+_TELL_SECONDS_IN_A_HURRY = 1.0  # somebody waits for the end of this one, or was refused and knows
 _INTERNAL_ERROR = 70
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
@@ -42,26 +49,44 @@ class Job:
         workers: The ranks to start.
         host: The name of this machine in messages.
         logs: A file per rank that gets everything the rank writes, besides the screen; None for none.
+        link: To the launchers of the other machines; None if there are none.
+        labelled: Whether each line of a rank's output names the rank.
+        shares_screen: Whether the launchers of the other machines write to the same screen, so that one report is
+            enough; also ends the run when that screen goes away.
     """
 
-    def __init__(self, workers: Sequence[Worker], host: str, logs: Sequence[Path] | None = None) -> None:
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        host: str,
+        logs: Sequence[Path] | None = None,
+        link: Link | None = None,
+        labelled: bool | None = None,
+        shares_screen: bool = False,
+    ) -> None:
         _open_standard_streams()
         self._workers = workers
         self._host = host
         self._output = Output()
         self._screen = Screen(self._output)
+        self._link = link
+        self._shares_screen = shares_screen
         # A single rank needs no label: its output looks as if it had been started by hand.
-        labels = [f"[rank {worker.rank}] ".encode() if len(workers) > 1 else b"" for worker in workers]
-        labelled = list(zip(workers, labels, strict=True))
-        self._out = [RankStream(worker.rank, 1, label, self._screen) for worker, label in labelled]
-        self._errors = [ErrorStream(worker.rank, label, self._screen) for worker, label in labelled]
+        labelled = len(workers) > 1 if labelled is None else labelled
+        labels = [f"[rank {worker.rank}] ".encode() if labelled else b"" for worker in workers]
+        streams = list(zip(workers, labels, strict=True))
+        self._out = [RankStream(worker.rank, 1, label, self._screen) for worker, label in streams]
+        self._errors = [ErrorStream(worker.rank, label, self._screen) for worker, label in streams]
+        self._names = {worker.rank: worker.name for worker in workers}
         self._states = {
             worker.rank: RankState(worker.rank, errors) for worker, errors in zip(workers, self._errors, strict=True)
         }
         self._logs: list[BinaryIO] = [path.open("ab", buffering=0) for path in logs or ()]
         self._selector = selectors.DefaultSelector()
         self._received = b""
-        self._first: RankState | None = None
+        self._first: Failure | None = None
+        self._elsewhere: list[Failure] = []  # what other launchers reported, until it is decided
+        self._has_told = False
         self._settle_until: float | None = None
         self._signal: int | None = None  # the signal that ends the run, ours or the supervisor's
         self._done: dict[str, Any] | None = None
@@ -75,15 +100,21 @@ class Job:
             The exit code: 0, the code of the rank that failed first (128 + n for signal n), or 128 + n for a signal to
             the launcher itself.
         """
+        # pdsh starts programs with these blocked; without the first of them no rank's end would be noticed.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGCHLD, signal.SIGTSTP, *_FORWARDED))
         others = processes.find_processes(())
         processes.adopt_orphans()
         supervisor = self._start_supervisor()
         handlers = self._catch_signals()
+        if self._link is not None:
+            self._link.start()
+            self._selector.register(self._link, selectors.EVENT_READ)
         try:
             self._watch()
             status = os.waitstatus_to_exitcode(os.waitpid(supervisor, 0)[1])
             if self._done is None:
                 self._replace_supervisor(status, others)
+            self._wait_for_other_machines()
             return self._conclude()
         finally:
             for number, handler in handlers.items():
@@ -160,12 +191,13 @@ class Job:
                     self._read(key)
             if any(key.fileobj is self._channel for key in ready):
                 is_open = self._read_events()
+            self._listen_to_others()
             now = time.monotonic()
             if not self._output.is_full:  # a rank that nobody reads is not one that has stopped writing
                 for stream in (*self._out, *self._errors):
                     stream.tick(now)
             self._output.flush()
-            if self._output.is_broken and self._signal is None:
+            if self._signal is None and (self._output.is_broken or (self._shares_screen and self._output.is_abandoned)):
                 self._on_signal(signal.SIGPIPE, None)
             self._consider_failures(now)
 
@@ -224,24 +256,92 @@ class Job:
 
     def _consider_failures(self, now: float) -> None:
         """Decides who failed first, as soon as that is clear, and has the others stopped."""
-        failed = [state for state in self._states.values() if state.has_failed]
-        if not failed or self._first is not None or self._signal is not None:
+        failures = [self._failure_of(state) for state in self._states.values() if state.has_failed] + self._elsewhere
+        if not failures or self._first is not None or self._signal is not None:
             return
         if self._settle_until is None:
             self._settle_until = now + _SETTLE_SECONDS
-        best = first_failure(failed)
+        best = first_failure(failures)
         running = [state for state in self._states.values() if state.pid is not None and state.status is None]
         # Whose traceback began earlier is dying too, and whoever lost a peer is not the first to go.
-        earlier = [state for state in running if best.lost_a_peer or _began_before(state, best)]
-        if earlier and now < self._settle_until:
+        earlier = best.lost_a_peer or any(_began_before(state, best) for state in running)
+        if earlier and (running or self._link is not None) and now < self._settle_until:
             return
-        self._first = best
+        if self._link is not None and not self._link.is_hub and not best.was_seen_from_outside:
+            self._tell(best)
+            if now < self._settle_until + _VERDICT_SECONDS and self._link.is_connected:
+                return  # the hub knows of all machines
+        self._decide(best)
+
+    def _failure_of(self, state: RankState) -> Failure:
+        local = next(worker.local_rank for worker in self._workers if worker.rank == state.rank)
+        pid = f", pid {state.pid}" if state.pid else ""
+        return state.failure(self._names[state.rank] or f"rank {state.rank} (local rank {local}{pid})", self._host)
+
+    def _decide(self, first: Failure) -> None:
+        """Takes a failure for the first of the run: shows its rank's words and has all other ranks stopped."""
+        self._first = first
+        if self._link is not None and self._link.is_hub:
+            self._tell(first)
         for state in self._states.values():
-            if state is not best:
+            if state.rank != first.rank:
                 state.errors.hold()
-        best.errors.release()
-        if running:
+        if first.rank in self._states:
+            self._states[first.rank].errors.release()
+        # Also those whose start has not been reported yet.
+        if self._done is None and any(s.status is None and s.refusal is None for s in self._states.values()):
             self._command(signal.SIGTERM, GRACE_AFTER_FAILURE)
+
+    # --- other machines ---------------------------------------------------------------------------------------------
+
+    def _tell(self, failure: Failure) -> None:
+        """Reports a failure to the hub, or as the hub to everybody, once."""
+        if self._link is not None and not self._has_told:
+            self._has_told = True
+            self._link.send(event="verdict" if self._link.is_hub else "failed", **failure.to_message())
+
+    def _listen_to_others(self) -> None:
+        """Follows what the launchers of other machines say, and tells them when this one is stopped."""
+        if self._link is None:
+            return
+        if self._signal is not None and not self._has_told and self._first is None:
+            words = f"the launcher on host {self._host} was stopped by {signal_cause(self._signal)}"
+            self._tell(Failure(words, 128 + self._signal))
+        for event in self._link.events():
+            if event["event"] == "notice":
+                self._say(event["text"])
+            elif event["event"] == "failed":
+                self._elsewhere.append(Failure.from_message(event))
+            elif event["event"] == "lost":
+                words = (
+                    f"{event['who']} was lost: the connection to its launcher ended without a word (killed, out of "
+                    "memory, or the machine or the network is down)"
+                )
+                self._elsewhere.append(Failure(words, 1, was_seen_from_outside=True))
+            elif event["event"] == "wrong":
+                self._elsewhere.append(Failure(event["reason"], 1, was_seen_from_outside=True))
+            elif self._first is None and self._signal is None:
+                self._decide(Failure.from_message(event))
+
+    def _wait_for_other_machines(self) -> None:
+        """Lets the machines agree on a failure, and keeps the hub there until the last machine has finished."""
+        self._listen_to_others()
+        assert self._done is not None, "the run has not ended here"
+        if self._done.get("status") and self._first is None and self._signal is None:
+            self._tell(Failure(f"the launcher on host {self._host} ended with an internal error", _INTERNAL_ERROR))
+            return
+        while self._link is not None and self._first is None and self._signal is None:
+            has_failed = bool(self._elsewhere) or any(state.has_failed for state in self._states.values())
+            if not has_failed and not self._link.waits_for_others:
+                return
+            self._selector.select(_TICK_SECONDS)
+            self._drain()
+            self._listen_to_others()
+            self._output.flush()
+            self._consider_failures(time.monotonic())
+
+    def _say(self, text: str) -> None:
+        self._screen.line(None, 2, f"deepspeed: {text}".encode())
 
     # --- end --------------------------------------------------------------------------------------------------------
 
@@ -264,8 +364,9 @@ class Job:
         for stream in (*self._out, *self._errors):
             stream.finish()
         for state in self._states.values():
-            if self._first is not None and state is not self._first:
-                state.errors.shorten("stopped after the failure above")
+            if self._first is not None and state.rank != self._first.rank:
+                where = "the failure above" if self._first.rank in self._states else "a failure on another machine"
+                state.errors.shorten(f"stopped after {where}")
             elif self._signal is not None:
                 state.errors.shorten(f"stopped by {_signal_name(self._signal)}")
             else:
@@ -273,9 +374,19 @@ class Job:
         self._screen.close()
         summary, code = self._summary()
         for line in summary:
-            self._screen.line(None, 2, f"deepspeed: {line}".encode())
+            self._say(line)
         self._output.finish(_BLOCKED_OUTPUT_SECONDS)
+        if self._link is not None:
+            # Unheard, a machine that comes late would wait for this one until torch's time-out.
+            must_hurry = self._signal is not None or (self._first is not None and self._first.was_seen_from_outside)
+            self._link.close(_TELL_SECONDS_IN_A_HURRY if must_hurry else _TELL_SECONDS if code else _PART_SECONDS)
         return code
+
+    def _must_report(self, first: Failure) -> bool:
+        """Whether this launcher names the failure: on a shared screen only the one it happened to, or else the hub."""
+        if not self._shares_screen or self._link is None or first.rank in self._states:
+            return True
+        return first.was_seen_from_outside and (self._link.is_hub or not self._link.is_connected)
 
     def _summary(self) -> tuple[list[str], int]:
         assert self._done is not None, "the run has not ended"
@@ -286,14 +397,12 @@ class Job:
             lines.append(f"processes {self._done['stuck']} on {self._host} did not end on KILL: stuck in the kernel")
         first = self._first
         if first is not None:
-            stopped = len([s for s in self._states.values() if s is not first and s.status != 0])
-            local = next(worker.local_rank for worker in self._workers if worker.rank == first.rank)
-            pid = f", pid {first.pid}" if first.pid else ""
-            lines.append(
-                f"rank {first.rank} (local rank {local}{pid}) failed first on host {self._host}: {first.cause()}"
-            )
-            others = f"; the other ranks ({stopped}) were stopped" if stopped else ""
-            lines.append(f"exit code {first.exit_code}{others}")
+            stopped = len([s for s in self._states.values() if s.rank != first.rank and s.status != 0])
+            if self._must_report(first):
+                lines.append(first.sentence)
+                whose = "the other ranks" if first.rank in self._states else f"the ranks of host {self._host}"
+                others = f"; {whose} ({stopped}) were stopped" if stopped else ""
+                lines.append(f"exit code {first.exit_code}{others}")
             return lines, first.exit_code
         if self._signal is not None:
             lines.append(f"the launcher on host {self._host} was stopped by {signal_cause(self._signal)}")
@@ -305,9 +414,9 @@ class Job:
         return lines, 0
 
 
-def _began_before(state: RankState, best: RankState) -> bool:
+def _began_before(state: RankState, best: Failure) -> bool:
     report = state.errors.report_time
-    return state.errors.is_reporting and report is not None and report < best.failure_time
+    return state.errors.is_reporting and report is not None and report < best.time
 
 
 def _open_standard_streams() -> None:

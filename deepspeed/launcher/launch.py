@@ -1,6 +1,7 @@
 """``python -m deepspeed.launcher.launch``: starts this machine's ranks of a world that is already decided.
 
-The ``deepspeed`` command calls :func:`main` with the world it has resolved.
+The ``deepspeed`` command calls :func:`main` with the world it has resolved, here or on every machine of the run. Where
+MPI or Slurm starts one process per rank, each of them is this module with ``--placed_by``, and starts one rank.
 """
 
 from __future__ import annotations
@@ -14,15 +15,26 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import deepspeed
 from deepspeed.errors import DeepSpeedError, NotYetSupportedError
+from deepspeed.launcher.cores import share_cores
 from deepspeed.launcher.devices import find_devices, usable_cores
+from deepspeed.launcher.elastic import Elastic, agent_command
 from deepspeed.launcher.environment import World, read_environment_files, screen_width, threads_per_rank
+from deepspeed.launcher.placing import PROGRAMS, find_placed
 from deepspeed.launcher.ports import DEFAULT_PORT, PortClaim, claim_port
 from deepspeed.launcher.resources import LauncherError, decode_world_info
+from deepspeed.launcher.slurm import hosts_of_step
 from deepspeed.logging import logger, set_log_level_from_string
 
+if TYPE_CHECKING:
+    from deepspeed.launcher.supervisor import Worker
+
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+# Variables that say where a process stands; whoever starts ranks anew must not hand on its own.
+_PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def add_rank_options(parser: argparse.ArgumentParser) -> None:
@@ -34,17 +46,10 @@ def add_rank_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--enable_each_rank_log", metavar="DIR", help="also write each rank's output to a file in DIR")
     parser.add_argument("--log_level", default="info", choices=LOG_LEVELS, help="what the launcher itself logs")
     parser.add_argument("-q", "--quiet", action="store_true", help="the same as --log_level error")
-    parser.add_argument("--bind_cores_to_rank", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--bind_core_list", default=None, help=argparse.SUPPRESS)
-
-
-def refuse_core_binding(args: argparse.Namespace) -> None:
-    """Refuses the options for binding ranks to processor cores by name."""
-    for name in ("bind_cores_to_rank", "bind_core_list"):
-        if getattr(args, name):
-            raise NotYetSupportedError(
-                f"--{name}: binding ranks to cores comes with a later release; leave the option out"
-            )
+    parser.add_argument("--bind_cores_to_rank", action="store_true", help="give each rank processor cores of its own")
+    parser.add_argument("--bind_core_list", metavar="LIST", help="cores to divide among the ranks, such as 1,3-5")
+    parser.add_argument("--min_elastic_nodes", type=int, default=-1, help="machines an elastic run waits for (1)")
+    parser.add_argument("--max_elastic_nodes", type=int, default=-1, help="most machines of an elastic run (all)")
 
 
 def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
@@ -55,6 +60,13 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--node_rank", type=int, default=0, help="index of this machine in the world")
     parser.add_argument("--master_addr", default="127.0.0.1", help="where rank 0 is reached")
     parser.add_argument("--master_port", type=int, default=None, help=f"its port (default {DEFAULT_PORT})")
+    parser.add_argument(
+        "--enable_elastic_training", action="store_true", help="let torch's elastic agent restart ranks"
+    )
+    parser.add_argument(
+        "--placed_by", choices=PROGRAMS, help="start one rank: the one that this program's variables say"
+    )
+    parser.add_argument("--shares_screen", action="store_true", help="all launchers of the run write to one screen")
     parser.add_argument("--world_info", default=None, help="URL-safe base64 of JSON {host: [device, ...]}")
     add_rank_options(parser)
     parser.add_argument("training_script", help="the script, module or program to run on each rank")
@@ -88,37 +100,97 @@ def _launch(args: argparse.Namespace) -> int:
             "the launcher needs a POSIX system; here, start each rank with RANK and WORLD_SIZE set"
         )
     set_log_level_from_string("error" if args.quiet else args.log_level)
-    refuse_core_binding(args)
     _check_script(args)
     hosts = _hosts(args)
-    if len(hosts) > 1:
-        claim = PortClaim(args.master_port or DEFAULT_PORT)  # all machines must use the same one: none may choose
+    if args.placed_by == "slurm" and not args.master_addr:
+        args.master_addr = hosts_of_step(os.environ)[0]
+    if len(hosts) > 1 or args.placed_by:
+        claim = PortClaim(args.master_port or DEFAULT_PORT)  # all launchers must use the same one: none may choose
     else:
         claim = claim_port(args.master_addr, args.master_port)
     with claim, _pid_file(args.save_pid):
-        return _run(args, _world(args, hosts, claim.port), hosts[args.node_rank])
+        return _run(args, _world(args, hosts, claim.port), hosts)
 
 
-def _run(args: argparse.Namespace, world: World, ids: list[int | str]) -> int:
+def _run(args: argparse.Namespace, world: World, hosts: list[list[int | str]]) -> int:
     """Starts the ranks of this machine and waits for them."""
     from deepspeed.launcher.job import Job
+    from deepspeed.launcher.link import Introduction, Link
+
+    host = socket.gethostname()
+    workers = _elastic_workers(args, world, hosts) if args.enable_elastic_training else _workers(args, world, hosts)
+    link = None
+    if len(world.sizes) > 1 and not args.enable_elastic_training:  # torch's agents have their own ways
+        me = Introduction(world.launcher, host, world.sizes, world.master_port, deepspeed.__version__)
+        link = Link(me, world.master_addr)
+    return Job(
+        workers,
+        host,
+        _log_files(args.enable_each_rank_log, [worker.rank for worker in workers]),
+        link=link,
+        labelled=world.world_size > 1 and not args.enable_elastic_training,
+        shares_screen=args.shares_screen,
+    ).run()
+
+
+def _workers(args: argparse.Namespace, world: World, hosts: list[list[int | str]]) -> list[Worker]:
     from deepspeed.launcher.supervisor import Worker
 
     devices = find_devices(os.environ)
-    common = _common_environment(world, devices.is_cpu)
+    cores = share_cores(args.bind_core_list, world.local_size) if _binds(args) else None
+    common = _common_environment(world, devices.is_cpu, len(cores[0]) if cores else None)
     for name in devices.visible_variables:
-        common[name] = ",".join(map(str, ids))
+        if args.placed_by != "slurm" or name not in common:  # Slurm gives each task the devices it may use
+            common[name] = ",".join(map(str, hosts[world.node_rank]))
+    ranks = [rank for rank, _ in world.places]
+    which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+    of = f" ({which}, node {world.node_rank} of {world.num_nodes})" if len(world.sizes) > 1 else ""
     threads = f", OMP_NUM_THREADS={common['OMP_NUM_THREADS']}" if devices.is_cpu else ""
     logger.info(
-        f"starting {world.local_size} of {world.world_size} rank(s) on {devices.kind}, meeting at "
+        f"starting {len(ranks)} of {world.world_size} rank(s){of} on {devices.kind}, meeting at "
         f"{world.master_addr}:{world.master_port}{threads}"
     )
-    workers = [
-        Worker(world.first_rank + local, local, _command(args, local), {**common, **world.variables(local)})
-        for local in range(world.local_size)
+    return [
+        Worker(
+            rank,
+            local,
+            _command(args, local),
+            {**common, **world.variables(rank, local)},
+            cores=cores[local] if cores else None,
+        )
+        for rank, local in world.places
     ]
-    logs = _log_files(args.enable_each_rank_log, [worker.rank for worker in workers])
-    return Job(workers, socket.gethostname(), logs).run()
+
+
+def _elastic_workers(args: argparse.Namespace, world: World, hosts: list[list[int | str]]) -> list[Worker]:
+    """Torch's elastic agent instead of the ranks, which it starts itself."""
+    from deepspeed.launcher.supervisor import Worker
+
+    if args.placed_by or _binds(args):
+        option = "--bind_cores_to_rank" if _binds(args) else f"--launcher {args.placed_by}"
+        raise LauncherError(
+            f"--elastic_training and {option} exclude each other: torch's agent starts the ranks of a machine itself; "
+            "leave one of them out"
+        )
+    elastic = Elastic.from_options(args.min_elastic_nodes, args.max_elastic_nodes, world.num_nodes)
+    devices = find_devices(os.environ)
+    common = _common_environment(world, devices.is_cpu, None)
+    for name in devices.visible_variables:
+        common[name] = ",".join(map(str, hosts[world.node_rank]))
+    for name in _PLACE:
+        common.pop(name, None)
+    flags = [f"--{name}" for name in ("module", "no_python") if getattr(args, name)]
+    script = (args.training_script, *args.training_script_args)
+    command = agent_command(elastic, world.local_size, world.master_addr, world.master_port, script, flags)
+    logger.info(
+        f"elastic run on {elastic.min_nodes} to {elastic.max_nodes} machine(s): torch's elastic agent starts "
+        f"{world.local_size} rank(s) here, meeting at {world.master_addr}:{world.master_port}"
+    )
+    return [Worker(0, 0, command, common, name="torch's elastic agent")]
+
+
+def _binds(args: argparse.Namespace) -> bool:
+    return bool(args.bind_cores_to_rank or args.bind_core_list)
 
 
 def _check_script(args: argparse.Namespace) -> None:
@@ -139,20 +211,47 @@ def _hosts(args: argparse.Namespace) -> list[list[int | str]]:
 
 
 def _world(args: argparse.Namespace, hosts: list[list[int | str]], port: int) -> World:
-    """This machine's place among them."""
+    """The place among all launchers of the run."""
+    per_host = tuple(len(slots) for slots in hosts)
+    if args.placed_by is None:
+        sizes, launcher, node, local = per_host, args.node_rank, args.node_rank, 0
+    else:
+        placed = find_placed(args.placed_by, os.environ)
+        total = sum(per_host)
+        if placed.world_size != total:
+            raise LauncherError(
+                f"{args.placed_by} started {placed.world_size} processes, but {total} were asked of it; do not change "
+                "their number in --launcher_args"
+            )
+        node = next(index for index in range(len(hosts)) if placed.rank < sum(per_host[: index + 1]))
+        local = placed.rank - sum(per_host[:node])
+        if placed.local_rank not in (None, local):
+            raise LauncherError(
+                f"{args.placed_by} made rank {placed.rank} number {placed.local_rank} of its machine, where number "
+                f"{local} was expected: ranks must fill one machine after the other; leave mapping options out of "
+                "--launcher_args"
+            )
+        sizes, launcher = (1,) * total, placed.rank
     return World(
-        first_rank=sum(len(slots) for slots in hosts[: args.node_rank]),
-        local_size=len(hosts[args.node_rank]),
-        world_size=sum(len(slots) for slots in hosts),
-        node_rank=args.node_rank,
+        sizes=sizes,
+        launcher=launcher,
+        first_local_rank=local,
+        local_size=per_host[node],
+        node_rank=node,
         num_nodes=len(hosts),
         master_addr=args.master_addr,
         master_port=port,
     )
 
 
-def _common_environment(world: World, on_cpu: bool) -> dict[str, str]:
-    """What all ranks of this machine find, before their own place."""
+def _common_environment(world: World, on_cpu: bool, bound_cores: int | None) -> dict[str, str]:
+    """What all ranks of this machine find, before their own place.
+
+    Args:
+        world: Where they stand.
+        on_cpu: Whether they compute on the processor.
+        bound_cores: Cores that each of them is bound to; None if it is not.
+    """
     name = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
     environment = dict(os.environ)
     # What the user typed for this run beats what lies in a file.
@@ -160,9 +259,11 @@ def _common_environment(world: World, on_cpu: bool) -> dict[str, str]:
     if added:
         logger.info(f"set from {name}: {', '.join(added)}")
     environment.update(added)
-    if on_cpu:
+    if bound_cores is not None:
+        environment.update(threads_per_rank(environment, bound_cores, 1))
+    elif on_cpu:
         environment.update(threads_per_rank(environment, usable_cores(), world.local_size))
-    label = len(f"[rank {world.world_size - 1}] ") if world.local_size > 1 else 0
+    label = len(f"[rank {world.world_size - 1}] ") if world.world_size > 1 else 0
     return {**screen_width(label), **environment}
 
 

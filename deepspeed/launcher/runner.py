@@ -1,28 +1,32 @@
-"""The ``deepspeed`` command: which devices of which machine, then their ranks.
+"""The ``deepspeed`` command: which devices of which machines, then their ranks.
 
-``deepspeed [options] script.py [arguments]``. This release starts ranks on the machine it runs on.
+``deepspeed [options] script.py [arguments]``. On one machine it becomes :mod:`.launch`; for several it builds the
+commands of pdsh, ssh, MPI or Slurm (:mod:`.remote`) and runs them (:mod:`.front`); with ``--no_ssh`` it is called on
+every machine and starts the ranks there.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import socket
+import re
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from deepspeed.errors import DeepSpeedError, NotYetSupportedError
 from deepspeed.launcher import launch
-from deepspeed.launcher.devices import LocalDevices, find_devices, usable_cores
-from deepspeed.launcher.ports import DEFAULT_PORT
+from deepspeed.launcher.environment import read_environment_files
+from deepspeed.launcher.ports import DEFAULT_PORT, claim_port
+from deepspeed.launcher.remote import BUILDERS, Command, Run
 from deepspeed.launcher.resources import (
     LauncherError,
-    Slots,
     encode_world_info,
     fetch_hostfile,
     parse_inclusion_exclusion,
     parse_resource_filter,
 )
+from deepspeed.launcher.selection import Selected, select_slots
 from deepspeed.logging import logger, set_log_level_from_string
 
 __all__ = [
@@ -41,18 +45,12 @@ DLTS_HOSTFILE = "/job/hostfile"
 EXPORT_ENVS = ["MLFLOW", "PYTHON", "MV2", "UCX"]
 DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
 
-_THIS_MACHINE = "localhost"
-_LATER = "comes with a later release"
-# Options of known features that this release does not have: what to say when one is used.
-_REFUSED = {
-    "autotuning": "searching for a configuration",
-    "force_multi": "starting ranks over ssh",
-    "elastic_training": "elastic training",
-    "min_elastic_nodes": "elastic training",
-    "max_elastic_nodes": "elastic training",
-}
+# Our own variables, besides those of EXPORT_ENVS and of the accelerator.
+_OWN_VARIABLES = ("DS_", "DEEPSPEED_")
+_NOT_FOR_OTHERS = ("DS_ENV_FILE",)
+_LAUNCHER_PROGRAMS = {"pdsh": "pdsh", "ssh": "ssh", "slurm": "srun"}
 # Options that only concern other machines.
-_FOR_OTHER_MACHINES = ("launcher_args", "no_ssh", "no_ssh_check", "ssh_port", "venv_script")
+_FOR_OTHER_MACHINES = ("launcher_args", "no_ssh_check", "ssh_port", "venv_script")
 
 
 def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
@@ -60,7 +58,7 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="deepspeed",
         allow_abbrev=False,
-        description="Starts one rank of a training script per device of this machine.",
+        description="Starts one rank of a training script per device, on this machine or on those of a host file.",
         epilog="Everything after the script's name goes to the script.",
     )
     where = parser.add_argument_group("where")
@@ -77,19 +75,19 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
         help=f"its port (default {DEFAULT_PORT}, or a free one if that is taken)",
     )
     launch.add_rank_options(parser)
-    others = parser.add_argument_group("other machines (without effect on this one)")
-    others.add_argument("--launcher", default="pdsh", help="this release starts local ranks itself")
-    others.add_argument("--launcher_args", default="", help="one quoted string")
-    others.add_argument("--node_rank", type=int, default=-1)
-    others.add_argument("--no_ssh", action="store_true")
-    others.add_argument("--no_ssh_check", action="store_true")
-    others.add_argument("--ssh_port", type=int, default=None)
-    others.add_argument("--venv_script", default=None)
+    others = parser.add_argument_group("several machines")
+    others.add_argument("--launcher", default="pdsh", type=str.lower, choices=tuple(BUILDERS), help="what starts ranks")
+    others.add_argument("--launcher_args", default="", help="further arguments for that program, one quoted string")
+    others.add_argument("--no_ssh", action="store_true", help="start only this machine's ranks (needs --node_rank)")
+    others.add_argument("--node_rank", type=int, default=-1, help="index of this machine, with --no_ssh")
+    others.add_argument("--no_ssh_check", action="store_true", help="do not try to log in before starting")
+    others.add_argument("--ssh_port", type=int, default=None, help="port of the ssh servers")
+    others.add_argument("--venv_script", default=None, help="shell script to source on each machine (pdsh, ssh)")
+    others.add_argument("--force_multi", action="store_true", help="use the launcher for one machine too")
+    elastic = parser.add_argument_group("elastic runs")
+    elastic.add_argument("--elastic_training", action="store_true", help="let torch's elastic agent restart ranks")
+    parser.add_argument("--dry_run", action="store_true", help="print what would be executed, and do nothing")
     parser.add_argument("--autotuning", default="", choices=("", "tune", "run"), help=argparse.SUPPRESS)
-    parser.add_argument("--force_multi", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--elastic_training", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--min_elastic_nodes", type=int, default=-1, help=argparse.SUPPRESS)
-    parser.add_argument("--max_elastic_nodes", type=int, default=-1, help=argparse.SUPPRESS)
     parser.add_argument("user_script", help="the script, module or program to run on each rank")
     parser.add_argument("user_args", nargs=argparse.REMAINDER, help="its arguments")
     return parser.parse_args(args)
@@ -106,129 +104,185 @@ def main(args: Sequence[str] | None = None) -> None:
         SystemExit: A rank failed or the launcher was told to stop.
     """
     try:
-        launch.main(_launch_arguments(parse_args(args)))
+        code = _run(parse_args(args))
     except DeepSpeedError as error:
         if args is not None:
             raise
         sys.exit(f"deepspeed: {error}")
+    if code:
+        sys.exit(code)
 
 
-def _launch_arguments(args: argparse.Namespace) -> list[str]:
-    """The command line of :mod:`deepspeed.launcher.launch` that does what ``args`` ask for."""
+def _run(args: argparse.Namespace) -> int:
     set_log_level_from_string("error" if args.quiet else args.log_level)
-    _refuse_later_features(args)
-    world = {_THIS_MACHINE: _local_slots(args)}
-    command = [f"--world_info={encode_world_info(world)}", f"--master_addr={args.master_addr or '127.0.0.1'}"]
+    _check_options(args)
+    selected = select_slots(args, os.environ)
+    if args.no_ssh or not (args.force_multi or selected.needs_launcher):
+        return _run_here(args, selected)
+    return _run_on_machines(args, selected)
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    if args.autotuning:
+        raise NotYetSupportedError(
+            f"--autotuning {args.autotuning}: searching for a configuration comes with a later release; leave the "
+            "option out and set the batch keys and the ZeRO stage in the config"
+        )
+    if args.no_ssh and args.node_rank < 0:
+        raise LauncherError(
+            f"--no_ssh: --node_rank {args.node_rank} does not say which machine this is; give --node_rank 0 on the "
+            "first, 1 on the second, and so on"
+        )
+    if args.no_ssh and args.force_multi:
+        raise LauncherError("--no_ssh and --force_multi exclude each other: one of them uses a launcher; choose")
+
+
+# --- this machine -----------------------------------------------------------------------------------------------------
+
+
+def _run_here(args: argparse.Namespace, selected: Selected) -> int:
+    if not args.no_ssh:
+        unused = [f"--{name}" for name in _FOR_OTHER_MACHINES if getattr(args, name)]
+        if unused:
+            logger.warning(f"{', '.join(unused)}: without effect, all ranks run on this machine")
+        if args.launcher != "pdsh":
+            logger.info(
+                f"--launcher {args.launcher}: not needed, all ranks run on this machine (--force_multi uses it)"
+            )
+    if args.no_ssh and args.node_rank >= len(selected.hosts):
+        raise LauncherError(
+            f"--node_rank {args.node_rank}: {len(selected.hosts)} machine(s) are known, counted from 0; name all of "
+            "them in a host file, or give their number with --num_nodes"
+        )
+    command = _launch_arguments(args, selected)
+    if args.dry_run:
+        _show([Command((sys.executable, "-u", "-m", "deepspeed.launcher.launch", *command))])
+        return 0
+    launch.main(command)
+    return 0
+
+
+def _launch_arguments(args: argparse.Namespace, selected: Selected) -> list[str]:
+    """The command line of :mod:`deepspeed.launcher.launch` that starts the ranks of this machine."""
+    hosts = selected.hosts
+    address = args.master_addr or (next(iter(hosts)) if len(hosts) > 1 else "127.0.0.1")
+    command = [f"--world_info={encode_world_info(hosts)}", f"--master_addr={address}"]
     if args.master_port is not None:
         command.append(f"--master_port={args.master_port}")
-    command += [
-        f"--{name}" for name in ("module", "no_python", "no_local_rank", "save_pid", "quiet") if getattr(args, name)
-    ]
-    if args.enable_each_rank_log:
-        command.append(f"--enable_each_rank_log={args.enable_each_rank_log}")
-    return [*command, f"--log_level={args.log_level}", args.user_script, *args.user_args]
+    if args.no_ssh:
+        command.append(f"--node_rank={args.node_rank}")
+    return [*command, *_rank_options(args), args.user_script, *args.user_args]
 
 
-def _refuse_later_features(args: argparse.Namespace) -> None:
-    for name, feature in _REFUSED.items():
-        if getattr(args, name) not in ("", False, -1):
-            raise NotYetSupportedError(f"--{name}: {feature} {_LATER}; leave the option out")
-    launch.refuse_core_binding(args)
-    if args.launcher.lower() != "pdsh":
-        raise NotYetSupportedError(
-            f"--launcher {args.launcher}: starting ranks on other machines {_LATER}; "
-            "leave the option out to start them on this one"
+def _rank_options(args: argparse.Namespace) -> list[str]:
+    """The options that concern how a rank is started, spelt out for :mod:`deepspeed.launcher.launch`."""
+    switches = ("module", "no_python", "no_local_rank", "save_pid", "quiet", "bind_cores_to_rank")
+    options = [f"--{name}" for name in switches if getattr(args, name)]
+    for name in ("enable_each_rank_log", "bind_core_list"):
+        if getattr(args, name):
+            options.append(f"--{name}={getattr(args, name)}")
+    if args.elastic_training:
+        options.append("--enable_elastic_training")
+        options += [f"--{n}={getattr(args, n)}" for n in ("min_elastic_nodes", "max_elastic_nodes")]
+    elif max(args.min_elastic_nodes, args.max_elastic_nodes) != -1:
+        raise LauncherError("--min_elastic_nodes and --max_elastic_nodes need --elastic_training; add it")
+    return [*options, f"--log_level={args.log_level}"]
+
+
+# --- several machines -------------------------------------------------------------------------------------------------
+
+
+def _run_on_machines(args: argparse.Namespace, selected: Selected) -> int:
+    from deepspeed.launcher import front
+
+    hosts = selected.hosts
+    if not args.dry_run:
+        front.require_program(_LAUNCHER_PROGRAMS.get(args.launcher, "mpirun"), args.launcher)
+        if args.launcher in ("pdsh", "ssh") and not args.no_ssh_check:
+            front.check_reachable(list(hosts), args.ssh_port)
+    address = args.master_addr or _find_address(args, list(hosts))
+    with claim_port(address, args.master_port) as claim:
+        run = Run(
+            hosts=hosts,
+            master_addr=address,
+            master_port=claim.port,
+            exports=_exports(),
+            folder=os.getcwd(),
+            options=tuple(_rank_options(args)),
+            script=(args.user_script, *args.user_args),
+            launcher_args=tuple(shlex.split(args.launcher_args)),
+            ssh_port=args.ssh_port,
+            venv_script=args.venv_script,
         )
-    unused = [f"--{name}" for name in _FOR_OTHER_MACHINES if getattr(args, name)]
-    if unused:
-        logger.warning(f"{', '.join(unused)}: without effect, all ranks run on this machine")
+        commands = BUILDERS[args.launcher](run)
+        if args.dry_run:
+            _show(commands)
+            return 0
+        for line in rank_map(hosts):
+            logger.info(line)
+        return front.run_commands(commands)
 
 
-def _local_slots(args: argparse.Namespace) -> list[int | str]:
-    """The devices of this machine that get a rank.
+def _find_address(args: argparse.Namespace, hosts: list[str]) -> str:
+    """Where rank 0 will be reached."""
+    from deepspeed.launcher import front
 
-    Raises:
-        LauncherError: What was asked for is not there or contradicts itself.
-        NotYetSupportedError: It takes more than this machine.
-    """
-    _check_counts(args)
-    filtered = bool(args.include or args.exclude)
-    pool = fetch_hostfile(args.hostfile)
-    devices = find_devices(os.environ, ignore_visible=filtered)
-    if pool is not None:
-        return _slots_of_hostfile(args, pool, devices)
-    if args.num_nodes > 1:
-        raise LauncherError(f"--num_nodes {args.num_nodes}: only this machine is known; {args.hostfile} does not exist")
-    if devices.is_cpu:
-        return _cpu_slots(args)
-    if filtered:
-        chosen = parse_resource_filter({_THIS_MACHINE: list(range(len(devices.ids)))}, args.include, args.exclude)
-        return _nonempty(args, chosen.get(_THIS_MACHINE, []))
-    if args.num_gpus > len(devices.ids):
-        raise LauncherError(
-            f"--num_gpus {args.num_gpus}: this machine shows {len(devices.ids)} {devices.kind} device(s); "
-            "ask for at most that many"
+    if args.launcher == "slurm":
+        return ""  # srun orders the machines; its tasks read which is the first
+    if hosts[0] in ("localhost", "127.0.0.1"):
+        if len(hosts) > 1:
+            raise LauncherError(
+                f"the first of {len(hosts)} hosts is {hosts[0]!r}, which means itself on each of them; write its real "
+                "name into the host file, or give --master_addr"
+            )
+        return "127.0.0.1"
+    if args.dry_run:
+        logger.info(
+            f"--dry_run: {hosts[0]} is not asked for its address (ssh {hosts[0]} hostname -I); its name stands in"
         )
-    return list(devices.ids if args.num_gpus == -1 else devices.ids[: args.num_gpus])
+        return hosts[0]
+    return front.ask_address(hosts[0], args.ssh_port)
 
 
-def _check_counts(args: argparse.Namespace) -> None:
-    if args.include and args.exclude:
-        raise LauncherError("--include and --exclude exclude each other; use one of them")
-    for name in ("num_gpus", "num_nodes"):
-        count = getattr(args, name)
-        if count != -1 and (args.include or args.exclude):
-            raise LauncherError(f"--{name} and --include/--exclude exclude each other; use one of them")
-        if count != -1 and count < 1:
-            raise LauncherError(f"--{name} {count}: expected at least 1; leave the option out to use all")
+def rank_map(hosts: Mapping[str, Sequence[int | str]]) -> list[str]:
+    """Which ranks run where, one line per machine after a heading."""
+    total = sum(len(slots) for slots in hosts.values())
+    lines = [f"rank map: {total} rank(s) on {len(hosts)} machine(s)"]
+    first = 0
+    for index, (host, slots) in enumerate(hosts.items()):
+        last = first + len(slots) - 1
+        ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
+        lines.append(f"  node {index}, {host}: {ranks} on slots {', '.join(map(str, slots))}")
+        first = last + 1
+    return lines
 
 
-def _cpu_slots(args: argparse.Namespace) -> list[int | str]:
-    """As many ranks as were asked for: the processor takes any number."""
-    if args.include or args.exclude:
-        # Slots of a processor are only numbers: there are as many as one cares to name.
-        named = [int(piece) for piece in args.include.partition(":")[2].split(",") if piece.strip().isdecimal()]
-        pool = {_THIS_MACHINE: max(usable_cores(), *(number + 1 for number in named), 1)}
-        chosen = parse_inclusion_exclusion(pool, args.include, args.exclude)
-        return _nonempty(args, chosen.get(_THIS_MACHINE, []))
-    if args.num_gpus == -1:
-        logger.info("no accelerator device here: 1 rank on the CPU; --num_gpus N starts more")
-        return [0]
-    return list(range(args.num_gpus))
+def _exports() -> dict[str, str]:
+    """The variables that ranks on other machines must find as they are here."""
+    prefixes = (*EXPORT_ENVS, *_accelerator_exports(), *_OWN_VARIABLES)
+    found = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(prefixes) and name not in _NOT_FOR_OTHERS and re.fullmatch(r"[A-Za-z_]\w*", name)
+    }
+    for name, value in read_environment_files(os.environ.get("DS_ENV_FILE", ".deepspeed_env")).items():
+        if re.fullmatch(r"[A-Za-z_]\w*", name):
+            found[name] = os.environ.get(name, value)  # what was typed for this run beats what lies in a file
+    return found
 
 
-def _slots_of_hostfile(args: argparse.Namespace, pool: Slots, devices: LocalDevices) -> list[int | str]:
-    """The slots of this machine in a host file that names no other one (after the selection)."""
-    chosen = parse_inclusion_exclusion(pool, args.include, args.exclude)
-    if args.num_nodes > len(chosen):
-        raise LauncherError(f"--num_nodes {args.num_nodes}: {args.hostfile} has {len(chosen)} host(s)")
-    if args.num_nodes != -1:
-        chosen = dict(list(chosen.items())[: args.num_nodes])
-    name = socket.gethostname()
-    here = {_THIS_MACHINE, "127.0.0.1", name, name.partition(".")[0]}
-    if len(chosen) > 1 or not here.issuperset(chosen):
-        raise NotYetSupportedError(
-            f"{args.hostfile} names {', '.join(chosen)}: ranks on other machines {_LATER}; "
-            "--hostfile None starts them on this machine"
-        )
-    slots = [slot for host_slots in chosen.values() for slot in host_slots]
-    _nonempty(args, slots)
-    if args.num_gpus > len(slots):
-        raise LauncherError(f"--num_gpus {args.num_gpus}: {args.hostfile} gives this machine {len(slots)} slot(s)")
-    slots = slots if args.num_gpus == -1 else slots[: args.num_gpus]
-    if not devices.is_cpu and max(slots) >= len(devices.ids):
-        raise LauncherError(
-            f"{args.hostfile} counts on device {max(slots)}, but this machine shows {len(devices.ids)} {devices.kind} "
-            "device(s); correct its slots"
-        )
-    return list(slots) if devices.is_cpu else [devices.ids[slot] for slot in slots]
+def _accelerator_exports() -> list[str]:
+    """Prefixes that the accelerator's communication library reads; NCCL's where there is no device to ask."""
+    if "torch" not in sys.modules:
+        return ["NCCL"]
+    from deepspeed.accelerator import get_accelerator
+
+    return sorted({"NCCL", *get_accelerator().export_envs()})
 
 
-def _nonempty(args: argparse.Namespace, slots: Sequence[int]) -> list[int | str]:
-    """The selected slots, which must be some."""
-    if not slots:
-        raise LauncherError(f"--exclude {args.exclude}: no device is left; leave one of them in")
-    return list(slots)
+def _show(commands: Sequence[Command]) -> None:
+    for command in commands:
+        sys.stdout.write(f"{command}\n")
 
 
 if __name__ == "__main__":

@@ -89,6 +89,14 @@ class Output:
         """Whether a reader of our output has gone away."""
         return bool(self._broken)
 
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether stdout or stderr is a pipe or connection without anybody at its other end, written to or not."""
+        poll = select.poll()
+        for descriptor in (1, 2):
+            poll.register(descriptor, 0)  # errors and hang-ups are always told
+        return bool(poll.poll(0))
+
 
 class Screen:
     """Places lines of several sources below each other.

@@ -7,6 +7,7 @@ gone, or when all ranks have ended; in each case nothing below it is left.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import select
@@ -38,12 +39,16 @@ class Worker:
         local_rank: Rank on this machine.
         command: Program and arguments.
         environment: The complete environment.
+        cores: The processor cores it may use; None for all that this process may.
+        name: What messages call it; empty for its rank.
     """
 
     rank: int
     local_rank: int
     command: tuple[str, ...]
     environment: dict[str, str] = field(repr=False)
+    cores: tuple[int, ...] | None = None
+    name: str = ""
 
 
 class Supervisor:
@@ -104,9 +109,11 @@ class Supervisor:
     def _start_all(self) -> None:
         me = os.getpid()
 
-        def prepare() -> None:
+        def prepare(cores: tuple[int, ...] | None) -> None:
             # Started from a background job, Ctrl-C would be ignored for good.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
+            if cores is not None:
+                os.sched_setaffinity(0, cores)
             processes.die_with_parent(me)
 
         for worker, (out, err) in zip(self._workers, self._pipes, strict=True):
@@ -118,7 +125,7 @@ class Supervisor:
                     stdout=out,
                     stderr=err,
                     start_new_session=True,
-                    preexec_fn=prepare,
+                    preexec_fn=functools.partial(prepare, worker.cores),
                 )
             except OSError as error:
                 self._tell(event="failed_to_start", rank=worker.rank, reason=f"{worker.command[0]}: {error.strerror}")

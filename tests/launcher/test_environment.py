@@ -21,8 +21,18 @@ def taken_port():
 
 
 def test_world_variables():
-    world = World(first_rank=4, local_size=2, world_size=6, node_rank=1, num_nodes=2, master_addr="a", master_port=9)
-    assert world.variables(1) == {
+    world = World(
+        sizes=(4, 2),
+        launcher=1,
+        first_local_rank=0,
+        local_size=2,
+        node_rank=1,
+        num_nodes=2,
+        master_addr="a",
+        master_port=9,
+    )
+    assert world.places == [(4, 0), (5, 1)]
+    assert world.variables(5, 1) == {
         "RANK": "5",
         "LOCAL_RANK": "1",
         "WORLD_SIZE": "6",

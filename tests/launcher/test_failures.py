@@ -8,6 +8,7 @@ import pytest
 from deepspeed.launcher.failures import (
     HOLD_SECONDS,
     ErrorStream,
+    Failure,
     RankState,
     describe,
     first_failure,
@@ -153,7 +154,7 @@ def test_the_earlier_traceback_is_to_blame_even_if_its_process_ends_later():
         feed(state, TRACEBACK)
         state.errors.report_time = began
         fail(state, ended)
-    assert first_failure([zero, one]) is one
+    assert first_failure([zero.failure("zero", "a"), one.failure("one", "a")]).rank == one.rank
 
 
 def test_who_lost_a_peer_is_not_to_blame():
@@ -164,7 +165,14 @@ def test_who_lost_a_peer_is_not_to_blame():
     fail(zero, now + 1)
     fail(one, now + 2, status=-9)
     assert zero.lost_a_peer and not one.lost_a_peer
-    assert first_failure([zero, one]) is one
+    assert first_failure([zero.failure("zero", "a"), one.failure("one", "a")]).rank == one.rank
+
+
+def test_a_failure_on_another_machine_keeps_its_age():
+    failure = Failure("rank 1 failed", 5, rank=1, lost_a_peer=True, time=time.monotonic() - 2)
+    heard = Failure.from_message({"event": "failed", **failure.to_message()})
+    assert (heard.sentence, heard.exit_code, heard.rank, heard.lost_a_peer) == ("rank 1 failed", 5, 1, True)
+    assert abs(heard.time - failure.time) < 0.1
 
 
 def test_an_old_traceback_is_not_the_cause():

@@ -1,0 +1,174 @@
+"""Running the commands of a run on several machines: handing signals on, and ending together.
+
+The programs write to the screen themselves. This process waits, and when one of them fails or a signal comes, it ends
+the others and everything below them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
+from typing import Any
+
+from deepspeed.launcher import processes
+from deepspeed.launcher.remote import Command
+from deepspeed.launcher.resources import LauncherError
+from deepspeed.launcher.supervisor import GRACE_AFTER_SIGNAL
+from deepspeed.logging import logger
+
+_POLL_SECONDS = 0.05
+# The launchers on the machines end together, by what they hear from each other; whoever takes longer is ended.
+_GRACE_AFTER_FAILURE = 15.0
+_SSH_SECONDS = 10
+_SSH_AT_ONCE = 32
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+def require_program(name: str, launcher: str) -> None:
+    """Refuses a launcher whose program is not there.
+
+    Raises:
+        LauncherError: It is not in ``PATH``.
+    """
+    if shutil.which(name) is None:
+        raise LauncherError(
+            f"--launcher {launcher}: the program {name!r} is not in PATH on this machine; install it or load its "
+            "module, choose another launcher (ssh needs nothing but ssh), or start each machine with --no_ssh"
+        )
+
+
+def check_reachable(hosts: Sequence[str], ssh_port: int | None) -> None:
+    """Logs in to every machine once, without a password.
+
+    Raises:
+        LauncherError: One cannot be reached; all of them are named.
+    """
+    with ThreadPoolExecutor(min(len(hosts), _SSH_AT_ONCE)) as pool:
+        answers = list(pool.map(lambda host: _ssh(host, ssh_port, "true"), hosts))
+    refused = [
+        f"{host} ({answer.stderr.strip() or f'exit code {answer.returncode}'})"
+        for host, answer in zip(hosts, answers, strict=True)
+        if answer.returncode != 0
+    ]
+    if refused:
+        raise LauncherError(
+            f"no login by ssh without a password on {'; '.join(refused)}. Correct the host file, set up ssh keys, or "
+            "skip this check with --no_ssh_check"
+        )
+
+
+def ask_address(host: str, ssh_port: int | None) -> str:
+    """The first address of a machine, as it says itself.
+
+    Raises:
+        LauncherError: It does not answer.
+    """
+    answer = _ssh(host, ssh_port, "hostname -I")
+    addresses = answer.stdout.split()
+    if answer.returncode != 0 or not addresses:
+        reason = answer.stderr.strip() or f"exit code {answer.returncode}, answer {answer.stdout!r}"
+        raise LauncherError(
+            f"the address of {host}, where rank 0 runs, is not known: 'ssh {host} hostname -I' failed ({reason}); "
+            "give --master_addr"
+        )
+    return addresses[0]
+
+
+def _ssh(host: str, port: int | None, command: str) -> subprocess.CompletedProcess[str]:
+    options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={_SSH_SECONDS}", *(["-p", str(port)] if port else [])]
+    try:
+        return subprocess.run(
+            ["ssh", *options, host, command],
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            timeout=2 * _SSH_SECONDS,
+        )
+    except FileNotFoundError:
+        raise LauncherError("the program 'ssh' is not in PATH on this machine; install it or use --no_ssh") from None
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess([], 255, "", f"no answer within {2 * _SSH_SECONDS} s")
+
+
+def run_commands(commands: Sequence[Command]) -> int:
+    """Runs commands side by side to their end.
+
+    Must be called from the main thread: it handles signals while it runs.
+
+    Returns:
+        0, the exit code of the command that failed first, or 128 + n for signal n.
+    """
+    front = _Front()
+    handlers: dict[int, Any] = {number: signal.signal(number, front.on_signal) for number in _SIGNALS}
+    others = processes.find_processes(())
+    processes.adopt_orphans()
+    try:
+        return front.run(commands)
+    finally:
+        processes.end_processes(lambda: processes.find_processes((), spare=others), lambda: None, 1.0)
+        processes.adopt_orphans(False)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+class _Front:
+    """The commands of one run."""
+
+    def __init__(self) -> None:
+        self._signal: int | None = None
+        self._running: dict[subprocess.Popen[bytes], Command] = {}
+        self._code = 0
+
+    def on_signal(self, number: int, _frame: FrameType | None) -> None:
+        """Remembers the first signal; the loop does the rest."""
+        self._signal = self._signal or number
+
+    def run(self, commands: Sequence[Command]) -> int:
+        self._start(commands)
+        stop_at: float | None = None
+        while self._running:
+            time.sleep(_POLL_SECONDS)
+            self._collect()
+            failed = self._signal is not None or self._code != 0
+            if failed and stop_at is None:
+                grace = GRACE_AFTER_SIGNAL if self._signal is not None else _GRACE_AFTER_FAILURE
+                stop_at = time.monotonic() + grace
+                if self._signal is not None:
+                    self._send(signal.SIGTERM)
+            if stop_at is not None and time.monotonic() > stop_at:
+                break  # the caller ends what is left
+        return 128 + self._signal if self._signal is not None else self._code
+
+    def _start(self, commands: Sequence[Command]) -> None:
+        me = os.getpid()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        for number, command in enumerate(commands):
+            process = subprocess.Popen(
+                command.program,
+                env={**os.environ, **command.variables},
+                stdin=None if number == 0 and len(commands) == 1 else subprocess.DEVNULL,
+                start_new_session=True,
+                preexec_fn=lambda: processes.die_with_parent(me),
+            )
+            self._running[process] = command
+
+    def _collect(self) -> None:
+        for process in [process for process in self._running if process.poll() is not None]:
+            command = self._running.pop(process)
+            status = process.returncode
+            if status and not self._code and self._signal is None:
+                self._code = status if status > 0 else 128 - status
+                where = f" for {command.host}" if command.host else ""
+                logger.error(f"{command.program[0]}{where} ended with exit code {self._code}")
+
+    def _send(self, number: int) -> None:
+        for process in self._running:
+            process.send_signal(number)

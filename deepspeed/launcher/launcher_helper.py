@@ -1,0 +1,84 @@
+"""``python -m deepspeed.launcher.launcher_helper``: becomes a script whose place MPI's or Slurm's variables tell.
+
+For those who write their own mpirun line: it sets ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK`` from what the program
+that started it has set, and then is the script. ``MASTER_ADDR`` and ``MASTER_PORT`` must be set by the line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from deepspeed.errors import DeepSpeedError
+from deepspeed.launcher.cores import share_cores
+from deepspeed.launcher.placing import PROGRAMS, find_placed
+from deepspeed.launcher.resources import LauncherError
+
+_LOCAL_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE", "LOCAL_SIZE")
+
+
+def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parses the command line; options must precede the script."""
+    parser = argparse.ArgumentParser(
+        prog="python -m deepspeed.launcher.launcher_helper", allow_abbrev=False, description=__doc__
+    )
+    parser.add_argument("--launcher", default="mpich", type=str.lower, choices=PROGRAMS, help="whose variables count")
+    parser.add_argument("--module", action="store_true", help="run the script as 'python -m', as a module")
+    parser.add_argument("--no_python", action="store_true", help="execute the script directly, without Python")
+    parser.add_argument("--bind_cores_to_rank", action="store_true", help="give each rank processor cores of its own")
+    parser.add_argument("--bind_core_list", metavar="LIST", help="cores to divide among the ranks, such as 1,3-5")
+    parser.add_argument("user_script", help="the script, module or program")
+    parser.add_argument("user_args", nargs=argparse.REMAINDER, help="its arguments")
+    return parser.parse_args(args)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Becomes the script; does not return.
+
+    Args:
+        args: The command line; None means that of this process, and then a wrong one ends it with one sentence.
+
+    Raises:
+        DeepSpeedError: The command line cannot be carried out (only when ``args`` is given).
+    """
+    try:
+        _become(parse_args(args))
+    except DeepSpeedError as error:
+        if args is not None:
+            raise
+        sys.exit(f"deepspeed: {error}")
+
+
+def _become(args: argparse.Namespace) -> None:
+    if args.module and args.no_python:
+        raise LauncherError("--module and --no_python exclude each other; use one of them")
+    environment = dict(os.environ)
+    placed = find_placed(args.launcher, environment)
+    environment.update({"RANK": str(placed.rank), "WORLD_SIZE": str(placed.world_size)})
+    if placed.local_rank is not None:
+        environment["LOCAL_RANK"] = str(placed.local_rank)
+    local_size = next((environment[name] for name in _LOCAL_SIZES if environment.get(name)), None)
+    if local_size is not None:
+        environment["LOCAL_SIZE"] = local_size
+    if args.bind_cores_to_rank or args.bind_core_list:
+        if placed.local_rank is None or local_size is None:
+            raise LauncherError(
+                f"--bind_cores_to_rank: {args.launcher} does not say how many ranks run on this machine"
+            )
+        cores = share_cores(args.bind_core_list, int(local_size))[placed.local_rank]
+        os.sched_setaffinity(0, cores)
+        environment.setdefault("OMP_NUM_THREADS", str(len(cores)))
+    python = [] if args.no_python else [sys.executable, "-u", *(["-m"] if args.module else [])]
+    command = [*python, args.user_script, *args.user_args]
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    try:
+        os.execvpe(command[0], command, environment)
+    except OSError as error:
+        raise LauncherError(f"{command[0]}: {error.strerror}") from error
+
+
+if __name__ == "__main__":
+    main()

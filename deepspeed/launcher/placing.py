@@ -1,0 +1,59 @@
+"""Which rank a process is that MPI or Slurm has started, by the variables they leave."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from deepspeed.launcher.resources import LauncherError
+
+# Per program: names of the variables for rank, number of ranks and local rank, the first that is set counts.
+_VARIABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
+    "openmpi": (("OMPI_COMM_WORLD_RANK",), ("OMPI_COMM_WORLD_SIZE",), ("OMPI_COMM_WORLD_LOCAL_RANK",)),
+    "mpich": (("PMI_RANK",), ("PMI_SIZE",), ("MPI_LOCALRANKID", "PALS_LOCAL_RANKID")),
+    "impi": (("PMI_RANK",), ("PMI_SIZE",), ("MPI_LOCALRANKID",)),
+    "mvapich": (
+        ("MV2_COMM_WORLD_RANK", "PMI_RANK"),
+        ("MV2_COMM_WORLD_SIZE", "PMI_SIZE"),
+        ("MV2_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
+    ),
+    "slurm": (("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ("SLURM_LOCALID",)),
+}
+PROGRAMS = tuple(_VARIABLES)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A process among those that one program has started.
+
+    Attributes:
+        rank: Its number.
+        world_size: How many there are.
+        local_rank: Its number on its machine; None where the program does not say.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int | None
+
+
+def find_placed(program: str, environment: Mapping[str, str]) -> Placed:
+    """Reads the variables of ``program`` (one of :data:`PROGRAMS`).
+
+    Raises:
+        LauncherError: They are missing or no numbers.
+    """
+    rank, size, local = (_first(program, names, environment) for names in _VARIABLES[program])
+    if rank is None or size is None:
+        names = ", ".join(_VARIABLES[program][0] + _VARIABLES[program][1])
+        raise LauncherError(f"{program}: this process was not started by it: expected the variables {names}")
+    return Placed(rank, size, local)
+
+
+def _first(program: str, names: tuple[str, ...], environment: Mapping[str, str]) -> int | None:
+    for name in names:
+        if text := environment.get(name, "").strip():
+            if not text.isdecimal():
+                raise LauncherError(f"{program}: {name} must be a whole number, but is {text!r}")
+            return int(text)
+    return None

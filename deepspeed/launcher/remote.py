@@ -1,0 +1,186 @@
+"""The commands that start a run on several machines, one builder per program.
+
+Everything here is pure: a :class:`Run` goes in, the commands come out, so that ``--dry_run`` can show and tests can
+compare them. There are two ways:
+
+- pdsh and ssh start one launcher per machine (``--node_rank``), which starts the ranks there;
+- MPI and Slurm start one launcher per rank (``--placed_by``), so that a rank may use MPI itself.
+
+In both, the launchers hear of each other (:mod:`.link`) and report a failure once, as on one machine.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from deepspeed.launcher.resources import LauncherError, encode_world_info
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run on several machines, decided in all its parts.
+
+    Attributes:
+        hosts: Slots of each machine, in the order of the ranks.
+        master_addr: Where rank 0 is reached; empty to let Slurm say.
+        master_port: Its port.
+        exports: Variables that the ranks must see.
+        folder: The working directory.
+        options: Further options of ``deepspeed.launcher.launch``.
+        script: The script and its arguments.
+        launcher_args: Further arguments of the program that starts.
+        ssh_port: Port of the ssh servers; None for their own choice.
+        venv_script: Sourced on each machine before anything else.
+    """
+
+    hosts: dict[str, list[int | str]]
+    master_addr: str
+    master_port: int
+    exports: dict[str, str]
+    folder: str
+    options: tuple[str, ...]
+    script: tuple[str, ...]
+    launcher_args: tuple[str, ...] = ()
+    ssh_port: int | None = None
+    venv_script: str | None = None
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return sum(len(slots) for slots in self.hosts.values())
+
+    def node_launcher(self, *place: str) -> list[str]:
+        """The command that starts ranks; ``place`` says which."""
+        return [
+            sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={encode_world_info(self.hosts)}",
+            f"--master_addr={self.master_addr}", f"--master_port={self.master_port}", "--shares_screen", *place,
+            *self.options, *self.script,
+        ]  # fmt: skip
+
+    def shell_line(self, *place: str, escape: Callable[[str], str] = lambda text: text) -> str:
+        """The same for a shell on another machine, with variables and directory."""
+        parts = [f"export {name}={shlex.quote(value)};" for name, value in self.exports.items()]
+        parts.append(f"cd {shlex.quote(self.folder)} &&")
+        if self.venv_script:
+            parts.append(f". {shlex.quote(self.venv_script)} &&")
+        words = [word if word in place else escape(shlex.quote(word)) for word in self.node_launcher(*place)]
+        return " ".join([*(escape(part) for part in parts), "exec", *words])
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of a run.
+
+    Attributes:
+        program: Its program and arguments.
+        variables: What is added to its environment.
+        host: The machine it is for; None for all of them.
+    """
+
+    program: tuple[str, ...]
+    variables: dict[str, str] = field(default_factory=dict)
+    host: str | None = None
+
+    def __str__(self) -> str:
+        """As one would type it into a shell."""
+        words = [f"{name}={shlex.quote(value)}" for name, value in self.variables.items()]
+        return " ".join([*words, shlex.join(self.program)])
+
+
+def pdsh(run: Run) -> list[Command]:
+    """One pdsh, which replaces ``%n`` by the number of the machine."""
+    variables = {"PDSH_RCMD_TYPE": "ssh"}
+    if run.ssh_port is not None:
+        variables["PDSH_SSH_ARGS_APPEND"] = f"-p {run.ssh_port}"
+    # Everywhere else a percent sign means itself.
+    line = run.shell_line("--node_rank=%n", escape=lambda text: text.replace("%", "%%"))
+    fan_out = ["-f", "1024", "-w", ",".join(run.hosts)]
+    return [Command(("pdsh", "-S", *fan_out, *run.launcher_args, line), variables)]
+
+
+def ssh(run: Run) -> list[Command]:
+    """One ssh per machine."""
+    port = ("-p", str(run.ssh_port)) if run.ssh_port is not None else ()
+    return [
+        Command(
+            ("ssh", "-o", "BatchMode=yes", *port, *run.launcher_args, host, run.shell_line(f"--node_rank={index}")),
+            host=host,
+        )
+        for index, host in enumerate(run.hosts)
+    ]
+
+
+def openmpi(run: Run) -> list[Command]:
+    """Open MPI's mpirun. It would bind each rank to one core; torch wants threads, so binding is left to the user."""
+    defaults = _unless_given(run, ("--map-by", "slot"), ("--bind-to", "none"))
+    exports = [word for name, value in run.exports.items() for word in ("-x", f"{name}={value}")]
+    head = ("mpirun", "-n", str(run.world_size), "--host", _host_slots(run))
+    return [Command((*head, *defaults, *exports, *run.launcher_args, *run.node_launcher("--placed_by=openmpi")))]
+
+
+def mpich(run: Run) -> list[Command]:
+    """MPICH's mpirun (Hydra)."""
+    return [_hydra(run, "mpich", "-hosts", _host_slots(run))]
+
+
+def impi(run: Run) -> list[Command]:
+    """Intel MPI's mpirun, a Hydra that takes an even number of ranks per machine."""
+    return [_hydra(run, "impi", "-hosts", ",".join(run.hosts), "-ppn", str(_even_slots(run, "impi")))]
+
+
+def mvapich(run: Run) -> list[Command]:
+    """MVAPICH's mpirun (Hydra), with what its library needs under Python."""
+    # Loading the library late, and no binding of all ranks to the first cores.
+    needed = {"MV2_SUPPORT_DL": "1", "MV2_ENABLE_AFFINITY": "0"}
+    return [_hydra(run, "mvapich", "-hosts", _host_slots(run), needed=needed)]
+
+
+def slurm(run: Run) -> list[Command]:
+    """Slurm's srun, which hands its own environment on."""
+    per_node = _even_slots(run, "slurm")
+    head = (
+        "srun", f"--nodes={len(run.hosts)}", f"--ntasks={run.world_size}", f"--ntasks-per-node={per_node}",
+        f"--nodelist={','.join(run.hosts)}", "--distribution=block",
+    )  # fmt: skip
+    return [Command((*head, *run.launcher_args, *run.node_launcher("--placed_by=slurm")), dict(run.exports))]
+
+
+def _hydra(run: Run, name: str, *where: str, needed: dict[str, str] | None = None) -> Command:
+    exports = {**(needed or {}), **run.exports}
+    words = [word for key, value in exports.items() for word in ("-genv", key, value)]
+    head = ("mpirun", "-n", str(run.world_size), *where)
+    return Command((*head, *words, *run.launcher_args, *run.node_launcher(f"--placed_by={name}")))
+
+
+def _host_slots(run: Run) -> str:
+    return ",".join(f"{host}:{len(slots)}" for host, slots in run.hosts.items())
+
+
+def _even_slots(run: Run, name: str) -> int:
+    counts = {host: len(slots) for host, slots in run.hosts.items()}
+    if len(set(counts.values())) > 1:
+        raise LauncherError(
+            f"--launcher {name}: it starts the same number of ranks on each machine, found {counts}; use --num_gpus N "
+            "or --include for an even selection, or another launcher"
+        )
+    return next(iter(counts.values()))
+
+
+def _unless_given(run: Run, *options: tuple[str, str]) -> list[str]:
+    """Default options that the user's arguments do not mention."""
+    given = {word.partition("=")[0].replace("--", "-") for word in run.launcher_args}
+    return [word for option in options if option[0].replace("--", "-") not in given for word in option]
+
+
+BUILDERS: dict[str, Callable[[Run], list[Command]]] = {
+    "pdsh": pdsh,
+    "openmpi": openmpi,
+    "mpich": mpich,
+    "impi": impi,
+    "mvapich": mvapich,
+    "slurm": slurm,
+    "ssh": ssh,
+}

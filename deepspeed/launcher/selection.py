@@ -1,0 +1,165 @@
+"""Which slots of which machines get a rank: the host file, the filters, the counts, the devices of this machine."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
+
+from deepspeed.launcher.devices import LocalDevices, find_devices, usable_cores
+from deepspeed.launcher.resources import (
+    LauncherError,
+    Slots,
+    fetch_hostfile,
+    parse_inclusion_exclusion,
+    parse_resource_filter,
+)
+from deepspeed.launcher.slurm import slots_of_allocation
+from deepspeed.logging import logger
+
+_THIS_MACHINE = "localhost"
+
+
+@dataclass(frozen=True)
+class Selected:
+    """What gets a rank.
+
+    Attributes:
+        hosts: Devices or slots of each machine, in the order of the ranks.
+        needs_launcher: Whether a machine other than this one is among them.
+    """
+
+    hosts: dict[str, list[int | str]]
+    needs_launcher: bool = False
+
+
+def select_slots(args: argparse.Namespace, environment: MutableMapping[str, str]) -> Selected:
+    """Applies the options to what there is.
+
+    Args:
+        args: Options of the ``deepspeed`` command.
+        environment: ``os.environ``: torch reads the visible-device variable there.
+
+    Raises:
+        LauncherError: What was asked for is not there or contradicts itself.
+    """
+    _check_counts(args)
+    pool: Slots | None = fetch_hostfile(args.hostfile)
+    if pool is None and args.launcher == "slurm" and "SLURM_JOB_ID" in environment and not args.no_ssh:
+        pool = slots_of_allocation(environment, args.num_gpus)
+        source = "the Slurm allocation"
+    else:
+        source = args.hostfile
+    if pool is not None:
+        chosen = _choose(args, pool, source)
+        if args.no_ssh:
+            return Selected(_named(chosen))
+        if len(chosen) > 1 or args.force_multi or not _is_this_machine(next(iter(chosen))):
+            return Selected(_named(chosen), needs_launcher=True)
+        slots = next(iter(chosen.values()))
+        filtered = bool(args.include or args.exclude)
+        return Selected({_THIS_MACHINE: _local_devices(source, slots, find_devices(environment, filtered))})
+    if args.num_nodes > 1:
+        return _alike_nodes(args, environment)
+    return Selected({_THIS_MACHINE: _local_slots(args, environment)})
+
+
+def _check_counts(args: argparse.Namespace) -> None:
+    if args.include and args.exclude:
+        raise LauncherError("--include and --exclude exclude each other; use one of them")
+    for name in ("num_gpus", "num_nodes"):
+        count = getattr(args, name)
+        if count != -1 and (args.include or args.exclude):
+            raise LauncherError(f"--{name} and --include/--exclude exclude each other; use one of them")
+        if count != -1 and count < 1:
+            raise LauncherError(f"--{name} {count}: expected at least 1; leave the option out to use all")
+
+
+def _choose(args: argparse.Namespace, pool: Slots, source: str) -> dict[str, list[int]]:
+    """The slots of a host file that the options leave."""
+    chosen = parse_inclusion_exclusion(pool, args.include, args.exclude)
+    if not chosen:
+        raise LauncherError(f"--exclude {args.exclude}: no slot of {source} is left; leave one of them in")
+    if args.num_nodes > len(chosen):
+        raise LauncherError(f"--num_nodes {args.num_nodes}: {source} has {len(chosen)} host(s)")
+    if args.num_nodes != -1:
+        chosen = dict(list(chosen.items())[: args.num_nodes])
+    for host, slots in chosen.items():
+        if not slots:
+            raise LauncherError(f"{source}: host {host!r} has no slots; give it some or remove its line")
+        if args.num_gpus > len(slots):
+            raise LauncherError(f"--num_gpus {args.num_gpus}: {source} gives host {host!r} {len(slots)} slot(s)")
+    return {host: slots if args.num_gpus == -1 else slots[: args.num_gpus] for host, slots in chosen.items()}
+
+
+def _named(chosen: dict[str, list[int]]) -> dict[str, list[int | str]]:
+    return {host: list(slots) for host, slots in chosen.items()}
+
+
+def _is_this_machine(host: str) -> bool:
+    name = socket.gethostname()
+    return host in (_THIS_MACHINE, "127.0.0.1", name, name.partition(".")[0])
+
+
+def _local_devices(source: str, slots: Sequence[int], devices: LocalDevices) -> list[int | str]:
+    """The devices behind slots of this machine."""
+    if devices.is_cpu:
+        return list(slots)
+    if max(slots) >= len(devices.ids):
+        raise LauncherError(
+            f"{source} counts on device {max(slots)}, but this machine shows {len(devices.ids)} {devices.kind} "
+            "device(s); correct its slots"
+        )
+    return [devices.ids[slot] for slot in slots]
+
+
+def _alike_nodes(args: argparse.Namespace, environment: MutableMapping[str, str]) -> Selected:
+    """Machines without a host file, each started by hand: they must be alike, and need no names."""
+    if not args.no_ssh:
+        raise LauncherError(
+            f"--num_nodes {args.num_nodes}: only this machine is known; {args.hostfile} does not exist. Name the "
+            "machines in a host file, or call this on each of them with --no_ssh --node_rank N --master_addr HOST"
+        )
+    if not args.master_addr:
+        raise LauncherError("--no_ssh without a host file: give --master_addr, the address of the machine of rank 0")
+    slots = _local_slots(args, environment)
+    return Selected({f"node-{index}": slots for index in range(args.num_nodes)})
+
+
+def _local_slots(args: argparse.Namespace, environment: MutableMapping[str, str]) -> list[int | str]:
+    """The devices of this machine that get a rank."""
+    filtered = bool(args.include or args.exclude)
+    devices = find_devices(environment, ignore_visible=filtered)
+    if devices.is_cpu:
+        return _cpu_slots(args)
+    if filtered:
+        chosen = parse_resource_filter({_THIS_MACHINE: list(range(len(devices.ids)))}, args.include, args.exclude)
+        return _nonempty(args, chosen.get(_THIS_MACHINE, []))
+    if args.num_gpus > len(devices.ids):
+        raise LauncherError(
+            f"--num_gpus {args.num_gpus}: this machine shows {len(devices.ids)} {devices.kind} device(s); "
+            "ask for at most that many"
+        )
+    return list(devices.ids if args.num_gpus == -1 else devices.ids[: args.num_gpus])
+
+
+def _cpu_slots(args: argparse.Namespace) -> list[int | str]:
+    """As many ranks as were asked for: the processor takes any number."""
+    if args.include or args.exclude:
+        # Slots of a processor are only numbers: there are as many as one cares to name.
+        named = [int(piece) for piece in args.include.partition(":")[2].split(",") if piece.strip().isdecimal()]
+        pool = {_THIS_MACHINE: max(usable_cores(), *(number + 1 for number in named), 1)}
+        chosen = parse_inclusion_exclusion(pool, args.include, args.exclude)
+        return _nonempty(args, chosen.get(_THIS_MACHINE, []))
+    if args.num_gpus == -1:
+        logger.info("no accelerator device here: 1 rank on the CPU; --num_gpus N starts more")
+        return [0]
+    return list(range(args.num_gpus))
+
+
+def _nonempty(args: argparse.Namespace, slots: Sequence[int]) -> list[int | str]:
+    """The selected slots, which must be some."""
+    if not slots:
+        raise LauncherError(f"--exclude {args.exclude}: no device is left; leave one of them in")
+    return list(slots)
