@@ -108,7 +108,11 @@ def test_a_plain_mpirun_line_is_found_by_init_distributed(tmp_path):
 
 
 @needs_program("mpirun.mpich")
-@pytest.mark.parametrize("launcher", ["mpich", "impi", "mvapich"])
+@pytest.mark.parametrize(
+    "launcher",
+    # The others are of the same family, and the program here is MPICH's in each case.
+    ["mpich", pytest.param("impi", marks=pytest.mark.slow), pytest.param("mvapich", marks=pytest.mark.slow)],
+)
 def test_hydra_starts_the_ranks(tmp_path, launcher):
     environment = {**program(tmp_path, "mpirun.mpich"), "HYDRA_LAUNCHER": "fork"}
     code, out, err = start(tmp_path, SUM, launcher, environment=environment).finish(60)
