@@ -108,7 +108,7 @@ def test_accelerate_launch_on_one_machine(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
         "import os, deepspeed\n"
-        "deepspeed.init_distributed()\n"
+        "deepspeed.init_distributed()\ndeepspeed.comm.barrier()\n"
         "print(os.environ['ACCELERATE_DEEPSPEED_ZERO_STAGE'], deepspeed.comm.get_world_size())\n"
         "deepspeed.comm.destroy_process_group()\n"
     )
