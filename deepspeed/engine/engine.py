@@ -272,6 +272,8 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Offload
     def _report_step(self) -> None:
         if self._profiled is not None:  # before the times of this update are set to zero
             self._profiled.after_update(self.global_steps)
+        if self._progress.is_silent:
+            return
         scaler = self._updater.loss_scaler if self._updater is not None else None
         self._progress.step(
             StepFacts(

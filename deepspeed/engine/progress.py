@@ -53,6 +53,9 @@ class ProgressLog:
         root: The configuration (``steps_per_print``, ``wall_clock_breakdown``, ``memory_breakdown``, ``timers``).
         monitor: Takes the events.
         speaks: Whether this is rank 0.
+
+    Attributes:
+        is_silent: Nothing is written or logged on this rank, so that :meth:`step` need not be called.
     """
 
     def __init__(self, root: Root, monitor: MonitorMaster, speaks: bool) -> None:
@@ -64,7 +67,7 @@ class ProgressLog:
         self._collectives = speaks and root.comms_logger.enabled
         self._throughput = root.timers.throughput
         self._wants_loss = speaks and (monitor.writes or self._every > 0)
-        self._is_silent = not (speaks and (monitor.writes or self._every or self._breakdown))
+        self.is_silent = not (speaks and (monitor.writes or self._every or self._breakdown))
         self._watches = SynchronizedWallClockTimer()
         self.timers: SynchronizedWallClockTimer | NoopTimer = self._watches if self._breakdown else NoopTimer()
         if self._breakdown:
@@ -105,8 +108,6 @@ class ProgressLog:
 
     def step(self, facts: StepFacts) -> None:
         """An update is done: write its events, and log if it is time to."""
-        if self._is_silent:
-            return
         is_time = self._every > 0 and facts.step % self._every == 0
         losses, self._losses = self._losses, []
         # Only where it is shown: reading it makes the host wait for the device.

@@ -131,6 +131,7 @@ def _say(own_backward):
             accumulation=2,
             steps_per_print=2,
             wall_clock_breakdown=True,
+            memory_breakdown=True,
             dump_state=True,
             fp16={"enabled": True, "initial_scale_power": 8},
         )
@@ -159,6 +160,8 @@ def test_lines_of_rank_0(own_backward):
     for line in steps:
         assert "lr [0.01]" in line and "gradient norm" in line and "loss scale 256" in line and "0 skipped" in line
         assert ("loss " in line.split("samples/s")[0]) is not own_backward  # a loss of one's own is not seen
+    of_memory = [line for line in lines if line.startswith("memory after ")]
+    assert len(of_memory) == 8 + 8 + 4 and "MiB in use" in of_memory[0]  # forwards, backwards, steps
     times = [line for line in lines if "time (ms per update)" in line]
     assert len(times) == 2 and all(line.endswith("over 2 update(s)") for line in times)
     for phase in ("forward", "backward", "step", "outside"):
