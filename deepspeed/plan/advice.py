@@ -12,6 +12,7 @@ from deepspeed.plan.planner import Plan, Request, changed, make_plan, stage_of
 
 _WANTED = 3  # suggestions
 _MOST_PLANS = 16
+_SUBJECTS = ("stage", "checkpointing", "micro-batch", "offload")  # in the order in which changes are applied
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,8 @@ class Change:
 def advise(plan: Plan, most_plans: int = _MOST_PLANS) -> list[tuple[str, Plan]]:
     """Changes after which the job fits.
 
-    Single changes are tried before pairs, pairs before threes; of those with the fewest changes that fit, the ones with
-    the shortest possible step come first.
+    Single changes are tried before pairs, pairs before threes, and only those that help alone are combined. Of the
+    combinations with the fewest changes that fit, the ones with the shortest possible step come first.
 
     Args:
         plan: A plan that does not fit.
@@ -43,27 +44,36 @@ def advise(plan: Plan, most_plans: int = _MOST_PLANS) -> list[tuple[str, Plan]]:
         Up to three pairs of the change in words and its plan.
     """
     changes = list(_changes(plan))
+    saved: dict[Change, int] = {}
     tried = 0
-    for count in range(1, 5):
+    for count in range(1, len(changes) + 1):
         found: list[tuple[str, Plan]] = []
         for chosen in combinations(changes, count):
-            if len({change.subject for change in chosen}) < count:
+            if len({change.subject for change in chosen}) < count or tried >= most_plans:
                 continue
-            if tried >= most_plans:
-                break
             tried += 1
-            request = plan.request
-            for change in chosen:
-                request = change.apply(request)
-            try:
-                other = make_plan(request, compare=False)
-            except (DeepSpeedConfigError, NotYetSupportedError):
-                continue  # the engine refuses it, so it is no advice
+            other = _planned(plan.request, chosen)
+            if other is None:
+                continue
+            if count == 1:
+                saved[chosen[0]] = plan.device_bytes - other.device_bytes
             if other.fits:
                 found.append((" and ".join(change.name for change in chosen), other))
         if found:
             return sorted(found, key=lambda entry: entry[1].step_seconds or 0.0)[:_WANTED]
+        if count == 1:
+            changes = sorted((c for c in changes if saved.get(c, 0) > 0), key=lambda c: -saved[c])
     return []
+
+
+def _planned(request: Request, changes: tuple[Change, ...]) -> Plan | None:
+    """The plan after changes; None if the engine refuses them."""
+    for change in sorted(changes, key=lambda change: _SUBJECTS.index(change.subject)):
+        request = change.apply(request)
+    try:
+        return make_plan(request, compare=False)
+    except (DeepSpeedConfigError, NotYetSupportedError):
+        return None  # what the engine refuses is no advice
 
 
 def _changes(plan: Plan) -> Iterator[Change]:

@@ -235,8 +235,9 @@ def checkpoint_blocks(model: nn.Module) -> None:
     Raises:
         DeepSpeedConfigError: There is no repeated block.
     """
-    enable = getattr(model, "gradient_checkpointing_enable", None)
-    if callable(enable):
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # transformers' new name and old
+    enable = next((found for name in names if callable(found := getattr(model, name, None))), None)
+    if enable is not None:
         model.train()
         enable()
         return

@@ -36,7 +36,7 @@ from deepspeed.plan.values import Rehearsal
 from deepspeed.zero.placement import Home
 from deepspeed.zero.storage import Kind
 
-_MOST_MICRO_BATCHES = 3  # of a step: the first, one of the middle ones, which are all alike, and the last
+_MOST_MICRO_BATCHES = 2  # of a step: the first, which all but the last are like, and the last
 
 
 @dataclass(frozen=True)
@@ -197,13 +197,13 @@ class _Run:
         inputs = self._workload.inputs(self._part.micro_batch, self._part.sequence_length)
         try:
             with self._modules_watched():
-                self._step(engine, inputs)
+                self._step(engine, inputs, 1)
                 if engine._updater is not None:
                     engine._updater.count_state()
                 engine._runtime.ledger.reset_peak()
                 count.reset_peaks()
                 self._activations = 0
-                flows = self._step(engine, inputs)
+                flows = self._step(engine, inputs, self._steps)
             count.look()
             ledger = engine._runtime.ledger
             kinds = {(kind, home): ledger.peak(kind, home) for kind in Kind for home in Home}
@@ -231,10 +231,11 @@ class _Run:
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
-    def _step(self, engine: Any, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Flow]:
+    def _step(self, engine: Any, inputs: tuple[tuple[Any, ...], dict[str, Any]], micro_batches: int) -> list[Flow]:
         """Micro-batches up to an update; returns what each moved."""
         flows = []
-        for _ in range(self._steps):
+        for number in range(1, micro_batches + 1):
+            engine.set_gradient_accumulation_boundary(number == micro_batches)
             before = self._flow()
             self._enter("forward")
             held = self._count.other[Home.DEVICE]
@@ -251,12 +252,12 @@ class _Run:
         return flows
 
     def _extended(self, flows: list[Flow]) -> Flow:
-        """The flow of all micro-batches: those in the middle are alike."""
+        """The flow of all micro-batches: all but the last are alike."""
         total = Flow()
         for flow in flows:
             total = total.plus(flow, 1)
         left_out = self._part.accumulation_steps - self._steps
-        return total.plus(flows[-2], left_out) if left_out else total
+        return total.plus(flows[0], left_out)
 
     def _flow(self) -> Flow:
         return Flow(

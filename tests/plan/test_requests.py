@@ -129,6 +129,15 @@ def test_offloaded_states_are_on_the_host_and_page_locked():
     assert made.rehearsed.flow.up > 0 and made.rehearsed.flow.down > 0
 
 
+def test_advice_is_planned_and_fits():
+    need = plan(devices_per_node=8).device_bytes
+    made = plan(devices_per_node=8, device_memory=int(need * 0.9), headroom=0.0)
+    assert not made.fits and made.suggestions
+    for change, other in made.suggestions:
+        assert change and other.fits and other.device_bytes <= int(need * 0.9)
+    assert "DOES NOT FIT" in made.table() and made.suggestions[0][0] in made.table()
+
+
 def test_ranks_cost_nothing():
     small, large = plan(nodes=1, devices_per_node=8), plan(nodes=8192, devices_per_node=8)
     assert large.machine.ranks == 65536
