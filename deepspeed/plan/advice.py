@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
+from deepspeed.config.batch import ACCUMULATION
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.plan.planner import Plan, Request, changed, make_plan, stage_of
 
@@ -89,9 +90,9 @@ def _changes(plan: Plan) -> Iterator[Change]:
     if not request.checkpointing:
         yield Change("activation checkpointing", "checkpointing", lambda r: replace(r, checkpointing=True))
     if plan.micro_batch > 1:
-        yield _micro_batch(1)
+        yield _micro_batch(plan, 1)
         if plan.micro_batch > 3:
-            yield _micro_batch(plan.micro_batch // 2)
+            yield _micro_batch(plan, plan.micro_batch // 2)
     optimizer = (zero.get("offload_optimizer") or {}).get("device", "none")
     if optimizer == "none":
         yield Change("optimizer on the host", "offload", _optimizer_on_host)
@@ -126,5 +127,12 @@ def _optimizer_on_host(request: Request) -> Request:
     return replace(request, config=changed(request.config, stage=stage, offload_optimizer={"device": "cpu"}))
 
 
-def _micro_batch(samples: int) -> Change:
-    return Change(f"micro-batch {samples}", "micro-batch", lambda request: replace(request, micro_batch=samples))
+def _micro_batch(plan: Plan, samples: int) -> Change:
+    """A smaller micro-batch and as many more accumulation steps, so that a step still has its samples."""
+    steps = -(-plan.micro_batch * plan.accumulation_steps // samples)
+
+    def apply(request: Request) -> Request:
+        config = {**request.config, ACCUMULATION: steps}
+        return replace(request, config=config, micro_batch=samples)
+
+    return Change(f"micro-batch {samples} x {steps}", "micro-batch", apply)

@@ -69,6 +69,8 @@ class Cell:
         }
         if self.precision != "fp32":
             made[self.precision] = {"enabled": True}
+        if self.precision == "fp16":
+            made["fp16"]["initial_scale_power"] = 4  # no overflow, so the first step makes the optimizer's state
         return made
 
 
