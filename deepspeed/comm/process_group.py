@@ -181,8 +181,9 @@ def check_same_config(config: Mapping[str, Any] | Exception, group: Any = None) 
     Raises:
         DeepSpeedConfigError: A rank has another configuration, or could not read its own; the same on every rank.
     """
-    store = rendezvous_store()
-    size = torch_dist.get_world_size(group)
+    # Ranks that are only played have nothing of their own to compare.
+    store = rendezvous_store() if world.stand_in() is None else None
+    size = world.size_of(group)
     if store is None or size == 1:
         if isinstance(config, Exception):
             raise config
