@@ -162,7 +162,10 @@ class ZeroRuntime:
             for module in model.modules():
                 mark_module(module)
             self._handles.append(model.register_state_dict_post_hook(_note_placeholders))
-            self._handles.append(model.register_load_state_dict_pre_hook(_refuse_loading))
+            # On every module, as loaders that gather module by module call each one's own part of load_state_dict.
+            for module in model.modules():
+                if next(module.parameters(recurse=False), None) is not None:
+                    self._handles.append(module.register_load_state_dict_pre_hook(_refuse_loading))
 
     # -- construction ------------------------------------------------------------------------------------------------
 
@@ -447,11 +450,11 @@ def _note_placeholders(_module: nn.Module, state: dict[str, Any], prefix: str, _
 
 def _refuse_loading(module: nn.Module, state: dict[str, Any], prefix: str, *_others: Any) -> None:
     """Torch's own complaint would be that every shape differs."""
-    for name, parameter in module.named_parameters():
+    for name, parameter in module.named_parameters(recurse=False):
         if isinstance(parameter, ShardedParameter) and prefix + name in state:
             raise ShardedAccessError(
-                f"load_state_dict: {name!r} and others are sharded (ZeRO stage 3), so there is nothing to copy into. "
-                "Use engine.load_checkpoint, or load on rank 0 inside "
+                f"load_state_dict: {prefix + name!r} and others are sharded (ZeRO stage 3), so there is nothing to "
+                "copy into. Use engine.load_checkpoint, or load on rank 0 inside "
                 "`with deepspeed.zero.GatheredParameters(model.parameters(), modifier_rank=0)`"
             )
 
