@@ -1,0 +1,1 @@
+"""The libraries that people use deepspeed through, as they are installed."""

@@ -1,0 +1,1 @@
+"""Lightning's Trainer and Fabric with the DeepSpeed strategies, on CPU ranks."""
