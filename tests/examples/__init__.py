@@ -1,0 +1,1 @@
+"""The examples keep running: their scripts, their commands and their job files."""
