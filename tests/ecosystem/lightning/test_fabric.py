@@ -193,7 +193,9 @@ def _half_precision(folder):
             model, optimizer = fabric.setup(inner, torch.optim.AdamW(inner.parameters(), lr=0.0001))
             losses = _train(fabric, model, optimizer, _batches(1) * 8)
             assert {parameter.dtype for parameter in inner.parameters()} == {dtype}
-            assert torch.tensor(losses).isfinite().all()
+            mean = torch.tensor(losses)  # of one rank: what the other learns may cost this one
+            dist.all_reduce(mean)
+            assert mean[-1] < mean[0]
 
 
 BODIES = [_named_strategies, _save_and_load, _accumulation, _inference, _half_precision]
