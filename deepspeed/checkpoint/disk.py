@@ -42,18 +42,37 @@ def write_all(descriptor: int, data: memoryview) -> None:
 
 
 @contextlib.contextmanager
-def new_file(path: Path) -> Iterator[int]:
-    """A descriptor of a new file, synced to the disk when the block ends well; removed when it does not."""
+def unsynced_file(path: Path) -> Iterator[int]:
+    """A descriptor of a new file, for :func:`sync_and_close` to finish; removed when the block does not end well."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
     try:
         yield descriptor
-        os.fsync(descriptor)
     except BaseException:
         os.close(descriptor)
         with contextlib.suppress(OSError):
             os.unlink(path)
         raise
-    os.close(descriptor)
+
+
+def sync_and_close(descriptor: int) -> None:
+    """Makes the content of a file last, and closes it in any case."""
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[int]:
+    """A descriptor of a new file, synced to the disk when the block ends well; removed when it does not."""
+    with unsynced_file(path) as descriptor:
+        yield descriptor
+    try:
+        sync_and_close(descriptor)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        raise
 
 
 def replace_file(path: Path, data: bytes, *, executable: bool = False) -> None:
@@ -84,11 +103,7 @@ def rename(source: Path, target: Path) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Makes the entries of ``folder`` last."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_and_close(os.open(folder, os.O_RDONLY))
 
 
 def make_folder(folder: Path) -> None:

@@ -163,7 +163,9 @@ class _Entry:
 
 
 class FileWriter:
-    """Writes the files of one rank into a folder. A context manager: it owns the checksum thread.
+    """Writes the files of one rank into a folder. A context manager: it owns the threads, and syncs before it ends.
+
+    A file goes to the disk while the next one is copied to the kernel.
 
     Args:
         folder: An existing folder.
@@ -172,13 +174,19 @@ class FileWriter:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._pool = ThreadPoolExecutor(1, "checkpoint-crc")
+        self._sync_pool = ThreadPoolExecutor(1, "checkpoint-sync")
+        self._syncing: list[Future[None]] = []
         self._staging = _Staging()
 
     def __enter__(self) -> FileWriter:
         return self
 
-    def __exit__(self, *_exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_exception: object) -> None:
         self._pool.shutdown()
+        self._sync_pool.shutdown()
+        if kind is None:  # else that error goes first
+            for synced in self._syncing:
+                synced.result()
 
     def write_stretches(self, name: str, kind: str, stretches: Sequence[Writable]) -> SavedFile:
         """Writes stretches of buckets; each becomes a 1-D tensor named ``<bucket>:<start>``."""
@@ -224,10 +232,12 @@ class FileWriter:
         return offsets, size, checksums
 
     def _stream(self, name: str, fill: Callable[[ChunkedStream], None]) -> tuple[int, tuple[int, ...]]:
-        with disk.new_file(self.folder / name) as descriptor:
+        with disk.unsynced_file(self.folder / name) as descriptor:
             stream = ChunkedStream(descriptor, self._pool)
             fill(stream)
-            return stream.size, stream.finish()
+            checksums = stream.finish()
+        self._syncing.append(self._sync_pool.submit(disk.sync_and_close, descriptor))
+        return stream.size, checksums
 
     def _put(self, part: torch.Tensor, stream: ChunkedStream) -> None:
         part = part.detach()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +27,7 @@ class CountingOs:
     def __init__(self, at: int | None, act: str) -> None:
         self.count = 0
         self.names: list[str] = []
+        self._lock = threading.Lock()
         self._at = at
         self._act = act
 
@@ -35,8 +37,9 @@ class CountingOs:
             return real
 
         def operation(*args: Any, **kwargs: Any) -> Any:
-            number, self.count = self.count, self.count + 1
-            self.names.append(name)
+            with self._lock:  # files are synced by a second thread
+                number, self.count = self.count, self.count + 1
+                self.names.append(name)
             if number != self._at:
                 return real(*args, **kwargs)
             if self._act == "fail":
