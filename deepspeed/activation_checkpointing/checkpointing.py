@@ -14,13 +14,14 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.activation_checkpointing import settings as settings_module
+from deepspeed.activation_checkpointing.partition import Partition
 from deepspeed.activation_checkpointing.random_states import (
     CudaRNGStatesTracker,
     get_cuda_rng_tracker,
     model_parallel_cuda_manual_seed,
     model_parallel_reconfigure_tp_seed,
 )
-from deepspeed.activation_checkpointing.settings import Settings, check_partitioning, configure
+from deepspeed.activation_checkpointing.settings import Settings, configure, partition_group
 from deepspeed.logging import log_dist
 
 __all__ = [
@@ -65,12 +66,18 @@ def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs:
 def _checkpoint(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reentrant: bool) -> Any:
     options = settings_module.settings
     called = _Rerunnable(functools.partial(function, **kwargs) if kwargs else function, options)
-    with _host_copies() if options.checkpoint_in_cpu else nullcontext():
+    with _keeping(options):
         return torch_checkpoint(called, *args, use_reentrant=reentrant)
 
 
-def _host_copies() -> Any:
-    """What the block saves, its inputs, goes to host memory and comes back for the second call."""
+def _keeping(options: Settings) -> Any:
+    """Where what the block saves, its inputs, waits for the second call: in parts, in host memory, or as it is."""
+    group = partition_group(options)
+    if group is not None:
+        hooks = Partition(group, on_host=options.checkpoint_in_cpu)
+        return torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)
+    if not options.checkpoint_in_cpu:
+        return nullcontext()
     return torch.autograd.graph.save_on_cpu(pin_memory=get_accelerator().device_name() != "cpu")
 
 
@@ -138,19 +145,8 @@ def is_configured() -> bool:
 
 
 def partition_activations_in_checkpoint(flag: bool) -> None:
-    """Switches ``partition_activations``.
-
-    Raises:
-        NotYetSupportedError: It is switched on and there is more than one model-parallel rank.
-    """
-    options = settings_module.settings
-    before = options.partition_activations
-    options.partition_activations = flag
-    try:
-        check_partitioning(options)
-    except Exception:
-        options.partition_activations = before
-        raise
+    """Switches ``partition_activations``, for blocks whose forward comes later."""
+    settings_module.settings.partition_activations = flag
 
 
 def set_num_layers(n: int) -> None:

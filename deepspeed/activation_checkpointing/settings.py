@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed.errors import NotYetSupportedError
 from deepspeed.logging import warn_once
 
 
@@ -51,16 +50,14 @@ def configure(
         mpu_: The program's model-parallel unit, or None.
         deepspeed_config: A configuration whose ``activation_checkpointing`` section counts: a dict, a path, or a parsed
             one.
-        partition_activations: Split saved activations over the model-parallel ranks.
+        partition_activations: Split saved activations over the model-parallel ranks, which must all run the same
+            blocks on equal inputs.
         contiguous_checkpointing: Accepted; saved tensors are not copied into a buffer of their own, so it changes
             nothing.
         num_checkpoints: Number of checkpointed blocks.
         checkpoint_in_cpu: Keep saved activations in host memory.
         synchronize: Wait for the device before and after each block.
         profile: Log the time of each block.
-
-    Raises:
-        NotYetSupportedError: Activations are to be partitioned over more than one model-parallel rank.
     """
     global settings
     section = _section(deepspeed_config)
@@ -74,7 +71,7 @@ def configure(
             "activation checkpointing: contiguous_memory_optimization changes nothing, because saved activations are "
             "kept where they are instead of being copied into a buffer",
         )
-    new = Settings(
+    settings = Settings(
         partition_activations=bool(chosen(partition_activations, "partition_activations", False)),
         checkpoint_in_cpu=bool(chosen(checkpoint_in_cpu, "cpu_checkpointing", False)),
         synchronize=bool(chosen(synchronize, "synchronize_checkpoint_boundary", False)),
@@ -83,22 +80,13 @@ def configure(
         mpu=mpu_,
         configured=True,
     )
-    check_partitioning(new)
-    settings = new
 
 
-def check_partitioning(wanted: Settings) -> None:
-    """Refuses to partition activations over several model-parallel ranks.
-
-    Raises:
-        NotYetSupportedError: That is what ``wanted`` asks for.
-    """
-    size = wanted.mpu.get_model_parallel_world_size() if wanted.mpu is not None else 1
-    if wanted.partition_activations and size > 1:
-        raise NotYetSupportedError(
-            f"partition_activations over {size} model-parallel ranks is not supported yet; set "
-            "activation_checkpointing.partition_activations to false, and cpu_checkpointing to true if memory is short"
-        )
+def partition_group(options: Settings) -> Any:
+    """The process group over which saved activations are divided; None where they stay whole."""
+    if not options.partition_activations or options.mpu is None or options.mpu.get_model_parallel_world_size() == 1:
+        return None
+    return options.mpu.get_model_parallel_group()
 
 
 def _section(config: Any) -> Any:

@@ -12,7 +12,7 @@ from torch import nn
 import deepspeed
 from deepspeed.accelerator import get_accelerator
 from deepspeed.activation_checkpointing import settings as settings_module
-from deepspeed.errors import CallOrderError, DeepSpeedConfigError, NotYetSupportedError
+from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.logging import logger
 
 checkpointing = deepspeed.checkpointing
@@ -160,17 +160,11 @@ def test_the_call_of_lightning():
     checkpointing.reset()
 
 
-def test_partitioning_over_one_rank_is_nothing_and_over_two_is_refused():
-    alone, two = (SimpleNamespace(get_model_parallel_world_size=lambda size=size: size) for size in (1, 2))
+def test_partitioning_over_one_rank_is_nothing():
+    alone = SimpleNamespace(get_model_parallel_world_size=lambda: 1)
     checkpointing.configure(alone, partition_activations=True)
-    with pytest.raises(NotYetSupportedError, match="2 model-parallel ranks.*partition_activations to false"):
-        checkpointing.configure(two, partition_activations=True)
-    assert settings_module.settings.mpu is alone
-    checkpointing.configure(two)
-    with pytest.raises(NotYetSupportedError):
-        checkpointing.partition_activations_in_checkpoint(True)
-    assert settings_module.settings.partition_activations is False
-    checkpointing.partition_activations_in_checkpoint(False)
+    block, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(2))), torch.randn(128, 64, requires_grad=True)
+    assert saved_bytes(lambda: checkpointing.checkpoint(block, x)) == x.nbytes
 
 
 def test_profile_logs_both_runs(lines):
