@@ -150,16 +150,6 @@ FEATURES: tuple[Feature, ...] = (
         {"deepspeed.checkpoint": "DeepSpeedCheckpoint"},
     ),
     Feature(
-        "choosing leaf modules for ZeRO stage 3",
-        "Leave it out: every repeated block is gathered as a whole.",
-        {
-            "deepspeed.utils.z3_leaf_module": (
-                "set_z3_leaf_modules unset_z3_leaf_modules get_z3_leaf_modules set_z3_leaf_module z3_leaf_module "
-                "z3_leaf_parameter set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix"
-            ),
-        },
-    ),
-    Feature(
         "binding processes to cores",
         "Start the ranks with deepspeed --bind_cores_to_rank.",
         {"deepspeed.utils.numa": "get_numactl_cmd get_numa_cores"},

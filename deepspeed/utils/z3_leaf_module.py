@@ -1,7 +1,25 @@
-"""Leaf modules of ZeRO stage 3; the feature is missing (:mod:`deepspeed.features`)."""
+"""Leaf modules of ZeRO stage 3; re-exports; the code is in :mod:`deepspeed.zero.leaf`."""
 
 from __future__ import annotations
 
-from deepspeed.lazy import lazy_names
+from deepspeed.zero.leaf import (
+    get_z3_leaf_modules,
+    set_z3_leaf_module,
+    set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
+    unset_z3_leaf_modules,
+    z3_leaf_module,
+    z3_leaf_parameter,
+)
 
-__getattr__, __dir__, __all__ = lazy_names(__name__)
+__all__ = [
+    "get_z3_leaf_modules",
+    "set_z3_leaf_module",
+    "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
+    "unset_z3_leaf_modules",
+    "z3_leaf_module",
+    "z3_leaf_parameter",
+]

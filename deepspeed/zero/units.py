@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from deepspeed.zero.holder import full_numel
+from deepspeed.zero.leaf import z3_leaf_module
 
-LEAF_FLAG = "_ds_z3_leaf"
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
 
 
@@ -47,7 +47,7 @@ def find_units(model: nn.Module, granularity: int) -> list[Unit]:
 
 def _walk(module: nn.Module, name: str, granularity: int, *, inside_container: bool) -> Iterator[tuple[Unit, bool]]:
     """Yields units and whether each takes the parameters of its whole subtree."""
-    if getattr(module, LEAF_FLAG, False):
+    if z3_leaf_module(module):
         yield Unit(name, module), True
         return
     if inside_container and not (_numel(module) > granularity and _holds_blocks(module)):
