@@ -66,10 +66,10 @@ class Worker:
 
         torch.set_num_threads(1)
         from contest.contestants import CONTESTANTS, join_group
-        from contest.workloads import WORKLOADS
+        from contest.workloads import workload_named
 
         self._rank = rank
-        self._workload = WORKLOADS[workload]
+        self._workload = workload_named(workload)
         self._imported_mib = _status_mib("VmRSS")
         join_group(self._workload, rank, rendezvous)
         self._step = CONTESTANTS[contestant].build(self._workload)

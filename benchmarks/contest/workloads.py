@@ -176,3 +176,24 @@ WORKLOADS = {
         ),
     )
 }
+
+
+def gpt(layers: int, ranks: int) -> Workload:
+    """The GPT of the first workload with another depth and number of ranks, for curves."""
+    return Workload(
+        name=f"gpt-{layers}-{ranks}",
+        title=f"GPT of {layers} layers (width 512, sequence 128, micro-batch 2), {ranks} rank(s)",
+        world_size=ranks,
+        micro_batch=2,
+        samples=2 * 128,
+        build=_seeded(lambda: GPT(width=512, layers=layers, heads=8, length=128, vocabulary=4096)),
+        draw=_text(batch=2, length=128, vocabulary=4096),
+    )
+
+
+def workload_named(name: str) -> Workload:
+    """One of :data:`WORKLOADS`, or a :func:`gpt` by its name ``gpt-LAYERS-RANKS``."""
+    if name in WORKLOADS:
+        return WORKLOADS[name]
+    _, layers, ranks = name.split("-")
+    return gpt(int(layers), int(ranks))
