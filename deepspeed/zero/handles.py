@@ -4,14 +4,19 @@ While a forward runs, a pair of saved-tensor hooks looks at everything autograd 
 bucket is stored as a handle (bucket, offset, shape, strides); when backward needs it, the bucket is gathered, wherever
 the use is: a tied weight, a view of a foreign bucket, a parameter used outside its module. A bucket without live
 handles whose gradients have arrived may be freed again.
+
+``torch.func`` refuses to differentiate while such hooks are active, so for the length of a transform ours stand aside.
+What is saved inside are bare views; memory that they see is left to them (``FlatBuffer.free``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.autograd import graph
 
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.storage import storage_key
@@ -71,11 +76,28 @@ class SavedTensorHooks:
         if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             return False
         torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
+        self._torchs_disable = graph.disable_saved_tensors_hooks
+        graph.disable_saved_tensors_hooks = self._stand_aside  # torch.func looks it up there for each transform
         return True
 
     def pop(self) -> None:
-        """See the class this one derives from."""
+        """Undoes :meth:`push`."""
+        graph.disable_saved_tensors_hooks = self._torchs_disable
         torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    @contextmanager
+    def _stand_aside(self, error_message: str) -> Iterator[None]:
+        """``torch.autograd.graph.disable_saved_tensors_hooks``, which tolerates ours below."""
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        are_ours = top is not None and top[0] == self._pack
+        if are_ours:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        try:
+            with self._torchs_disable(error_message):
+                yield
+        finally:
+            if are_ours:
+                torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         if tensor.layout is not torch.strided:

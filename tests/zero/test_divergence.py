@@ -129,6 +129,12 @@ def test_being_late_is_no_error():
     assert run_ranks(_late, 2, 5.0) == [4, 4]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_twenty_seconds_late_is_no_error(ranks):
+    assert run_ranks(_late, ranks, 20.0, timeout=60) == [4] * ranks
+
+
 def _together():
     """All ranks change their route at once: recorded again, and right."""
     torch.manual_seed(3)
