@@ -1,7 +1,7 @@
 """What this rank writes: the stretches of every bucket that fall to it, and the small states of the optimizer.
 
-Sharded states are written by their owner. Replicated ones are divided alike: rank *r* writes the *r*-th slice of each
-bucket, whatever the placement, so that every byte is written once and all ranks write equally much.
+Sharded states are written by their owner. Replicated ones are divided alike: each rank writes its share of each bucket
+(``Bucket.share``), whatever the placement, so that every byte is written once and all ranks write equally much.
 """
 
 from __future__ import annotations
@@ -40,15 +40,12 @@ class Collected:
     frozen: set[str] = field(default_factory=set)
 
 
-def collect(
-    runtime: ZeroRuntime, optimizer: torch.optim.Optimizer | None, *, rank: int, exclude_frozen: bool
-) -> Collected:
+def collect(runtime: ZeroRuntime, optimizer: torch.optim.Optimizer | None, *, exclude_frozen: bool) -> Collected:
     """Gathers references; copies nothing.
 
     Args:
         runtime: The sharded model.
         optimizer: The torch optimizer over runs, or None.
-        rank: This rank among those that share the buckets.
         exclude_frozen: Leave out parameters that have no gradient and no master.
     """
     found = Collected()
@@ -59,20 +56,20 @@ def collect(
         found.frozen.update(name for name, is_frozen in zip(names, frozen, strict=True) if is_frozen)
         master = masters.get(bucket.index)
         if master is not None:
-            _collect_master(found, bucket, master, rank)
+            _collect_master(found, bucket, master)
             if optimizer is not None:
                 for run in master.runs:
-                    _collect_state(found, bucket, master, run, optimizer.state.get(run.param) or {}, rank)
+                    _collect_state(found, bucket, master, run, optimizer.state.get(run.param) or {})
         else:
             kept = [not (exclude_frozen and is_frozen) for is_frozen in frozen]
             found.left_out.update(name for name, keep in zip(names, kept, strict=True) if not keep)
-            _collect_compute(found, bucket, kept, rank)
+            _collect_compute(found, bucket, kept)
     found.stretches = {kind: list(_joined(parts)) for kind, parts in found.stretches.items()}
     return found
 
 
-def _collect_master(found: Collected, bucket: Bucket, master: MasterBucket, rank: int) -> None:
-    lower, upper = bucket.layout.slice_bounds(rank)
+def _collect_master(found: Collected, bucket: Bucket, master: MasterBucket) -> None:
+    lower, upper = bucket.share
     base, _ = master.layout.slice_bounds(master.rank)
     flat = master.flat[lower - base : upper - base]
     if lower == upper:
@@ -95,9 +92,9 @@ def _is_rounded(out: torch.Tensor, flat: torch.Tensor) -> bool:
     return True
 
 
-def _collect_compute(found: Collected, bucket: Bucket, kept: list[bool], rank: int) -> None:
-    lower, upper = bucket.layout.slice_bounds(rank)
-    values = bucket.shard if bucket.is_sharded else bucket.full.tensor[lower:upper]
+def _collect_compute(found: Collected, bucket: Bucket, kept: list[bool]) -> None:
+    lower, upper = bucket.share
+    values = bucket.shared_values
     if all(kept):
         intervals = [(lower, upper)] if upper > lower else []
     else:
@@ -109,12 +106,12 @@ def _collect_compute(found: Collected, bucket: Bucket, kept: list[bool], rank: i
 
 
 def _collect_state(
-    found: Collected, bucket: Bucket, master: MasterBucket, run: MasterRun, state: dict[str, Any], rank: int
+    found: Collected, bucket: Bucket, master: MasterBucket, run: MasterRun, state: dict[str, Any]
 ) -> None:
     """The optimizer state of one run: what falls to this rank of per-element tensors, and everything else by name."""
     if not state:
         return
-    lower, upper = bucket.layout.slice_bounds(rank)
+    lower, upper = bucket.share
     base, _ = master.layout.slice_bounds(master.rank)
     start = base + run.span.start
     names = tuple(master.layout.tiles[tile].name for tile, _, _ in master.tile_spans(run.span))

@@ -24,7 +24,6 @@ class WeightFiller:
 
     Args:
         runtime: The sharded model.
-        rank: This rank among those that share the buckets.
         source: The checkpoint.
         matches: Which of its parameters fills which of the model's.
         use_masters: False: masters are taken from the compute values.
@@ -33,14 +32,12 @@ class WeightFiller:
     def __init__(
         self,
         runtime: ZeroRuntime,
-        rank: int,
         source: Source,
         matches: Mapping[str, Match],
         *,
         use_masters: bool = True,
     ) -> None:
         self._runtime = runtime
-        self._rank = rank
         self._source = source
         self._matches = matches
         self._use_masters = use_masters
@@ -89,9 +86,10 @@ class WeightFiller:
         master = self._masters.get(bucket.index)
         if master is not None:
             return master.layout, master.rank, master.flat, master.out
-        lower, upper = bucket.layout.slice_bounds(self._rank)
+        rank = bucket.transport.rank
+        lower, upper = bucket.layout.slice_bounds(rank)
         values = bucket.shard if bucket.is_sharded else bucket.full.tensor[lower:upper]
-        return bucket.layout, self._rank, values, values
+        return bucket.layout, rank, values, values
 
     def _overlays(self, layout: BucketLayout, rank: int, out: torch.Tensor | None) -> list[Fill]:
         """Compute values that differ from the rounded master, where they fit the model's dtype."""

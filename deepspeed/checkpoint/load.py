@@ -149,7 +149,7 @@ def load_state_dict(
         matches, buffers, difference = match(source, shapes, subject.aliases(), subject.buffers())
         difference.missing = [name for name in difference.missing if name not in set(may_miss)]
         _check_fit("the state dict", difference, strict=strict)
-        weights = WeightFiller(subject.runtime, exchange.rank, source, matches)
+        weights = WeightFiller(subject.runtime, source, matches)
         weights.check_state()
         return weights, buffers, difference
 
@@ -215,7 +215,7 @@ def _prepare(subject: Subject, options: LoadOptions, found: Found, rank: int, st
     matches, buffers, difference = match(source, shapes, subject.aliases(), subject.buffers())
     _check_fit(str(found.folder), difference, strict=options.strict and options.custom_load_fn is None)
     weights = WeightFiller(
-        subject.runtime, rank, source, matches, use_masters=subject.use_fp32_weights or subject.optimizer is None
+        subject.runtime, source, matches, use_masters=subject.use_fp32_weights or subject.optimizer is None
     )
     weights.check_state()
     wanted = weights.wanted()

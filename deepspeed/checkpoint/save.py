@@ -148,9 +148,7 @@ class Saver:
 
         def mine() -> list[Any]:
             nonlocal collected
-            collected = collect(
-                subject.runtime, subject.torch_optimizer, rank=exchange.rank, exclude_frozen=options.exclude_frozen
-            )
+            collected = collect(subject.runtime, subject.torch_optimizer, exclude_frozen=options.exclude_frozen)
             return collected.scalars if exchange.rank == 0 or _is_sharded(subject) else []
 
         scalars = [entry for rank in exchange.together("collecting what to save", mine) for entry in rank]

@@ -105,6 +105,9 @@ class Transport:
         size: Ranks in the group.
         ranks: Their global ranks; empty for the transport of one rank.
         owner: Number of the engine that the transfers belong to; equal on all ranks.
+        scope: Begins the names of its channels, where several groups have one watch.
+        members: Its ranks in the numbering of the watch; None: all of them.
+        replicas: The ranks that hold the same slices as this one; None where no others do (see ``comm.axes``).
     """
 
     name = "local"
@@ -119,6 +122,19 @@ class Transport:
         self._moves = 0
         self.companion: Transport | None = None
         self.confirms = False
+        self.scope = ""
+        self.members: tuple[int, ...] | None = None
+        self.replicas: Transport | None = None
+        self._everyone: Transport | None = None
+
+    @property
+    def everyone(self) -> Transport:
+        """All ranks that train the same model and so make the same calls: this group, or the one it is a part of."""
+        return self if self._everyone is None else self._everyone
+
+    def belongs_to(self, everyone: Transport) -> None:
+        """Says of which group this one is a part."""
+        self._everyone = everyone
 
     def next_owner(self) -> int:
         """A number for one more engine on this group; equal on all ranks if all make their engines together."""
@@ -126,7 +142,7 @@ class Transport:
 
     def issue(self, channel: str) -> tuple[str, int]:
         """Counts a transfer on one of this engine's channels."""
-        full_name = f"{self.owner}/{channel}"
+        full_name = f"{self.owner}/{self.scope}{channel}"
         return full_name, self.watch.issue(full_name) if self.watch is not None else 0
 
     def guard(self, blocking: Callable[[], Any], ticket: tuple[str, int], label: str) -> None:
@@ -135,7 +151,7 @@ class Transport:
         if self.watch is None:
             blocking()
         else:
-            self.watch.wait(blocking, *ticket, label)
+            self.watch.wait(blocking, *ticket, label, self.members)
         if waiting.is_running:
             waiting.seconds += time.perf_counter() - begun
 
@@ -723,7 +739,7 @@ def create_transport(
     if size == 1:
         return LocalTransport()
     rank = dist.get_rank(group)
-    backend = _backend_for(group, device)
+    backend = backend_for(group, device)
     ranks = dist.get_process_group_ranks(group)
     if backend == "gloo":
         transport: Transport = GlooTransport(group, rank, size)
@@ -731,6 +747,26 @@ def create_transport(
         transport = NativeTransport(dist.new_group(ranks, timeout=timeout, backend=backend), rank, size)
     transport.ranks = tuple(ranks)
     transport.watch = _watch_of(group, ranks, rank, transport.abort)
+    return transport
+
+
+def part_of_transport(everyone: Transport, group: Any, scope: str) -> Transport:
+    """A transport over some of the ranks of ``everyone``, watched together with it.
+
+    Args:
+        everyone: All ranks that make the same calls.
+        group: The torch process group, of the same backend and for this transport alone where order matters.
+        scope: Name of the group, unique among those of ``everyone``.
+    """
+    kind = GlooTransport if isinstance(everyone, GlooTransport) else NativeTransport
+    transport = kind(group, dist.get_rank(group), dist.get_world_size(group))
+    transport.ranks = tuple(dist.get_process_group_ranks(group))
+    transport.scope = f"{scope}/"
+    transport.members = tuple(everyone.ranks.index(rank) for rank in transport.ranks)
+    transport.watch = everyone.watch
+    transport.belongs_to(everyone)
+    if everyone.watch is not None:
+        everyone.watch.aborts[id(group)] = transport.abort
     return transport
 
 
@@ -770,7 +806,7 @@ def _watch_of(group: Any, ranks: list[int], rank: int, abort: Callable[[], None]
     return known[1]
 
 
-def _backend_for(group: Any, device: torch.device | None) -> str:
+def backend_for(group: Any, device: torch.device | None) -> str:
     """Name of the backend for tensors of ``device``: ``gloo`` for the CPU of ``cpu:gloo,cuda:nccl``."""
     kind = device.type if device is not None else "cpu"
     by_device = dict(entry.split(":", 1) for entry in dist.get_backend_config(group).split(",") if ":" in entry)

@@ -5,7 +5,8 @@ all ranks issue the same transfers in the same order. So "I wait for number *i* 
 ranks. A rank that has waited for a while posts what it waits for, and how far it has issued every channel, in the
 rendezvous store, and reads the others' posts. If it waits for a transfer that the other has not issued, while the other
 waits for one that it has not issued, neither can ever go on: that is certain, however stale the post is, because the
-other's wait needs a transfer that this rank has not issued even now. Being late is never an error.
+other's wait needs a transfer that this rank has not issued even now. The same holds for a circle of more ranks, which
+takes several groups (``comm.axes``): then each waits for the next one. Being late is never an error.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,16 +29,25 @@ _VERDICT = "verdict"
 
 @dataclass(frozen=True)
 class Awaited:
-    """What a rank waits for: transfer number ``index`` of ``channel``, in words ``label``."""
+    """What a rank waits for.
+
+    Attributes:
+        channel: Of the transfer.
+        index: Its number on the channel.
+        members: The ranks that take part in it.
+        label: In words.
+        since: Start of the wait, in seconds of the monotonic clock.
+    """
 
     channel: str
     index: int
+    members: tuple[int, ...]
     label: str
     since: float
 
 
 class Watch:
-    """The waits of one rank in one group.
+    """The waits of one rank in one group and in groups of some of its ranks.
 
     Args:
         store: A torch ``Store`` that all ranks of the group share.
@@ -45,6 +55,10 @@ class Watch:
         rank: This rank in the group.
         size: Ranks in the group.
         abort: Makes pending waits of the group raise.
+
+    Attributes:
+        aborts: The same for every group that the watch is for, by the identity of the group.
+        outside: The group's transport for what happens outside engines.
     """
 
     def __init__(self, store: Any, scope: str, rank: int, size: int, abort: Callable[[], None]) -> None:
@@ -52,14 +66,14 @@ class Watch:
         self._scope = scope
         self._rank = rank
         self._size = size
-        self._abort = abort
+        self.aborts: dict[int, Callable[[], None]] = {0: abort}
         self._owners = 0
         self._is_over = False
         self._issued: dict[str, int] = defaultdict(int)
         self._awaited: Awaited | None = None
         self._verdict: str | None = None
         self._thread: threading.Thread | None = None
-        self.outside: Any = None  # the group's transport for what happens outside engines
+        self.outside: Any = None
 
     def stop(self) -> None:
         """Ends the watching thread: the group is gone."""
@@ -75,8 +89,17 @@ class Watch:
         self._issued[channel] += 1
         return self._issued[channel]
 
-    def wait(self, blocking: Callable[[], Any], channel: str, index: int, label: str) -> None:
+    def wait(
+        self, blocking: Callable[[], Any], channel: str, index: int, label: str, members: tuple[int, ...] | None = None
+    ) -> None:
         """Runs a blocking wait.
+
+        Args:
+            blocking: Waits.
+            channel: Of the transfer.
+            index: Its number on the channel.
+            label: What travels.
+            members: The ranks that take part in it; None: all.
 
         Raises:
             DivergenceError: What it waits for can never come.
@@ -87,7 +110,8 @@ class Watch:
                 target=_watching, args=(weakref.ref(self),), name="deepspeed-watch", daemon=True
             )
             self._thread.start()
-        self._awaited = Awaited(channel, index, label, time.monotonic())
+        taking_part = tuple(range(self._size)) if members is None else members
+        self._awaited = Awaited(channel, index, taking_part, label, time.monotonic())
         try:
             blocking()
         except RuntimeError as error:
@@ -107,27 +131,32 @@ class Watch:
         except RuntimeError:
             return False  # the store went with the rank that held it; the waiting thread sees the broken connection
         if self._verdict is not None:
-            self._abort()
+            for abort in self.aborts.values():
+                abort()
         return self._verdict is None
 
     def _look(self, awaited: Awaited) -> str | None:
-        """Posts what this rank waits for; returns the verdict if some rank and this one wait in vain."""
-        issued = dict(self._issued)
-        mine = {"channel": awaited.channel, "index": awaited.index, "label": awaited.label, "issued": issued}
+        """Posts what this rank waits for; returns the verdict if some ranks and this one wait in vain."""
+        mine = {
+            "channel": awaited.channel,
+            "index": awaited.index,
+            "members": awaited.members,
+            "label": awaited.label,
+            "issued": dict(self._issued),
+        }
         self._store.set(self._key(self._rank), json.dumps(mine))
         if self._store.check([self._key(_VERDICT)]):
             return self._read(_VERDICT)
+        posts: dict[int, dict[str, Any]] = {self._rank: mine}
         for rank in range(self._size):
-            if rank == self._rank or not self._store.check([self._key(rank)]):
-                continue
-            post = json.loads(self._read(rank))
-            they_lack = post["issued"].get(awaited.channel, 0) < awaited.index
-            i_lack = issued.get(post["channel"], 0) < post["index"]
-            if they_lack and i_lack:
-                verdict = _sentence({self._rank: awaited.label, rank: post["label"]})
-                self._store.set(self._key(_VERDICT), verdict)
-                return verdict
-        return None
+            if rank != self._rank and self._store.check([self._key(rank)]):
+                posts[rank] = json.loads(self._read(rank))
+        circle = circle_through(self._rank, posts)
+        if not circle:
+            return None
+        verdict = _sentence({rank: posts[rank]["label"] for rank in circle})
+        self._store.set(self._key(_VERDICT), verdict)
+        return verdict
 
     def _key(self, name: object) -> str:
         return f"{self._scope}/watch/{name}"
@@ -159,6 +188,38 @@ def _watching(reference: weakref.ref[Watch]) -> None:
         watch = reference()
         goes_on = watch is not None and watch.look_after_long_wait()
         del watch
+
+
+def circle_through(start: int, posts: dict[int, dict[str, Any]]) -> list[int]:
+    """Ranks that wait for each other in a circle which ``start`` is part of; empty if there is none.
+
+    Args:
+        start: The rank whose post is new.
+        posts: By rank: the ``channel``, ``index`` and ``members`` of the transfer that it waits for, and how many of
+            each channel it has ``issued``.
+    """
+    reached_from: dict[int, int] = {}
+    unfinished = [start]
+    while unfinished:
+        rank = unfinished.pop(0)
+        for other in _lacking(rank, posts):
+            if other == start:
+                circle = [rank]
+                while circle[-1] != start:
+                    circle.append(reached_from[circle[-1]])
+                return circle
+            if other not in reached_from:
+                reached_from[other] = rank
+                unfinished.append(other)
+    return []
+
+
+def _lacking(rank: int, posts: dict[int, dict[str, Any]]) -> Iterator[int]:
+    """Ranks that have not issued what ``rank`` waits for, and wait themselves."""
+    awaited = posts[rank]
+    for other in awaited["members"]:
+        if other != rank and other in posts and posts[other]["issued"].get(awaited["channel"], 0) < awaited["index"]:
+            yield other
 
 
 def _sentence(waiting: dict[int, str]) -> str:

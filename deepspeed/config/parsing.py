@@ -11,7 +11,7 @@ from deepspeed.config.effects import note_effects
 from deepspeed.config.findings import Findings, Path
 from deepspeed.config.parameters import read_optimizer, read_scheduler
 from deepspeed.config.reader import BATCH_KEYS, build, clean, is_auto, structural_copy
-from deepspeed.config.rules import check_rules
+from deepspeed.config.rules import check_ranks, check_rules
 from deepspeed.config.sections.root import Root
 from deepspeed.config.source import read_source
 from deepspeed.config.suggest import declared_paths
@@ -72,6 +72,8 @@ def parse(
     root = build(Root, cleaned, (), findings)
     assert root is not None, "no key of the top level is required"
     check_rules(root, findings)
+    if dp_world_size is not None:
+        check_ranks(root, dp_world_size, findings)
     refuse_unavailable(root, findings)
     if purpose == "train":
         _check_batch(root, data, dp_world_size, findings)

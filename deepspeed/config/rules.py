@@ -22,6 +22,48 @@ def check_rules(root: Root, findings: Findings) -> None:
         _optimizer(root, root.optimizer, findings)
     _activation_checkpointing(root, findings)
     _structure(root, findings)
+    _neighbours(root.zero_optimization, findings)
+
+
+def check_ranks(root: Root, dp_world_size: int, findings: Findings) -> None:
+    """Reports what does not fit the number of data-parallel ranks."""
+    zero = root.zero_optimization
+    if zero.stage < 3:
+        return
+    for name in ("zero_hpz_partition_size", "mics_shard_size"):
+        size = getattr(zero, name)
+        is_capped = name == "zero_hpz_partition_size" and size > dp_world_size
+        if size > 0 and dp_world_size % size and not is_capped:
+            fitting = [str(n) for n in range(2, dp_world_size + 1) if dp_world_size % n == 0]
+            findings.problem(
+                (ZERO, name),
+                f"{size} does not divide the number of data-parallel ranks, {dp_world_size}; "
+                f"{', '.join(fitting) or 'only 1'} would",
+            )
+    if zero.mics_shard_size == 1 and dp_world_size > 1:
+        findings.problem(
+            (ZERO, "mics_shard_size"),
+            f"1 would keep every model state whole on each of the {dp_world_size} ranks; that is "
+            "zero_optimization.stage 0, or give a larger number",
+        )
+
+
+def _neighbours(zero: ZeroOptimization, findings: Findings) -> None:
+    if zero.stage < 3:
+        return
+    hpz, mics = (ZERO, "zero_hpz_partition_size"), (ZERO, "mics_shard_size")
+    is_hpz, is_mics = zero.zero_hpz_partition_size > 1, zero.mics_shard_size > 0
+    if is_hpz and is_mics:
+        findings.problem(
+            mics, "zero_hpz_partition_size and mics_shard_size both say which ranks share the parameters; keep one", hpz
+        )
+    if (is_hpz or is_mics) and zero.offload_param is not None and zero.offload_param.device != "none":
+        findings.problem(
+            hpz if is_hpz else mics,
+            f'cannot be combined with zero_optimization.offload_param.device "{zero.offload_param.device}": copies for '
+            "near gathers and parameters kept off the device contradict each other; drop one of them",
+            (ZERO, "offload_param", "device"),
+        )
 
 
 def _precision(root: Root, findings: Findings) -> None:

@@ -56,10 +56,6 @@ _PRUNING = "prune outside training"
 UNAVAILABLE: tuple[Unavailable, ...] = (
     Unavailable("zero_optimization.offload_optimizer.super_offload", _true, "SuperOffload", _OFF, True),
     Unavailable("zero_optimization.zenflow", _present, "ZenFlow", "leave the section out"),
-    Unavailable(
-        "zero_optimization.zero_hpz_partition_size", _above(1), "Secondary partitions (ZeRO++ hpZ)", "set it to 1"
-    ),
-    Unavailable("zero_optimization.mics_shard_size", _above(0), "Shard groups (MiCS)", "set it to -1"),
     Unavailable("zero_optimization.zero_quantized_weights", _true, "Quantized gathers (ZeRO++ qwZ)", _OFF),
     Unavailable("zero_optimization.zero_quantized_nontrainable_weights", _true, "Quantized frozen weights", _OFF),
     Unavailable("zero_optimization.zero_quantized_gradients", _true, "Quantized reductions (ZeRO++ qgZ)", _OFF),

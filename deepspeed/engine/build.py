@@ -13,6 +13,7 @@ from torch import nn
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.host_allocator import keep_freed_memory
+from deepspeed.comm.axes import create_grid
 from deepspeed.comm.transport import create_transport, warm_up
 from deepspeed.config import ParsedConfig, parse
 from deepspeed.config.compared import compared_values
@@ -33,6 +34,7 @@ from deepspeed.precision.policy import PrecisionPolicy, create_loss_scaler
 from deepspeed.schedulers import build_scheduler
 from deepspeed.zero.gradients import ReductionPolicy
 from deepspeed.zero.layout import Limits
+from deepspeed.zero.leaf import mark_leaf_modules
 from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3
 from deepspeed.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.zero.placement import Home, Placement
@@ -91,7 +93,9 @@ class EngineParts:
             self.runtime.masters,
             self.runtime.reducer,
             placement=self.placement,
-            transport=self.channels.reduce,
+            transport=self.channels.everyone,
+            owners=(self.channels.everyone if self.placement.spread_master else self.channels.reduce).group,
+            shard_ranks=self.channels.gather.size,
             agreement=self.runtime.agreement,
             ledger=self.runtime.ledger,
             loss_scaler=create_loss_scaler(root, self.precision),
@@ -159,7 +163,7 @@ def build_parts(client: Client, config: Any, distributed_port: int, dist_init_re
 
     local_rank = _local_rank(client.args)
     device = _device(local_rank)
-    placement = placement_of(root.zero_optimization)
+    placement = placement_of(root.zero_optimization, dp_world_size)
     precision = PrecisionPolicy.from_config(root, device.type, client.model)
     _check_device_supports(precision)
     torch_optimizer = choose_optimizer(
@@ -171,11 +175,8 @@ def build_parts(client: Client, config: Any, distributed_port: int, dist_init_re
     )
     _check_trains(placement, torch_optimizer)
     _check_updates_in_files(placement, torch_optimizer)
-    channels = Channels(
-        gather=create_transport(dp_group, device=device, timeout=comm.default_timeout()),
-        reduce=create_transport(dp_group, device=device, timeout=comm.default_timeout()),
-    )
-    warm_up(channels.gather)
+    channels = _channels(placement, dp_group, device)
+    _mark_leaf_modules(root, client.model)
     homes = open_homes(root, placement, device, rank=comm.get_rank(), state_itemsizes=state_itemsizes(torch_optimizer))
     runtime = ZeroRuntime(
         client.model,
@@ -185,7 +186,7 @@ def build_parts(client: Client, config: Any, distributed_port: int, dist_init_re
     )
     precision.cast_buffers(client.model, device)
     for buffer in client.model.buffers():
-        channels.gather.broadcast(buffer, 0)
+        channels.everyone.broadcast(buffer, 0)
     if torch_optimizer is not None:
         move_to_runs(torch_optimizer, runtime.masters, lambda parameter: torch_optimizer.state.pop(parameter, None))
     return EngineParts(
@@ -218,6 +219,29 @@ def _parse_alike(config: Any, dp_group: Any, dp_world_size: int) -> ParsedConfig
         raise
     comm.check_same_config(compared_values(parsed.root), dp_group)
     return parsed
+
+
+def _mark_leaf_modules(root: Root, model: nn.Module) -> None:
+    section = root.zero_optimization.leaf_module
+    missing = mark_leaf_modules(model, classes=section.classes, names=section.names, suffixes=section.name_suffixes)
+    if missing:
+        raise DeepSpeedConfigError(
+            f"zero_optimization.leaf_module: no module fits {', '.join(missing)}; names and name_suffixes are compared "
+            "with those that model.named_modules() gives"
+        )
+
+
+def _channels(placement: Placement, group: Any, device: torch.device) -> Channels:
+    """The transports of one engine; every rank must call it."""
+    timeout = comm.default_timeout()
+    if placement.shard_ranks is not None:
+        return Channels.over(create_grid(placement.shard_ranks, group=group, device=device, timeout=timeout))
+    channels = Channels(
+        gather=create_transport(group, device=device, timeout=timeout),
+        reduce=create_transport(group, device=device, timeout=timeout),
+    )
+    warm_up(channels.gather)
+    return channels
 
 
 def _options(

@@ -489,9 +489,10 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Offload
         layout = self._runtime.layout
         numel = sum(bucket.used_numel for bucket in layout.buckets)
         sharded = sum(bucket.layout.used_numel for bucket in self._runtime.buckets if bucket.is_sharded)
+        groups = "" if layout.replicas == 1 else f" in groups of {layout.world_size}"
         return (
-            f"ZeRO stage {self.zero_optimization_stage()} on {self.dp_world_size} rank(s): {numel:,} parameters in "  # type: ignore[attr-defined]
-            f"{len(layout.buckets)} buckets, {sharded:,} of them sharded between uses; batch "
+            f"ZeRO stage {self.zero_optimization_stage()} on {self.dp_world_size} rank(s){groups}: "  # type: ignore[attr-defined]
+            f"{numel:,} parameters in {len(layout.buckets)} buckets, {sharded:,} of them sharded between uses; batch "
             f"{self.train_batch_size()} = {self._batch.micro_batch_size} x {self._accumulation_steps} x "
             f"{self.dp_world_size} (micro-batch x accumulation x ranks)"
         )

@@ -29,15 +29,24 @@ _PIECE = 4096  # elements; pieces are multiples of it: whole pages in every dtyp
 _FILE_PIECE = 1 << 22  # most elements of a piece that passes through staging buffers: 16 MiB of fp32
 
 
-def placement_of(zero: ZeroOptimization) -> Placement:
-    """The placement that a configuration asks for."""
+def placement_of(zero: ZeroOptimization, ranks: int | None = None) -> Placement:
+    """The placement that a configuration asks for.
+
+    Args:
+        zero: The section, without contradictions.
+        ranks: Data-parallel ranks; None: not known, so that what only matters between several groups is left out.
+    """
     optimizer, param = zero.offload_optimizer, zero.offload_param
+    neighbours = zero.mics_shard_size if zero.mics_shard_size > 0 else zero.zero_hpz_partition_size
+    is_grid = ranks is not None and 1 < neighbours < ranks
     return Placement.of_stage(
         zero.stage,
         param_home=_HOMES[param.device] if param is not None else Home.DEVICE,
         master_home=_HOMES[optimizer.device] if optimizer is not None else Home.DEVICE,
         offloaded_share=optimizer.ratio if optimizer is not None else 1.0,
         max_host_params=param.max_in_cpu if param is not None else 0,
+        shard_ranks=neighbours if is_grid else None,
+        spread_master=is_grid and zero.mics_shard_size <= 0,
     )
 
 

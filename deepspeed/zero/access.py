@@ -117,7 +117,7 @@ def _agree(found: _Trained, call: str, numbers: tuple[int, ...] = ()) -> list[li
 
 def _assemble(found: _Trained, mine: torch.Tensor, label: str) -> torch.Tensor:
     """The whole value from everybody's part."""
-    address, layout, transport = found.address, found.master.layout, found.bucket.transport
+    address, layout, transport = found.address, found.master.layout, found.master.transport
     if found.is_whole:
         return mine.clone().view(address.shape)
     flat = torch.empty(address.numel, dtype=mine.dtype, device=found.bucket.device)
@@ -199,7 +199,8 @@ def safe_get_local_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
 def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> None:
     """Writes this rank's part of the master weight; ranks that keep the compute copy whole get it at the next update.
 
-    Below stage 3 the compute copy is whole on every rank, so there every rank must call it.
+    Where other ranks compute with the values too (below stage 3, and where updates are divided among more ranks than
+    share the parameters), every rank must call it.
     """
     with untouched():
         found = _need(param, "safe_set_local_fp32_param")
@@ -207,7 +208,7 @@ def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) ->
         mine = found.mine(found.master.flat)
         mine.copy_(value.reshape(-1))
         bucket = found.bucket
-        if bucket.is_sharded and bucket.state.value == "sharded":
+        if bucket.is_sharded and bucket.state.value == "sharded" and bucket.owners is None:
             part = bucket.part(found.address.tile)
             if part is not None:
                 bucket.read_part(part).copy_(mine)

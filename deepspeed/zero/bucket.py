@@ -21,6 +21,7 @@ from typing import TypeVar
 
 import torch
 
+from deepspeed.comm.axes import GridTransport
 from deepspeed.comm.transport import DoneWork, Transport, Work, transfer_key
 from deepspeed.logging import logger
 from deepspeed.zero.holder import Holder, State, set_address
@@ -43,6 +44,7 @@ class Bucket(Holder):
         full: The full flat buffer.
         shard: This rank's slice of the compute parameters, flat; a view of ``full`` for a resident bucket.
         memory: Where ``shard`` is.
+        owners: The ranks among which updates are divided, where these are more than share the parameters.
         users: Open forward scopes that use the bucket.
         live_handles: Saved tensors of autograd that will need the bucket again.
         gradients_in: Whether the running backward has delivered the gradient of every parameter.
@@ -60,8 +62,10 @@ class Bucket(Holder):
         is_sharded: bool,
         ledger: Ledger,
         memory: Memory,
+        owners: GridTransport | None = None,
     ) -> None:
         super().__init__()
+        self.owners = owners
         self.layout = layout
         self.index = layout.index
         self.params = params
@@ -77,7 +81,7 @@ class Bucket(Holder):
         self.is_kept = False
         self._work: Work | None = None
         self._read: Work = DoneWork()
-        self._gathers = 0
+        self._gathers = self._publishes = 0
         self.full = FlatBuffer(
             layout.numel,
             dtype,
@@ -108,6 +112,21 @@ class Bucket(Holder):
         """Names the bucket in messages by its parameters."""
         names = [tile.name for tile in self.layout.tiles]
         return names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)} parameters)"
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """First and last-plus-one element of what falls to this rank where every element falls to exactly one."""
+        same = self.transport.replicas
+        position = self.transport.rank if same is None else self.transport.rank * same.size + same.rank
+        return self.layout.share_bounds(position, self.transport.size * (1 if same is None else same.size))
+
+    @property
+    def shared_values(self) -> torch.Tensor:
+        """The compute parameters in :attr:`share`, 1-D, as a view."""
+        lower, upper = self.share
+        base = self.layout.slice_bounds(self.transport.rank)[0] if self.is_sharded else 0
+        values = self.shard if self.is_sharded else self.full.tensor
+        return values[lower - base : upper - base]
 
     def take_first_values(self, values: torch.Tensor) -> None:
         """Copies the first values and attaches the parameters, which may have been anywhere.
@@ -285,13 +304,22 @@ class Bucket(Holder):
         """After the owner's slice changed: asks for the other slices where the parameters stay FULL.
 
         Returns:
-            The transfer, or None where the shard is all there is to write.
+            The transfer, or None where what this rank has written is all there is to write.
         """
+        label = f"the update of {self.label}"
         if self.is_sharded:
             assert self.state is State.SHARDED, f"{self!r}: parameters change only while sharded"
-            return None
-        key = self._next_key()
-        return self.transport.all_gather(self.full.tensor, key=key, label=f"the update of {self.label}")
+            if self.owners is None:
+                return None
+            return self.owners.replicas_axis.all_gather(self.shard, key=self._next_publish_key(), label=label)
+        if self.owners is not None:
+            return self.owners.all_gather(self.full.tensor, key=self._next_publish_key(), label=label)
+        return self.transport.all_gather(self.full.tensor, key=self._next_key(), label=label)
+
+    def _next_publish_key(self) -> int:
+        """For transfers between groups, which may have gathered the bucket a different number of times."""
+        self._publishes += 1
+        return transfer_key(self.transport.owner, self.index, _GATHER, self._publishes)
 
     def remember_values(self) -> None:
         """Notes address and version of every resident parameter, so that a user's write is seen at the next step."""

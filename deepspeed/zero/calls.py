@@ -14,12 +14,12 @@ _WORDS = 240  # bytes of a call's description that travel when calls differ
 
 
 def compare_calls(transport: Transport, words: str, numbers: Sequence[int] = ()) -> list[list[int]]:
-    """Makes sure that all ranks of a group make the same call.
+    """Makes sure that all ranks that train the same model make the same call.
 
-    Every rank of the group must call it; a rank that never does is found out by ``comm.watch``.
+    Every one of them must call it; a rank that never does is found out by ``comm.watch``.
 
     Args:
-        transport: Of the group.
+        transport: Of the group, or of a part of it.
         words: The call with everything that must be equal: the text is compared and shown when it differs.
         numbers: Further numbers to tell the others; they may differ. As many on every rank.
 
@@ -29,6 +29,7 @@ def compare_calls(transport: Transport, words: str, numbers: Sequence[int] = ())
     Raises:
         DivergenceError: The ranks made different calls; raised on every rank.
     """
+    transport = transport.everyone
     digest = zlib.crc32(words.encode())
     mine = torch.tensor([digest, *numbers], dtype=torch.int64)
     rows = transport.gather_small(mine, channel="call", label=words).tolist()

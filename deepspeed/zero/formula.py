@@ -1,7 +1,8 @@
 """Model-state memory by formula, from the layout and the placement alone.
 
-Psi is the number of elements of all buckets with their padding, N the number of ranks. Padding is part of the layout:
-each parameter is rounded up to 64 elements and each bucket to N * 64.
+Psi is the number of elements of all buckets with their padding, N the number of ranks, S that of neighbours that share
+where not all do (``placement.py``). Padding is part of the layout: each parameter is rounded up to 64 elements and each
+bucket to N * 64.
 """
 
 from __future__ import annotations
@@ -45,9 +46,10 @@ class MemoryFormula:
                 total += numel * itemsize(bucket.dtype)
         if not any(placed.is_sharded for placed in self._placed):
             return total, "bytes x Psi"
+        ranks = "N" if self._layout.replicas == 1 else "S"
         if home is not Home.DEVICE:
-            return total, "bytes x Psi_offloaded / N"
-        return total, "bytes x (Psi_sharded / N + Psi_persistent)"
+            return total, f"bytes x Psi_offloaded / {ranks}"
+        return total, f"bytes x (Psi_sharded / {ranks} + Psi_persistent)"
 
     def compute_tensors(self, home: Home) -> list[tuple[int, int]]:
         """``(elements, bytes per element)`` of the compute tensors of a home."""
@@ -58,7 +60,14 @@ class MemoryFormula:
         ]
 
     def _owned(self, bucket: BucketLayout) -> int:
-        return bucket.slice_numel if self._placement.shard_master else bucket.numel
+        if not self._placement.shard_master:
+            return bucket.numel
+        return bucket.slice_numel // (self._layout.replicas if self._placement.spread_master else 1)
+
+    @property
+    def _owners(self) -> str:
+        """What the number of elements is divided by where masters are sharded."""
+        return "N" if self._layout.replicas == 1 or self._placement.spread_master else "S"
 
     def _trained(self) -> list[tuple[BucketLayout, BucketPlacement]]:
         return [(b, p) for b, p in zip(self._layout.buckets, self._placed, strict=True) if b.trainable]
@@ -76,7 +85,7 @@ class MemoryFormula:
             for bucket, placed in self._trained()
             if placed.master_home is home and self.has_master(bucket, placed)
         )
-        return total, "4 x Psi / N" if self._placement.shard_master else "4 x Psi"
+        return total, f"4 x Psi / {self._owners}" if self._placement.shard_master else "4 x Psi"
 
     def master_tensors(self, state_itemsizes: Sequence[int], home: Home) -> list[tuple[int, int]]:
         """``(elements, bytes per element)`` of masters and states of a home.
@@ -96,7 +105,7 @@ class MemoryFormula:
     def optimizer(self, states: int, home: Home = Home.DEVICE) -> tuple[int, str]:
         """Optimizer state: ``states`` fp32 numbers per element (two for Adam)."""
         total = sum(n * size for n, size in self.master_tensors([4] * states, home)) - self.master(home)[0]
-        return total, f"{4 * states} x Psi / N" if self._placement.shard_master else f"{4 * states} x Psi"
+        return total, f"{4 * states} x Psi" + (f" / {self._owners}" if self._placement.shard_master else "")
 
     def gradients(
         self,
@@ -126,4 +135,4 @@ class MemoryFormula:
         wide = accumulate_itemsize if over_micro_batches else 4
         whole = unreduced or not self._placement.shard_master
         total = sum((8 if b.dtype == "float64" else wide) * (b.numel if whole else self._owned(b)) for b in trained)
-        return total, f"{wide} x Psi" if whole else f"{wide} x Psi / N"
+        return total, f"{wide} x Psi" if whole else f"{wide} x Psi / {self._owners}"

@@ -38,9 +38,9 @@ class GatheredParameters:
 
     Args:
         params: One parameter or any iterable of them (consumed at once).
-        modifier_rank: Rank, within the parameters' group, whose values every rank and the fp32 master take when the
-            block ends. None: edits are dropped, with a warning that names the parameter. At stages 0 to 2, where
-            parameters are ordinary, None leaves them alone.
+        modifier_rank: Rank, among those that train the parameters, whose values every rank and the fp32 master take
+            when the block ends. None: edits are dropped, with a warning that names the parameter. At stages 0 to 2,
+            where parameters are ordinary, None leaves them alone.
         fwd_module: Also registers the parameters as external to this module (see ``register_external_parameter``).
         enabled: False: do nothing.
 
@@ -129,9 +129,9 @@ class GatheredBlock:
     """One ``GatheredParameters`` block on the parameters of one group.
 
     Args:
-        transport: Of the group.
+        transport: Of the group that shares the parameters.
         entries: Parameters and addresses, in the same order on all ranks.
-        modifier: Rank whose values count, or None.
+        modifier: Rank whose values count, among all that train the parameters; or None.
     """
 
     def __init__(self, transport: Transport, entries: list[Entry], modifier: int | None) -> None:
@@ -145,10 +145,10 @@ class GatheredBlock:
         self._present: list[Entry] = []
         self._pinned: list[Bucket] = []
         self._whole: list[Bucket] = []
-        if modifier is not None and not 0 <= modifier < transport.size:
+        ranks = transport.everyone.size
+        if modifier is not None and not 0 <= modifier < ranks:
             raise DeepSpeedConfigError(
-                f"GatheredParameters(modifier_rank={modifier}): the parameters' group has ranks 0 to "
-                f"{transport.size - 1}"
+                f"GatheredParameters(modifier_rank={modifier}): the parameters' group has ranks 0 to {ranks - 1}"
             )
 
     # -- entering ----------------------------------------------------------------------------------------------------
@@ -324,16 +324,19 @@ class GatheredBlock:
         arriving: list[tuple[Holder, int, Part, torch.Tensor]] = []
         for parameter, address in [*self._present, *self._lent]:
             _back_in_place(parameter, address)
+        group, modifier = divmod(self._modifier, self._transport.size)
+        self._tell_replicas(group, modifier)
+        for parameter, address in [*self._present, *self._lent]:
             holder, values = address.holder, parameter.data.view(-1)
             if self._stays_full(address):
-                pieces.append(Piece(self._modifier, None, values))
+                pieces.append(Piece(modifier, None, values))
                 continue
             for part in tile_parts(holder.layout, address.tile):
                 place = values[part.tile_start : part.tile_stop]
                 if part.rank == self._transport.rank:
                     arriving.append((holder, address.tile, part, place))
-                if part.rank != self._modifier:
-                    pieces.append(Piece(self._modifier, part.rank, place))
+                if part.rank != modifier:
+                    pieces.append(Piece(modifier, part.rank, place))
         if pieces:
             self._transport.move(pieces, label=f"the changes of {_label(self._entries)}")
         for holder, tile, part, values in arriving:
@@ -341,6 +344,19 @@ class GatheredBlock:
         for parameter, address in [*self._present, *self._lent]:
             if self._stays_full(address):
                 keep_full(address, parameter.data)
+
+    def _tell_replicas(self, group: int, modifier: int) -> None:
+        """The modifier's values reach the rank of the same number in every other group that shares the parameters.
+
+        Args:
+            group: Number of the modifier's group.
+            modifier: Its rank there.
+        """
+        replicas = self._transport.replicas
+        if replicas is not None and self._transport.rank == modifier:
+            edited = [parameter.data.view(-1) for parameter, _ in [*self._present, *self._lent]]
+            pieces = [Piece(group, None, values) for values in edited]
+            replicas.move(pieces, label=f"the changes of {_label(self._entries)}")
 
     def _stays_full(self, address: Address) -> bool:
         """Whether every rank goes on using the full values after this block."""

@@ -8,13 +8,18 @@ Where the sum over micro-batches is kept depends on the placement: sharded gradi
 and added to the owner's accumulator; replicated ones are added up locally first and reduced once, at the boundary, as
 DDP does (so does ``no_sync`` at every stage). With one micro-batch there is no accumulator: the reduced gradient is
 used as it arrives.
+
+Where only some ranks share the parameters (``comm.axes``), the sum has two steps. The first, among those that share, is
+the one above; what it leaves is a *partial* sum. The second, over the ranks with the same slices, waits for the end of
+the backward (never in its midst: a rank of another group may be holding a bucket back, and no gather tells) and, where
+they all keep the whole result, for the boundary.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -69,6 +74,19 @@ class ReductionPolicy:
     allow_unused: bool = True
 
 
+@dataclass(frozen=True)
+class Combination:
+    """The second step of a sum over a grid of ranks.
+
+    Attributes:
+        transport: Of the ranks with the same slices.
+        to_owner: Each of them gets its part of the sum; otherwise everybody gets everything.
+    """
+
+    transport: Transport
+    to_owner: bool
+
+
 _REDUCTION = 1
 _MAX_IN_FLIGHT = 2  # reductions whose staging buffers may be alive besides the one being filled
 
@@ -84,9 +102,17 @@ class GradientBucket:
     """
 
     def __init__(
-        self, bucket: Bucket, policy: ReductionPolicy, transport: Transport, ledger: Ledger, landing: Landing
+        self,
+        bucket: Bucket,
+        policy: ReductionPolicy,
+        transport: Transport,
+        ledger: Ledger,
+        landing: Landing,
+        combination: Combination | None = None,
     ) -> None:
         self.bucket = bucket
+        self._combination = combination
+        self._partial: FlatBuffer | None = None
         self._landing = landing
         self.state = GradientState.IDLE
         self._policy = policy
@@ -104,8 +130,8 @@ class GradientBucket:
         self._views = self._flat.views(layout.starts, [tile.shape for tile in layout.tiles])
         self._gaps = self._padding()
         self._flat.free()
-        self._missing = len(bucket.params)
         self._arrived = [False] * len(bucket.params)
+        self._missing = len(bucket.params)
         self.used = [False] * len(bucket.params)
         self._accumulator: FlatBuffer | None = None
         self._result: FlatBuffer | None = None
@@ -217,21 +243,21 @@ class GradientBucket:
     @property
     def has_arrivals(self) -> bool:
         """Whether any gradient arrived in this backward."""
-        return self._missing < len(self._arrived)
+        return any(self._arrived)
 
     def begin_backward(self, *, is_last: bool = False) -> None:
-        """Forgets the arrivals of the last backward.
+        """Forgets the arrivals of the last backward, and looks which parameters are frozen now.
 
         Args:
             is_last: The update follows, so that the squares of what this backward leaves are worth taking.
         """
         self._is_last = is_last
-        if self._missing != len(self._arrived):
-            self._arrived = [False] * len(self._arrived)
-            self._missing = len(self._arrived)
-        self.bucket.gradients_in = False
+        self._arrived = [False] * len(self._arrived)
+        self._missing = sum(parameter.requires_grad for parameter in self.bucket.params)
+        self.bucket.gradients_in = self._missing == 0
         self.state = GradientState.IDLE
-        self._had_sum = self._result is not None or self._accumulator is not None
+        sums = (self._result, self._accumulator, self._partial)
+        self._had_sum = any(buffer is not None for buffer in sums)
         self._added = False
         self._used_before = list(self.used)
 
@@ -295,12 +321,12 @@ class GradientBucket:
         self._incoming = self._new_buffer(numel, self._sum_dtype, self._landing.incoming_home)
         self._rounds += 1
         reduce = self._transport.reduce_scatter if self._policy.to_owner else self._transport.all_reduce
-        is_result = self._result is None and not self._narrows
+        is_result = self._result is None and not self._narrows and self._combination is None
         self._squares = Squares(self.bucket.device) if self._is_last and is_result else None
         self._work = reduce(
             source.tensor,
             self._incoming.tensor,
-            scale=self._policy.scale,
+            scale=self._policy.scale if self._combination is None else 1.0,
             key=transfer_key(self._transport.owner, self.bucket.index, _REDUCTION, self._rounds),
             label=f"the reduction of the gradients of {self.bucket.label}",
             limit=self._policy.bucket_numel,
@@ -359,12 +385,58 @@ class GradientBucket:
             self._source.free()
             assert self._incoming is not None
             incoming, self._incoming = self._incoming, None
-            if self._result is None:
-                self._result = self._landing.land(self._in_accumulate_dtype(incoming))
+            if self._combination is None:
+                self._deliver(incoming)
+            elif self._partial is None:
+                self._partial = incoming
             else:
-                self._squares = Squares(self._result.tensor.device) if self._is_last else None
-                self._result = self._landing.add(self._result, incoming, self._accumulate_dtype, self._squares)
+                self._partial.tensor.add_(incoming.tensor)
+                incoming.free()
         self.state = GradientState.REDUCED
+
+    def _deliver(self, reduced: FlatBuffer) -> None:
+        """Adds a sum over all ranks to what the update will read."""
+        if self._result is None:
+            self._result = self._landing.land(self._in_accumulate_dtype(reduced))
+        else:
+            self._squares = Squares(self._result.tensor.device) if self._is_last else None
+            self._result = self._landing.add(self._result, reduced, self._accumulate_dtype, self._squares)
+
+    @property
+    def has_partial_sum(self) -> bool:
+        """Whether a sum waits for its second step."""
+        return self._partial is not None
+
+    def start_combining(self) -> None:
+        """Sends the partial sum to the ranks with the same slice; nothing to do where there is none."""
+        if self._partial is None:
+            return
+        assert self._combination is not None and self._work is None
+        transport, to_owner = self._combination.transport, self._combination.to_owner
+        numel = self._partial.tensor.numel() // (transport.size if to_owner else 1)
+        self._incoming = self._new_buffer(numel, self._sum_dtype, self._landing.incoming_home)
+        self._rounds += 1
+        combine = transport.reduce_scatter if to_owner else transport.all_reduce
+        self._work = combine(
+            self._partial.tensor,
+            self._incoming.tensor,
+            scale=self._policy.scale,
+            key=transfer_key(transport.owner, self.bucket.index, _REDUCTION, self._rounds),
+            label=f"the sum of the gradients of {self.bucket.label} over all groups",
+            limit=self._policy.bucket_numel,
+        )
+
+    def finish_combining(self) -> None:
+        """Waits for :meth:`start_combining`."""
+        if self._work is None:
+            return
+        self._work.wait()
+        self._work = None
+        assert self._partial is not None and self._incoming is not None
+        partial, self._partial = self._partial, None
+        incoming, self._incoming = self._incoming, None
+        partial.free()
+        self._deliver(incoming)
 
     @property
     def _narrows(self) -> bool:
@@ -413,12 +485,11 @@ class GradientBucket:
         if self._result is not None and self._landing.home is Home.DEVICE:
             old, self._result = self._result, FlatBuffer.holding(copy(self._result.tensor), self._result, home)
             old.free()
-        if self._accumulator is not None:
-            old, self._accumulator = (
-                self._accumulator,
-                FlatBuffer.holding(copy(self._accumulator.tensor), self._accumulator, home),
-            )
-            old.free()
+        for name in ("_accumulator", "_partial"):
+            old = getattr(self, name)
+            if old is not None:
+                setattr(self, name, FlatBuffer.holding(copy(old.tensor), old, home))
+                old.free()
 
     def free_idle_buffer(self) -> None:
         """Frees the packed buffer, which a group of one keeps allocated between steps."""
@@ -431,12 +502,12 @@ class GradientBucket:
         In a group of one the packed buffer is the gradient, so all of them are alive together at every step; they stay
         allocated in between, because giving them back to the system would cost a page fault per 4 KiB in each backward.
         """
-        for buffer in (self._result, self._accumulator):
+        for buffer in (self._result, self._accumulator, self._partial):
             if buffer is not None and buffer is not self._flat:
                 buffer.free()
         if not (self._is_local and self._result is self._flat):
             self._flat.free()
-        self._result = self._accumulator = self._squares = None
+        self._result = self._accumulator = self._partial = self._squares = None
         self.used = [False] * len(self.used)
         self.begin_backward()
 
@@ -453,6 +524,7 @@ class GradientReducer:
         transport: Of the group that reduces.
         ledger: Counts the buffers.
         landings: For each bucket, how its gradients get to where the update reads them.
+        combination: The second step of every sum, or None.
         on_packed: Called when a bucket's gradients have left the parameters.
         on_stray: Called when a gradient arrives while no backward is open.
         may_block: Whether this rank owes its peers no gather, so that it may wait for their part of a reduction.
@@ -469,14 +541,18 @@ class GradientReducer:
         on_packed: Callable[[Bucket], None],
         on_stray: Callable[[], None],
         may_block: Callable[[], bool],
+        combination: Combination | None = None,
     ) -> None:
         self.policy = policy
+        self._combination = combination
+        self._combine_now = False
+        self._has_partial_sums = False  # equal on all ranks
         self._transport = transport
         self._on_packed = on_packed
         self._on_stray = on_stray
         self._may_block = may_block
         self.buckets = [
-            GradientBucket(bucket, policy, transport, ledger, landing)
+            GradientBucket(bucket, policy, transport, ledger, landing, combination)
             for bucket, landing in zip(buckets, landings, strict=True)
         ]
         self._order: list[int] | None = None
@@ -487,11 +563,31 @@ class GradientReducer:
         self.is_open = False
         self._reduce_now = False
         self._has_local_sums = False  # equal on all ranks, unlike which buckets have one
-        self._hooks: list[RemovableHandle] = []
-        for position, gradients in enumerate(self.buckets):
-            for index, parameter in enumerate(gradients.bucket.params):
-                if parameter.requires_grad:
-                    self._hooks.append(parameter.register_post_accumulate_grad_hook(self._arrival(position, index)))
+        self._hooks: dict[tuple[int, int], RemovableHandle] = {}
+        self._ledger = ledger
+        self.listen(range(len(self.buckets)))
+
+    def add(self, bucket: Bucket, landing: Landing) -> None:
+        """Collects the gradients of one more bucket from now on. Every rank must call it, between two backwards.
+
+        Args:
+            bucket: The bucket.
+            landing: How its gradients get to where the update reads them.
+        """
+        assert not self.is_open
+        self.buckets.append(
+            GradientBucket(bucket, self.policy, self._transport, self._ledger, landing, self._combination)
+        )
+        self._order = None  # the ranks agree anew at the end of the next backward
+        self.listen([len(self.buckets) - 1])
+
+    def listen(self, positions: Iterable[int]) -> None:
+        """Hears of the gradients of all parameters of some buckets that require one now."""
+        for position in positions:
+            for index, parameter in enumerate(self.buckets[position].bucket.params):
+                if parameter.requires_grad and (position, index) not in self._hooks:
+                    hook = parameter.register_post_accumulate_grad_hook(self._arrival(position, index))
+                    self._hooks[position, index] = hook
 
     def _arrival(self, position: int, index: int) -> Callable[[torch.Tensor], None]:
         """The hook of one parameter.
@@ -517,7 +613,7 @@ class GradientReducer:
 
     def remove(self) -> None:
         """Takes the gradient hooks from the parameters."""
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
 
@@ -532,6 +628,7 @@ class GradientReducer:
                 ``no_sync``); otherwise they are added to the local sum.
         """
         assert not self.is_open
+        self._combine_now = reduce_now and self._combination is not None and (is_last or self._combination.to_owner)
         self.is_open = True
         self._reduce_now = reduce_now
         self._completed = []
@@ -588,6 +685,10 @@ class GradientReducer:
             for position in order[self._cursor :]:
                 self._send(position)
         self._drain()
+        if self._reduce_now and self._combination is not None:
+            self._has_partial_sums = True
+        if self._combine_now:
+            self._combine(order)
         self.is_open = False
         if self._reduce_now and not self.policy.allow_unused:
             self._refuse_unused()
@@ -609,6 +710,18 @@ class GradientReducer:
                 "to true"
             )
 
+    def _combine(self, order: Sequence[int]) -> None:
+        """The second step of all sums, one being sent while the one before it is waited for."""
+        before: GradientBucket | None = None
+        for position in order:
+            self.buckets[position].start_combining()
+            if before is not None:
+                before.finish_combining()
+            before = self.buckets[position]
+        if before is not None:
+            before.finish_combining()
+        self._has_partial_sums = False
+
     def _drain(self) -> None:
         while self._in_flight:
             self._in_flight.popleft().finish_reduction()
@@ -620,7 +733,7 @@ class GradientReducer:
         mine = [p for p in self._completed if p not in held_back] + held_back
         if not mine:
             return mine
-        rows = self._transport.gather_small(
+        rows = self._transport.everyone.gather_small(
             torch.tensor(mine, dtype=torch.int64), channel="step", label="the order of the first reductions"
         )
         return [int(position) for position in rows[0].tolist()]
@@ -641,17 +754,23 @@ class GradientReducer:
         for gradients in self.buckets:
             gradients.drop_backward(everything=is_mixed)
         self._has_local_sums = self._has_local_sums and not is_mixed
+        self._has_partial_sums = any(gradients.has_partial_sum for gradients in self.buckets)
         self.is_open = False
 
     # -- the update's side -------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
         """Reduces sums that no boundary has reduced yet (the optimizer's own ``step``, ``no_sync`` until the end)."""
-        if not self._has_local_sums:
-            return
+        if self._has_local_sums:
+            self._reduce_local_sums()
+        if self._has_partial_sums:
+            self._combine(range(len(self.buckets)))
+
+    def _reduce_local_sums(self) -> None:
         self._has_local_sums = False
+        self._has_partial_sums = self._combination is not None
         mine = [gradients.has_unreduced_sum for gradients in self.buckets]
-        rows = self._transport.gather_small(
+        rows = self._transport.everyone.gather_small(
             torch.tensor(mine, dtype=torch.int64), channel="step", label="the reduction of accumulated gradients"
         )
         pending = torch.nonzero(rows.sum(dim=0)).view(-1).tolist()
@@ -664,6 +783,6 @@ class GradientReducer:
 
     def clear(self) -> None:
         """Frees all gradients."""
-        self._has_local_sums = False
+        self._has_local_sums = self._has_partial_sums = False
         for gradients in self.buckets:
             gradients.clear()

@@ -50,7 +50,7 @@ class Init:
         dtype: Of floating parameters; None: bf16 or fp16 as the configuration says, else fp32; without a configuration
             each keeps its own.
         mpu: Model-parallel unit whose data-parallel group shares the parameters.
-        zero_param_parallel_group: Secondary partitions; not supported yet.
+        zero_param_parallel_group: Not supported; ``zero_hpz_partition_size`` in the configuration makes the groups.
         zero_quantized_weights: Not supported yet.
         zero_quantized_nontrainable_weights: Not supported yet.
         sequence_data_parallel_group: Used as ``data_parallel_group`` where that is None.
@@ -136,7 +136,11 @@ class Init:
 
 
 class MiCS_Init(Init):  # noqa: N801 - the public name
-    """``Init`` under the name of MiCS; shard groups smaller than all ranks are set by ``mics_shard_size``."""
+    """``Init`` under the name of MiCS.
+
+    Until ``initialize`` the parameters are shared by all ranks, which takes less memory; there they move into the
+    groups that ``mics_shard_size`` asks for. ``Init`` serves as well.
+    """
 
 
 def _refuse(**arguments: Any) -> None:

@@ -120,6 +120,10 @@ class BucketLayout:
         """First and last-plus-one element of ``rank``'s slice in the buffer."""
         return rank * self.slice_numel, (rank + 1) * self.slice_numel
 
+    def share_bounds(self, position: int, parts: int) -> tuple[int, int]:
+        """As :meth:`slice_bounds`, of ``parts`` equal parts, a multiple of ``world_size`` that the padding allows."""
+        return position * self.numel // parts, (position + 1) * self.numel // parts
+
     def fragments(self, rank: int) -> tuple[Fragment, ...]:
         """What ``rank`` owns of each tile, in buffer order. Tiles that it does not touch are left out."""
         lower, upper = self.slice_bounds(rank)
@@ -153,7 +157,9 @@ class BucketLayout:
         return None
 
 
-def bucket_layout(index: int, tiles: Sequence[Tile], *, dtype: str, trainable: bool, world_size: int) -> BucketLayout:
+def bucket_layout(
+    index: int, tiles: Sequence[Tile], *, dtype: str, trainable: bool, world_size: int, replicas: int = 1
+) -> BucketLayout:
     """Lays ``tiles`` end to end, those of one param group side by side so that a slice has few runs.
 
     Args:
@@ -162,6 +168,7 @@ def bucket_layout(index: int, tiles: Sequence[Tile], *, dtype: str, trainable: b
         dtype: Name of their dtype.
         trainable: Whether they are trained.
         world_size: Ranks that share the bucket.
+        replicas: Ranks that hold the same slice, each of which must be divisible among them.
     """
     ordered = sorted(tiles, key=lambda tile: tile.param_group)  # stable: model order inside a group
     starts, end = [], 0
@@ -175,7 +182,7 @@ def bucket_layout(index: int, tiles: Sequence[Tile], *, dtype: str, trainable: b
         dtype=dtype,
         trainable=trainable,
         world_size=world_size,
-        numel=round_up(end, world_size * BLOCK),
+        numel=round_up(end, world_size * replicas * BLOCK),
     )
 
 
@@ -214,15 +221,19 @@ class ModelLayout:
         persistent: Indices of buckets that stay gathered at stage 3.
         units: For each unit, the indices of the buckets that hold its tiles.
         world_size: Ranks that share each bucket.
+        replicas: Ranks that hold the same slices; with ``world_size`` they make up all data-parallel ranks.
     """
 
     buckets: tuple[BucketLayout, ...]
     persistent: frozenset[int]
     units: tuple[tuple[int, ...], ...]
     world_size: int
+    replicas: int = 1
 
 
-def model_layout(units: Iterable[Sequence[UnitTile]], *, world_size: int, limits: Limits) -> ModelLayout:
+def model_layout(
+    units: Iterable[Sequence[UnitTile]], *, world_size: int, limits: Limits, replicas: int = 1
+) -> ModelLayout:
     """Decides which tiles share a bucket.
 
     A unit (a repeated block, or what one module owns) makes one bucket per dtype and trainability, split where it
@@ -233,6 +244,7 @@ def model_layout(units: Iterable[Sequence[UnitTile]], *, world_size: int, limits
         units: For each unit its tiles in model order.
         world_size: Ranks that share each bucket.
         limits: Sizes from the configuration.
+        replicas: Ranks that hold the same slices.
     """
     buckets: list[BucketLayout] = []
     persistent: set[int] = set()
@@ -243,7 +255,12 @@ def model_layout(units: Iterable[Sequence[UnitTile]], *, world_size: int, limits
     def close(kind: tuple[str, bool], tiles: Sequence[UnitTile], members: Iterable[int], small: bool) -> None:
         nonlocal persistent_numel
         made = bucket_layout(
-            len(buckets), [t.tile for t in tiles], dtype=kind[0], trainable=kind[1], world_size=world_size
+            len(buckets),
+            [t.tile for t in tiles],
+            dtype=kind[0],
+            trainable=kind[1],
+            world_size=world_size,
+            replicas=replicas,
         )
         if small and persistent_numel + made.used_numel <= limits.model_persistence:
             persistent.add(made.index)
@@ -281,6 +298,7 @@ def model_layout(units: Iterable[Sequence[UnitTile]], *, world_size: int, limits
         persistent=frozenset(persistent),
         units=tuple(tuple(members) for members in unit_buckets),
         world_size=world_size,
+        replicas=replicas,
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from deepspeed.comm.transport import Transport
 from deepspeed.ops.segments import Segment, SegmentTable
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.intervals import Part, part_of
@@ -41,6 +42,7 @@ class MasterBucket:
     Attributes:
         bucket: The compute side.
         layout: The bucket's layout as it is shared for the update: cut over the ranks, or whole where replicated.
+        transport: Of the ranks that share it so, numbered as the layout is cut.
         rank: Position of this rank in that sharing.
         whole_tensors: Whether each run is one parameter in its shape.
         is_sharded: Whether other ranks own other parts.
@@ -53,8 +55,8 @@ class MasterBucket:
         runs: In order of their start; together they cover every parameter that has a param group.
 
     Args:
-        original: 1-D, the values from before the cast to the compute dtype: of the whole bucket, or of the slice that
-            this rank owns.
+        original: 1-D, the values from before the cast to the compute dtype: of the whole bucket, or of this rank's
+            slice of it.
     """
 
     def __init__(
@@ -72,8 +74,9 @@ class MasterBucket:
         self.memory = memory
         self.state_home = memory.home
         self._ledger = ledger
-        self.layout: BucketLayout = bucket.layout if is_sharded else replace(bucket.layout, world_size=1)
-        self.rank = bucket.transport.rank if is_sharded else 0
+        self.transport: Transport = bucket.transport if bucket.owners is None else bucket.owners
+        self.layout: BucketLayout = replace(bucket.layout, world_size=self.transport.size if is_sharded else 1)
+        self.rank = self.transport.rank if is_sharded else 0
         compute = self._compute()
         if bucket.dtype in (torch.float32, torch.float64) and self._can_share():
             self.flat, self.out = compute, None
@@ -83,7 +86,8 @@ class MasterBucket:
             ledger.add(Kind.MASTER, self.home, (upper - lower) * dtype.itemsize)
             self.flat = memory.empty(upper - lower, dtype, f"the master weights of {bucket.label}")
             ledger.claim(self.flat)
-            memory.write(self.flat, original if original.numel() == upper - lower else original[lower:upper])
+            base = 0 if original.numel() == self.layout.numel else bucket.layout.slice_bounds(bucket.transport.rank)[0]
+            memory.write(self.flat, original[lower - base : upper - base])
             memory.settle()
             self.out = compute
         self.states: dict[str, torch.Tensor] = {}
@@ -270,6 +274,8 @@ class MasterBucket:
     def _compute(self) -> torch.Tensor:
         """The compute tensor that belongs to this master."""
         bucket = self.bucket
+        if bucket.owners is not None and self.is_sharded:
+            return bucket.owners.replicas_axis.my_slice(bucket.shard)
         return bucket.shard if self.is_sharded or bucket.is_sharded else bucket.full.tensor
 
     def first_non_finite(self, gradient: torch.Tensor) -> int | None:

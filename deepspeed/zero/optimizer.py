@@ -51,7 +51,9 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         masters: Master weights by trainable bucket.
         reducer: Where the gradients are.
         placement: The ZeRO row.
-        transport: Group over which masters are cut.
+        transport: All ranks that train the model.
+        owners: Process group over which masters are cut.
+        shard_ranks: Ranks that share the parameters: consecutive ones, each of which gathers in their order.
         agreement: Source of the order's checksum, compared in every update.
         ledger: Books of the memory.
         loss_scaler: fp16 loss scaler, or None.
@@ -71,6 +73,8 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         *,
         placement: Placement,
         transport: Transport,
+        owners: Any,
+        shard_ranks: int,
         agreement: Agreement,
         ledger: Ledger,
         loss_scaler: Any,
@@ -91,6 +95,8 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         self._reducer = reducer
         self._placement = placement
         self._transport = transport
+        self._owners = owners
+        self._shard_ranks = shard_ranks
         self._agreement = agreement
         self._ledger = ledger
         self._max_skipped = max_skipped
@@ -213,6 +219,17 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
                     self._replace_in_optimizer(run, cut)
         self._attach_segments()
 
+    def add_masters(self, masters: Sequence[MasterBucket]) -> None:
+        """Takes the runs of parameters that are trained from now on into their param groups. Every rank must call it.
+
+        Args:
+            masters: Which are in the list of masters already.
+        """
+        for master in masters:
+            for run in master.runs:
+                self.optimizer.param_groups[run.span.param_group]["params"].append(run.param)
+        self._attach_segments()
+
     def destroy(self) -> None:
         """Frees the gradients and takes the gradient hooks from the model."""
         self._reducer.clear()
@@ -284,12 +301,15 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
             torch.tensor(numbers, dtype=torch.float64), channel="step", label="the update (optimizer.step)"
         )
         digests = rows[:, 1].tolist()
-        if any(digest != digests[0] for digest in digests):
+        ranks = self._shard_ranks
+        if any(digest != digests[rank // ranks * ranks] for rank, digest in enumerate(digests)):
             raise DivergenceError(
                 "ranks gathered parameters in different orders since the last step (checksums by rank: "
                 f"{[int(d) for d in digests]}); nothing was updated. Every rank must run the same modules"
             )
-        total = rows[:, 0].sum().item() if self._placement.shard_master else rows[0, 0].item()
+        # Each element counts once: masters are cut over all ranks, over the first of several groups, or not at all.
+        owners = rows.shape[0] if self._placement.spread_master else self._shard_ranks
+        total = rows[: owners if self._placement.shard_master else 1, 0].sum().item()
         merged = _unpack_flags(rows[:, 2:], len(flags))
         used, position = [], 0
         for gradients in self._reducer.buckets:
@@ -378,7 +398,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
 
     def _attach_segments(self) -> None:
         if self._needs_segments:
-            group = self._transport.group if self._placement.shard_master else None
+            group = self._owners if self._placement.shard_master else None
             self.optimizer.attach_segments(segment_table(self._masters, group))  # type: ignore[attr-defined]
 
     def _update_by_step(self, factor: float | None, used: list[list[bool]]) -> None:

@@ -96,7 +96,7 @@ class DeepSpeedZeRoOffload:  # noqa: N801 - the public name
             comm.init_distributed()
         group = mpu.get_data_parallel_group() if dp_process_group is None and mpu is not None else dp_process_group
         device = local_device()
-        transports = [create_transport(group, device=device, timeout=comm.default_timeout()) for _ in range(2)]
+        gather, reduce = (create_transport(group, device=device, timeout=comm.default_timeout()) for _ in range(2))
         limits = Limits(persistence=param_persistence_threshold, model_persistence=model_persistence_threshold)
         gathers = GatherLimits(
             prefetch=prefetch_bucket_size, max_live=max_live_parameters, max_reuse_distance=max_reuse_distance
@@ -116,7 +116,7 @@ class DeepSpeedZeRoOffload:  # noqa: N801 - the public name
             master_memories={memory.home: memory},
             landing=lambda home, ledger: Landing(home),
         )
-        self._adopt(ZeroRuntime(module, options, Channels(*transports), {}))
+        self._adopt(ZeroRuntime(module, options, Channels(gather, reduce), {}))
 
     def _adopt(self, runtime: ZeroRuntime) -> None:
         self._runtime = runtime

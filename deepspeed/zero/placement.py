@@ -11,6 +11,18 @@
 
 Offload chooses another home for what is sharded: masters, optimizer state and reduced gradients (``master_home``), at
 stage 3 also the compute parameters (``param_home``). Code asks the placement, never the stage number or the config.
+
+"Sharded" means over all data-parallel ranks, unless ``shard_ranks`` says that only so many neighbours share. The others
+then hold the same (``comm.axes``), and stage 3 has two more rows:
+
++---------+---------------+--------------+----------------------------+
+|         | compute param | gradient     | master and optimizer state |
++=========+===============+==============+============================+
+| MiCS    | neighbours    | neighbours   | neighbours                 |
+| hpZ     | neighbours    | all          | all                        |
++---------+---------------+--------------+----------------------------+
+
+Stages 0 and 2 are these two rows with one neighbour.
 """
 
 from __future__ import annotations
@@ -63,6 +75,8 @@ class Placement:
         master_home: Memory of masters, optimizer state and (unless on the device) reduced gradients.
         offloaded_share: Share of the trained elements whose master is in ``master_home``; the rest is on the device.
         max_host_params: Elements of compute shards that stay in host memory before files are used.
+        shard_ranks: Neighbours that share the compute parameters; None: all ranks.
+        spread_master: With ``shard_ranks``: gradients, masters and optimizer state are cut over all ranks.
     """
 
     stage: int
@@ -73,6 +87,8 @@ class Placement:
     master_home: Home = Home.DEVICE
     offloaded_share: float = 1.0
     max_host_params: int = 0
+    shard_ranks: int | None = None
+    spread_master: bool = False
 
     @classmethod
     def of_stage(
@@ -83,8 +99,20 @@ class Placement:
         master_home: Home = Home.DEVICE,
         offloaded_share: float = 1.0,
         max_host_params: int = 0,
+        shard_ranks: int | None = None,
+        spread_master: bool = False,
     ) -> Placement:
-        """The row of the table for ``stage`` (0, 1, 2 or 3), with other homes for what that stage shards."""
+        """The row of the table for ``stage`` (0, 1, 2 or 3), with other homes for what that stage shards.
+
+        Args:
+            stage: ZeRO stage.
+            param_home: See the class; stage 3 only.
+            master_home: See the class; from stage 1 on.
+            offloaded_share: See the class.
+            max_host_params: See the class.
+            shard_ranks: See the class; stage 3 only.
+            spread_master: See the class.
+        """
         return cls(
             stage=stage,
             shard_params=stage >= 3,
@@ -94,6 +122,8 @@ class Placement:
             master_home=master_home if stage >= 1 else Home.DEVICE,
             offloaded_share=offloaded_share,
             max_host_params=max_host_params,
+            shard_ranks=shard_ranks if stage >= 3 else None,
+            spread_master=spread_master and stage >= 3 and shard_ranks is not None,
         )
 
     @property

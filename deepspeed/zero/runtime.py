@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,17 +12,19 @@ from torch.utils.hooks import RemovableHandle
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.agreement import Agreement
-from deepspeed.comm.transport import LocalTransport, Transport
+from deepspeed.comm.axes import Grid, GridTransport
+from deepspeed.comm.transport import LocalTransport, Piece, Transport
 from deepspeed.errors import CallOrderError, OffloadError, ShardedAccessError
 from deepspeed.logging import log_dist
 from deepspeed.zero.bucket import Bucket, State
 from deepspeed.zero.filling import first_values
 from deepspeed.zero.formula import MemoryFormula
-from deepspeed.zero.gradients import GradientBucket, GradientReducer, ReductionPolicy
+from deepspeed.zero.gradients import Combination, GradientBucket, GradientReducer, ReductionPolicy
 from deepspeed.zero.holder import address_of, full_shape
 from deepspeed.zero.hooks import ForwardHooks
 from deepspeed.zero.landing import Landing
 from deepspeed.zero.layout import Limits, ModelLayout, Tile, UnitTile, model_layout
+from deepspeed.zero.leaf import get_z3_leaf_modules
 from deepspeed.zero.masters import MasterBucket
 from deepspeed.zero.materialize import Materializer
 from deepspeed.zero.placement import Home, Placement
@@ -73,16 +75,32 @@ class Channels:
     """The transports of one engine.
 
     Attributes:
-        gather: Carries parameters.
-        reduce: Carries gradients and small agreements of the update.
+        gather: Carries parameters, between the ranks that share them.
+        reduce: Carries gradients between the same ranks and, where these are all, small agreements of the update.
+        positions: All ranks, where not all of them share the parameters; None where they do.
     """
 
     gather: Transport
     reduce: Transport
+    positions: GridTransport | None = None
 
     def __post_init__(self) -> None:
-        self.gather.owner = self.reduce.owner = self.gather.next_owner()
+        owner = self.gather.next_owner()
+        same = self.gather.replicas
+        for transport in (self.gather, self.reduce, same, self.positions, self.everyone):
+            if transport is not None:
+                transport.owner = owner
         self.gather.companion = self.reduce
+
+    @classmethod
+    def over(cls, grid: Grid) -> Channels:
+        """The transports of a grid."""
+        return cls(grid.gather, grid.reduce, grid.positions)
+
+    @property
+    def everyone(self) -> Transport:
+        """Carries small agreements of all ranks."""
+        return self.reduce.everyone
 
 
 class ZeroRuntime:
@@ -155,8 +173,11 @@ class ZeroRuntime:
                 on_packed=self.hooks.gradients_arrived,
                 on_stray=self._stray_gradient,
                 may_block=lambda: self.schedule.expects_no_gather,
+                combination=self._combination(),
             )
         self.on_stray_backward: Callable[[], None] | None = None
+        self._without_owner: set[int] = set()
+        self._late: list[int] = []  # positions of buckets that are trained since one of their parameters was unfrozen
         self._handles = self._drop_gradients_without_owner()
         if self.placement.shard_params:
             for module in model.modules():
@@ -179,15 +200,20 @@ class ZeroRuntime:
         dtype_of = self._options.compute_dtype
 
         def entry(name: str, parameter: nn.Parameter) -> UnitTile:
-            group = param_groups.get(id(parameter), -1) if parameter.requires_grad else -1
+            group = param_groups.get(id(parameter), -1)
             dtype = str(dtype_of(name, parameter)).removeprefix("torch.")
-            return UnitTile(Tile(name, full_shape(parameter), group), dtype, group >= 0)
+            return UnitTile(Tile(name, full_shape(parameter), group), dtype, parameter.requires_grad and group >= 0)
 
         return model_layout(
             [[entry(name, parameter) for name, parameter in unit.params.items()] for unit in units],
             world_size=self._channels.gather.size,
             limits=self._options.layout,
+            replicas=1 if self._channels.gather.replicas is None else self._channels.gather.replicas.size,
         )
+
+    def _combination(self) -> Combination | None:
+        same = self._channels.gather.replicas
+        return None if same is None else Combination(same, to_owner=self.placement.spread_master)
 
     def _open_memories(self) -> None:
         """Tells each memory what it will hold; a lack of space on any rank is an error on all."""
@@ -200,7 +226,7 @@ class ZeroRuntime:
                 memory.open(formula.master_tensors(self._options.state_itemsizes, home), self.ledger)
         except OffloadError as error:
             failure = error
-        failed = self._channels.reduce.gather_small(
+        failed = self._channels.everyone.gather_small(
             torch.tensor([failure is not None], dtype=torch.int64), channel="call", label="initialize"
         ).view(-1)
         if failure is not None:
@@ -242,6 +268,7 @@ class ZeroRuntime:
                 is_sharded=placed.is_sharded,
                 ledger=self.ledger,
                 memory=self._options.param_memories[placed.param_home],
+                owners=self._channels.positions if self.placement.spread_master else None,
             )
             was_sharded = any(isinstance(parameter, ShardedParameter) for parameter in params)
             self._fill(bucket)
@@ -263,20 +290,26 @@ class ZeroRuntime:
                 default_dtype=bucket.dtype,
                 cut=bucket.is_sharded,
             )
+            same = self._channels.gather.replicas
+            if same is not None:
+                same.move([Piece(0, None, original)], label=f"the first values of {bucket.label}")
             bucket.take_first_values(original)
             self._own(bucket)
             if layout.trainable:
-                self.masters.append(
-                    MasterBucket(
-                        bucket,
-                        is_sharded=self.placement.shard_master and self._channels.gather.size > 1,
-                        original=original,
-                        ledger=self.ledger,
-                        whole_tensors=self._options.whole_tensors,
-                        memory=self._options.master_memories[self.placed[layout.index].master_home],
-                    )
-                )
-                self._trained[bucket.index] = len(self.masters) - 1
+                self._make_master(bucket, original)
+
+    def _make_master(self, bucket: Bucket, original: torch.Tensor) -> MasterBucket:
+        master = MasterBucket(
+            bucket,
+            is_sharded=self.placement.shard_master and self._channels.gather.size > 1,
+            original=original,
+            ledger=self.ledger,
+            whole_tensors=self._options.whole_tensors,
+            memory=self._options.master_memories[self.placed[bucket.index].master_home],
+        )
+        self.masters.append(master)
+        self._trained[bucket.index] = len(self.masters) - 1
+        return master
 
     def _own(self, bucket: Bucket) -> None:
         """Parameters know from now on where their values are kept."""
@@ -302,7 +335,8 @@ class ZeroRuntime:
         handles, names = [], []
         for bucket in self.buckets:
             for parameter, tile in zip(bucket.params, bucket.layout.tiles, strict=True):
-                if not bucket.layout.trainable and parameter.requires_grad:
+                if tile.param_group < 0 and parameter.requires_grad and id(parameter) not in self._without_owner:
+                    self._without_owner.add(id(parameter))
                     handles.append(parameter.register_post_accumulate_grad_hook(_drop_gradient))
                     names.append(tile.name)
         if names and self.reducer is not None:
@@ -322,6 +356,7 @@ class ZeroRuntime:
             sync: False inside ``no_sync``: nothing is reduced.
         """
         assert not self.in_backward
+        self._take_unfrozen()
         self.in_backward = True
         if self.reducer is not None:
             every = self.reducer.policy.every_micro_batch and not isinstance(self._channels.reduce, LocalTransport)
@@ -330,6 +365,42 @@ class ZeroRuntime:
         self.schedule.begin("backward")
         for bucket in self._sharded:
             bucket.show_shapes(True)
+
+    def _take_unfrozen(self) -> None:
+        """Parameters that were frozen when the engine was made and require gradients now.
+
+        Nothing moves: their bucket gets a master and room for gradients, and the optimizer gets its runs.
+        """
+        unfrozen = [b for b in self.buckets if not b.layout.trainable and any(p.requires_grad for p in b.params)]
+        if self.reducer is None:
+            return
+        self.reducer.listen(self._late)  # further parameters of their buckets
+        if not unfrozen:
+            return
+        self._handles += self._drop_gradients_without_owner()
+        made = []
+        for bucket in unfrozen:
+            pairs = zip(bucket.params, bucket.layout.tiles, strict=True)
+            if any(parameter.requires_grad and tile.param_group >= 0 for parameter, tile in pairs):
+                made.append(self._train(bucket))
+        if made:
+            self.optimizer.add_masters(made)
+            numel = sum(master.flat.numel() for master in made)
+            log_dist(
+                f"{len(made)} bucket(s) of parameters that were frozen are trained from now on: {numel:,} elements of "
+                f"masters, gradients and optimizer state on this rank ({', '.join(m.bucket.label for m in made[:3])})"
+            )
+
+    def _train(self, bucket: Bucket) -> MasterBucket:
+        assert self.reducer is not None
+        bucket.layout = replace(bucket.layout, trainable=True)
+        buckets = tuple(b.layout for b in self.buckets)
+        self.layout = replace(self.layout, buckets=buckets)
+        with torch.no_grad(), torch.inference_mode(False):
+            master = self._make_master(bucket, bucket.shard if bucket.is_sharded else bucket.full.tensor)
+        self._late.append(len(self.reducer.buckets))
+        self.reducer.add(bucket, self._landing(bucket))
+        return master
 
     def end_backward(self) -> None:
         """Settles the backward: leftover gathers, leftover reductions; frees what it gathered."""
@@ -376,6 +447,10 @@ class ZeroRuntime:
             self.on_stray_backward()
 
     # -- parameters --------------------------------------------------------------------------------------------------
+
+    def leaf_parameters(self) -> set[nn.Parameter]:
+        """Parameters that are gathered together with a leaf module."""
+        return {parameter for module in get_z3_leaf_modules(self.model) for parameter in module.parameters()}
 
     def master_of(self, bucket: Bucket) -> MasterBucket | None:
         """The master weights of a bucket; None where it is not trained."""

@@ -100,13 +100,13 @@ def bucket_source(runtime: ZeroRuntime, bucket: Bucket, kind: str, dtype: torch.
     if master is None:
         return None
     if kind == "fp32":
-        return Source(master.flat, master.layout, bucket.transport, label)
+        return Source(master.flat, master.layout, master.transport, label)
     if kind == "grad":
         gradients = runtime.gradients_of(bucket)
         result = None if gradients is None else gradients.result
-        return None if result is None else Source(result, master.layout, bucket.transport, label)
+        return None if result is None else Source(result, master.layout, master.transport, label)
     flat = _states(runtime, master, kind, dtype or torch.float32)
-    return Source(flat, master.layout, bucket.transport, label)
+    return Source(flat, master.layout, master.transport, label)
 
 
 def _whole(layout: BucketLayout) -> BucketLayout:

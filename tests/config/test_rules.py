@@ -13,6 +13,7 @@ from deepspeed.config.sections.root import Root
 from deepspeed.config.sections.zero import ZeroOptimization
 from deepspeed.config.suggest import CONFUSIONS, WRAPPERS, declared_paths
 from deepspeed.config.unavailable import UNAVAILABLE, missing_features, value_at
+from deepspeed.errors import DeepSpeedConfigError
 from tests.config.support import nest, only_problem, problems, read
 
 
@@ -300,13 +301,43 @@ def test_optimizer_offload_at_stage_0_is_one_line(device: str) -> None:
     assert len(notices) == 1 and "nothing is sharded or offloaded" in notices[0]
 
 
+# Groups of ranks that share parameters.
+
+
+@pytest.mark.parametrize(
+    ("section", "ranks", "words"),
+    [
+        ({"zero_hpz_partition_size": 3}, 4, "zero_hpz_partition_size: 3 does not divide .* 4; 2, 4 would"),
+        ({"mics_shard_size": 3}, 4, "mics_shard_size: 3 does not divide .* 4; 2, 4 would"),
+        ({"mics_shard_size": 8}, 4, "mics_shard_size: 8 does not divide"),
+        ({"mics_shard_size": 1}, 2, "stage 0"),
+        ({"mics_shard_size": 2, "zero_hpz_partition_size": 2}, 4, "keep one"),
+        ({"zero_hpz_partition_size": 2, "offload_param": {"device": "cpu"}}, 4, "offload_param.device"),
+        ({"mics_shard_size": 2, "offload_param": {"device": "cpu"}}, 4, "offload_param.device"),
+    ],
+)
+def test_groups_that_do_not_fit_are_refused(section: dict[str, Any], ranks: int, words: str) -> None:
+    with pytest.raises(DeepSpeedConfigError, match=words):
+        parse({"train_batch_size": 8, "zero_optimization": {"stage": 3, **section}}, dp_world_size=ranks)
+
+
+def test_groups_that_fit_and_those_without_effect() -> None:
+    for size in (0, 1, 2, 4, 8):
+        config = {"train_batch_size": 8, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": size}}
+        assert parse(config, dp_world_size=4).notices == []
+    config["zero_optimization"] = {"stage": 3, "mics_shard_size": 2, "mics_hierarchical_params_gather": True}
+    (notice,) = parse(config, dp_world_size=4).notices
+    assert notice.startswith("zero_optimization.mics_hierarchical_params_gather") and "no effect" in notice
+    config["zero_optimization"] = {"stage": 2, "mics_shard_size": 3}
+    (notice,) = parse(config, dp_world_size=4).notices
+    assert "only stage 3 uses that" in notice
+
+
 # Features that do not exist yet.
 
 SWITCHED_ON: dict[str, Any] = {
     "zero_optimization.offload_optimizer.device": "cpu",
     "zero_optimization.offload_param.device": "cpu",
-    "zero_optimization.zero_hpz_partition_size": 2,
-    "zero_optimization.mics_shard_size": 2,
     "zero_optimization.zenflow": {},
     "zero_optimization.zeropp_loco_param": {},
     "sequence_parallel_size": 2,

@@ -12,7 +12,7 @@ def full_masters(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
     """The master weights by name, put together from the ranks' slices by torch's own collectives."""
     found = {}
     for master in engine._runtime.masters:
-        flat = _whole(master.flat, master.bucket.layout.numel)
+        flat = _whole(master.flat, master.bucket.layout.numel, master.layout.slice_bounds(master.rank)[0])
         found.update(_named(master.bucket.layout, flat))
     return found
 
@@ -21,7 +21,8 @@ def full_params(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
     """The compute parameters by name, frozen ones included, without a gather by the engine."""
     found = {}
     for bucket in engine._runtime.buckets:
-        flat = _whole(bucket.shard, bucket.layout.numel) if bucket.is_sharded else bucket.full.tensor
+        start = bucket.layout.slice_bounds(bucket.transport.rank)[0]
+        flat = _whole(bucket.shard, bucket.layout.numel, start) if bucket.is_sharded else bucket.full.tensor
         found.update(_named(bucket.layout, flat))
     return found
 
@@ -41,17 +42,26 @@ def full_states(engine: DeepSpeedEngine) -> dict[str, dict[str, torch.Tensor]]:
             for run, state in zip(master.runs, states, strict=True):
                 if isinstance(state.get(key), torch.Tensor):
                     flat[run.span.start : run.span.start + state[key].numel()].copy_(state[key].reshape(-1))
-            for name, value in _named(master.bucket.layout, _whole(flat, master.bucket.layout.numel)).items():
+            start = master.layout.slice_bounds(master.rank)[0]
+            for name, value in _named(master.bucket.layout, _whole(flat, master.bucket.layout.numel, start)).items():
                 found.setdefault(name, {})[key] = value
     return found
 
 
-def _whole(mine: torch.Tensor, numel: int) -> torch.Tensor:
+def _whole(mine: torch.Tensor, numel: int, start: int) -> torch.Tensor:
+    """Everybody's part, each where it belongs; ranks that hold the same part must hold the same bits."""
     if mine.numel() == numel:
         return mine
     parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    starts = [torch.empty(1, dtype=torch.int64) for _ in parts]
     dist.all_gather(parts, mine.contiguous())
-    return torch.cat(parts)
+    dist.all_gather(starts, torch.tensor([start]))
+    whole = torch.full((numel,), float("nan"), dtype=mine.dtype)
+    seen: dict[int, torch.Tensor] = {}
+    for first, part in zip((int(tensor) for tensor in starts), parts, strict=True):
+        assert torch.equal(seen.setdefault(first, part), part), f"ranks hold different values from element {first} on"
+        whole[first : first + part.numel()] = part
+    return whole
 
 
 def _named(layout, flat: torch.Tensor) -> dict[str, torch.Tensor]:

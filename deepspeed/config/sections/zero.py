@@ -245,7 +245,8 @@ class ZeroOptimization(Section):
 
     zero_hpz_partition_size: Int = key(
         1,
-        "Ranks that hold a second whole copy of the parameters among them (ZeRO++). Divides the number of ranks.",
+        "Neighbouring ranks that share the parameters, so that gathers stay among them (ZeRO++ hpZ); gradients, "
+        "masters and optimizer state are cut over all ranks. Divides the number of ranks; 0 and 1 are off.",
         unit="ranks",
         minimum=0,
         min_stage=3,
@@ -255,9 +256,20 @@ class ZeroOptimization(Section):
     zero_quantized_gradients: Bool = key(False, "Reduce gradients as int4 by all-to-all.", min_stage=3)
     zeropp_loco_param: LocoParam | None = key(None, "Error feedback for quantized gradients.", removed="0.19.8")
     mics_shard_size: Int = key(
-        -1, "Ranks per shard group (MiCS); -1 is off.", unit="ranks", minimum=-1, removed="0.19.8"
+        -1,
+        "Neighbouring ranks that share all model states, while other groups hold the same (MiCS). Divides the number "
+        "of ranks; -1 and 0 are off.",
+        unit="ranks",
+        minimum=-1,
+        min_stage=3,
+        removed="0.19.8",
     )
-    mics_hierarchical_params_gather: Bool = key(False, "Gather within nodes first (MiCS).", removed="0.19.8")
+    mics_hierarchical_params_gather: Bool = key(
+        False,
+        "Gather within nodes first (MiCS).",
+        no_effect="a gather is one collective of the backend, which knows the paths between nodes",
+        removed="0.19.8",
+    )
     zenflow: ZenFlow | None = key(None, "Importance-aware asynchronous updates.", since="0.17.5")
 
     cpu_offload_use_pin_memory: Bool | None = key(

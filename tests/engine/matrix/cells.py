@@ -60,6 +60,13 @@ LIMITS: dict[str, dict[str, Any]] = {
 }
 
 
+GRIDS: dict[str, dict[str, Any]] = {
+    "hpZ": {**LIMITS["small"], "zero_hpz_partition_size": 2},
+    "MiCS": {**LIMITS["small"], "mics_shard_size": 2},
+}
+"""Limits with groups of two ranks that share the parameters, for stage 3 on four ranks."""
+
+
 @dataclass(frozen=True)
 class Cell:
     """One combination."""
@@ -97,7 +104,7 @@ class Cell:
             "train_micro_batch_size_per_gpu": 2,
             "gradient_accumulation_steps": self.accumulation,
             "gradient_clipping": self.clipping,
-            "zero_optimization": {"stage": self.stage, **LIMITS[self.limits]},
+            "zero_optimization": {"stage": self.stage, **{**LIMITS, **GRIDS}[self.limits]},
         }
         if self.precision.startswith("bf16"):
             made["bf16"] = {"enabled": True}

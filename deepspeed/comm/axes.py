@@ -1,0 +1,192 @@
+"""A grid of ranks: along one axis they share the slices of a buffer, along the other they hold the same slices.
+
+Consecutive ranks share (they are near each other: a node), so of ``size`` ranks with ``shard_size`` sharing, rank *r*
+is number ``r % shard_size`` of those that share with it and number ``r // shard_size`` of those that hold the same.
+
+Where something is cut over *all* ranks of the grid, a rank's part must lie inside the slice that it holds. So parts are
+numbered by *position*: first along the sharing axis, then along the other (:class:`GridTransport`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deepspeed.comm.store import is_alive
+from deepspeed.comm.transport import (
+    GlooTransport,
+    Piece,
+    Transport,
+    Work,
+    backend_for,
+    create_transport,
+    part_of_transport,
+    warm_up,
+)
+from deepspeed.errors import DeepSpeedConfigError
+
+
+def sharing_ranks(size: int, shard_size: int) -> list[list[int]]:
+    """The groups of ranks that share slices; their members are consecutive."""
+    return [list(range(first, first + shard_size)) for first in range(0, size, shard_size)]
+
+
+def replica_ranks(size: int, shard_size: int) -> list[list[int]]:
+    """The groups of ranks that hold the same slices."""
+    return [list(range(first, size, shard_size)) for first in range(shard_size)]
+
+
+class _GatherAlongBoth:
+    """A gather in two steps; the second is asked for when the first has been waited for."""
+
+    def __init__(self, grid: GridTransport, flat: torch.Tensor, key: int, label: str) -> None:
+        self._grid = grid
+        self._flat: torch.Tensor | None = flat
+        self._key = key
+        self._label = label
+        self._first = grid.replicas_axis.all_gather(grid.shard_axis.my_slice(flat), key=key, label=label)
+
+    def will_arrive(self) -> bool:
+        """See ``Work``."""
+        return self._flat is None
+
+    def wait(self) -> None:
+        """See ``Work``."""
+        if self._flat is None:
+            return
+        flat, self._flat = self._flat, None
+        self._first.wait()
+        self._grid.shard_axis.all_gather(flat, key=self._key, label=self._label).wait()
+
+
+class GridTransport(Transport):
+    """All ranks of a grid, numbered by position. Gathers and moves only: sums go along one axis at a time.
+
+    Attributes:
+        shard_axis: The ranks that share slices.
+        replicas_axis: The ranks that hold the same slices.
+    """
+
+    name = "grid"
+
+    def __init__(self, shard_axis: Transport, replicas_axis: Transport, everyone: Transport) -> None:
+        position = shard_axis.rank * replicas_axis.size + replicas_axis.rank
+        super().__init__(everyone.group, position, everyone.size)
+        self.ranks = everyone.ranks
+        self.shard_axis = shard_axis
+        self.replicas_axis = replicas_axis
+        self.belongs_to(everyone)
+        self.watch = everyone.watch
+
+    def rank_at(self, position: int) -> int:
+        """The rank in the whole group of the rank at ``position``."""
+        along_shards, along_replicas = divmod(position, self.replicas_axis.size)
+        return along_replicas * self.shard_axis.size + along_shards
+
+    def all_gather(self, flat: torch.Tensor, *, key: int, label: str) -> Work:
+        """See the class this one derives from."""
+        return _GatherAlongBoth(self, flat, key, label)
+
+    def gather_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> torch.Tensor:
+        """See the class this one derives from; rows are in the order of ranks, not of positions."""
+        return self.everyone.gather_small(tensor, channel=channel, label=label)
+
+    def move(self, pieces: Sequence[Piece], *, label: str) -> None:
+        """See the class this one derives from."""
+        self.everyone.move(
+            [
+                replace(
+                    piece,
+                    source=self.rank_at(piece.source),
+                    target=None if piece.target is None else self.rank_at(piece.target),
+                )
+                for piece in pieces
+            ],
+            label=label,
+        )
+
+    def next_move(self) -> int:
+        """See the class this one derives from."""
+        return self.everyone.next_move()
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The transports of one engine over a grid of ranks.
+
+    Attributes:
+        gather: Carries parameters between the ranks that share slices.
+        reduce: Carries gradients between them.
+        combine: Carries what the ranks with the same slices tell each other.
+        positions: All ranks, by position.
+    """
+
+    gather: Transport
+    reduce: Transport
+    combine: Transport
+    positions: GridTransport
+
+
+def create_grid(
+    shard_size: int, *, group: Any = None, device: torch.device | None = None, timeout: timedelta | None = None
+) -> Grid:
+    """Makes the transports of a grid. Every rank of the default group must call it, in the same order.
+
+    Args:
+        shard_size: Ranks that share slices; a proper divisor of the number of ranks, and more than one.
+        group: The ranks of the grid; they must be all there are. None: the default group.
+        device: Where the buffers live.
+        timeout: As of :func:`deepspeed.comm.transport.create_transport`.
+
+    Raises:
+        DeepSpeedConfigError: ``group`` has fewer ranks than there are.
+    """
+    everyone = create_transport(group, device=device, timeout=timeout)
+    if everyone.size != dist.get_world_size():
+        raise DeepSpeedConfigError(
+            f"zero_hpz_partition_size and mics_shard_size need data-parallel ranks that are all ranks: found "
+            f"{everyone.size} data-parallel ranks of {dist.get_world_size()}. Leave the mpu out, or the key"
+        )
+    sharing, same = sharing_ranks(everyone.size, shard_size), replica_ranks(everyone.size, shard_size)
+    is_gloo = isinstance(everyone, GlooTransport)
+    shard_group = _my_group(sharing, device=device, timeout=timeout)
+    reduce_group = shard_group if is_gloo else _my_group(sharing, device=device, timeout=timeout)
+    same_group = _my_group(same, device=device, timeout=timeout)
+    made = {
+        "gather": part_of_transport(everyone, shard_group, f"shard{everyone.rank // shard_size}"),
+        "reduce": part_of_transport(everyone, reduce_group, f"shard{everyone.rank // shard_size}"),
+        "combine": part_of_transport(everyone, same_group, f"same{everyone.rank % shard_size}"),
+    }
+    made["gather"].replicas = made["combine"]
+    for transport in made.values():
+        warm_up(transport)
+    warm_up(everyone)
+    return Grid(**made, positions=GridTransport(made["gather"], made["combine"], everyone))
+
+
+_groups: list[tuple[Any, list[list[int]], Any]] = []
+"""Gloo groups that exist: ``(the default group of their time, members of all groups of the axis, this rank's group)``.
+
+Torch keeps groups, with their threads, until they are destroyed; so engines that come after each other share them.
+"""
+
+
+def _my_group(axis: list[list[int]], *, device: torch.device | None, timeout: timedelta | None) -> Any:
+    """This rank's group of an axis; every rank makes every group, as torch demands."""
+    world = dist.group.WORLD
+    backend = backend_for(world, device)
+    _groups[:] = [entry for entry in _groups if entry[0] is world and is_alive(entry[2])]
+    if backend == "gloo":
+        for _, members, group in _groups:
+            if members == axis:
+                return group
+    made = [dist.new_group(ranks, backend=backend, timeout=timeout) for ranks in axis]
+    mine = next(group for group, ranks in zip(made, axis, strict=True) if dist.get_rank() in ranks)
+    if backend == "gloo":
+        _groups.append((world, axis, mine))
+    return mine

@@ -1,0 +1,381 @@
+"""hpZ and MiCS: groups of ranks share the parameters, and other groups hold the same.
+
+Four ranks in two groups of two. hpZ cuts gradients, masters and optimizer states over all ranks, MiCS over the group.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import deepspeed
+from deepspeed.comm.axes import replica_ranks, sharing_ranks
+from deepspeed.comm.watch import circle_through
+from deepspeed.errors import DivergenceError
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_set_full_fp32_param,
+    safe_set_local_fp32_param,
+)
+from deepspeed.zero.storage import Kind
+from tests.engine.matrix.cells import AXES, Cell
+from tests.engine.matrix.pairwise import pairwise
+from tests.engine.matrix.run import run_cells
+from tests.engine.support import SHARDED, Layer, adamw, engine_of, inputs, rank, same_on_all_ranks, tower
+from tests.harness import run_ranks
+from tests.zero.reading import full_masters, full_params
+
+KINDS = {"hpZ": {"zero_hpz_partition_size": 2}, "MiCS": {"mics_shard_size": 2}}
+
+
+def test_groups_of_an_axis():
+    assert sharing_ranks(6, 2) == [[0, 1], [2, 3], [4, 5]]
+    assert replica_ranks(6, 2) == [[0, 2, 4], [1, 3, 5]]
+    assert sharing_ranks(6, 3) == [[0, 1, 2], [3, 4, 5]] and replica_ranks(6, 3) == [[0, 3], [1, 4], [2, 5]]
+
+
+def _post(channel, index, members, **issued):
+    return {"channel": channel, "index": index, "members": members, "issued": issued}
+
+
+def test_a_circle_of_waiting_ranks_is_found_and_nothing_else():
+    """Two groups (0, 1) and (2, 3) that gather, two (0, 2) and (1, 3) that combine."""
+    circle = {
+        0: _post("same0", 1, [0, 2]),
+        2: _post("group1", 1, [2, 3]),
+        3: _post("same1", 1, [1, 3]),
+        1: _post("group0", 1, [0, 1]),
+    }
+    for start in range(4):
+        assert sorted(circle_through(start, circle)) == [0, 1, 2, 3]
+    late = {**circle, 2: _post("same0", 1, [0, 2], same0=1)}
+    assert not any(circle_through(start, late) for start in range(4)), "rank 2 has issued what rank 0 waits for"
+    without = {rank: post for rank, post in circle.items() if rank != 3}
+    assert not any(circle_through(start, without) for start in without), "rank 3 is merely late"
+    outside = {0: _post("group0", 1, [0, 1]), 2: _post("everyone", 1, [0, 1, 2, 3])}
+    assert not any(circle_through(start, outside) for start in outside), "rank 2 has no part in what rank 0 waits for"
+
+
+# -- arithmetic ------------------------------------------------------------------------------------------------------
+
+
+def _cells(kind, rows):
+    found = []
+    for precision, accumulation, clipping, backward, optimizer, overflow in rows:
+        cell = Cell(3, precision, accumulation, clipping, backward, optimizer, 4, kind, overflow)
+        found.append(cell)
+    return found
+
+
+ROWS = [
+    ("fp32", 1, 0.2, "engine", "client AdamW", False),
+    ("fp32", 3, 0.0, "two", "client SGD", True),
+    ("bf16", 3, 0.2, "own", "config AdamW", False),
+    ("fp16", 1, 0.2, "losses", "config Lamb", True),
+    ("autocast", 3, 0.0, "own losses", "config Muon", False),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_the_reference_on_four_ranks(kind):
+    problems = run_ranks(run_cells, 4, _cells(kind, ROWS), timeout=150)[0]
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pairwise_cover_equals_the_reference(kind):
+    axes = {**AXES, "overflow": [False, True]}
+    del axes["stage"]
+    cells = [Cell(stage=3, ranks=4, limits=kind, **row) for row in pairwise(axes)]
+    for start in range(0, len(cells), 10):
+        problems = run_ranks(run_cells, 4, cells[start : start + 10], timeout=230)[0]
+        assert not problems, "\n".join(problems)
+
+
+# -- memory and traffic ----------------------------------------------------------------------------------------------
+
+
+def _sizes(kind):
+    """Bytes by kind after a step against the formula, and the bytes sent inside groups and between them per phase."""
+    engine = engine_of(tower(), 3, zero={**SHARDED, **KINDS[kind]}, accumulation=2, bf16={"enabled": True})
+    sent = defaultdict(int)
+    channels = engine._runtime._channels
+    for name, transport in (("near", channels.gather), ("near", channels.reduce), ("far", channels.gather.replicas)):
+        _count_sends(transport, name, sent)
+    phases = []
+    for micro in range(4):
+        sent.clear()
+        engine.backward(engine(inputs(micro, rank())))
+        phases.append(dict(sent))
+        sent.clear()
+        engine.step()
+        phases.append(dict(sent))
+    for name, counted, formula, _ in engine.memory_report():
+        assert counted == formula, f"{name}: {counted} counted, {formula} by formula"
+    ledger = engine._runtime.ledger
+    psi = sum(bucket.layout.numel for bucket in engine._runtime.buckets)
+    assert all(bucket.is_sharded for bucket in engine._runtime.buckets)
+    return psi, ledger.live(Kind.COMPUTE), ledger.live(Kind.MASTER), ledger.live(Kind.OPTIMIZER), phases[4:]
+
+
+def _count_sends(transport, name, sent):
+    send = transport.send
+
+    def counting(tensor, *args):
+        sent[name] += tensor.numel() * tensor.element_size()
+        return send(tensor, *args)
+
+    transport.send = counting
+
+
+def test_where_bytes_lie_and_where_they_travel():
+    """In bytes; Psi elements in bf16, gradients summed in fp32, accumulation 2, the second step.
+
+    hpZ: what travels between groups is the sum of gradients per micro-batch (half of Psi / 2 in fp32) and the new
+    parameters (half of Psi / 2 in bf16). MiCS: the sum once per step, twice over because everybody gets it.
+    """
+    for psi, compute, master, optimizer, phases in run_ranks(_sizes, 4, "hpZ"):
+        assert (compute, master, optimizer) == (2 * psi // 2, 4 * psi // 4, 8 * psi // 4)
+        assert [phase.get("far", 0) for phase in phases] == [psi, 0, psi, psi // 2]
+        assert phases[1].get("near", 0) == phases[3].get("near", 0) == 0
+    for psi, compute, master, optimizer, phases in run_ranks(_sizes, 4, "MiCS"):
+        assert (compute, master, optimizer) == (2 * psi // 2, 4 * psi // 2, 8 * psi // 2)
+        assert [phase.get("far", 0) for phase in phases] == [0, 0, 2 * psi, 0]
+
+
+# -- access ----------------------------------------------------------------------------------------------------------
+
+
+def _access(kind):
+    engine = engine_of(tower(), 3, zero={**SHARDED, **KINDS[kind]}, bf16={"enabled": True})
+    model = engine.module
+    for step in range(2):
+        engine.backward(engine(inputs(step, rank())))
+        engine.step()
+    before, first, last = full_masters(engine), model.first.weight, model.last.weight
+    engine.backward(engine(inputs(2, rank())))
+    for name, value in before.items():
+        parameter = model.get_parameter(name)
+        assert torch.equal(safe_get_full_fp32_param(parameter), value)
+        assert same_on_all_ranks(safe_get_full_grad(parameter).tolist())
+        assert safe_get_full_optimizer_state(parameter, "exp_avg").shape == value.shape
+    for quantity in ("param", "fp32", "grad", "exp_avg"):
+        found = dict(engine.iter_full(quantity))
+        assert found.keys() == before.keys()
+        if quantity == "fp32":
+            assert all(torch.equal(found[name], before[name]) for name in before)
+    # Each rank of a group may be the one that edits, in whichever group it is.
+    for editor in range(4):
+        with deepspeed.zero.GatheredParameters([first, last], modifier_rank=editor):
+            if rank() == editor:
+                first.data.fill_(editor + 0.5)
+        assert torch.equal(full_masters(engine)["first.weight"], torch.full_like(before["first.weight"], editor + 0.5))
+        assert torch.equal(full_params(engine)["first.weight"].float(), full_masters(engine)["first.weight"])
+    with deepspeed.zero.GatheredParameters(model.parameters()):
+        assert torch.equal(last.float(), before["last.weight"].bfloat16().float())
+    safe_set_full_fp32_param(last, torch.full_like(before["last.weight"], 0.25))
+    assert full_params(engine)["last.weight"].unique().tolist() == [0.25]
+    safe_set_local_fp32_param(last, torch.full_like(safe_get_local_fp32_param(last), 0.75))
+    assert full_masters(engine)["last.weight"].unique().tolist() == [0.75]
+    assert full_params(engine)["last.weight"].unique().tolist() == [0.75]
+    engine.step()
+    engine.backward(engine(inputs(3, rank())))
+    engine.step()
+    full_masters(engine), full_params(engine)  # all copies hold the same bits
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_access_to_single_parameters(kind):
+    run_ranks(_access, 4, kind, timeout=60)
+
+
+# -- construction, files, other homes --------------------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.frozen = nn.Parameter(torch.randn(9), requires_grad=False)
+        self.register_buffer("shift", torch.randn(9))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return (x * self.frozen + self.shift).square().mean()
+
+
+def _built(kind):
+    """Built inside the context with another seed on each rank: rank 0's values count everywhere."""
+    torch.manual_seed(rank())
+    config = {"zero_optimization": {"stage": 3, **SHARDED, **KINDS[kind]}}
+    with deepspeed.zero.MiCS_Init(config_dict_or_path=config):
+        model = Wide()
+    engine = engine_of(model, 3, zero={**SHARDED, **KINDS[kind]})
+    torch.manual_seed(0)
+    plain = Wide()
+    optimizer = adamw(plain)
+    for name, value in full_params(engine).items():
+        assert torch.equal(value, plain.get_parameter(name).data), name
+    for step in range(3):
+        engine.backward(engine(inputs(step, rank())))
+        engine.step()
+        optimizer.zero_grad()
+        for other in range(4):
+            (plain(inputs(step, other)) / 4).backward()
+        optimizer.step()
+    for name, value in full_masters(engine).items():
+        torch.testing.assert_close(value, plain.get_parameter(name).data, rtol=1e-5, atol=1e-6)
+    second = engine_of(engine.module, 3, zero={**SHARDED, **KINDS[kind]})  # the model moves to another engine
+    for name, value in full_params(second).items():
+        torch.testing.assert_close(value, plain.get_parameter(name).data, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_built_inside_the_context(kind):
+    run_ranks(_built, 4, kind, timeout=60)
+
+
+def _state(engine):
+    masters = {name: value.clone() for name, value in engine.iter_full("fp32")}
+    return masters, {name: value.clone() for name, value in engine.iter_full("exp_avg")}
+
+
+def _zero(kind):
+    return {**SHARDED, **KINDS.get(kind, {})}
+
+
+def _save(folder, kind):
+    engine = engine_of(tower(), 3, zero=_zero(kind), bf16={"enabled": True})
+    for step in range(2):
+        engine.backward(engine(inputs(step, rank())))
+        engine.step()
+    engine.save_checkpoint(str(folder))
+    return _state(engine)
+
+
+def _load(folder, kind):
+    engine = engine_of(tower(seed=8), 3, zero=_zero(kind), bf16={"enabled": True})
+    assert engine.load_checkpoint(str(folder))[0] is not None
+    found = _state(engine)
+    engine.backward(engine(inputs(2, rank())))
+    engine.step()
+    full_masters(engine), full_params(engine)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "ranks"), [("hpZ", "MiCS", 4), ("MiCS", "plain", 2), ("plain", "hpZ", 4)], ids=str
+)
+def test_checkpoints_are_read_by_every_other_grid(tmp_path, saved, loaded, ranks):
+    expected = run_ranks(_save, 4, tmp_path, saved, timeout=60)[0]
+    for found in run_ranks(_load, ranks, tmp_path, loaded, timeout=60):
+        for mine, theirs in zip(found, expected, strict=True):
+            assert mine.keys() == theirs.keys()
+            assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def _offloaded(kind):
+    host = {"offload_optimizer": {"device": "cpu"}}
+    engines = [engine_of(tower(), 3, zero={**_zero(kind), **more}) for more in ({}, host)]
+    for step in range(3):
+        for engine in engines:
+            engine.backward(engine(inputs(step, rank())))
+            engine.step()
+    plain, moved = (full_masters(engine) for engine in engines)
+    assert all(torch.equal(plain[name], moved[name]) for name in plain)
+
+
+def test_masters_on_the_host():
+    for kind in KINDS:
+        run_ranks(_offloaded, 4, kind, timeout=60)
+
+
+# -- control flow ----------------------------------------------------------------------------------------------------
+
+
+class Forked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+
+    def forward(self, x, route):
+        for index in route:
+            x = self.layers[index](x)
+        return x.square().mean()
+
+
+def _no_sync(kind):
+    """Two micro-batches without reduction, then the boundary; equal to plain torch over all of them."""
+    engine = engine_of(tower(), 3, zero=_zero(kind))
+    plain = tower()
+    optimizer = adamw(plain)
+    for step in range(2):
+        with engine.no_sync():
+            for micro in range(2):
+                engine.backward(engine(inputs(step, micro, rank())))
+        engine.backward(engine(inputs(step, 2, rank())))
+        engine.step()
+        optimizer.zero_grad()
+        for other in range(4):
+            for micro in range(3):
+                (plain(inputs(step, micro, other)) / 4).backward()
+        optimizer.step()
+    for name, value in full_masters(engine).items():
+        torch.testing.assert_close(value, plain.get_parameter(name).data, rtol=1e-5, atol=1e-6)
+
+
+def _groups_part(kind):
+    """Each group takes a route of its own, which no gather minds: gradients meet at the end."""
+    torch.manual_seed(3)
+    engine = engine_of(Forked(), 3, zero=_zero(kind))
+    torch.manual_seed(3)
+    plain = Forked()
+    optimizer = adamw(plain)
+    routes = [[0, 1, 3], [0, 1, 3], [0, 2, 3], [0, 2, 3]]
+    for step in range(3):
+        engine.backward(engine(inputs(step, rank()), routes[rank()]))
+        engine.step()
+        optimizer.zero_grad()
+        for other, route in enumerate(routes):
+            (plain(inputs(step, other), route) / 4).backward()
+        optimizer.step()
+    for name, value in full_masters(engine).items():
+        torch.testing.assert_close(value, plain.get_parameter(name).data, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_sync_and_groups_that_take_routes_of_their_own(kind):
+    run_ranks(_no_sync, 4, kind, timeout=60)
+    run_ranks(_groups_part, 4, kind, timeout=60)
+
+
+def _diverge(kind):
+    torch.manual_seed(3)
+    engine = engine_of(Forked(), 3, zero=_zero(kind))
+    for step in range(2):
+        engine.backward(engine(inputs(step, rank()), [0, 1, 2]))
+        engine.step()
+    dist.barrier()
+    started = time.monotonic()
+    with pytest.raises(DivergenceError) as caught:
+        for step in range(2, 5):
+            engine.backward(engine(inputs(step, rank()), [0, 1, 3] if rank() == 3 else [0, 1, 2]))
+            engine.step()
+    return time.monotonic() - started, str(caught.value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_rank_of_every_group_raises_within_seconds(kind):
+    for seconds, text in run_ranks(_diverge, 4, kind, timeout=60):
+        assert seconds < 5.0, f"{seconds:.1f} s: {text}"
+        assert "layers.3" in text and "layers.2" in text, text
