@@ -199,15 +199,20 @@ def main() -> int:
     parser.add_argument(
         "--write-report", action="store_true", help="write benchmarks/results/memory-DATE.{md,json,svg}"
     )
+    parser.add_argument("--keep", type=Path, help="JSON file of points; those in it are not measured again")
     parser.add_argument("--check", action="store_true", help="exit with code 1 where our peak is above FSDP2's")
     arguments = parser.parse_args()
-    known: dict[tuple[int, int], Point] = {}
+    kept: Path | None = arguments.keep
+    points = [Point(**entry) for entry in json.loads(kept.read_text())] if kept is not None and kept.exists() else []
+    known = {(each.layers, each.ranks): each for each in points}
 
     def point(layers: int, ranks: int) -> Point:
         if (layers, ranks) not in known:
             known[layers, ranks] = measure(
                 layers, ranks, repeats=arguments.repeats, tell=lambda line: sys.stderr.write(f"{line}\n")
             )
+            if kept is not None:
+                kept.write_text(json.dumps([vars(each) for each in known.values()]))
         return known[layers, ranks]
 
     by_ranks = [point(BASE_LAYERS, ranks) for ranks in arguments.ranks]
