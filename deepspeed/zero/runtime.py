@@ -325,7 +325,20 @@ class ZeroRuntime:
             sharded = [self.buckets[index] for index in indices if self.buckets[index].is_sharded]
             if sharded:
                 found.append((unit.module, sharded))
-        return found
+        return [*self._holders_of_units(units), *found]
+
+    def _holders_of_units(self, units: list[Unit]) -> list[tuple[nn.Module, list[Bucket]]]:
+        """Modules between the root and the units: one called by itself (an encoder) is the outermost forward then."""
+        known = {unit.module for unit in units}
+        for unit in units:
+            if not unit.is_flat:
+                known.update(unit.module.modules())
+        sharded = {parameter for bucket in self.buckets if bucket.is_sharded for parameter in bucket.params}
+        return [
+            (module, [])
+            for module in self.model.modules()
+            if module not in known and any(parameter in sharded for parameter in module.parameters())
+        ]
 
     def _describe_bucket(self, index: int) -> str:
         return f"the parameters {self.buckets[index].label}"

@@ -32,6 +32,12 @@ class Unit:
     module: nn.Module
     params: dict[str, nn.Parameter] = field(default_factory=dict)
 
+    @property
+    def is_flat(self) -> bool:
+        """Whether all parameters are the module's own, none of a module below it."""
+        own = {id(parameter) for parameter in self.module._parameters.values()}
+        return all(id(parameter) in own for parameter in self.params.values())
+
 
 def find_units(model: nn.Module, granularity: int) -> list[Unit]:
     """Cuts ``model`` into units, in model order; units without parameters are left out.

@@ -8,8 +8,9 @@ every other parameter they raise ``AttributeError``, so that ``hasattr(parameter
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from typing import Any
 
@@ -175,31 +176,19 @@ _VIEWS: dict[str, Callable[[torch.nn.Parameter, Address], Any]] = {
 }
 
 
-class _ModuleView:
-    """The same for modules: a method that exists where :func:`mark_module` was called."""
-
-    def __init__(self, name: str, compute: Callable[[torch.nn.Module], Any]) -> None:
-        self._name = name
-        self._compute = compute
-
-    def __get__(self, module: torch.nn.Module | None, kind: type | None = None) -> Callable[..., Any]:
-        if module is None or _PARTITIONED not in module.__dict__:
-            raise AttributeError(f"{self._name} exists on modules of partitioned models only")
-        return lambda: self._compute(module)
-
-
-_PARTITIONED = "_ds_partitioned"
-_MODULE_VIEWS: dict[str, Callable[[torch.nn.Module], Any]] = {
-    "ds_external_parameters": external_parameters,
-    "all_parameters": lambda module: itertools.chain(
-        module.named_parameters(recurse=False), external_parameters(module)
-    ),
-}
+def _all_parameters(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Names and parameters that a module owns, and the external ones that it uses."""
+    return itertools.chain(module.named_parameters(recurse=False), external_parameters(module))
 
 
 def mark_module(module: torch.nn.Module) -> None:
-    """Gives ``ds_external_parameters()`` and ``all_parameters()`` to one module."""
-    module.__dict__[_PARTITIONED] = True
+    """Gives ``ds_external_parameters()`` and ``all_parameters()`` to one module.
+
+    In the module itself: attributes of ``torch.nn.Module`` that other modules do not have break programs that ask for
+    everything in ``dir()``, as torch's compiler does.
+    """
+    module.__dict__["ds_external_parameters"] = functools.partial(external_parameters, module)
+    module.__dict__["all_parameters"] = functools.partial(_all_parameters, module)
 
 
 def install_views() -> None:
@@ -207,5 +196,3 @@ def install_views() -> None:
     if "ds_id" not in torch.nn.Parameter.__dict__:
         for name, compute in _VIEWS.items():
             setattr(torch.nn.Parameter, name, _View(name, compute))
-        for name, listing in _MODULE_VIEWS.items():
-            setattr(torch.nn.Module, name, _ModuleView(name, listing))

@@ -167,7 +167,8 @@ def _policy():
         tokens = models.tokens(of + 10 * step)
         policy, reference, reward = (made[name][pick] for name in ("policy", "reference", "reward"))
         with torch.no_grad():
-            sampled = policy.generate(tokens[:, :3], max_new_tokens=3, do_sample=False, pad_token_id=0)
+            settings = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "synced_gpus": bool(pick)}
+            sampled = policy.generate(tokens[:, :3], **settings)
             frozen = reference(input_ids=sampled).logits.log_softmax(-1)
             score = reward(input_ids=sampled).logits.mean()
         mine = policy(input_ids=sampled).logits.log_softmax(-1)
