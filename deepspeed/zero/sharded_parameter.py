@@ -67,6 +67,28 @@ _COMPUTED_PROPERTIES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
 _CONVERSIONS = frozenset({"to", "cpu", "cuda", "xpu", "float", "double", "half", "bfloat16"})
 
 
+@torch.compiler.disable  # a gather is no part of a compiled graph, and what it needs is not to be traced
+def _operate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operation on a sharded parameter: passed on, served by a gather, or refused."""
+    name = getattr(func, "__name__", "")
+    attribute = _property_of(func) if name in ("__get__", "__set__") else ""
+    if attribute == "data" or name == "detach":
+        if _gather(args[0], args[:1]):
+            return func(*args, **kwargs)
+        if attribute == "data":
+            return _guarded_data(args[0]) if name == "__get__" else _refuse_data(*args)
+    if name in _METADATA and attribute not in _COMPUTED_PROPERTIES:
+        with DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    if name in _CONVERSIONS and _keeps_dtype(func, args, kwargs):
+        return args[0]
+    needed = _sharded_in((args, kwargs))
+    for parameter in needed:
+        if not _gather(parameter, needed):
+            raise ShardedAccessError(_refusal(address_of(parameter), name or repr(func)))
+    return func(*args, **kwargs)
+
+
 class ShardedParameter(torch.nn.Parameter):
     """The class of a parameter while it is sharded. Never instantiated: parameters are turned into it."""
 
@@ -74,24 +96,7 @@ class ShardedParameter(torch.nn.Parameter):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        attribute = _property_of(func) if name in ("__get__", "__set__") else ""
-        if attribute == "data" or name == "detach":
-            if _gather(args[0], args[:1]):
-                return func(*args, **kwargs)
-            if attribute == "data":
-                return _guarded_data(args[0]) if name == "__get__" else _refuse_data(*args)
-        if name in _METADATA and attribute not in _COMPUTED_PROPERTIES:
-            with DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        if name in _CONVERSIONS and _keeps_dtype(func, args, kwargs):
-            return args[0]
-        needed = _sharded_in((args, kwargs))
-        for parameter in needed:
-            if not _gather(parameter, needed):
-                raise ShardedAccessError(_refusal(address_of(parameter), name or repr(func)))
-        return func(*args, **kwargs)
+        return _operate(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         address = address_of(self)

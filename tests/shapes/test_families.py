@@ -92,20 +92,6 @@ def test_recomputation(reentrant):
     run_ranks(_train, 2, names, STAGE_3[:1], reentrant, timeout=120)
 
 
-def _compiled(names):
-    torch._dynamo.reset()
-    for name in names:
-        compare(
-            lambda n=name: _model(n, use_cache=False), _loss(name), steps=2, stages=STAGE_3[:1], tolerance=TOLERANCE,
-            ready=lambda engine: engine.compile(backend="aot_eager"),
-        )  # fmt: skip
-
-
-@pytest.mark.slow
-def test_compiled_families():
-    run_ranks(_compiled, 2, ["gpt2", "llama", "vit"], timeout=300)
-
-
 def _adapted():
     import peft
 
