@@ -28,6 +28,7 @@ from deepspeed.comm.transport import (
     part_of_transport,
     warm_up,
 )
+from deepspeed.comm.world import size_of, stand_in
 from deepspeed.errors import DeepSpeedConfigError
 
 
@@ -147,26 +148,43 @@ def create_grid(
         DeepSpeedConfigError: ``group`` has fewer ranks than there are.
     """
     everyone = create_transport(group, device=device, timeout=timeout)
-    if everyone.size != dist.get_world_size():
+    if everyone.size != size_of():
         raise DeepSpeedConfigError(
             f"zero_hpz_partition_size and mics_shard_size need data-parallel ranks that are all ranks: found "
-            f"{everyone.size} data-parallel ranks of {dist.get_world_size()}. Leave the mpu out, or the key"
+            f"{everyone.size} data-parallel ranks of {size_of()}. Leave the mpu out, or the key"
         )
     sharing, same = sharing_ranks(everyone.size, shard_size), replica_ranks(everyone.size, shard_size)
+    others = stand_in()
+    made: dict[str, Transport] = _real_axes(everyone, sharing, same, device, timeout) if others is None else {}
+    if others is not None:
+        mine = sharing[everyone.rank // shard_size]
+        made = {"gather": others.transport(device, mine), "reduce": others.transport(device, mine)}
+        made["combine"] = others.transport(device, same[everyone.rank % shard_size])
+        for transport in made.values():
+            transport.belongs_to(everyone)
+    made["gather"].replicas = made["combine"]
+    for transport in (*made.values(), everyone):
+        warm_up(transport)
+    return Grid(**made, positions=GridTransport(made["gather"], made["combine"], everyone))
+
+
+def _real_axes(
+    everyone: Transport,
+    sharing: list[list[int]],
+    same: list[list[int]],
+    device: torch.device | None,
+    timeout: timedelta | None,
+) -> dict[str, Transport]:
+    shard_size = len(sharing[0])
     is_gloo = isinstance(everyone, GlooTransport)
     shard_group = _my_group(sharing, device=device, timeout=timeout)
     reduce_group = shard_group if is_gloo else _my_group(sharing, device=device, timeout=timeout)
     same_group = _my_group(same, device=device, timeout=timeout)
-    made = {
+    return {
         "gather": part_of_transport(everyone, shard_group, f"shard{everyone.rank // shard_size}"),
         "reduce": part_of_transport(everyone, reduce_group, f"shard{everyone.rank // shard_size}"),
         "combine": part_of_transport(everyone, same_group, f"same{everyone.rank % shard_size}"),
     }
-    made["gather"].replicas = made["combine"]
-    for transport in made.values():
-        warm_up(transport)
-    warm_up(everyone)
-    return Grid(**made, positions=GridTransport(made["gather"], made["combine"], everyone))
 
 
 _groups: list[tuple[Any, list[list[int]], Any]] = []

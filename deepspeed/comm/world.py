@@ -6,7 +6,7 @@ for ranks that do not exist, so that one process can go through the motions of r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -27,8 +27,8 @@ class World(Protocol):
     size: int
     backend: str
 
-    def transport(self, device: torch.device | None) -> Any:
-        """A transport (``comm.transport.Transport``) between the ranks, for buffers on ``device``."""
+    def transport(self, device: torch.device | None, ranks: Sequence[int] | None = None) -> Any:
+        """A transport (``comm.transport.Transport``) for buffers on ``device`` between ``ranks`` (None: all)."""
 
 
 _stand_in: World | None = None

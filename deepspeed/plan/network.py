@@ -7,6 +7,7 @@ same program on the same data; large transfers leave their buffers alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -97,12 +98,13 @@ class PlayedWorld:
         self.size = size
         self.backend = backend
 
-    def transport(self, device: torch.device | None) -> Transport:
-        """A transport between the ranks."""
-        if self.size == 1:
+    def transport(self, device: torch.device | None, ranks: Sequence[int] | None = None) -> Transport:
+        """A transport between the ranks, or those of ``ranks``, among which this one is."""
+        members = range(self.size) if ranks is None else ranks
+        if len(members) == 1:
             return LocalTransport()
         group: Any = _PeerGroup() if self.backend == "gloo" else _CollectiveGroup()
         kind = _PlayedGloo if self.backend == "gloo" else _PlayedNative
-        made = kind(group, self.rank, self.size)
-        made.ranks = tuple(range(self.size))
+        made = kind(group, members.index(self.rank), len(members))
+        made.ranks = tuple(members)
         return made
