@@ -11,6 +11,7 @@ What is saved inside are bare views; memory that they see is left to them (``Fla
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -58,6 +59,7 @@ class SavedTensorHooks:
             bucket.full.on_move = self._follow
         self._demand = demand
         self._on_death = on_death
+        _alive.add(self)
 
     def _follow(self, old_key: int, new_key: int) -> None:
         """A bucket's memory was left to somebody else: what they save of it is theirs."""
@@ -110,3 +112,18 @@ class SavedTensorHooks:
             return packed
         self._demand(packed.bucket)
         return torch.as_strided(packed.bucket.full.tensor, packed.size, packed.stride, packed.offset)
+
+    def bucket_of(self, tensor: torch.Tensor) -> Bucket | None:
+        """The bucket in whose memory ``tensor`` lies, or None."""
+        return self._by_storage.get(storage_key(tensor))
+
+
+_alive: weakref.WeakSet[SavedTensorHooks] = weakref.WeakSet()
+
+
+def bucket_of(tensor: torch.Tensor) -> Bucket | None:
+    """The sharded bucket, of whichever engine, in whose memory ``tensor`` lies, or None."""
+    if tensor.layout is not torch.strided:
+        return None
+    found = (hooks.bucket_of(tensor) for hooks in _alive)
+    return next((bucket for bucket in found if bucket is not None), None)

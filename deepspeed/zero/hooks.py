@@ -2,7 +2,9 @@
 
 A *scope* is one running forward of the root module or of a unit. Entering the scope of a unit makes its buckets FULL
 and counts one user each; leaving it takes the users back and reshards what nothing near needs. The outermost scope
-opens and closes the segment of the schedule and carries the saved-tensor hooks. A forward inside a backward is
+opens and closes the segment of the schedule and carries the saved-tensor hooks. A module between the root and the units
+opens a scope only where it is the outermost, which lets a program call part of a model by itself (an encoder, before
+text is generated). A forward inside a backward is
 recomputation: it gathers but does not reshard; the buckets stay until their gradients are in or the next unit is
 recomputed.
 
@@ -85,12 +87,14 @@ class ForwardHooks:
         self._buckets = buckets
         self._scopes: list[_Scope] = []
         self._paused: list[_Scope] = []  # outermost first; then there are no open scopes except those of a backward
+        self._entered: list[bool] = []  # for every running forward of an entry: whether it opened a scope
         self._recomputed: list[Bucket] = []
         self._saved = SavedTensorHooks(buckets, schedule.demand, self._last_handle_died)
         self.handles: list[RemovableHandle] = []
         self._by_module: dict[nn.Module, list[Bucket]] = {root: []}
         for module, unit_buckets in units:
             self._by_module.setdefault(module, []).extend(unit_buckets)
+        self._entries = _entries(root, self._by_module)
         for bucket in buckets:
             bucket.gatherer = self._gatherer(bucket)
         self.install()
@@ -100,11 +104,13 @@ class ForwardHooks:
         self.remove()
         if self._buckets:
             for module, buckets in self._by_module.items():
-                self._hook(module, buckets)
+                self._hook(module, lambda buckets=buckets: self._enter(buckets), self._leave)  # type: ignore[misc]
+            for module in self._entries:
+                self._hook(module, self._enter_entry, self._leave_entry)
 
-    def _hook(self, module: nn.Module, buckets: list[Bucket]) -> None:
-        self.handles.append(module.register_forward_pre_hook(_ScopeHook(lambda: self._enter(buckets))))
-        self.handles.append(module.register_forward_hook(_ScopeHook(self._leave), always_call=True))
+    def _hook(self, module: nn.Module, enter: Callable[[], None], leave: Callable[[], None]) -> None:
+        self.handles.append(module.register_forward_pre_hook(_ScopeHook(enter)))
+        self.handles.append(module.register_forward_hook(_ScopeHook(leave), always_call=True))
 
     def remove(self) -> None:
         """Takes every hook from the model."""
@@ -130,6 +136,15 @@ class ForwardHooks:
         if len(self._scopes) == 1 and not self._schedule.in_segment:
             self._schedule.begin("forward" if torch.is_grad_enabled() else "evaluation")
             scope.opened_segment = True
+
+    def _enter_entry(self) -> None:
+        self._entered.append(not self._scopes and not self._paused)
+        if self._entered[-1]:
+            self._enter([])
+
+    def _leave_entry(self) -> None:
+        if self._entered and self._entered.pop():  # empty after an exception or a whole step inside this forward
+            self._leave()
 
     def _hold(self, scope: _Scope, bucket: Bucket) -> None:
         self._schedule.demand(bucket)
@@ -221,6 +236,7 @@ class ForwardHooks:
             while scopes:
                 if scopes.pop().pushed_hooks:
                     self._saved.pop()
+        self._entered.clear()
         self._recomputed.clear()
         for bucket in self._buckets:
             bucket.users = bucket.pins
@@ -274,3 +290,19 @@ class ForwardHooks:
         bucket.reshard()
         if not bucket.layout.trainable:
             bucket.show_shapes(True)  # a parameter outside the optimizer may still get its gradient
+
+
+def _entries(root: nn.Module, units: dict[nn.Module, list[Bucket]]) -> list[nn.Module]:
+    """Modules that may be called by themselves: those above a unit, and those that use what another unit gathers."""
+    covered: set[nn.Module] = set()
+    sharded: set[nn.Parameter] = set()
+    for module, buckets in units.items():
+        gathered = {parameter for bucket in buckets for parameter in bucket.params}
+        sharded |= gathered
+        covered |= {inner for inner in module.modules() if gathered.intersection(inner._parameters.values())}
+    found = []
+    for module in root.modules():
+        uses_others = module not in covered and not sharded.isdisjoint(module._parameters.values())
+        if module not in units and (uses_others or any(inner in units for inner in module.modules())):
+            found.append(module)
+    return found

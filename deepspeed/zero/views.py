@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from deepspeed.zero.external import external_parameters
+from deepspeed.zero.handles import bucket_of
 from deepspeed.zero.holder import Address, State, address_of
 from deepspeed.zero.sharded_parameter import ShardedParameter
 
@@ -176,6 +177,22 @@ _VIEWS: dict[str, Callable[[torch.nn.Parameter, Address], Any]] = {
 }
 
 
+class _StatusOfSaved:
+    """``ds_status`` of what a custom autograd function finds in ``ctx.saved_tensors`` for a parameter that it saved.
+
+    Under saved-tensor hooks torch hands out an ordinary tensor there, without the parameter's attributes; programs ask
+    it for its status to decide whether they must gather.
+    """
+
+    def __get__(self, tensor: torch.Tensor | None, kind: type | None = None) -> Any:
+        if tensor is None:
+            return self  # torch.compile reads every name of the class
+        bucket = bucket_of(tensor)
+        if bucket is None:
+            raise AttributeError("ds_status exists on partitioned parameters and on what autograd saved of them only")
+        return ZeroParamStatus.AVAILABLE if bucket.state is State.FULL else ZeroParamStatus.NOT_AVAILABLE
+
+
 def _all_parameters(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Names and parameters that a module owns, and the external ones that it uses."""
     return itertools.chain(module.named_parameters(recurse=False), external_parameters(module))
@@ -196,3 +213,4 @@ def install_views() -> None:
     if "ds_id" not in torch.nn.Parameter.__dict__:
         for name, compute in _VIEWS.items():
             setattr(torch.nn.Parameter, name, _View(name, compute))
+        torch.Tensor.ds_status = _StatusOfSaved()  # type: ignore[attr-defined]
