@@ -6,18 +6,23 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
+# The transformers that is kept working beside the pinned one: an environment over the first, in `make test-all` only.
+OLDER := 5.17.0
+OLDER_VENV := .venv-transformers-$(OLDER)
+OLDER_TESTS := tests/ecosystem/accelerate tests/ecosystem/peft tests/ecosystem/transformers tests/construction/test_transformers.py
+
 # One thread per process: ranks and test workers share the cores.
 TEST_ENV := OMP_NUM_THREADS=1
 
 # All devices; without any, two ranks on the CPU. `make quickstart RANKS="--num_gpus 4"` chooses.
 RANKS = $(shell $(BIN)/python -c 'import torch; print("" if torch.accelerator.is_available() else "--num_gpus 2")')
 
-.PHONY: help quickstart test test-all lint docs docs-check install clean
+.PHONY: help quickstart test test-all test-older-transformers lint docs docs-check install clean
 
 help:
 	@echo "make quickstart   train a small language model with ZeRO stage 3 on this machine"
 	@echo "make test         lint, type check and the default tests"
-	@echo "make test-all     the same with the slow tests"
+	@echo "make test-all     the same with the slow tests, and the Hugging Face tests with transformers $(OLDER) too"
 	@echo "make lint         ruff and mypy only"
 	@echo "make docs         the documentation as a site in site/ (SERVE=1 shows it while you write)"
 	@echo "make docs-check   documents against the code they describe"
@@ -31,6 +36,13 @@ test: lint
 
 test-all: lint
 	$(TEST_ENV) $(BIN)/python -m pytest -m ""
+	@$(MAKE) --no-print-directory test-older-transformers
+
+test-older-transformers: $(VENV)/.for-tests
+	@if $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
+	  $(MAKE) --no-print-directory $(OLDER_VENV)/.ready && \
+	  $(TEST_ENV) $(OLDER_VENV)/bin/python -m pytest $(OLDER_TESTS); \
+	else echo "left out: tests with transformers $(OLDER), which need Python 3.11"; fi
 
 lint: $(VENV)/.for-tests
 	$(BIN)/ruff check .
@@ -58,6 +70,15 @@ $(VENV)/.for-quickstart: pyproject.toml constraints.txt $(VENV)/.created
 	$(PIP) install -c constraints.txt -e ".[plots]"
 	@touch $@
 
+# Finds everything in the first environment except what is installed again here: transformers and what it needs changed.
+$(OLDER_VENV)/.ready: $(VENV)/.for-tests
+	@$(BIN)/python -m venv --clear $(OLDER_VENV)
+	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(" + repr(sysconfig.get_path("purelib")) + ")")' \
+	  > $$($(OLDER_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/first_environment.pth
+	grep -v '^transformers==' constraints.txt > $(OLDER_VENV)/constraints.txt
+	$(OLDER_VENV)/bin/python -m pip --disable-pip-version-check install -c $(OLDER_VENV)/constraints.txt "transformers==$(OLDER)"
+	@touch $@
+
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
 	  echo "Python 3.10 or newer is needed and $(PYTHON) is older or missing: install it, or name one with 'make PYTHON=...'."; exit 1; }
@@ -66,4 +87,4 @@ $(VENV)/.created:
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist site *.egg-info
+	rm -rf $(VENV) $(OLDER_VENV) build dist site *.egg-info
