@@ -159,9 +159,11 @@ class ForwardHooks:
             return
         bare = not self._scopes[0].pushed_hooks  # somebody else's hooks keep plain views of what is saved
         scope = self._scopes.pop()
-        self._close(scope, bare)
-        if scope.pushed_hooks:
-            self._saved.pop()
+        try:
+            self._close(scope, bare)
+        finally:  # ranks that differ raise there; the hooks must not outlive this forward
+            if scope.pushed_hooks:
+                self._saved.pop()
 
     def _close(self, scope: _Scope, bare: bool) -> None:
         recomputing = self._in_backward()
