@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from deepspeed.comm.transport import create_transport
+from deepspeed.comm.connect import create_transport
 
 _CHUNK_NUMEL = 128 * 1024  # 256 KiB of bf16 and 512 KiB of fp32: fits a second-level cache
 

@@ -17,17 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from deepspeed.comm.connect import backend_for, create_transport, part_of_transport, warm_up
+from deepspeed.comm.gloo import GlooTransport
 from deepspeed.comm.store import is_alive
-from deepspeed.comm.transport import (
-    GlooTransport,
-    Piece,
-    Transport,
-    Work,
-    backend_for,
-    create_transport,
-    part_of_transport,
-    warm_up,
-)
+from deepspeed.comm.transport import Piece, Transport, Work
 from deepspeed.comm.world import size_of, stand_in
 from deepspeed.errors import DeepSpeedConfigError
 
@@ -142,7 +135,7 @@ def create_grid(
         shard_size: Ranks that share slices; a proper divisor of the number of ranks, and more than one.
         group: The ranks of the grid; they must be all there are. None: the default group.
         device: Where the buffers live.
-        timeout: As of :func:`deepspeed.comm.transport.create_transport`.
+        timeout: As of :func:`deepspeed.comm.connect.create_transport`.
 
     Raises:
         DeepSpeedConfigError: ``group`` has fewer ranks than there are.

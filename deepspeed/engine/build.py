@@ -14,7 +14,7 @@ from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.host_allocator import keep_freed_memory
 from deepspeed.comm.axes import create_grid
-from deepspeed.comm.transport import create_transport, warm_up
+from deepspeed.comm.connect import create_transport, warm_up
 from deepspeed.config import ParsedConfig, parse
 from deepspeed.config.compared import compared_values
 from deepspeed.config.sections.root import Root

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
-from deepspeed.comm.transport import GlooTransport, LocalTransport, NativeTransport, Transport
+from deepspeed.comm.gloo import GlooTransport
+from deepspeed.comm.native import NativeTransport
+from deepspeed.comm.transport import LocalTransport, Transport
 
 
 class _Arrived:

@@ -12,7 +12,7 @@ from torch import nn
 
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.transport import shared_transport
+from deepspeed.comm.connect import shared_transport
 from deepspeed.config import ParsedConfig, parse
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.logging import log_dist

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from deepspeed import comm
-from deepspeed.comm.transport import create_transport
+from deepspeed.comm.connect import create_transport
 from deepspeed.config import parse
 from deepspeed.errors import CallOrderError, NotYetSupportedError
 from deepspeed.zero.gathered import GatheredParameters

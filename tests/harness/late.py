@@ -16,7 +16,9 @@ from unittest.mock import patch
 
 import torch
 
-from deepspeed.comm import transport as real
+from deepspeed.comm.connect import create_transport
+from deepspeed.comm.gloo import GlooTransport
+from deepspeed.comm.transport import Transport, Work
 from deepspeed.engine import build
 
 
@@ -89,12 +91,12 @@ class _Ordered(dict[Any, None]):
         return next(iter(self))
 
 
-class LateTransport(real.GlooTransport):
+class LateTransport(GlooTransport):
     """gloo whose transfers go through a :class:`Network`."""
 
     network: Network
 
-    def all_gather(self, flat: torch.Tensor, *, key: int, label: str) -> real.Work:
+    def all_gather(self, flat: torch.Tensor, *, key: int, label: str) -> Work:
         """See the class this one derives from."""
         _check_alive(flat, label)
         mine = self.my_slice(flat)
@@ -110,17 +112,15 @@ class LateTransport(real.GlooTransport):
 
         return self.network.issue(complete)
 
-    def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, **how: Any) -> real.Work:
+    def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, **how: Any) -> Work:
         """See the class this one derives from."""
         return self._reduce(super().reduce_scatter, flat, out, how)
 
-    def all_reduce(self, flat: torch.Tensor, out: torch.Tensor, **how: Any) -> real.Work:
+    def all_reduce(self, flat: torch.Tensor, out: torch.Tensor, **how: Any) -> Work:
         """See the class this one derives from."""
         return self._reduce(super().all_reduce, flat, out, how)
 
-    def _reduce(
-        self, reduce: Callable[..., real.Work], flat: torch.Tensor, out: torch.Tensor, how: dict[str, Any]
-    ) -> real.Work:
+    def _reduce(self, reduce: Callable[..., Work], flat: torch.Tensor, out: torch.Tensor, how: dict[str, Any]) -> Work:
         if out.data_ptr() != flat.data_ptr():
             _poison(out)
 
@@ -147,11 +147,10 @@ def _check_alive(flat: torch.Tensor, label: str) -> None:
 def late_network(seed: int) -> Iterator[Network]:
     """Engines that are created inside talk through one late network."""
     network = Network(seed)
-    create = real.create_transport
 
-    def create_late(*args: Any, **kwargs: Any) -> real.Transport:
-        made = create(*args, **kwargs)
-        assert isinstance(made, real.GlooTransport), f"a late network needs several ranks on gloo, found {made.name}"
+    def create_late(*args: Any, **kwargs: Any) -> Transport:
+        made = create_transport(*args, **kwargs)
+        assert isinstance(made, GlooTransport), f"a late network needs several ranks on gloo, found {made.name}"
         made.__class__ = LateTransport
         made.network = network  # type: ignore[attr-defined]
         return made

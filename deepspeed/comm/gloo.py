@@ -1,0 +1,294 @@
+"""Transfers over gloo: tagged sends and receives straight into the slices of flat buffers.
+
+A reduction is an exchange of slices with a local sum in rank order in fp32, so that results do not depend on timing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deepspeed.comm.counters import traffic
+from deepspeed.comm.recorder import timed
+from deepspeed.comm.transport import CHUNK, OWNERS, SMALL_CHANNELS, DoneWork, Piece, Transport, Visit, Work, scaled_sum
+
+_CONFIRMATION = 3  # added to the key of a gather: the fourth kind of transfer, see transfer_key
+_SMALL_TAG = 1 << 30
+_ABORT_TAG = _SMALL_TAG - 1
+
+
+class _GlooGather:
+    def __init__(
+        self,
+        transport: GlooTransport,
+        works: list[Any],
+        flat: torch.Tensor,
+        ticket: tuple[str, int],
+        label: str,
+        confirmations: list[tuple[int, torch.Tensor]],
+    ) -> None:
+        self._transport = transport
+        self._works = works
+        self._flat = flat
+        self._ticket = ticket
+        self._label = label
+        self._confirmations = confirmations
+
+    def wait(self) -> None:
+        works, self._works = self._works, []
+        for work in works:
+            self._transport.guard(work.wait, self._ticket, self._label)
+        for peer, count in self._confirmations:
+            self._transport.note_sent(peer, int(count))
+        self._confirmations = []
+
+    def will_arrive(self) -> bool:
+        """See the class this one derives from."""
+        return not self._works
+
+
+class _GlooReduce:
+    """An exchange of slices piece by piece; the sum of a piece runs while the next one travels."""
+
+    def __init__(
+        self,
+        transport: GlooTransport,
+        flat: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        whole: bool,
+        scale: float,
+        key: int,
+        label: str,
+        limit: int,
+        visit: Visit | None = None,
+    ) -> None:
+        self._transport = transport
+        self._visit = visit
+        self._flat = flat
+        self._out = out
+        self._whole = whole
+        self._scale = scale
+        self._key = key
+        self._ticket = transport.issue("reduce")
+        transport.reductions += 1
+        self._number = transport.reductions
+        self._label = label
+        # A rank holds (size - 1) foreign copies of the elements that are on the wire.
+        slices = 1 if whole else transport.size
+        per_piece = max(limit // slices, 1) // 64 * 64 or 64
+        self._bounds = [(a, min(a + per_piece, out.numel())) for a in range(0, out.numel(), per_piece)]
+        self._pieces: list[tuple[list[torch.Tensor], list[Any]]] = []
+        if self._bounds:
+            self._post(0)
+
+    def _post(self, index: int) -> None:
+        transport, (start, stop) = self._transport, self._bounds[index]
+        parts, works = [], []
+        length = self._out.numel()
+        for peer in range(transport.size):
+            if peer == transport.rank:
+                base = 0 if self._whole else transport.rank * length
+                parts.append(self._flat[base + start : base + stop])
+                continue
+            staging = torch.empty(stop - start, dtype=self._flat.dtype, device=self._flat.device)
+            parts.append(staging)
+            works.append(transport.receive(staging, peer, self._key))
+        for peer in range(transport.size):
+            if peer != transport.rank:
+                base = 0 if self._whole else peer * length
+                works.append(transport.send(self._flat[base + start : base + stop], peer, self._key))
+        self._pieces.append((parts, works))
+
+    def will_arrive(self) -> bool:
+        return self._number <= self._transport.sent_by_all() and len(self._bounds) <= 1
+
+    def wait(self) -> None:
+        while self._bounds:
+            start, stop = self._bounds.pop(0)
+            parts, works = self._pieces.pop(0)
+            if self._bounds:
+                self._post(0)
+            for work in works:
+                self._transport.guard(work.wait, self._ticket, self._label)
+            scaled_sum(parts, self._out[start:stop], self._scale, self._visit)
+        self._flat = self._out = torch.empty(0)
+
+
+class _GlooAllReduce:
+    """More than two ranks: reduce-scatter into this rank's slice of the result, then gather the fp32 slices."""
+
+    def __init__(
+        self,
+        transport: GlooTransport,
+        flat: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        scale: float,
+        key: int,
+        label: str,
+        limit: int,
+        visit: Visit | None = None,
+    ) -> None:
+        self._transport = transport
+        self._visit = visit
+        self._out: torch.Tensor | None = out
+        self._key = key
+        self._label = label
+        self._reduce = _GlooReduce(
+            transport, flat, transport.my_slice(out), whole=False, scale=scale, key=key, label=label, limit=limit
+        )
+
+    def will_arrive(self) -> bool:
+        return False  # its second half is issued only when the first has been waited for
+
+    def wait(self) -> None:
+        if self._out is None:
+            return
+        out, self._out = self._out, None
+        self._reduce.wait()
+        self._transport.gather_slices(out, self._key, "reduce", self._label).wait()
+        if self._visit is not None:
+            for part in out.split(CHUNK):
+                self._visit(part)
+
+
+class GlooTransport(Transport):
+    """Sends and receives of slices, matched by tag.
+
+    Attributes:
+        reductions: Reductions that this rank has started.
+        companion: The transport that carries this engine's reductions. While ``confirms``, gathers carry along how many
+            of them a rank has started, so that its peers know which may be waited for (see ``Work.will_arrive``).
+        confirms: Set during backward, on all ranks alike.
+    """
+
+    name = "gloo"
+
+    def __init__(self, group: Any, rank: int, size: int) -> None:
+        super().__init__(group, rank, size)
+        self.reductions = 0
+        self._sent = [0] * size
+
+    def note_sent(self, peer: int, count: int) -> None:
+        """Notes that ``peer`` has started at least ``count`` reductions."""
+        assert isinstance(self.companion, GlooTransport)
+        self.companion._sent[peer] = max(self.companion._sent[peer], count)
+
+    def sent_by_all(self) -> int:
+        """Reductions that every peer is known to have started."""
+        return min(count for peer, count in enumerate(self._sent) if peer != self.rank)
+
+    def send(self, tensor: torch.Tensor, peer: int, key: int) -> Any:
+        """See the class this one derives from."""
+        traffic.record_ran("send", tensor.numel() * tensor.element_size())
+        return self.group.send([tensor], peer, key)
+
+    def receive(self, tensor: torch.Tensor, peer: int, key: int) -> Any:
+        """See the class this one derives from."""
+        return self.group.recv([tensor], peer, key)
+
+    def gather_slices(self, flat: torch.Tensor, key: int, channel: str, label: str) -> Work:
+        """The gather itself, not counted as asked for."""
+        ticket = self.issue(channel)
+        length = flat.numel() // self.size
+        mine = self.my_slice(flat)
+        peers = [(self.rank + step) % self.size for step in range(1, self.size)]
+        works = [self.receive(flat.narrow(0, peer * length, length), peer, key) for peer in peers]
+        works += [self.send(mine, peer, key) for peer in reversed(peers)]
+        confirmations: list[tuple[int, torch.Tensor]] = []
+        if self.confirms and channel == "gather" and isinstance(self.companion, GlooTransport):
+            mine_sent = torch.tensor([self.companion.reductions])
+            confirmations = [(peer, torch.zeros(1, dtype=torch.int64)) for peer in peers]
+            works += [self.receive(count, peer, key + _CONFIRMATION) for peer, count in confirmations]
+            works += [self.group.send([mine_sent], peer, key + _CONFIRMATION) for peer in peers]
+            self._keep = mine_sent
+        return _GlooGather(self, works, flat, ticket, label, confirmations)
+
+    @timed("all_gather_into_tensor")
+    def all_gather(self, flat: torch.Tensor, *, key: int, label: str) -> Work:
+        """See the class this one derives from."""
+        traffic.record_asked("all_gather", flat.numel() * flat.element_size())
+        if flat.numel() == 0:
+            return DoneWork()
+        return self.gather_slices(flat, key, "gather", label)
+
+    @timed("reduce_scatter_tensor")
+    def reduce_scatter(
+        self,
+        flat: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        scale: float,
+        key: int,
+        label: str,
+        limit: int,
+        visit: Visit | None = None,
+    ) -> Work:
+        """See the class this one derives from."""
+        traffic.record_asked("reduce_scatter", flat.numel() * flat.element_size())
+        return _GlooReduce(self, flat, out, whole=False, scale=scale, key=key, label=label, limit=limit, visit=visit)
+
+    @timed("all_reduce")
+    def all_reduce(
+        self,
+        flat: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        scale: float,
+        key: int,
+        label: str,
+        limit: int,
+        visit: Visit | None = None,
+    ) -> Work:
+        """See the class this one derives from."""
+        traffic.record_asked("all_reduce", 2 * flat.numel() * flat.element_size())
+        if self.size == 2:  # exchanging everything moves the same bytes as reduce-scatter and gather
+            return _GlooReduce(self, flat, out, whole=True, scale=scale, key=key, label=label, limit=limit, visit=visit)
+        return _GlooAllReduce(self, flat, out, scale=scale, key=key, label=label, limit=limit, visit=visit)
+
+    def gather_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> torch.Tensor:
+        """See the class this one derives from."""
+        rows = torch.empty((self.size, tensor.numel()), dtype=tensor.dtype)
+        flat = rows.view(-1)
+        self.my_slice(flat).copy_(tensor)
+        tag = _SMALL_TAG + self.owner % OWNERS * len(SMALL_CHANNELS) + SMALL_CHANNELS.index(channel)
+        self.gather_slices(flat, tag, channel, label).wait()
+        return rows
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """See the class this one derives from."""
+        dist.broadcast(tensor, group_src=source, group=self.group)
+
+    def move(self, pieces: Sequence[Piece], *, label: str) -> None:
+        """See the class this one derives from."""
+        ticket, key = self.issue("pieces"), self.next_move()
+        works: list[Any] = []
+        nbytes = 0
+        for piece in pieces:  # pieces between the same two ranks match in this order
+            if piece.tensor is None or piece.tensor.numel() == 0:
+                continue
+            if piece.source != self.rank:
+                if piece.target in (None, self.rank):
+                    works.append(self.receive(piece.tensor, piece.source, key))
+                continue
+            for peer in range(self.size) if piece.target is None else (piece.target,):
+                if peer != self.rank:
+                    works.append(self.send(piece.tensor, peer, key))
+                    nbytes += piece.tensor.numel() * piece.tensor.element_size()
+        traffic.record_asked("move", nbytes)
+        for work in works:
+            self.guard(work.wait, ticket, label)
+
+    def abort(self) -> None:
+        """See the class this one derives from."""
+        # gloo cannot cancel a receive; a receive that times out closes every pair, which wakes all pending waits.
+        peer = (self.rank + 1) % self.size
+        try:
+            self.group.recv([torch.empty(1)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
+        except RuntimeError:
+            return  # the time-out is the purpose

@@ -1,0 +1,142 @@
+"""Transfers by a backend's own collectives: NCCL and its kin, where the order of calls must be equal on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deepspeed.comm.counters import traffic
+from deepspeed.comm.recorder import timed
+from deepspeed.comm.transport import DoneWork, Piece, Transport, Visit, Work, scaled_sum
+
+
+class _NativeWork:
+    def __init__(
+        self, work: Any, transport: NativeTransport, ticket: tuple[str, int], label: str, finish: Any, keep: Any
+    ) -> None:
+        self._work = work
+        self._transport = transport
+        self._ticket = ticket
+        self._label = label
+        self._finish = finish
+        self._keep = keep
+
+    def will_arrive(self) -> bool:
+        """Waiting puts the current stream behind the transfer, and later gathers behind that stream."""
+        return self._work is None or self._work.is_completed()
+
+    def wait(self) -> None:
+        if self._work is None:
+            return
+        work, self._work = self._work, None
+        self._transport.guard(work.wait, self._ticket, self._label)
+        if self._finish is not None:
+            self._finish()
+        self._keep = None
+
+
+class NativeTransport(Transport):
+    """The backend's own collectives. Calls must be made in the same order on all ranks of the group."""
+
+    name = "native"
+
+    def _work(self, work: Any, channel: str, label: str, finish: Callable[[], None] | None, keep: Any) -> Work:
+        return _NativeWork(work, self, self.issue(channel), label, finish, keep)
+
+    @timed("all_gather_into_tensor")
+    def all_gather(self, flat: torch.Tensor, *, key: int, label: str) -> Work:
+        """See the class this one derives from."""
+        nbytes = flat.numel() * flat.element_size()
+        traffic.record_asked("all_gather", nbytes)
+        if flat.numel() == 0:
+            return DoneWork()
+        traffic.record_ran("all_gather_into_tensor", nbytes // self.size)
+        work = self.group._allgather_base(flat, self.my_slice(flat))
+        return self._work(work, "gather", label, None, flat)
+
+    @timed("reduce_scatter_tensor")
+    def reduce_scatter(
+        self,
+        flat: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        scale: float,
+        key: int,
+        label: str,
+        limit: int,
+        visit: Visit | None = None,
+    ) -> Work:
+        """See the class this one derives from."""
+        nbytes = flat.numel() * flat.element_size()
+        traffic.record_asked("reduce_scatter", nbytes)
+        if flat.numel() == 0:
+            return DoneWork()
+        traffic.record_ran("reduce_scatter_tensor", nbytes)
+        target = out if out.dtype == flat.dtype else torch.empty_like(self.my_slice(flat))
+        work = self.group._reduce_scatter_base(target, flat)
+        return self._work(work, "reduce", label, lambda: scaled_sum([target], out, scale, visit), (flat, out))
+
+    @timed("all_reduce")
+    def all_reduce(
+        self,
+        flat: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        scale: float,
+        key: int,
+        label: str,
+        limit: int,
+        visit: Visit | None = None,
+    ) -> Work:
+        """See the class this one derives from."""
+        nbytes = flat.numel() * flat.element_size()
+        traffic.record_asked("all_reduce", 2 * nbytes)
+        if flat.numel() == 0:
+            return DoneWork()
+        traffic.record_ran("all_reduce", 2 * nbytes)
+        work = self.group.allreduce([flat])
+        return self._work(work, "reduce", label, lambda: scaled_sum([flat], out, scale, visit), (flat, out))
+
+    def gather_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> torch.Tensor:
+        """See the class this one derives from."""
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else tensor.device
+        mine = tensor.to(device)
+        rows = torch.empty((self.size, tensor.numel()), dtype=tensor.dtype, device=device)
+        work = self.group._allgather_base(rows.view(-1), mine)
+        self.guard(work.wait, self.issue(channel), label)
+        return rows.to(tensor.device)
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """See the class this one derives from."""
+        dist.broadcast(tensor, group_src=source, group=self.group)
+
+    def move(self, pieces: Sequence[Piece], *, label: str) -> None:
+        """See the class this one derives from."""
+        ticket = self.issue("pieces")
+        works: list[Any] = []
+        between: list[Any] = []
+        nbytes = 0
+        for piece in pieces:
+            tensor = piece.tensor
+            if tensor is None or tensor.numel() == 0:
+                continue
+            if piece.target is None:
+                works.append(dist.broadcast(tensor, group_src=piece.source, group=self.group, async_op=True))
+            elif piece.source == self.rank != piece.target:
+                between.append(dist.P2POp(dist.isend, tensor, group=self.group, group_peer=piece.target))
+            elif piece.target == self.rank != piece.source:
+                between.append(dist.P2POp(dist.irecv, tensor, group=self.group, group_peer=piece.source))
+            nbytes += tensor.numel() * tensor.element_size() if piece.source == self.rank else 0
+        traffic.record_asked("move", nbytes)
+        traffic.record_ran("broadcast or send", nbytes, len(works) + len(between))
+        if between:
+            works += dist.batch_isend_irecv(between)
+        for work in works:
+            self.guard(work.wait, ticket, label)
+
+    def abort(self) -> None:
+        """See the class this one derives from."""
+        self.group.abort()
