@@ -197,7 +197,8 @@ class _Run:
         inputs = self._workload.inputs(self._part.micro_batch, self._part.sequence_length)
         try:
             with self._modules_watched():
-                self._step(engine, inputs, 1)
+                # As many micro-batches as in the step that counts: what a step leaves allocated depends on it.
+                self._step(engine, inputs, self._steps)
                 if engine._updater is not None:
                     engine._updater.count_state()
                 engine._runtime.ledger.reset_peak()
