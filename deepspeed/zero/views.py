@@ -177,20 +177,16 @@ _VIEWS: dict[str, Callable[[torch.nn.Parameter, Address], Any]] = {
 }
 
 
-class _StatusOfSaved:
+def _status_of_saved(tensor: torch.Tensor) -> ZeroParamStatus:
     """``ds_status`` of what a custom autograd function finds in ``ctx.saved_tensors`` for a parameter that it saved.
 
     Under saved-tensor hooks torch hands out an ordinary tensor there, without the parameter's attributes; programs ask
     it for its status to decide whether they must gather.
     """
-
-    def __get__(self, tensor: torch.Tensor | None, kind: type | None = None) -> Any:
-        if tensor is None:
-            return self  # torch.compile reads every name of the class
-        bucket = bucket_of(tensor)
-        if bucket is None:
-            raise AttributeError("ds_status exists on partitioned parameters and on what autograd saved of them only")
-        return ZeroParamStatus.AVAILABLE if bucket.state is State.FULL else ZeroParamStatus.NOT_AVAILABLE
+    bucket = bucket_of(tensor)
+    if bucket is None:
+        raise AttributeError("ds_status exists on partitioned parameters and on what autograd saved of them only")
+    return ZeroParamStatus.AVAILABLE if bucket.state is State.FULL else ZeroParamStatus.NOT_AVAILABLE
 
 
 def _all_parameters(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -213,4 +209,5 @@ def install_views() -> None:
     if "ds_id" not in torch.nn.Parameter.__dict__:
         for name, compute in _VIEWS.items():
             setattr(torch.nn.Parameter, name, _View(name, compute))
-        torch.Tensor.ds_status = _StatusOfSaved()  # type: ignore[attr-defined]
+        # A property: torch's compiler reads every name of the class and wants a setter where it finds a getter.
+        torch.Tensor.ds_status = property(_status_of_saved)  # type: ignore[attr-defined]
