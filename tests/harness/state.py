@@ -36,6 +36,8 @@ def _checkpointing(module: Any) -> None:
 # Run after every call, in this order. State that a module of the package keeps per process gets a line here.
 RESET_HOOKS: list[Callable[[], None]] = [
     _package_hook("deepspeed.logging", lambda module: module._seen.clear()),
+    # The Trainer of transformers sets the level of the package's logger to its own.
+    _package_hook("deepspeed.logging", lambda module: module.logger.setLevel(module._LEVELS["info"])),
     _package_hook("deepspeed.accelerator.selection", lambda module: setattr(module, "_current", None)),
     _package_hook("deepspeed.comm.groups", _groups),
     _package_hook("deepspeed.comm.recorder", lambda module: module.log.__init__()),
