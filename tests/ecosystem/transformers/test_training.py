@@ -77,10 +77,12 @@ def test_stages(tmp_path):
     run_ranks(_stages, 2, STAGES, str(tmp_path), timeout=120)
 
 
+@pytest.mark.slow
 def test_offload(tmp_path):
     run_ranks(_stages, 2, OFFLOAD, str(tmp_path), timeout=120)
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing(tmp_path):
     run_ranks(_stages, 2, CHECKPOINTED, str(tmp_path), timeout=120)
 
