@@ -18,7 +18,7 @@ import traceback
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TextIO
 
 DUMP_STACKS = signal.SIGUSR1
 
@@ -53,7 +53,6 @@ def main() -> None:
     connection = Connection(int(sys.argv[1]))
     stacks = os.fdopen(int(sys.argv[2]), "w")
     faulthandler.enable(file=stacks)
-    faulthandler.register(DUMP_STACKS, file=stacks, all_threads=True)
     _die_with_parent()
     _explain_assertions()
 
@@ -70,10 +69,17 @@ def main() -> None:
             call = connection.recv()
         except (EOFError, OSError):
             return
+        _dump_stacks_on_signal(stacks)
         # The answer goes out before the cleaning up: destroying the group is what tells the peers of a failed rank.
         connection.send(_run(call, state))
         _clean_up(state)
         connection.send(("ready", None))
+
+
+def _dump_stacks_on_signal(stacks: TextIO) -> None:
+    """Before every call: Lightning puts all signals back to what Python knows of them, which is not this handler."""
+    faulthandler.unregister(DUMP_STACKS)
+    faulthandler.register(DUMP_STACKS, file=stacks, all_threads=True)
 
 
 def _run(call: Call, state: Any) -> tuple[str, Any]:
