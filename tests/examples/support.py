@@ -31,9 +31,10 @@ class Desk:
     Args:
         folder: An empty folder.
         example: Name of the example.
+        on_gpus: Leave this machine's GPUs to the commands; otherwise all of them run on the CPU.
     """
 
-    def __init__(self, folder: Path, example: str) -> None:
+    def __init__(self, folder: Path, example: str, on_gpus: bool = False) -> None:
         self.examples = folder / "examples"
         leave_out = shutil.ignore_patterns("__pycache__", "data")
         shutil.copytree(EXAMPLES, self.examples, ignore=leave_out)
@@ -42,13 +43,13 @@ class Desk:
         self.bin.mkdir()
         for name, module in COMMANDS.items():
             self.command(name, f'exec {shlex.quote(sys.executable)} {module} "$@"')
+        self.on_gpus = on_gpus
         self.environ = {
             **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "ACCELERATE_"))},
             "PATH": f"{self.bin}{os.pathsep}{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT),
             "PYTHONUNBUFFERED": "1",
-            "DS_ACCELERATOR": "cpu",
-            "CUDA_VISIBLE_DEVICES": "",
+            **({} if on_gpus else {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}),
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
             "PET_MASTER_PORT": str(free_port()),  # torchrun's, so that two tests can run at a time
@@ -95,9 +96,10 @@ class Desk:
             self.command(name, "exit 0")
         self.command("virtualenv", 'for last; do :; done; mkdir -p "$last/bin"; touch "$last/bin/activate"')
         self.command("hostname", f"echo localhost:{free_port()}")
-        # Lightning and Accelerate ask for GPUs; nothing else of the scripts is replaced.
-        on_cpu = shlex.quote(str(self.examples / "on_cpu.py"))
-        self.command("python", f'exec {shlex.quote(sys.executable)} {on_cpu} "$@"')
+        if not self.on_gpus:
+            # Lightning and Accelerate ask for GPUs; nothing else of the scripts is replaced.
+            on_cpu = shlex.quote(str(self.examples / "on_cpu.py"))
+            self.command("python", f'exec {shlex.quote(sys.executable)} {on_cpu} "$@"')
         srun = self.bin / "srun"
         srun.write_text(f"#!{sys.executable}\n{textwrap.dedent(SRUN)}")
         srun.chmod(0o755)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import runpy
 
 import pytest
 
+from tests.ecosystem.lightning.devices import admit_ranks, has_gpus, run_on_devices
 from tests.examples.support import EXAMPLES, Desk, commands_of, run_script
-from tests.harness import run_ranks
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("pytorch_lightning") is None, reason="pytorch-lightning is not installed"
@@ -30,7 +29,7 @@ def _scripts(folder):
     level = logger.level
     os.chdir(folder)
     os.environ["SLURM_TMPDIR"] = str(folder)
-    runpy.run_path(str(EXAMPLES / "on_cpu.py"))["REPLACEMENTS"]["pytorch_lightning"]()
+    admit_ranks(2, "pytorch_lightning")
     shown = {}
     for name in SCRIPTS:
         output = io.StringIO()
@@ -42,7 +41,7 @@ def _scripts(folder):
 
 
 def test_scripts_train_alike(tmp_path):
-    shown, _ = run_ranks(_scripts, 2, tmp_path, timeout=100)
+    shown, _ = run_on_devices(_scripts, 2, tmp_path, timeout=100)
     assert f"Offloading to: {tmp_path}" in shown["deepspeed-stage3-offload-nvme"]
     accuracies = {name: float(ACCURACY.search(text)[1]) for name, text in shown.items()}
     assert min(accuracies.values()) > 30, accuracies
@@ -54,7 +53,7 @@ def test_scripts_train_alike(tmp_path):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_job_files(name, tmp_path):
     assert f"sbatch {name}.sh --make_data" in commands_of("lightning")
-    shown = Desk(tmp_path, "lightning").sbatch(f"{name}.sh", "--make_data", "--max_epochs", "4")
+    shown = Desk(tmp_path, "lightning", on_gpus=has_gpus(2)).sbatch(f"{name}.sh", "--make_data", "--max_epochs", "4")
     assert len(ACCURACY.findall(shown)) == 1 and float(ACCURACY.search(shown)[1]) > 30, shown
 
 

@@ -1,8 +1,7 @@
-"""Runs of Lightning on CPU ranks; imported by the ranks only, since it loads Lightning."""
+"""Runs of Lightning; imported by the ranks only, since it loads Lightning."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import warnings
 from contextlib import contextmanager
@@ -10,40 +9,42 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
 
 import deepspeed
+from tests.ecosystem.lightning.devices import admit_ranks
 
-ROOT = Path(__file__).resolve().parents[3]
-
-
-def _load_replacement() -> Any:
-    """``examples/on_cpu.py``: what users without a GPU put in front of their script."""
-    spec = importlib.util.spec_from_file_location("on_cpu", ROOT / "examples" / "on_cpu.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-_load_replacement().lightning()
 warnings.filterwarnings("ignore", module="lightning")  # loaders without workers, metrics without names
 
 
-class Lit(L.LightningModule):
-    """Sizes that no number of ranks divides, one layer large enough for stage 3 to shard it; remembers its losses."""
+class Linear(nn.Linear):
+    """Starts with the same values wherever it is made: torch draws other numbers on a GPU than on the CPU."""
 
-    def __init__(
-        self, width: int = 331, lr: float = 0.0003, optimizer: Any = torch.optim.AdamW, schedule: bool = False
-    ):
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        dice, bound = np.random.default_rng(self.weight.numel()), self.in_features**-0.5
+        for parameter in (self.weight, self.bias):
+            parameter.copy_(torch.from_numpy(dice.uniform(-bound, bound, tuple(parameter.shape))))
+
+
+def layers(width: int = 331) -> nn.Sequential:
+    """Sizes that no number of ranks divides; the second layer is large enough for stage 3 to shard it."""
+    return nn.Sequential(Linear(5, width), nn.Tanh(), Linear(width, width), nn.Tanh())
+
+
+class Lit(L.LightningModule):
+    """A few layers; remembers its losses."""
+
+    def __init__(self, lr: float = 0.0003, optimizer: Any = torch.optim.AdamW, schedule: bool = False):
         super().__init__()
         self.save_hyperparameters(ignore=["optimizer"])
         self.optimizer_class = optimizer
-        torch.manual_seed(3)
-        self.layers = nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh())
-        self.head = nn.Linear(width, 1)
+        self.layers = layers()
+        self.head = Linear(331, 1)
         self.losses: list[float] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -82,11 +83,15 @@ def loader(rows: int = 24, batch_size: int = 2) -> torch.utils.data.DataLoader:
     return torch.utils.data.DataLoader(data, batch_size=batch_size)
 
 
+def all_devices() -> dict[str, Any]:
+    """One device per rank. On CPU ranks it is what "gpu" stands for that is replaced."""
+    return {"accelerator": "gpu", "devices": dist.get_world_size()}
+
+
 def trainer(strategy: Any, folder: str | Path | None = None, **more: Any) -> L.Trainer:
-    """A trainer on as many CPU ranks as there are, silent unless told otherwise."""
+    """A trainer on all ranks, silent unless told otherwise."""
     settings = {
-        "accelerator": "gpu",  # what "gpu" stands for is replaced
-        "devices": dist.get_world_size(),
+        **all_devices(),
         "strategy": strategy,
         "max_epochs": 1,
         "logger": False,
@@ -99,7 +104,7 @@ def trainer(strategy: Any, folder: str | Path | None = None, **more: Any) -> L.T
 
 
 def plain(**more: Any) -> L.Trainer:
-    """The same without deepspeed; also on one rank by DDP, which takes the rows in the same order."""
+    """The same on the CPU without deepspeed; also on one rank by DDP, which takes the rows in the same order."""
     return trainer("ddp", accelerator="cpu", **more)
 
 
@@ -121,11 +126,12 @@ def run(folder: Path | str) -> Any:
     """A rank's part of a test: works in its folder, and puts back what Lightning changes for the process."""
     from deepspeed.logging import logger
 
-    level, signals = logger.level, dict(os.environ)
+    level, environ = logger.level, dict(os.environ)
     os.chdir(folder)
+    admit_ranks(dist.get_world_size())
     try:
         yield
     finally:
         logger.setLevel(level)
         os.environ.clear()
-        os.environ.update(signals)
+        os.environ.update(environ)

@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import assert_states_equal, run_ranks
+from tests.ecosystem.lightning.devices import run_on_devices
+from tests.harness import assert_states_equal
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="lightning is not installed")
 
@@ -133,7 +134,7 @@ OFFLOAD = {"offload_optimizer": True}
 
 
 def test_save_resume_and_convert(tmp_path):
-    run_ranks(_save_and_resume, 2, tmp_path, [(2, {}), (3, {})], timeout=120)
+    run_on_devices(_save_and_resume, 2, tmp_path, [(2, {}), (3, {})], timeout=120)
     # The script that lies beside a checkpoint makes the same file, without Lightning and without a launcher.
     folder = tmp_path / "stage-3-0" / "last.ckpt"
     command = [sys.executable, "zero_to_fp32.py", ".", "weights", "--max_shard_size", "100GB"]
@@ -150,7 +151,7 @@ def test_save_resume_and_convert(tmp_path):
 def test_save_and_resume_at_the_other_stages(ranks, tmp_path):
     cases = [(1, {}), (1, OFFLOAD), (2, OFFLOAD), (3, {**OFFLOAD, "offload_parameters": True})]
     cases += [(2, {}), (3, {})] if ranks == 1 else []
-    run_ranks(_save_and_resume, ranks, tmp_path, cases, timeout=200)
+    run_on_devices(_save_and_resume, ranks, tmp_path, cases, timeout=200)
 
 
 BODIES = [_weights_from_one_file, _refused_checkpoints, _frozen_left_out]
@@ -158,10 +159,10 @@ BODIES = [_weights_from_one_file, _refused_checkpoints, _frozen_left_out]
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__.strip("_"))
 def test_on_two_ranks(body, tmp_path):
-    run_ranks(body, 2, tmp_path, timeout=100)
+    run_on_devices(body, 2, tmp_path, timeout=100)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__.strip("_"))
 def test_on_one_rank(body, tmp_path):
-    run_ranks(body, 1, tmp_path, timeout=100)
+    run_on_devices(body, 1, tmp_path, timeout=100)

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.harness import assert_states_equal, run_ranks
+from tests.ecosystem.lightning.devices import run_on_devices
+from tests.harness import assert_states_equal
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="lightning is not installed")
 
@@ -28,14 +29,17 @@ NAMES = [
 def _fabric(strategy, **more):
     import lightning as L
 
-    fabric = L.Fabric(accelerator="gpu", devices=dist.get_world_size(), strategy=strategy, **more)
+    from tests.ecosystem.lightning.support import all_devices
+
+    fabric = L.Fabric(**all_devices(), strategy=strategy, **more)
     fabric.launch()
     return fabric
 
 
-def _network(width=331):
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1))
+def _network():
+    from tests.ecosystem.lightning.support import Linear, layers
+
+    return nn.Sequential(*layers(), Linear(331, 1))
 
 
 def _batches(steps=6):
@@ -46,7 +50,7 @@ def _batches(steps=6):
 
 def _train(fabric, model, optimizer, batches, schedule=None):
     losses = []
-    for x, y in batches:
+    for x, y in fabric.to_device(batches):
         optimizer.zero_grad()
         loss = (model(x) - y).square().mean()
         fabric.backward(loss)
@@ -156,7 +160,7 @@ def _accumulation(folder):
             fabric = _fabric(DeepSpeedStrategy(stage=stage))
             inner = _network()
             model, optimizer = fabric.setup(inner, torch.optim.AdamW(inner.parameters(), lr=0.0003))
-            for number, (x, y) in enumerate(batches):
+            for number, (x, y) in enumerate(fabric.to_device(batches)):
                 fabric.backward((model(x) - y).square().mean() / 3)
                 if number % 3 == 2:
                     optimizer.step()
@@ -174,10 +178,11 @@ def _inference(folder):
         expected = _network()(x)
         for stage in (0, 3):
             strategy = DeepSpeedStrategy(stage=3) if stage else DeepSpeedStrategy(zero_optimization=False)
-            model = _fabric(strategy).setup(_network())
+            fabric = _fabric(strategy)
+            model = fabric.setup(_network())
             model.eval()
             with torch.no_grad():
-                assert torch.allclose(model(x), expected, atol=1e-5)
+                assert torch.allclose(model(fabric.to_device(x)).cpu(), expected, atol=1e-5)
 
 
 def _half_precision(folder):
@@ -203,10 +208,10 @@ BODIES = [_named_strategies, _save_and_load, _accumulation, _inference, _half_pr
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__.strip("_"))
 def test_on_two_ranks(body, tmp_path):
-    run_ranks(body, 2, tmp_path, timeout=100)
+    run_on_devices(body, 2, tmp_path, timeout=100)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__.strip("_"))
 def test_on_one_rank(body, tmp_path):
-    run_ranks(body, 1, tmp_path, timeout=100)
+    run_on_devices(body, 1, tmp_path, timeout=100)

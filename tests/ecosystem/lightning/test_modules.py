@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.harness import assert_states_equal, run_ranks
+from tests.ecosystem.lightning.devices import run_on_devices
+from tests.harness import assert_states_equal
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="lightning is not installed")
 
@@ -23,7 +24,7 @@ def _reference(optimizer=torch.optim.AdamW):
 
 
 def _configure_model(folder):
-    from tests.ecosystem.lightning.support import Lit, full, loader, run, strategy, trainer
+    from tests.ecosystem.lightning.support import Linear, Lit, full, layers, loader, run, strategy, trainer
 
     class Built(Lit):
         def __init__(self, **more):
@@ -33,9 +34,7 @@ def _configure_model(folder):
         def configure_model(self):
             if self.head is not None:
                 return  # called again by every entry point of the trainer
-            torch.manual_seed(3)
-            self.layers = nn.Sequential(nn.Linear(5, 331), nn.Tanh(), nn.Linear(331, 331), nn.Tanh())
-            self.head = nn.Linear(331, 1)
+            self.layers, self.head = layers(), Linear(331, 1)
             self.sizes = [parameter.numel() for parameter in self.parameters()]
 
     with run(folder):
@@ -186,10 +185,10 @@ BODIES = [_configure_model, _configure_sharded_model, _manual_optimization, _own
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__.strip("_"))
 def test_on_two_ranks(body, tmp_path):
-    run_ranks(body, 2, tmp_path, timeout=100)
+    run_on_devices(body, 2, tmp_path, timeout=100)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__.strip("_"))
 def test_on_one_rank(body, tmp_path):
-    run_ranks(body, 1, tmp_path, timeout=100)
+    run_on_devices(body, 1, tmp_path, timeout=100)

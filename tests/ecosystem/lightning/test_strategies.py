@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import assert_states_equal, run_ranks
+from tests.ecosystem.lightning.devices import has_gpus, run_on_devices
+from tests.harness import assert_states_equal
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="lightning is not installed")
 
@@ -54,7 +55,7 @@ def _named_strategies(folder):
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_named_strategies_train_like_lightning_alone(ranks, tmp_path):
-    run_ranks(_named_strategies, ranks, tmp_path, timeout=150)
+    run_on_devices(_named_strategies, ranks, tmp_path, timeout=150)
 
 
 # Every argument of DeepSpeedStrategy that goes into the configuration, away from its default.
@@ -87,7 +88,6 @@ ARGUMENTS = {
     "contiguous_memory_optimization": False,
     "synchronize_checkpoint_boundary": False,
     "exclude_frozen_parameters": True,
-    "process_group_backend": "gloo",
 }
 
 
@@ -96,9 +96,10 @@ def _all_arguments(folder):
 
     from tests.ecosystem.lightning.support import Lit, loader, run, trainer
 
+    backend = "nccl" if has_gpus(dist.get_world_size()) else "gloo"
     with run(folder):
         for stage in (0, 1, 2, 3):
-            arguments = dict(ARGUMENTS, nvme_path=str(folder))
+            arguments = dict(ARGUMENTS, nvme_path=str(folder), process_group_backend=backend)
             if stage < 3:
                 arguments["offload_parameters"] = False
             if stage == 0:
@@ -178,18 +179,18 @@ def _config_in_three_ways(folder):
 
 
 def test_arguments_of_the_strategy(tmp_path):
-    run_ranks(_all_arguments, 2, tmp_path, timeout=100)
+    run_on_devices(_all_arguments, 2, tmp_path, timeout=100)
 
 
 def test_config_as_dict_file_and_variable(tmp_path):
-    run_ranks(_config_in_three_ways, 2, tmp_path, timeout=60)
+    run_on_devices(_config_in_three_ways, 2, tmp_path, timeout=60)
 
 
 def test_precisions(tmp_path):
-    run_ranks(_precisions, 2, tmp_path, timeout=100)
+    run_on_devices(_precisions, 2, tmp_path, timeout=100)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("body", [_all_arguments, _config_in_three_ways, _precisions])
 def test_the_same_on_one_rank(body, tmp_path):
-    run_ranks(body, 1, tmp_path, timeout=100)
+    run_on_devices(body, 1, tmp_path, timeout=100)
