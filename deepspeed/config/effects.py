@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from deepspeed.config.describe import default_of
-from deepspeed.config.findings import Findings, Path
+from deepspeed.config.findings import Findings, Path, shown
 from deepspeed.config.section import Section, facts_of
 from deepspeed.config.sections.root import Root
 from deepspeed.config.sections.zero import ZeroOptimization
@@ -52,21 +52,34 @@ def _changed_paths(section: Section, path: Path) -> list[Path]:
 
 def _walk(section: Section, path: Path, findings: Findings) -> None:
     fields = type(section).model_fields
-    switch = type(section).switch()
-    off = switch is not None and getattr(section, switch) is False
+    switch = _off_switch(section)
     for name, _ in _changed(section):
         here, facts = (*path, name), facts_of(fields[name])
         if facts.no_effect is not None:
             _line([here], facts.no_effect, findings)
-    if off:
+    if switch is not None:
         idle = [each for each in _changed_paths(section, path) if not _explained(section, each[len(path) :])]
-        idle = [each for each in idle if each[-1] != switch or len(each) > len(path) + 1]
-        _line(idle, f"{'.'.join(map(str, path))}.{switch} is false", findings)
+        idle = [each for each in idle if each[len(path) :] != (switch[0],)]
+        _line(idle, f"{'.'.join(map(str, path))}.{switch[0]} is {shown(switch[1])}", findings)
         return
     for name in fields:
         value = getattr(section, name)
         for where, inner in _inner_sections(value, (*path, name)):
             _walk(inner, where, findings)
+
+
+def _off_switch(section: Section) -> tuple[str, Any] | None:
+    """The key that keeps a section off, with its value; None for one that is on or has no such key."""
+    shared = getattr(section, "shared_parameters", None)
+    if isinstance(shared, Section):  # A technique of compression_training is on when its groups' common part is.
+        inner = _off_switch(shared)
+        return None if inner is None else (f"shared_parameters.{inner[0]}", inner[1])
+    name = type(section).switch()
+    if name is None:
+        return None
+    value = getattr(section, name)
+    is_off = not value if isinstance(value, bool) else value <= 1  # a degree of parallelism
+    return (name, value) if is_off else None
 
 
 def _explained(section: Section, path: Path) -> bool:

@@ -130,7 +130,8 @@ def _clean_object(model: type[Section], value: Any, path: Path, findings: Findin
     if isinstance(value, dict):
         return clean(model, value, path, findings)
     switch = model.switch()
-    example = f'{{"{switch}": true}}' if switch else "{...}"
+    is_flag = switch is not None and isinstance(model.model_fields[switch].default, bool)
+    example = f'{{"{switch}": true}}' if is_flag else "{...}"
     findings.fail(path, f"expected an object such as {example}, found {shown(value)}")
     return None
 

@@ -273,6 +273,23 @@ def test_sections_built_by_a_program_know_both_spellings() -> None:
         ),
         ({"seq_parallel_communication_data_type": "bf16"}, "seq_parallel_communication_data_type has no effect"),
         ({"zero_optimization": {"grad_hooks": False}}, "zero_optimization.grad_hooks has no effect"),
+        (
+            {"tensor_parallel": {"autotp_size": 1, "preset_model": "llama", "tp": {"tp_grain_size": 2}}},
+            "tensor_parallel.preset_model have no effect: tensor_parallel.autotp_size is 1",
+        ),
+        (
+            {
+                "compression_training": {
+                    "sparse_pruning": {"different_groups": {"all": {"params": {"dense_ratio": 0.5}}}}
+                }
+            },
+            "compression_training.sparse_pruning.shared_parameters.enabled is false",
+        ),
+        ({"pipeline": {"grad_partitioned": False}}, "pipeline.grad_partitioned has no effect: pipeline modules do not"),
+        (
+            {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "cpuadam_cores_perc": 0.5}}},
+            "cpuadam_cores_perc has no effect: the update runs in the rank's own process",
+        ),
     ],
 )
 def test_a_value_without_effect_gets_one_line(config: dict[str, Any], words: str) -> None:

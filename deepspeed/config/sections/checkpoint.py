@@ -11,7 +11,11 @@ from deepspeed.config.types import AnyCase, Bool, Capitalized, FilePath, Float, 
 class ParallelWrite(Section):
     """Who writes what."""
 
-    pipeline_stage: Bool = key(False, "Data-parallel ranks share the writing of a pipeline stage's layers.")
+    pipeline_stage: Bool = key(
+        False,
+        "Data-parallel ranks share the writing of a pipeline stage's layers.",
+        no_effect="every rank writes what it owns, and nothing twice",
+    )
 
 
 class Writer(Section):
@@ -41,7 +45,11 @@ class Checkpoint(Section):
         False, "Every node writes what it needs itself, for disks that the nodes do not share."
     )
     parallel_write: ParallelWrite = key(None, "Who writes what.", factory=ParallelWrite)
-    checkpoint_serialization: Bool = key(True, "torch's zip format for the .pt files; false is the older format.")
+    checkpoint_serialization: Bool = key(
+        True,
+        "torch's zip format for the .pt files; false is the older format.",
+        no_effect="tensors are written to files of a format of their own, and the few other values always as zip",
+    )
     writer: Writer | None = key(None, "The separate fast writer.")
     keep_last: Int | None = key(
         None,

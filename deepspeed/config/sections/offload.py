@@ -62,7 +62,12 @@ class OffloadOptimizer(Section):
         False, "Update in a worker process of its own, overlapped with backward. Stage 3 on CUDA.", since="0.18.0"
     )
     cpuadam_cores_perc: Float = key(
-        0.8, "Share of the cores for the worker of super_offload.", minimum=0, maximum=1, since="0.18.0"
+        0.8,
+        "Share of the cores for the worker of super_offload.",
+        minimum=0,
+        maximum=1,
+        since="0.18.0",
+        no_effect="the update runs in the rank's own process, on as many threads as torch.get_num_threads() says",
     )
     buffer_size: Int | None = key(
         None,

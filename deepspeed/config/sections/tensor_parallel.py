@@ -43,6 +43,8 @@ class PartitionConfig(Section):
 class TensorParallel(Section):
     """Tensor-parallel training without changes to the model (AutoTP)."""
 
+    switch_name = "autotp_size"
+
     autotp_size: Int = key(0, "Degree; 0 is off.", unit="ranks", minimum=0)
     dtype: DType = key("fp16", "Type of the model.")
     tp_overlap_comm: Bool = key(False, "Overlap the reductions with compute.")
