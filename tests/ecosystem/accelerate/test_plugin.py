@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+import copy
 import json
 import os
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.ecosystem.accelerate import loops
 from tests.ecosystem.support import forget_runs, mean_over_ranks, needs_transformers, on_cpu_ranks
@@ -159,6 +161,80 @@ def _construction(flag):
 @pytest.mark.parametrize("flag", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_construction_under_zero_init(flag):
     run_ranks(_construction, 2, flag, timeout=60)
+
+
+def _switch_config():
+    from transformers import SwitchTransformersConfig
+
+    return SwitchTransformersConfig(
+        vocab_size=97, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_decoder_layers=2, num_heads=4, num_experts=6,
+        num_sparse_encoder_layers=1, num_sparse_decoder_layers=1, router_jitter_noise=0.0, dropout_rate=0.0,
+        decoder_start_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+
+
+def _trains_with_leaf_modules(names, family, model_config, by_environment=False):
+    """Compares five updates with plain torch; returns the experts that ran, which are modules in some models only."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    from deepspeed.utils import get_z3_leaf_modules, z3_leaf_parameter
+    from tests.construction.pretrained import tokens
+
+    forget_runs()
+    torch.manual_seed(3)
+    reference = family.from_config(model_config)
+    net = copy.deepcopy(reference)
+    if by_environment:
+        os.environ["ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES"] = names
+    plugin = DeepSpeedPlugin(zero_stage=3, transformer_moe_cls_names=None if by_environment else names)
+    loops.shard_everything(plugin).deepspeed_config["train_micro_batch_size_per_gpu"] = 1
+    accelerator = Accelerator(deepspeed_plugin=plugin)
+    engine, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.2))
+    marked = get_z3_leaf_modules(net)
+    assert marked == [module for module in net.modules() if type(module).__name__ in names.split(",")] != []
+    assert all(z3_leaf_parameter(parameter) for module in marked for parameter in module.parameters())
+    assert not z3_leaf_parameter(net.lm_head.weight)
+
+    ran = set()
+    for name, module in net.named_modules():
+        if ".experts.expert_" in name:
+            module.register_forward_hook(lambda *_, name=name: ran.add(name))
+    plain = torch.optim.SGD(reference.parameters(), lr=0.2)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for _ in range(5):
+        batch = tokens(rank, batch=1, length=3)
+        loss = engine(input_ids=batch, labels=batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        for number in range(ranks):
+            theirs = tokens(number, batch=1, length=3)
+            expected = reference(input_ids=theirs, labels=theirs).loss
+            (expected / ranks).backward()
+            if number == rank:
+                torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+        plain.step()
+        plain.zero_grad()
+    accelerator.free_memory()
+    return ran
+
+
+@on_cpu_ranks
+def _mixtures():
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    from tests.construction.pretrained import mixtral_config
+
+    _trains_with_leaf_modules("MixtralSparseMoeBlock", AutoModelForCausalLM, mixtral_config(), by_environment=True)
+    several = "SwitchTransformersSparseMLP,SwitchTransformersLayerSelfAttention"
+    return _trains_with_leaf_modules(several, AutoModelForSeq2SeqLM, _switch_config())
+
+
+def test_mixtures_are_gathered_whole():
+    """``transformer_moe_cls_names``: ranks train together whichever experts their tokens choose."""
+    first, second = run_ranks(_mixtures, 2, timeout=90)
+    assert first != second, "each rank ran experts of its own"
 
 
 def test_ms_amp_is_refused_by_name():
