@@ -7,9 +7,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from deepspeed.cli.command import run_command
 from deepspeed.config import load_ds_config, parse
 from deepspeed.config.sections.elasticity import Elasticity
-from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
+from deepspeed.errors import DeepSpeedConfigError
 
 
 @dataclass(frozen=True)
@@ -88,16 +89,10 @@ def main(args: Sequence[str] | None = None) -> None:
     Raises:
         DeepSpeedError: The configuration cannot be used (only when ``args`` is given).
     """
-    try:
-        lines = _report(parse_args(args))
-    except DeepSpeedError as error:
-        if args is not None:
-            raise
-        sys.exit(f"ds_elastic: {error}")
-    sys.stdout.write("\n".join(lines) + "\n")
+    run_command("ds_elastic", lambda: _show(parse_args(args)), args)
 
 
-def _report(args: argparse.Namespace) -> list[str]:
+def _show(args: argparse.Namespace) -> None:
     section = _section(args.config)
     batch = best_batch(section)
     counts = ", ".join(map(str, batch.micro_batch_size))
@@ -113,7 +108,7 @@ def _report(args: argparse.Namespace) -> list[str]:
         lines += [
             f"with {args.world_size} ranks: train_micro_batch_size_per_gpu {micro}, gradient_accumulation_steps {steps}"
         ]
-    return lines
+    sys.stdout.write("\n".join(lines) + "\n")
 
 
 def _section(path: str) -> Elasticity:

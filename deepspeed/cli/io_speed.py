@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from deepspeed.errors import OffloadError
+from deepspeed.cli.command import run_command
 from deepspeed.offload.file_io import IoSettings
 from deepspeed.offload.speed import OPERATIONS, FileSpeed, measure_files
 
@@ -21,31 +21,35 @@ _DEFAULTS = IoSettings()
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Measures and prints a table; exits with 1 if the disk fails.
+    """Measures and prints a table.
 
     Args:
-        args: The command line; None means that of this process.
+        args: The command line; None means that of this process, and then a disk that fails ends it with one sentence.
+
+    Raises:
+        OffloadError: The disk fails (only when ``args`` is given).
     """
-    options = _parse(args)
+    run_command("ds_io", lambda: _measure(parse_args(args)), args)
+
+
+def _measure(options: argparse.Namespace) -> None:
     settings = IoSettings(options.block_size, options.queue_depth, options.io_parallel)
-    try:
-        speed = measure_files(
-            options.folder,
-            options.io_size,
-            settings,
-            loops=options.loops,
-            operations=("read",) if options.read else OPERATIONS,
-            with_fio=not options.no_fio,
-        )
-    except OffloadError as error:
-        sys.exit(f"ds_io: {error}")
+    speed = measure_files(
+        options.folder,
+        options.io_size,
+        settings,
+        loops=options.loops,
+        operations=("read",) if options.read else OPERATIONS,
+        with_fio=not options.no_fio,
+    )
     if options.json:
         sys.stdout.write(json.dumps(as_dict(speed, settings)) + "\n")
     else:
         show(speed, settings, Console())
 
 
-def _parse(args: Sequence[str] | None) -> argparse.Namespace:
+def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parses the command line."""
     parser = argparse.ArgumentParser(
         prog="ds_io",
         description="Times sequential passes over a file of the kind that offloaded states live in (nvme_path), and "

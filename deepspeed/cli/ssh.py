@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from deepspeed.errors import DeepSpeedError
+from deepspeed.cli.command import run_command
 from deepspeed.launcher.resources import LauncherError, fetch_hostfile
 from deepspeed.launcher.runner import DLTS_HOSTFILE
 
@@ -39,19 +39,12 @@ def main(args: Sequence[str] | None = None) -> None:
         DeepSpeedError: The command line cannot be carried out (only when ``args`` is given).
         SystemExit: The command failed on a machine.
     """
-    try:
-        code = _run(parse_args(args))
-    except DeepSpeedError as error:
-        if args is not None:
-            raise
-        sys.exit(f"ds_ssh: {error}")
-    if code:
-        sys.exit(code)
+    run_command("ds_ssh", lambda: _run(parse_args(args)), args)
 
 
 def _run(args: argparse.Namespace) -> int:
     if not args.command:
-        raise LauncherError("ds_ssh: expected a command after the options, found none; for example: ds_ssh hostname")
+        raise LauncherError("expected a command after the options, found none; for example: ds_ssh hostname")
     hosts = fetch_hostfile(args.hostfile)
     if hosts is None:
         raise LauncherError(f"there is no host file {args.hostfile}; name one with -f, with lines 'host slots=N'")

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import deepspeed
-from deepspeed.errors import DeepSpeedError, NotYetSupportedError
+from deepspeed.cli.command import run_command
+from deepspeed.errors import NotYetSupportedError
 from deepspeed.launcher.cores import share_cores
 from deepspeed.launcher.devices import find_devices, usable_cores
 from deepspeed.launcher.elastic import Elastic, agent_command
@@ -84,14 +85,7 @@ def main(args: Sequence[str] | None = None) -> None:
         DeepSpeedError: The command line cannot be carried out (only when ``args`` is given).
         SystemExit: A rank failed or the launcher was told to stop.
     """
-    try:
-        code = _launch(parse_args(args))
-    except DeepSpeedError as error:
-        if args is not None:
-            raise
-        sys.exit(f"deepspeed: {error}")
-    if code:
-        sys.exit(code)
+    run_command("deepspeed", lambda: _launch(parse_args(args)), args)
 
 
 def _launch(args: argparse.Namespace) -> int:

@@ -10,8 +10,9 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
-from deepspeed.errors import DeepSpeedError
+from deepspeed.cli.command import run_command
 from deepspeed.launcher.cores import share_cores
 from deepspeed.launcher.placing import PROGRAMS, find_placed
 from deepspeed.launcher.resources import LauncherError
@@ -43,15 +44,10 @@ def main(args: Sequence[str] | None = None) -> None:
     Raises:
         DeepSpeedError: The command line cannot be carried out (only when ``args`` is given).
     """
-    try:
-        _become(parse_args(args))
-    except DeepSpeedError as error:
-        if args is not None:
-            raise
-        sys.exit(f"deepspeed: {error}")
+    run_command("deepspeed", lambda: _become(parse_args(args)), args)
 
 
-def _become(args: argparse.Namespace) -> None:
+def _become(args: argparse.Namespace) -> NoReturn:
     if args.module and args.no_python:
         raise LauncherError("--module and --no_python exclude each other; use one of them")
     environment = dict(os.environ)

@@ -14,7 +14,8 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 
-from deepspeed.errors import DeepSpeedError, NotYetSupportedError
+from deepspeed.cli.command import run_command
+from deepspeed.errors import NotYetSupportedError
 from deepspeed.launcher import launch
 from deepspeed.launcher.environment import read_environment_files
 from deepspeed.launcher.ports import DEFAULT_PORT, claim_port
@@ -103,14 +104,7 @@ def main(args: Sequence[str] | None = None) -> None:
         DeepSpeedError: The command line cannot be carried out (only when ``args`` is given).
         SystemExit: A rank failed or the launcher was told to stop.
     """
-    try:
-        code = _run(parse_args(args))
-    except DeepSpeedError as error:
-        if args is not None:
-            raise
-        sys.exit(f"deepspeed: {error}")
-    if code:
-        sys.exit(code)
+    run_command("deepspeed", lambda: _run(parse_args(args)), args)
 
 
 def _run(args: argparse.Namespace) -> int:
