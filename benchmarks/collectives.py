@@ -30,6 +30,7 @@ from rich.table import Table
 from torch import Tensor
 
 from deepspeed.comm.connect import create_transport
+from deepspeed.comm.transport import Reduction
 
 _CHUNK_NUMEL = 128 * 1024  # 256 KiB of bf16 and 512 KiB of fp32: fits a second-level cache
 
@@ -128,7 +129,8 @@ def ours_scatter(full: Tensor, rank: int, world_size: int) -> Tensor:
     """What stages 2 and 3 call; the result is fp32."""
     mine = torch.empty(full.numel() // world_size)
     transport = create_transport()
-    transport.reduce_scatter(full, mine, scale=1.0, key=10, label="the benchmark", limit=full.numel()).wait()
+    how = Reduction(scale=1.0, key=10, label="the benchmark", limit=full.numel())
+    transport.reduce_scatter(full, mine, how).wait()
     return mine
 
 

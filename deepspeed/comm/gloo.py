@@ -6,6 +6,7 @@ A reduction is an exchange of slices with a local sum in rank order in fp32, so 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +15,17 @@ import torch.distributed as dist
 
 from deepspeed.comm.counters import traffic
 from deepspeed.comm.recorder import timed
-from deepspeed.comm.transport import CHUNK, OWNERS, SMALL_CHANNELS, DoneWork, Piece, Transport, Visit, Work, scaled_sum
+from deepspeed.comm.transport import (
+    CHUNK,
+    OWNERS,
+    SMALL_CHANNELS,
+    DoneWork,
+    Piece,
+    Reduction,
+    Transport,
+    Work,
+    scaled_sum,
+)
 
 _CONFIRMATION = 3  # added to the key of a gather: the fourth kind of transfer, see transfer_key
 _SMALL_TAG = 1 << 30
@@ -59,28 +70,21 @@ class _GlooReduce:
         transport: GlooTransport,
         flat: torch.Tensor,
         out: torch.Tensor,
+        how: Reduction,
         *,
         whole: bool,
-        scale: float,
-        key: int,
-        label: str,
-        limit: int,
-        visit: Visit | None = None,
     ) -> None:
         self._transport = transport
-        self._visit = visit
+        self._how = how
         self._flat = flat
         self._out = out
         self._whole = whole
-        self._scale = scale
-        self._key = key
         self._ticket = transport.issue("reduce")
         transport.reductions += 1
         self._number = transport.reductions
-        self._label = label
         # A rank holds (size - 1) foreign copies of the elements that are on the wire.
         slices = 1 if whole else transport.size
-        per_piece = max(limit // slices, 1) // 64 * 64 or 64
+        per_piece = max(how.limit // slices, 1) // 64 * 64 or 64
         self._bounds = [(a, min(a + per_piece, out.numel())) for a in range(0, out.numel(), per_piece)]
         self._pieces: list[tuple[list[torch.Tensor], list[Any]]] = []
         if self._bounds:
@@ -97,11 +101,11 @@ class _GlooReduce:
                 continue
             staging = torch.empty(stop - start, dtype=self._flat.dtype, device=self._flat.device)
             parts.append(staging)
-            works.append(transport.receive(staging, peer, self._key))
+            works.append(transport.receive(staging, peer, self._how.key))
         for peer in range(transport.size):
             if peer != transport.rank:
                 base = 0 if self._whole else peer * length
-                works.append(transport.send(self._flat[base + start : base + stop], peer, self._key))
+                works.append(transport.send(self._flat[base + start : base + stop], peer, self._how.key))
         self._pieces.append((parts, works))
 
     def will_arrive(self) -> bool:
@@ -114,8 +118,8 @@ class _GlooReduce:
             if self._bounds:
                 self._post(0)
             for work in works:
-                self._transport.guard(work.wait, self._ticket, self._label)
-            scaled_sum(parts, self._out[start:stop], self._scale, self._visit)
+                self._transport.guard(work.wait, self._ticket, self._how.label)
+            scaled_sum(parts, self._out[start:stop], self._how.scale, self._how.visit)
         self._flat = self._out = torch.empty(0)
 
 
@@ -127,21 +131,13 @@ class _GlooAllReduce:
         transport: GlooTransport,
         flat: torch.Tensor,
         out: torch.Tensor,
-        *,
-        scale: float,
-        key: int,
-        label: str,
-        limit: int,
-        visit: Visit | None = None,
+        how: Reduction,
     ) -> None:
         self._transport = transport
-        self._visit = visit
+        self._how = how
         self._out: torch.Tensor | None = out
-        self._key = key
-        self._label = label
-        self._reduce = _GlooReduce(
-            transport, flat, transport.my_slice(out), whole=False, scale=scale, key=key, label=label, limit=limit
-        )
+        # The whole result is visited at the end, so this rank's slice of it is not.
+        self._reduce = _GlooReduce(transport, flat, transport.my_slice(out), replace(how, visit=None), whole=False)
 
     def will_arrive(self) -> bool:
         return False  # its second half is issued only when the first has been waited for
@@ -151,10 +147,10 @@ class _GlooAllReduce:
             return
         out, self._out = self._out, None
         self._reduce.wait()
-        self._transport.gather_slices(out, self._key, "reduce", self._label).wait()
-        if self._visit is not None:
+        self._transport.gather_slices(out, self._how.key, "reduce", self._how.label).wait()
+        if self._how.visit is not None:
             for part in out.split(CHUNK):
-                self._visit(part)
+                self._how.visit(part)
 
 
 class GlooTransport(Transport):
@@ -218,38 +214,18 @@ class GlooTransport(Transport):
         return self.gather_slices(flat, key, "gather", label)
 
     @timed("reduce_scatter_tensor")
-    def reduce_scatter(
-        self,
-        flat: torch.Tensor,
-        out: torch.Tensor,
-        *,
-        scale: float,
-        key: int,
-        label: str,
-        limit: int,
-        visit: Visit | None = None,
-    ) -> Work:
+    def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, how: Reduction) -> Work:
         """See the class this one derives from."""
         traffic.record_asked("reduce_scatter", flat.numel() * flat.element_size())
-        return _GlooReduce(self, flat, out, whole=False, scale=scale, key=key, label=label, limit=limit, visit=visit)
+        return _GlooReduce(self, flat, out, how, whole=False)
 
     @timed("all_reduce")
-    def all_reduce(
-        self,
-        flat: torch.Tensor,
-        out: torch.Tensor,
-        *,
-        scale: float,
-        key: int,
-        label: str,
-        limit: int,
-        visit: Visit | None = None,
-    ) -> Work:
+    def all_reduce(self, flat: torch.Tensor, out: torch.Tensor, how: Reduction) -> Work:
         """See the class this one derives from."""
         traffic.record_asked("all_reduce", 2 * flat.numel() * flat.element_size())
         if self.size == 2:  # exchanging everything moves the same bytes as reduce-scatter and gather
-            return _GlooReduce(self, flat, out, whole=True, scale=scale, key=key, label=label, limit=limit, visit=visit)
-        return _GlooAllReduce(self, flat, out, scale=scale, key=key, label=label, limit=limit, visit=visit)
+            return _GlooReduce(self, flat, out, how, whole=True)
+        return _GlooAllReduce(self, flat, out, how)
 
     def gather_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> torch.Tensor:
         """See the class this one derives from."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from deepspeed.comm.counters import traffic
 from deepspeed.comm.recorder import timed
-from deepspeed.comm.transport import DoneWork, Piece, Transport, Visit, Work, scaled_sum
+from deepspeed.comm.transport import DoneWork, Piece, Reduction, Transport, Work, scaled_sum
 
 
 class _NativeWork:
@@ -58,17 +59,7 @@ class NativeTransport(Transport):
         return self._work(work, "gather", label, None, flat)
 
     @timed("reduce_scatter_tensor")
-    def reduce_scatter(
-        self,
-        flat: torch.Tensor,
-        out: torch.Tensor,
-        *,
-        scale: float,
-        key: int,
-        label: str,
-        limit: int,
-        visit: Visit | None = None,
-    ) -> Work:
+    def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, how: Reduction) -> Work:
         """See the class this one derives from."""
         nbytes = flat.numel() * flat.element_size()
         traffic.record_asked("reduce_scatter", nbytes)
@@ -77,20 +68,11 @@ class NativeTransport(Transport):
         traffic.record_ran("reduce_scatter_tensor", nbytes)
         target = out if out.dtype == flat.dtype else torch.empty_like(self.my_slice(flat))
         work = self.group._reduce_scatter_base(target, flat)
-        return self._work(work, "reduce", label, lambda: scaled_sum([target], out, scale, visit), (flat, out))
+        finish = functools.partial(scaled_sum, [target], out, how.scale, how.visit)
+        return self._work(work, "reduce", how.label, finish, (flat, out))
 
     @timed("all_reduce")
-    def all_reduce(
-        self,
-        flat: torch.Tensor,
-        out: torch.Tensor,
-        *,
-        scale: float,
-        key: int,
-        label: str,
-        limit: int,
-        visit: Visit | None = None,
-    ) -> Work:
+    def all_reduce(self, flat: torch.Tensor, out: torch.Tensor, how: Reduction) -> Work:
         """See the class this one derives from."""
         nbytes = flat.numel() * flat.element_size()
         traffic.record_asked("all_reduce", 2 * nbytes)
@@ -98,7 +80,8 @@ class NativeTransport(Transport):
             return DoneWork()
         traffic.record_ran("all_reduce", 2 * nbytes)
         work = self.group.allreduce([flat])
-        return self._work(work, "reduce", label, lambda: scaled_sum([flat], out, scale, visit), (flat, out))
+        finish = functools.partial(scaled_sum, [flat], out, how.scale, how.visit)
+        return self._work(work, "reduce", how.label, finish, (flat, out))
 
     def gather_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> torch.Tensor:
         """See the class this one derives from."""

@@ -162,7 +162,8 @@ def timed(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def wrapper(self: Any, flat: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if not log.wants(name, False):
                 return method(self, flat, *args, **kwargs)
-            size, device, what = num_bytes(flat), flat.device, kwargs.get("label", "")
+            size, device = num_bytes(flat), flat.device
+            what = kwargs["label"] if "label" in kwargs else args[-1].label  # a gather, or a Reduction
             _settle(device)
             start = time.perf_counter()
 

@@ -76,6 +76,26 @@ class Piece:
     tensor: torch.Tensor | None
 
 
+@dataclass(frozen=True)
+class Reduction:
+    """How a reduction runs.
+
+    Attributes:
+        scale: Factor on the sum (1 / size for a mean).
+        key: Number that is equal on all ranks for this reduction and for no other one in flight.
+        label: What travels, for error messages.
+        limit: Most elements of the buffer that may travel at once.
+        visit: Called, at the latest in ``wait``, with stretches that together are the result, each as soon as it is
+            finished and a multiple of 64 elements long.
+    """
+
+    scale: float
+    key: int
+    label: str
+    limit: int
+    visit: Visit | None = None
+
+
 class DoneWork:
     """A transfer that needed nothing."""
 
@@ -162,43 +182,18 @@ class Transport:
         """
         raise NotImplementedError
 
-    def reduce_scatter(
-        self,
-        flat: torch.Tensor,
-        out: torch.Tensor,
-        *,
-        scale: float,
-        key: int,
-        label: str,
-        limit: int,
-        visit: Visit | None = None,
-    ) -> Work:
-        """Sums everybody's ``flat`` and leaves ``scale`` times this rank's slice of the sum in ``out``.
+    def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, how: Reduction) -> Work:
+        """Sums everybody's ``flat`` and leaves ``how.scale`` times this rank's slice of the sum in ``out``.
 
         Args:
             flat: 1-D buffer of ``size`` equal slices in the reduce dtype; unchanged afterwards unless documented.
             out: 1-D fp32 buffer of one slice.
-            scale: Factor on the sum (1 / size for a mean).
-            key: As in :meth:`all_gather`.
-            label: What travels.
-            limit: Most elements of ``flat`` that may travel at once.
-            visit: Called, at the latest in ``wait``, with stretches that together are ``out``, each as soon as it is
-                finished and a multiple of 64 elements long.
+            how: The rest.
         """
         raise NotImplementedError
 
-    def all_reduce(
-        self,
-        flat: torch.Tensor,
-        out: torch.Tensor,
-        *,
-        scale: float,
-        key: int,
-        label: str,
-        limit: int,
-        visit: Visit | None = None,
-    ) -> Work:
-        """Sums everybody's ``flat`` and leaves ``scale`` times the sum in ``out`` (fp32, same length) on all ranks."""
+    def all_reduce(self, flat: torch.Tensor, out: torch.Tensor, how: Reduction) -> Work:
+        """Sums everybody's ``flat`` and leaves ``how.scale`` times the sum in ``out`` (fp32, same length)."""
         raise NotImplementedError
 
     def gather_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> torch.Tensor:
@@ -278,19 +273,9 @@ class LocalTransport(Transport):
         """See the class this one derives from."""
         return DoneWork()
 
-    def reduce_scatter(
-        self,
-        flat: torch.Tensor,
-        out: torch.Tensor,
-        *,
-        scale: float,
-        key: int,
-        label: str,
-        limit: int,
-        visit: Visit | None = None,
-    ) -> Work:
+    def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, how: Reduction) -> Work:
         """See the class this one derives from."""
-        scaled_sum([flat], out, scale, visit)
+        scaled_sum([flat], out, how.scale, how.visit)
         return DoneWork()
 
     all_reduce = reduce_scatter

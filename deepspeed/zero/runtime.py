@@ -19,7 +19,8 @@ from deepspeed.logging import log_dist
 from deepspeed.zero.bucket import Bucket, State
 from deepspeed.zero.filling import first_values
 from deepspeed.zero.formula import MemoryFormula
-from deepspeed.zero.gradients import Combination, GradientBucket, GradientReducer, ReductionPolicy
+from deepspeed.zero.gradient_bucket import GradientBucket
+from deepspeed.zero.gradients import GradientReducer
 from deepspeed.zero.holder import address_of, full_shape
 from deepspeed.zero.hooks import ForwardHooks
 from deepspeed.zero.landing import Landing
@@ -29,6 +30,7 @@ from deepspeed.zero.masters import MasterBucket
 from deepspeed.zero.materialize import Materializer
 from deepspeed.zero.placement import Home, Placement
 from deepspeed.zero.provisional import note_freed
+from deepspeed.zero.reduction_policy import Combination, ReductionPolicy
 from deepspeed.zero.schedule import GatherLimits, GatherSchedule
 from deepspeed.zero.sharded_parameter import ShardedParameter, note_placeholders
 from deepspeed.zero.storage import Ledger, Memory

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from deepspeed.ops.flat import FlatUpdate, flat_updater
-from deepspeed.zero.gradients import GradientBucket
+from deepspeed.zero.gradient_bucket import GradientBucket
 from deepspeed.zero.masters import MasterBucket
 from deepspeed.zero.placement import Home
 

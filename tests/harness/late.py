@@ -18,7 +18,7 @@ import torch
 
 from deepspeed.comm.connect import create_transport
 from deepspeed.comm.gloo import GlooTransport
-from deepspeed.comm.transport import Transport, Work
+from deepspeed.comm.transport import Reduction, Transport, Work
 from deepspeed.engine import build
 
 
@@ -112,22 +112,22 @@ class LateTransport(GlooTransport):
 
         return self.network.issue(complete)
 
-    def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, **how: Any) -> Work:
+    def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, how: Reduction) -> Work:
         """See the class this one derives from."""
         return self._reduce(super().reduce_scatter, flat, out, how)
 
-    def all_reduce(self, flat: torch.Tensor, out: torch.Tensor, **how: Any) -> Work:
+    def all_reduce(self, flat: torch.Tensor, out: torch.Tensor, how: Reduction) -> Work:
         """See the class this one derives from."""
         return self._reduce(super().all_reduce, flat, out, how)
 
-    def _reduce(self, reduce: Callable[..., Work], flat: torch.Tensor, out: torch.Tensor, how: dict[str, Any]) -> Work:
+    def _reduce(self, reduce: Callable[..., Work], flat: torch.Tensor, out: torch.Tensor, how: Reduction) -> Work:
         if out.data_ptr() != flat.data_ptr():
             _poison(out)
 
         def complete() -> None:
-            _check_alive(flat, how["label"])
+            _check_alive(flat, how.label)
             landed = torch.empty_like(out)
-            reduce(flat.clone(), landed, **how).wait()
+            reduce(flat.clone(), landed, how).wait()
             out.copy_(landed)
 
         return self.network.issue(complete)
