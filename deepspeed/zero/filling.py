@@ -18,9 +18,6 @@ from deepspeed.zero.intervals import moves, part_of, tile_parts
 from deepspeed.zero.layout import BucketLayout
 from deepspeed.zero.sharded_parameter import ShardedParameter
 
-Arrival = tuple[torch.Tensor, torch.Tensor]
-"""``(place, values)``: what to copy once the round is over."""
-
 
 def first_values(
     layout: BucketLayout,
@@ -47,24 +44,18 @@ def first_values(
     """
     dtype = max((p.dtype for p in params), key=lambda d: d.itemsize, default=default_dtype)
     flat = torch.zeros(layout.slice_numel if cut else layout.numel, dtype=dtype, device=device)
-    pieces: list[Piece] = []
-    arrivals: list[Arrival] = []
+    round_ = _Slice(layout, flat, transport) if cut else _Whole(layout, flat, transport)
     for tile, parameter in enumerate(params):
         address = address_of(parameter)
         if address is not None and isinstance(parameter, ShardedParameter):
             if address.holder.transport.ranks == transport.ranks:
-                plan = _from_parts if cut else _whole_from_parts
-                plan(address, layout, tile, flat, transport, pieces, arrivals)
+                round_.from_parts(tile, address)
                 continue
             values = _gathered_elsewhere(parameter, address).to(device)
         else:
             values = parameter.detach().to(device)
-        plan_whole = _from_rank_0 if cut else _whole_from_rank_0
-        plan_whole(values.to(dtype).reshape(-1), layout, tile, flat, transport, pieces, arrivals)
-    transport.move(pieces, label=f"the first values of {layout.tiles[0].name if layout.tiles else 'an empty bucket'}")
-    for place, values in arrivals:
-        if place.data_ptr() != values.data_ptr():
-            place.copy_(values)
+        round_.from_rank_0(tile, values.to(dtype).reshape(-1))
+    round_.travel()
     return flat
 
 
@@ -77,92 +68,88 @@ def _gathered_elsewhere(parameter: torch.nn.Parameter, address: Address) -> torc
     return values
 
 
-def _mine(layout: BucketLayout, tile: int, flat: torch.Tensor) -> torch.Tensor:
-    """The place of a tile in the whole buffer."""
-    start = layout.starts[tile]
-    return flat[start : start + layout.tiles[tile].numel]
+class _Round:
+    """The values of one bucket on their way into ``flat``: planned tile by tile, moved at once."""
+
+    def __init__(self, layout: BucketLayout, flat: torch.Tensor, transport: Transport) -> None:
+        self.layout = layout
+        self.flat = flat
+        self.transport = transport
+        self.rank = transport.rank
+        self.pieces: list[Piece] = []
+        self.arrivals: list[tuple[torch.Tensor, torch.Tensor]] = []  # (place, values) to copy when the round is over
+
+    def travel(self) -> None:
+        """Moves what was planned."""
+        tiles = self.layout.tiles
+        self.transport.move(self.pieces, label=f"the first values of {tiles[0].name if tiles else 'an empty bucket'}")
+        for place, values in self.arrivals:
+            if place.data_ptr() != values.data_ptr():
+                place.copy_(values)
+
+    def landing_for(self, place: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Where values of ``dtype`` arrive that belong into ``place``."""
+        return place if dtype == place.dtype else torch.empty_like(place, dtype=dtype)
 
 
-def _from_parts(
-    address: Address,
-    layout: BucketLayout,
-    tile: int,
-    flat: torch.Tensor,
-    transport: Transport,
-    pieces: list[Piece],
-    arrivals: list[Arrival],
-) -> None:
-    """Sharded before, sharded after: intervals that change their owner."""
-    holder, rank = address.holder, transport.rank
-    for move in moves(tile_parts(holder.layout, address.tile), tile_parts(layout, tile)):
-        place = source = None
-        if move.target == rank:
-            place = flat[move.target_start : move.target_start + move.numel]
-        if move.source == rank:
-            source = holder.shard[move.source_start : move.source_start + move.numel].to(flat.device)
-        if move.source == move.target:
-            if place is not None and source is not None:
-                arrivals.append((place, source))
-            continue
-        tensor = source
-        if place is not None:
-            tensor = place if holder.dtype == flat.dtype else torch.empty_like(place, dtype=holder.dtype)
-            arrivals.append((place, tensor))
-        pieces.append(Piece(move.source, move.target, tensor))
+class _Slice(_Round):
+    """``flat`` is this rank's slice."""
 
-
-def _whole_from_parts(
-    address: Address,
-    layout: BucketLayout,
-    tile: int,
-    flat: torch.Tensor,
-    transport: Transport,
-    pieces: list[Piece],
-    arrivals: list[Arrival],
-) -> None:
-    """Sharded before, on every rank after."""
-    holder, place = address.holder, _mine(layout, tile, flat)
-    whole = place if holder.dtype == flat.dtype else torch.empty_like(place, dtype=holder.dtype)
-    for part in tile_parts(holder.layout, address.tile):
-        target = whole[part.tile_start : part.tile_stop]
-        if part.rank == transport.rank:
-            target.copy_(holder.read_part(part))
-        pieces.append(Piece(part.rank, None, target))
-    arrivals.append((place, whole))
-
-
-def _from_rank_0(
-    values: torch.Tensor,
-    layout: BucketLayout,
-    tile: int,
-    flat: torch.Tensor,
-    transport: Transport,
-    pieces: list[Piece],
-    arrivals: list[Arrival],
-) -> None:
-    """Whole before, sharded after. Ranks that only receive need not look at the parts of others."""
-    mine = part_of(layout, tile, transport.rank)
-    for part in tile_parts(layout, tile) if transport.rank == 0 else [mine] if mine is not None else []:
-        piece = values[part.tile_start : part.tile_stop]
-        place = flat[part.slice_start : part.slice_start + part.numel] if part.rank == transport.rank else None
-        if part.rank == 0:
+    def from_parts(self, tile: int, address: Address) -> None:
+        """Sharded before, sharded after: intervals that change their owner."""
+        holder, flat = address.holder, self.flat
+        for move in moves(tile_parts(holder.layout, address.tile), tile_parts(self.layout, tile)):
+            place = source = None
+            if move.target == self.rank:
+                place = flat[move.target_start : move.target_start + move.numel]
+            if move.source == self.rank:
+                source = holder.shard[move.source_start : move.source_start + move.numel].to(flat.device)
+            if move.source == move.target:
+                if place is not None and source is not None:
+                    self.arrivals.append((place, source))
+                continue
+            tensor = source
             if place is not None:
-                arrivals.append((place, piece))
-            continue
-        pieces.append(Piece(0, part.rank, piece if transport.rank == 0 else place))
+                tensor = self.landing_for(place, holder.dtype)
+                self.arrivals.append((place, tensor))
+            self.pieces.append(Piece(move.source, move.target, tensor))
+
+    def from_rank_0(self, tile: int, values: torch.Tensor) -> None:
+        """Whole before, sharded after. Ranks that only receive need not look at the parts of others."""
+        mine = part_of(self.layout, tile, self.rank)
+        for part in tile_parts(self.layout, tile) if self.rank == 0 else [mine] if mine is not None else []:
+            piece = values[part.tile_start : part.tile_stop]
+            place = None
+            if part.rank == self.rank:
+                place = self.flat[part.slice_start : part.slice_start + part.numel]
+            if part.rank == 0:
+                if place is not None:
+                    self.arrivals.append((place, piece))
+                continue
+            self.pieces.append(Piece(0, part.rank, piece if self.rank == 0 else place))
 
 
-def _whole_from_rank_0(
-    values: torch.Tensor,
-    layout: BucketLayout,
-    tile: int,
-    flat: torch.Tensor,
-    transport: Transport,
-    pieces: list[Piece],
-    arrivals: list[Arrival],
-) -> None:
-    """Whole before, on every rank after."""
-    place = _mine(layout, tile, flat)
-    if transport.rank == 0:
-        place.copy_(values)
-    pieces.append(Piece(0, None, place))
+class _Whole(_Round):
+    """``flat`` is the whole buffer."""
+
+    def _place(self, tile: int) -> torch.Tensor:
+        start = self.layout.starts[tile]
+        return self.flat[start : start + self.layout.tiles[tile].numel]
+
+    def from_parts(self, tile: int, address: Address) -> None:
+        """Sharded before, on every rank after."""
+        holder, place = address.holder, self._place(tile)
+        whole = self.landing_for(place, holder.dtype)
+        for part in tile_parts(holder.layout, address.tile):
+            target = whole[part.tile_start : part.tile_stop]
+            if part.rank == self.rank:
+                target.copy_(holder.read_part(part))
+            self.pieces.append(Piece(part.rank, None, target))
+        self.arrivals.append((place, whole))
+
+    def from_rank_0(self, tile: int, values: torch.Tensor) -> None:
+        """Whole before, on every rank after."""
+        place = self._place(tile)
+        if self.rank == 0:
+            place.copy_(values)
+        self.pieces.append(Piece(0, None, place))
