@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
+from collections.abc import Iterator
 
 # Before torch is imported anywhere: ranks and tests share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -26,6 +28,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU; this machine has none"))
+
+
+@pytest.fixture(autouse=True)
+def _no_process_group_is_left() -> Iterator[None]:
+    """A test that needs a group runs in the harness: one that stays in this process would change the next test."""
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+        pytest.fail("the test left a process group in pytest's own process; run what needs one by run_ranks(..., 1)")
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:

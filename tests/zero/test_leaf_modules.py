@@ -23,6 +23,7 @@ from deepspeed.utils.z3_leaf_module import (
 )
 from deepspeed.zero.units import find_units
 from tests.engine.support import Layer, engine_of
+from tests.harness import run_ranks
 
 
 class Mixture(nn.Module):
@@ -74,7 +75,7 @@ def test_by_name_and_by_suffix():
         set_z3_leaf_modules_by_suffix(model, ["gate"])
 
 
-def test_by_the_configuration():
+def check_configuration() -> None:
     model = Model()
     zero = {"leaf_module": {"classes": ["nowhere.Absent"], "names": ["blocks.1"], "name_suffixes": ["3.experts"]}}
     engine_of(model, 3, zero=zero)
@@ -85,7 +86,11 @@ def test_by_the_configuration():
         engine_of(Model(), 3, zero={"leaf_module": {"names": ["blocks.7"]}})
 
 
-def test_too_late_is_said():
+def test_by_the_configuration():
+    run_ranks(check_configuration, 1)
+
+
+def check_too_late() -> None:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -96,3 +101,7 @@ def test_too_late_is_said():
     logger.removeHandler(handler)
     assert engine.global_steps == 0
     assert any("mark leaf modules before deepspeed.initialize" in line for line in lines)
+
+
+def test_too_late_is_said():
+    run_ranks(check_too_late, 1)
