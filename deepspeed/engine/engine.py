@@ -170,9 +170,9 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Offload
             self._runtime.hooks.pause()
         if self._runtime.drop_open_work():
             logger.warning("an earlier backward was left open by an exception; its gradients were dropped")
-        self._progress.loss(loss)
         if scale_wrt_gas and self._accumulation_steps > 1:
             loss = loss / self._accumulation_steps
+        self._progress.loss(loss)
         scaler = self._updater.loss_scaler if self._updater is not None else None
         scaled = scaler.scale_loss(loss) if scaler is not None else loss
         self._progress.before("backward")
@@ -183,7 +183,12 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Offload
         return loss
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss times the loss scale, for a ``loss.backward()`` of one's own (unchanged unless fp16)."""
+        """The loss times the loss scale, for a ``loss.backward()`` of one's own (unchanged unless fp16).
+
+        Monitors and ``steps_per_print`` show it as they show what :meth:`backward` is given. Nothing else divides it by
+        the accumulation steps.
+        """
+        self._progress.loss(loss)
         self._scaled_losses += 1
         scaler = self._updater.loss_scaler if self._updater is not None else None
         return scaler.scale_loss(loss) if scaler is not None else loss

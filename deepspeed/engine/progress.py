@@ -16,7 +16,7 @@ from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.counters import waiting
 from deepspeed.config.sections.root import Root
-from deepspeed.logging import log_dist
+from deepspeed.logging import log_dist, log_dist_once
 from deepspeed.monitor.monitor import Event, MonitorMaster
 from deepspeed.profiling.timer import NoopTimer, SynchronizedWallClockTimer
 
@@ -47,7 +47,7 @@ class StepFacts:
 
 
 class ProgressLog:
-    """Times phases, remembers losses, and reports both after each update.
+    """Times phases, adds up losses, and reports both after each update.
 
     Args:
         root: The configuration (``steps_per_print``, ``wall_clock_breakdown``, ``memory_breakdown``, ``timers``).
@@ -72,7 +72,7 @@ class ProgressLog:
         self.timers: SynchronizedWallClockTimer | NoopTimer = self._watches if self._breakdown else NoopTimer()
         if self._breakdown:
             waiting.is_running = True
-        self._losses: list[torch.Tensor] = []
+        self._loss: torch.Tensor | None = None
         self._waited_before = 0.0
         self._waited = dict.fromkeys(PHASES, 0.0)  # seconds of this update
         self._report = _Interval(time.perf_counter())
@@ -100,18 +100,23 @@ class ProgressLog:
             log_dist(f"memory after {phase}: {used / 2**20:,.0f} MiB in use, {peak / 2**20:,.0f} MiB at most")
 
     def loss(self, loss: torch.Tensor) -> None:
-        """Remembers the loss of a micro-batch; it stays on the device until the update is done."""
+        """Adds a micro-batch's part in the loss of the update; the sum stays on the device until that is done.
+
+        Args:
+            loss: What is backpropagated, after the division by the accumulation steps and without the loss scale.
+        """
         if self._wants_loss and loss.numel() == 1:
-            self._losses.append(loss.detach())
+            part = loss.detach().float().reshape(())
+            self._loss = part if self._loss is None else self._loss + part
 
     # -- updates -----------------------------------------------------------------------------------------------------
 
     def step(self, facts: StepFacts) -> None:
         """An update is done: write its events, and log if it is time to."""
         is_time = self._every > 0 and facts.step % self._every == 0
-        losses, self._losses = self._losses, []
         # Only where it is shown: reading it makes the host wait for the device.
-        loss = _mean(losses) if self._monitor.writes or is_time else None
+        loss = self._read_loss() if self._monitor.writes or is_time else None
+        self._loss = None
         phases = self._phase_times()
         now = time.perf_counter()
         self._report.add(facts.batch, phases)
@@ -126,6 +131,15 @@ class ProgressLog:
             comm.log_summary()
         if is_time or not self._every:
             self._report = _Interval(time.perf_counter())
+
+    def _read_loss(self) -> float | None:
+        if self._loss is None:
+            log_dist_once(
+                "the loss is left out of monitors and lines: a loss.backward() of one's own does not show it. Write "
+                "engine.scale(loss).backward(), or engine.backward(loss)"
+            )
+            return None
+        return float(self._loss)
 
     def _phase_times(self) -> dict[str, tuple[float, float]]:
         """Milliseconds of each phase of this update, over its micro-batches: in all, and waiting for other ranks."""
@@ -167,12 +181,6 @@ class ProgressLog:
         if facts.loss_scale is not None:
             parts.append(f"loss scale {facts.loss_scale:g}")
         return f"step {facts.step}: {', '.join(parts)}, {facts.skipped} skipped"
-
-
-def _mean(losses: list[torch.Tensor]) -> float | None:
-    if not losses:
-        return None
-    return float(losses[0]) if len(losses) == 1 else float(torch.stack([x.float() for x in losses]).mean())
 
 
 class _Interval:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -35,16 +36,20 @@ class _Lines:
         logger.removeHandler(self._handler)
 
 
-def _train(engine, updates, own_backward=False):
+def _train(engine, updates, backward="engine"):
     """Losses of this rank, by update and micro-batch."""
     losses = []
     for step in range(updates):
         losses.append([])
-        for micro in range(engine.gradient_accumulation_steps()):
+        for micro in range(accumulation := engine.gradient_accumulation_steps()):
             loss = engine(inputs(step, micro, rank()))
             losses[-1].append(float(loss))
-            if own_backward:
-                engine.scale(loss).backward()
+            if backward == "scale":
+                engine.scale(loss / accumulation).backward()
+            elif backward == "own":
+                (loss / accumulation).backward()
+            elif backward == "divided":
+                engine.backward(loss / accumulation, scale_wrt_gas=False)
             else:
                 engine.backward(loss)
             engine.step()
@@ -123,7 +128,7 @@ def test_loss_scale_is_an_event_under_fp16(tmp_path):
     assert "elapsed_time_ms_forward" not in curves
 
 
-def _say(own_backward):
+def _say(backward, fp16):
     with _Lines() as lines:
         engine = engine_of(
             tower(),
@@ -133,33 +138,40 @@ def _say(own_backward):
             wall_clock_breakdown=True,
             memory_breakdown=True,
             dump_state=True,
-            fp16={"enabled": True, "initial_scale_power": 8},
+            **({"fp16": {"enabled": True, "initial_scale_power": 8}} if fp16 else {}),
         )
         started = list(lines)
         lines.clear()
-        _train(engine, 4, own_backward)
+        losses = _train(engine, 4, backward)
     engine.destroy()
     waiting.is_running = False
-    return started, lines
+    return started, lines, losses
 
 
-@pytest.mark.parametrize("own_backward", [False, True])
-def test_lines_of_rank_0(own_backward):
-    (started, lines), other = run_ranks(_say, 2, own_backward)
-    assert other == ([], [])
+@pytest.mark.parametrize("backward", ["engine", "divided", "scale", "own"])
+def test_lines_of_rank_0(backward):
+    fp16 = backward != "own"
+    (started, lines, losses), (*other, _) = run_ranks(_say, 2, backward, fp16)
+    assert other == [[], []]
     (state,) = [line for line in started if line.startswith("state of the engine")]
     for expected in (
         '"steps_per_print": 2',
         f"torch {torch.__version__}",
-        "param group 0: compute torch.float16",
+        f"param group 0: compute torch.float{16 if fp16 else 32}",
         "4 x Psi / N",
     ):
         assert expected in state
     steps = [line for line in lines if "samples/s" in line]
     assert [line.split(":")[0] for line in steps] == ["step 2", "step 4"]
-    for line in steps:
-        assert "lr [0.01]" in line and "gradient norm" in line and "loss scale 256" in line and "0 skipped" in line
-        assert ("loss " in line.split("samples/s")[0]) is not own_backward  # a loss of one's own is not seen
+    for line, of_update in zip(steps, losses[1::2], strict=True):
+        assert "lr [0.01]" in line and "gradient norm" in line and "0 skipped" in line
+        assert ("loss scale 256" in line) is fp16
+        shown = re.search(r": loss (\S+),", line)
+        if backward == "own":
+            assert shown is None
+        else:
+            assert float(shown[1]) == pytest.approx(sum(of_update) / 2, rel=1e-3)
+    assert len([line for line in lines if line.startswith("the loss is left out")]) == (backward == "own")
     of_memory = [line for line in lines if line.startswith("memory after ")]
     assert len(of_memory) == 8 + 8 + 4 and "MiB in use" in of_memory[0]  # forwards, backwards, steps
     times = [line for line in lines if "time (ms per update)" in line]
