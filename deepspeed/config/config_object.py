@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from deepspeed.config.parsing import ParsedConfig, parse
+from deepspeed.config.sections.optimizer import name_for_programs
 
 
 def _data_parallel_size(mpu: Any, mesh_device: Any) -> int:
@@ -111,9 +112,8 @@ class DeepSpeedConfig:
 
     @property
     def optimizer_name(self) -> str | None:
-        """The optimizer's name."""
-        section = self.parsed.root.optimizer
-        return section.type if section is not None else None
+        """The optimizer's name; upstream's own ones in small letters."""
+        return name_for_programs(self.parsed.root.optimizer)
 
     @property
     def optimizer_params(self) -> dict[str, Any] | None:

@@ -178,16 +178,16 @@ def _read_file(path: FilePath) -> Document:
     return _read_text(text, str(path))
 
 
-def load_ds_config(source: Any) -> dict[str, Any]:
+def load_ds_config(config: Any) -> dict[str, Any]:
     """The configuration as a dict, not judged beyond its syntax.
 
     Args:
-        source: As for :func:`deepspeed.config.parse`. A dict is returned as it is.
+        config: As for :func:`deepspeed.config.parse`. A dict is returned as it is.
 
     Raises:
         DeepSpeedConfigError: The source cannot be read, or holds a key twice.
     """
-    document = read_source(source)
+    document = read_source(config)
     if document.problems:
         raise configuration_error(tuple(document.problems), document.name)
     return document.data

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from deepspeed.config.sections.optimizer import name_for_programs
 from deepspeed.config.sections.root import Root
 
 _ZERO = "zero_optimization."
@@ -157,8 +158,8 @@ class ConfigAccessors:
         return not self._root.prescale_gradients
 
     def optimizer_name(self) -> str | None:
-        """``optimizer.type`` as the configuration spells it, None for a client optimizer."""
-        return self._root.optimizer.type if self._root.optimizer is not None else None
+        """``optimizer.type``, upstream's own names in small letters (``adamw``); None for a client optimizer."""
+        return name_for_programs(self._root.optimizer)
 
     def optimizer_params(self) -> dict[str, Any] | None:
         """``optimizer.params``."""
@@ -221,8 +222,8 @@ class ConfigAccessors:
 
     @property
     def communication_data_type(self) -> Any:
-        """Dtype of gradient reductions, or None for the gradient's own."""
-        return self._precision.communication_dtype  # type: ignore[attr-defined]
+        """Dtype of gradient reductions; where the key is not given, that of a micro-batch's gradients."""
+        return self._precision.reduce_dtype(self.get_data_types()[0])  # type: ignore[attr-defined]
 
 
 for _name, _path in _KEYS.items():

@@ -70,9 +70,9 @@ class EngineQueries:
         return [group["momentum"] if "momentum" in group else group.get("betas", 0.0) for group in groups]
 
     def get_type(self) -> list[Any]:
-        """The ``type`` entry of each param group, where there is one."""
+        """The ``type`` entry of each param group, 0.0 where there is none."""
         groups = [] if self.basic_optimizer is None else self.basic_optimizer.param_groups
-        return [group.get("type") for group in groups]
+        return [group.get("type", 0.0) for group in groups]
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """Compute dtype and gradient accumulation dtype."""

@@ -164,7 +164,7 @@ def test_the_config_object(monkeypatch: pytest.MonkeyPatch) -> None:
     assert DeepSpeedConfig(CLUSTER_PAGE, mesh_device=Mesh()).world_size == 2
     config = DeepSpeedConfig(CLUSTER_PAGE, mpu=Mpu())
     assert (config.world_size, config.train_batch_size, config.gradient_accumulation_steps) == (4, 16, 1)
-    assert config.optimizer_name == "Adam" and config.optimizer_params["lr"] == 0.001
+    assert config.optimizer_name == "adam" and config.optimizer_params["lr"] == 0.001
     assert config.scheduler_name == "WarmupLR" and config.scheduler_params["warmup_num_steps"] == 1000
     assert config.fp16_enabled and not config.bfloat16_enabled and not config.zero_enabled
     assert config.loss_scale == 0 and config.initial_dynamic_scale == 2**15

@@ -64,6 +64,9 @@ def _observe(stage, mode, accumulation):
             assert set(row["reduce"]) == sent, (row, sent)
         if summed:
             assert {row["accumulate"]} == summed, (row, summed)
+        if mode != "autocast" and accumulation == 1:
+            assert {str(engine.communication_data_type)} == set(row["reduce"])
+    assert (engine.get_type(), engine.get_mom()) == ([0.0] * 2, [(0.9, 0.999)] * 2)
     return rows, sorted(sent), sorted(summed)
 
 
