@@ -1,6 +1,7 @@
-"""How long planning takes, and how much memory, for a 70B model on 8 to 65,536 ranks.
+"""How long planning takes, and how much memory: by ranks, by layers, and by layers that differ from each other.
 
-Each plan runs in a process of its own. Run: ``python -m benchmarks.plan [--out FILE]``.
+The model is Llama-shaped; with 80 layers it has 70 billion parameters. Each plan runs in a process of its own.
+Run: ``python -m benchmarks.plan [--out FILE]``.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ import os
 import platform
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
+from typing import Any
+
+from torch import nn
 
 RANKS = (8, 64, 512, 4096, 16384, 65536)
 LAYERS = (10, 20, 40, 80)
+DISTINCT = (1, 4, 16, 80)
 
 LLAMA_70B = {
     "model_type": "llama",
@@ -43,12 +47,14 @@ _ONE = """
 import json, resource, sys, time
 started = time.perf_counter()
 import deepspeed
-model, config, nodes, devices, sequence = json.loads(sys.argv[1])
-plan = deepspeed.plan(model, config, nodes=nodes, devices_per_node=devices, sequence_length=sequence,
-                      activation_checkpointing=True, suggest=False)
+from benchmarks.plan import CONFIG, llama
+layers, distinct, nodes, devices = json.loads(sys.argv[1])
+plan = deepspeed.plan(lambda: llama(layers, distinct), CONFIG, nodes=nodes, devices_per_node=devices,
+                      sequence_length=4096, activation_checkpointing=True, suggest=False)
 print(json.dumps({
     "parameters": plan.rehearsed.parameters,
     "planning": plan.seconds,
+    "processor": time.process_time(),
     "total": time.perf_counter() - started,
     "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     "device": plan.device_bytes,
@@ -57,22 +63,33 @@ print(json.dumps({
 """
 
 
-def measure(model: dict[str, object], ranks: int) -> dict[str, float]:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "config.json"
-        path.write_text(json.dumps(model))
-        argument = json.dumps([str(path), CONFIG, max(ranks // 8, 1), min(ranks, 8), 4096])
-        done = subprocess.run([sys.executable, "-c", _ONE, argument], capture_output=True, text=True, check=False)
+def llama(layers: int, distinct: int) -> nn.Module:
+    """The model, with layers of ``distinct`` different widths in turn."""
+    import transformers
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    config = transformers.AutoConfig.for_model(**{**LLAMA_70B, "num_hidden_layers": layers})
+    model = transformers.LlamaForCausalLM._from_config(config)
+    for number, layer in enumerate(model.model.layers):
+        narrower = {**config.to_dict(), "intermediate_size": config.intermediate_size - 128 * (number % distinct)}
+        layer.mlp = LlamaMLP(type(config)(**narrower))
+    return model
+
+
+def measure(layers: int, distinct: int, ranks: int) -> dict[str, Any]:
+    argument = json.dumps([layers, distinct, max(ranks // 8, 1), min(ranks, 8)])
+    done = subprocess.run([sys.executable, "-c", _ONE, argument], capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(done.stderr)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _row(model: dict[str, object], ranks: int) -> str:
-    found = measure(model, ranks)
+def _row(layers: int, distinct: int, ranks: int) -> str:
+    found = measure(layers, distinct, ranks)
     return (
-        f"| {model['num_hidden_layers']} | {found['parameters'] / 1e9:.1f}B | {ranks:,} | {found['planning']:.1f} | "
-        f"{found['total']:.1f} | {found['peak'] / 2**30:.2f} | {found['device'] / 2**30:.2f} | {found['calls']:,} |"
+        f"| {layers} | {distinct} | {found['parameters'] / 1e9:.1f}B | {ranks:,} | {found['planning']:.1f} | "
+        f"{found['total']:.1f} | {found['processor']:.1f} | {found['peak'] / 2**30:.2f} | "
+        f"{found['device'] / 2**30:.2f} | {found['calls']:,} |"
     )
 
 
@@ -81,20 +98,24 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
     parser.add_argument("--layers", type=int, nargs="+", default=LAYERS)
+    parser.add_argument("--distinct", type=int, nargs="+", default=DISTINCT)
     options = parser.parse_args()
     lines = [
         f"Python {platform.python_version()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the start.",
         "Llama-shaped, stage 3, bf16, 4 micro-batches of 1 x 4,096 tokens; each plan has activations with and without "
         "checkpointing.",
         "",
-        "| layers | parameters | ranks | planning, s | with imports, s | peak resident, GiB | planned device, GiB | "
-        "collectives per step |",
-        "|---|---|---|---|---|---|---|---|",
+        "| layers | different layers | parameters | ranks | planning, s | with imports, s | processor time of all, s | "
+        "peak resident, GiB | planned device, GiB | collectives per step |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
+    most = max(options.layers)
     for ranks in options.ranks:
-        lines.append(_row(LLAMA_70B, ranks))
+        lines.append(_row(most, 1, ranks))
     for layers in options.layers:
-        lines.append(_row({**LLAMA_70B, "num_hidden_layers": layers}, 4096))
+        lines.append(_row(layers, 1, 4096))
+    for distinct in options.distinct:
+        lines.append(_row(most, distinct, 4096))
     text = "\n".join(lines) + "\n"
     print(text)
     if options.out:

@@ -54,14 +54,25 @@ class Peak:
     moment: Moment = Moment()
 
 
-@dataclass
+@dataclass(slots=True)
 class _Storage:
     """One storage that is alive."""
 
     reference: Any
     nbytes: int  # counted as other; 0 where a ledger answers for it
     home: Home
-    pinned: bool = False
+    pinned: int = 0  # bytes of locked pages
+
+
+class _Books:
+    """What is alive in one home, and the most there was."""
+
+    __slots__ = ("booked", "kinds", "other", "peak")
+
+    def __init__(self) -> None:
+        self.kinds: dict[Kind, int] = defaultdict(int)
+        self.booked = self.other = 0  # sum of kinds; bytes of no kind
+        self.peak = Peak()
 
 
 class MemoryCount(TorchDispatchMode):
@@ -72,9 +83,8 @@ class MemoryCount(TorchDispatchMode):
 
     Attributes:
         moment: What is going on; set by whoever runs the step.
-        other: Bytes of no kind, by home.
-        peaks: By home.
-        pinned: Bytes of locked pages, and the most there were.
+        pinned: Bytes of locked pages.
+        most_pinned: The most there were.
         copied_down: Bytes copied from the device to the host.
         copied_up: Bytes copied from the host to the device.
     """
@@ -83,12 +93,11 @@ class MemoryCount(TorchDispatchMode):
         super().__init__()
         self._device_type = device_type
         self._alive: dict[int, _Storage] = {}
-        self._booked: dict[Home, dict[Kind, int]] = {home: defaultdict(int) for home in Home}
-        self._booked_sum = dict.fromkeys(Home, 0)
+        self._off_device = 0  # storages that are alive elsewhere
+        self._books = {home: _Books() for home in Home}
+        self._compared = (self._books[Home.DEVICE], self._books[Home.HOST])
         self.moment = Moment()
         self._moment_of_last_change = self.moment
-        self.other = dict.fromkeys(Home, 0)
-        self.peaks = {home: Peak() for home in Home}
         self.pinned = self.most_pinned = 0
         self.copied_down = self.copied_up = 0
 
@@ -102,24 +111,34 @@ class MemoryCount(TorchDispatchMode):
         finally:
             Ledger.auditor = before
 
+    @property
+    def peaks(self) -> dict[Home, Peak]:
+        """The highest sum of each home."""
+        return {home: books.peak for home, books in self._books.items()}
+
     def reset_peaks(self) -> None:
         """From now on."""
-        self.peaks = {home: Peak() for home in Home}
+        for books in self._books.values():
+            books.peak = Peak()
         self.look()
 
     def live(self, home: Home) -> int:
         """Bytes that are alive."""
-        return self._booked_sum[home] + self.other[home]
+        return self._books[home].booked + self._books[home].other
+
+    def other(self, home: Home) -> int:
+        """Bytes that are alive and of no kind."""
+        return self._books[home].other
 
     def look(self) -> None:
         """Compares what is alive with the peaks.
 
         It is done before each change, when an entry of a ledger and the storage that it stands for have both been seen.
         """
-        for home in (Home.DEVICE, Home.HOST):
-            total = self._booked_sum[home] + self.other[home]
-            if total > self.peaks[home].nbytes:
-                self.peaks[home] = Peak(total, dict(self._booked[home]), self.other[home], self._moment_of_last_change)
+        for books in self._compared:
+            total = books.booked + books.other
+            if total > books.peak.nbytes:
+                books.peak = Peak(total, dict(books.kinds), books.other, self._moment_of_last_change)
         self._moment_of_last_change = self.moment
 
     # -- what ledgers say --------------------------------------------------------------------------------------------
@@ -127,8 +146,9 @@ class MemoryCount(TorchDispatchMode):
     def booked(self, kind: Kind, home: Home, nbytes: int) -> None:
         """See ``Auditor``."""
         self.look()
-        self._booked[home][kind] += nbytes
-        self._booked_sum[home] += nbytes
+        books = self._books[home]
+        books.kinds[kind] += nbytes
+        books.booked += nbytes
 
     def claimed(self, tensor: torch.Tensor) -> None:
         """See ``Auditor``."""
@@ -136,7 +156,7 @@ class MemoryCount(TorchDispatchMode):
         if found is None:
             self._register(tensor.untyped_storage(), Home.DEVICE, 0)
             return
-        self.other[found.home] -= found.nbytes
+        self._books[found.home].other -= found.nbytes
         found.nbytes = 0
 
     # -- what operations make ----------------------------------------------------------------------------------------
@@ -145,11 +165,13 @@ class MemoryCount(TorchDispatchMode):
         """Says that the storage of ``tensor`` is in another home than the device."""
         storage = tensor.untyped_storage()
         found = self._alive.get(storage._cdata) or self._register(storage, Home.DEVICE, 0)
-        self.other[found.home] -= found.nbytes
-        found.home, found.pinned = home, pinned
-        self.other[home] += found.nbytes
+        self._books[found.home].other -= found.nbytes
+        self._off_device += (home is not Home.DEVICE) - (found.home is not Home.DEVICE)
+        found.home = home
+        self._books[home].other += found.nbytes
         if pinned:
-            self.pinned += storage.nbytes()
+            found.pinned = storage.nbytes()
+            self.pinned += found.pinned
             self.most_pinned = max(self.most_pinned, self.pinned)
 
     def home_of(self, tensor: torch.Tensor) -> Home:
@@ -157,32 +179,34 @@ class MemoryCount(TorchDispatchMode):
         found = self._alive.get(storage_key(tensor))
         return Home.DEVICE if found is None else found.home
 
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs one operation."""
-        return func(*args, **kwargs)
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
+        """Runs one operation.
+
+        Returns:
+            (its result, whether that is known to share no storage with the arguments).
+        """
+        return func(*args, **kwargs), False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        result = self.run(func, args, kwargs)
-        inputs: set[int] | None = None
-        for tensor in tensors_of(result):
+        result, is_new = self.run(func, args, kwargs)
+        for tensor in (result,) if type(result) is torch.Tensor else tensors_of(result):
             if tensor.device.type != self._device_type or tensor.layout is not torch.strided:
                 continue
             storage = tensor.untyped_storage()
-            if storage._cdata in self._alive:
-                continue
-            if inputs is None:
-                inputs = {storage_key(t) for t in tensors_of((args, kwargs)) if t.layout is torch.strided}
-            if storage._cdata not in inputs:
+            key = storage._cdata
+            if key not in self._alive and (is_new or not any(_is_over(key, t) for t in tensors_of((args, kwargs)))):
                 self.look()
                 self._register(storage, self._home_of_result(args), storage.nbytes())
-        if func is torch.ops.aten.copy_.default:
+        if self._off_device and func is torch.ops.aten.copy_.default:
             self._count_copy(args[0], args[1])
         return result
 
     def _home_of_result(self, args: tuple[Any, ...]) -> Home:
+        if not self._off_device:
+            return Home.DEVICE
         homes = {self.home_of(t) for t in tensors_of(args) if t.dim() and t.layout is torch.strided}
         return Home.HOST if homes and Home.DEVICE not in homes else Home.DEVICE
 
@@ -204,14 +228,23 @@ class MemoryCount(TorchDispatchMode):
                 alive._forget(key)
 
         made = self._alive[key] = _Storage(weakref.ref(storage, died), nbytes, home)
-        self.other[home] += nbytes
+        self._off_device += home is not Home.DEVICE
+        self._books[home].other += nbytes
         return made
 
     def _forget(self, key: int) -> None:
         found = self._alive.pop(key, None)
-        if found is not None and found.nbytes:
+        if found is None:
+            return
+        self._off_device -= found.home is not Home.DEVICE
+        self.pinned -= found.pinned
+        if found.nbytes:
             self.look()
-            self.other[found.home] -= found.nbytes
+            self._books[found.home].other -= found.nbytes
+
+
+def _is_over(key: int, tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and storage_key(tensor) == key
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:

@@ -15,8 +15,8 @@ from deepspeed.config.batch import ACCUMULATION, MICRO, TOTAL
 from deepspeed.config.source import read_source
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.plan.devices import Machine
-from deepspeed.plan.models import ModelSource, checkpoint_blocks
-from deepspeed.plan.rehearsal import Part, Rehearsed, rehearse
+from deepspeed.plan.models import ModelSource, Workload, checkpoint_blocks
+from deepspeed.plan.rehearsal import Part, Rehearsed, kept_by_forward, rehearse
 from deepspeed.plan.times import lower_bounds, travels
 from deepspeed.zero.placement import Home
 
@@ -232,12 +232,12 @@ def make_plan(request: Request, *, compare: bool = True) -> Plan:
         rank=min(1, ranks - 1) if request.rank is None else request.rank,
         kind=request.kind,
     )
-    found = _rehearsed(request, part)
+    found = rehearse(_workload(request), part)
     activations = {request.checkpointing: found.activations}
     if compare:
         other = replace(request, checkpointing=not request.checkpointing)
         try:
-            activations[other.checkpointing] = _rehearsed(other, replace(part, accumulation_steps=1)).activations
+            activations[other.checkpointing] = kept_by_forward(_workload(other), part)
         except DeepSpeedConfigError as error:
             notices.append(str(error))
     return Plan(
@@ -252,11 +252,11 @@ def make_plan(request: Request, *, compare: bool = True) -> Plan:
     )
 
 
-def _rehearsed(request: Request, part: Part) -> Rehearsed:
-    workload = request.source.build()
+def _workload(request: Request) -> Workload:
+    made = request.source.build()
     if request.checkpointing:
-        checkpoint_blocks(workload.model)
-    return rehearse(workload, part)
+        checkpoint_blocks(made.model)
+    return made
 
 
 def _with_batch(request: Request) -> tuple[dict[str, Any], list[str]]:

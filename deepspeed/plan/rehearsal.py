@@ -29,7 +29,7 @@ from deepspeed.offload.disk import disk_is
 from deepspeed.offload.pinned import host_memory_from
 from deepspeed.ops.chunks import drop_scratch
 from deepspeed.plan.memory import Moment, Peak
-from deepspeed.plan.models import Workload
+from deepspeed.plan.models import Inputs, Workload
 from deepspeed.plan.network import PlayedWorld
 from deepspeed.plan.stage_set import META, PlayedDevice, PlayedDisk, PlayedHostMemory
 from deepspeed.plan.values import Rehearsal
@@ -140,15 +140,21 @@ class Rehearsed:
 
 def rehearse(workload: Workload, part: Part) -> Rehearsed:
     """Builds the engine and runs it; raises what the engine raises."""
-    count = Rehearsal(part.kind)
-    disk = PlayedDisk(count.note)
-    with _stage(part, count, disk):
+    with _stage(part) as (count, disk):
         return _Run(workload, part, count, disk).result()
 
 
+def kept_by_forward(workload: Workload, part: Part) -> int:
+    """Bytes that forward keeps for backward, and nothing else; raises what the engine raises."""
+    with _stage(part) as (count, disk):
+        return _Run(workload, part, count, disk).kept_by_forward()
+
+
 @contextmanager
-def _stage(part: Part, count: Rehearsal, disk: PlayedDisk) -> Iterator[None]:
+def _stage(part: Part) -> Iterator[tuple[Rehearsal, PlayedDisk]]:
     """Everything that the engine must not notice; undone at the end."""
+    count = Rehearsal(part.kind)
+    disk = PlayedDisk(count.note)
     accelerator = get_accelerator()
     device = PlayedDevice(part.kind)
     world = PlayedWorld(part.rank, part.ranks, device.communication_backend_name() or "nccl")
@@ -162,7 +168,7 @@ def _stage(part: Part, count: Rehearsal, disk: PlayedDisk) -> Iterator[None]:
         with ExitStack() as stack:
             for context in (quiet(), played_by(world), host_memory_from(host), disk_is(disk), count.counting()):
                 stack.enter_context(context)
-            yield
+            yield count, disk
     finally:
         drop_scratch(META)
         set_accelerator(accelerator)
@@ -191,10 +197,9 @@ class _Run:
         self._enter("initialize")
         parameters = sum(p.numel() for p in model.parameters())
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        engine = initialize(model=model, optimizer=_client_optimizer(self._part.config), config=self._config())[0]
+        engine, inputs = self._ready()
         count.look()
         init_peak = count.peaks[Home.DEVICE].nbytes
-        inputs = self._workload.inputs(self._part.micro_batch, self._part.sequence_length)
         try:
             with self._modules_watched():
                 # As many micro-batches as in the step that counts: what a step leaves allocated depends on it.
@@ -223,6 +228,21 @@ class _Run:
             init_peak=init_peak,
         )
 
+    def kept_by_forward(self) -> int:
+        """Runs one forward."""
+        engine, inputs = self._ready()
+        try:
+            self._forward(engine, inputs)
+        finally:
+            engine.destroy()
+        return self._activations
+
+    def _ready(self) -> tuple[Any, Inputs]:
+        """The engine and a micro-batch."""
+        optimizer = _client_optimizer(self._part.config)
+        engine = initialize(model=self._workload.model, optimizer=optimizer, config=self._config())[0]
+        return engine, self._workload.inputs(self._part.micro_batch, self._part.sequence_length)
+
     def _config(self) -> dict[str, Any]:
         config = {key: value for key, value in self._part.config.items() if key not in _SIDE_EFFECTS}
         config.pop("train_batch_size", None)
@@ -232,16 +252,20 @@ class _Run:
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
-    def _step(self, engine: Any, inputs: tuple[tuple[Any, ...], dict[str, Any]], micro_batches: int) -> list[Flow]:
+    def _forward(self, engine: Any, inputs: Inputs) -> torch.Tensor:
+        held = self._count.other(Home.DEVICE)
+        loss = loss_of(engine(*inputs[0], **inputs[1]))
+        self._activations = max(self._activations, self._count.other(Home.DEVICE) - held)
+        return loss
+
+    def _step(self, engine: Any, inputs: Inputs, micro_batches: int) -> list[Flow]:
         """Micro-batches up to an update; returns what each moved."""
         flows = []
         for number in range(1, micro_batches + 1):
             engine.set_gradient_accumulation_boundary(number == micro_batches)
             before = self._flow()
             self._enter("forward")
-            held = self._count.other[Home.DEVICE]
-            loss = loss_of(engine(*inputs[0], **inputs[1]))
-            self._activations = max(self._activations, self._count.other[Home.DEVICE] - held)
+            loss = self._forward(engine, inputs)
             self._enter("backward")
             engine.backward(loss)
             ledger = engine._runtime.ledger

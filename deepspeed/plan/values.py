@@ -6,6 +6,7 @@ true) it gets that of a training in good health: numbers are 1, nothing is infin
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from deepspeed.errors import NotYetSupportedError
+from deepspeed.plan.known_shapes import KnownShapes
 from deepspeed.plan.memory import MemoryCount, tensors_of
 
 aten = torch.ops.aten
@@ -27,12 +29,14 @@ class Rehearsal(MemoryCount):
 
     Attributes:
         flops: Floating-point operations of matrix products, convolutions and attention so far.
+        shapes: Works the results out.
     """
 
     def __init__(self, kind: str) -> None:
         super().__init__("meta")
         self._kind = kind
         self.flops = 0
+        self.shapes = KnownShapes(_arithmetic)
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -40,26 +44,33 @@ class Rehearsal(MemoryCount):
         with super().counting(), _attention_of(self._kind):
             yield
 
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Computes the shapes of one operation, or answers it."""
-        if _updates_in_place(func):
-            return None
-        answer = _ANSWERS.get(func)
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
+        """Computes the shapes of one operation, or answers it; see the class this one derives from."""
+        answer = _answer_to(func)
         if answer is not None:
             found = answer(self, args, kwargs)
             if found is not NotImplemented:
-                return found
-        result = func(*args, **kwargs)
-        formula = _formulas().get(func._overloadpacket)
-        if formula is not None:
-            self.flops += int(formula(*args, **kwargs, out_val=result))
-        return result
+                return found, False
+        made = self.shapes.run(func, args, kwargs)
+        self.flops += made.flops
+        return made.result, made.is_new
 
 
-def _updates_in_place(func: Any) -> bool:
-    """Fused updates of lists return nothing; what they would compute is of no interest."""
+def _arithmetic(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    formula = _formula(func)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+
+
+@functools.cache
+def _answer_to(func: Any) -> Any:
     name = func._schema.name
-    return name.startswith(("aten::_fused_", "aten::_foreach_")) and name.endswith("_") and not func._schema.returns
+    if name.startswith(("aten::_fused_", "aten::_foreach_")) and name.endswith("_") and not func._schema.returns:
+        return _nothing
+    return _ANSWERS.get(func)
+
+
+def _nothing(_rehearsal: Rehearsal, _args: Any, _kwargs: Any) -> None:
+    """Updates of lists return nothing; what they would compute is of no interest."""
 
 
 def _read_number(rehearsal: Rehearsal, args: tuple[Any, ...], _kwargs: Any) -> Any:
@@ -159,21 +170,17 @@ _ANSWERS: dict[Any, Any] = {
     aten.equal.default: _equal,
 }
 
-_found_formulas: dict[Any, Any] = {}
+
+@functools.cache
+def _formula(func: Any) -> Any:
+    """Torch's formula of arithmetic; it lacks that of the attention kernel for host memory, which is the others'."""
+    from torch.utils.flop_counter import flop_registry
+
+    packet = func._overloadpacket
+    return flop_registry.get(packet) or flop_registry.get(_LIKE.get(packet))
 
 
-def _formulas() -> dict[Any, Any]:
-    """Torch's formulas of arithmetic, with that of the attention kernel for host memory, which it lacks."""
-    if not _found_formulas:
-        from torch.utils import flop_counter
-
-        _found_formulas.update(flop_counter.flop_registry)
-        _found_formulas.setdefault(
-            aten._scaled_dot_product_flash_attention_for_cpu,
-            flop_counter.flop_registry[aten._scaled_dot_product_flash_attention],
-        )
-        _found_formulas.setdefault(
-            aten._scaled_dot_product_flash_attention_for_cpu_backward,
-            flop_counter.flop_registry[aten._scaled_dot_product_flash_attention_backward],
-        )
-    return _found_formulas
+_LIKE = {
+    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
+}

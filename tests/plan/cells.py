@@ -127,9 +127,9 @@ def _measure(cell: Cell, folder: str) -> dict[str, Any]:
 def _step(engine: Any, batch: torch.Tensor, accumulation: int, count: MemoryCount) -> int:
     most = 0
     for _ in range(accumulation):
-        held = count.other[Home.DEVICE]
+        held = count.other(Home.DEVICE)
         loss = engine(batch, batch)
-        most = max(most, count.other[Home.DEVICE] - held)
+        most = max(most, count.other(Home.DEVICE) - held)
         engine.backward(loss)
         engine.step()
         del loss
