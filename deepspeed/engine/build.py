@@ -18,6 +18,7 @@ from deepspeed.comm.connect import create_transport, warm_up
 from deepspeed.config import ParsedConfig, parse
 from deepspeed.config.compared import compared_values
 from deepspeed.config.sections.root import Root
+from deepspeed.engine.compiling import gathers_between_pieces, refuse_whole_graphs
 from deepspeed.engine.optimizers import (
     choose_optimizer,
     group_indices,
@@ -166,6 +167,8 @@ def build_parts(client: Client, config: Any, distributed_port: int, dist_init_re
     placement = placement_of(root.zero_optimization, dp_world_size)
     precision = PrecisionPolicy.from_config(root, device.type, client.model)
     _check_device_supports(precision)
+    if gathers_between_pieces(placement, dp_world_size):
+        refuse_whole_graphs(client.model)
     torch_optimizer = choose_optimizer(
         root,
         client.model,

@@ -15,20 +15,21 @@ from deepspeed.config import ParsedConfig
 from deepspeed.engine.accessors import ConfigAccessors
 from deepspeed.engine.build import EngineParts
 from deepspeed.engine.checkpointing import CheckpointMethods
+from deepspeed.engine.compiling import CompileMethods
 from deepspeed.engine.flops import ProfiledStep
 from deepspeed.engine.offloading import OffloadMethods
 from deepspeed.engine.outputs import tensors_in
 from deepspeed.engine.progress import ProgressLog, StepFacts
 from deepspeed.engine.queries import EngineQueries
 from deepspeed.engine.reports import memory_rows, precision_rows, state_text
-from deepspeed.errors import CallOrderError, DeepSpeedConfigError, NotYetSupportedError
+from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.logging import log_dist, log_dist_once, logger
 from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer
 from deepspeed.zero.runtime import ZeroRuntime
 from deepspeed.zero.sources import iter_full
 
 
-class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, OffloadMethods, nn.Module):
+class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, CompileMethods, OffloadMethods, nn.Module):
     """Wraps a model for training. Made by ``deepspeed.initialize``.
 
     Attributes unknown to the engine are those of the wrapped model.
@@ -431,37 +432,6 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Offload
     def eval(self) -> DeepSpeedEngine:
         """Evaluation mode, for the model too."""
         return self.train(False)
-
-    def compile(
-        self,
-        backend: Any = None,
-        compile_kwargs: dict[str, Any] | None = None,
-        schedule: Any = None,
-        compiled_autograd_enabled: bool = False,
-    ) -> None:
-        """Compiles the model in place by ``torch.compile``.
-
-        Args:
-            backend: Of ``torch.compile``; None is torch's default.
-            compile_kwargs: Further arguments.
-            schedule: DeepCompile schedule; not supported.
-            compiled_autograd_enabled: Compiled autograd; not supported.
-        """
-        if schedule is not None or compiled_autograd_enabled:
-            raise NotYetSupportedError(
-                "engine.compile: schedule and compiled_autograd_enabled belong to DeepCompile, which this release does "
-                "not have; leave them out"
-            )
-        arguments = dict(compile_kwargs or {})
-        if backend is not None:
-            arguments["backend"] = backend
-        self.module.compile(**arguments)
-        self._is_compiled = True
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether :meth:`compile` was called."""
-        return self.__dict__.get("_is_compiled", False)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,10 @@ handles whose gradients have arrived may be freed again.
 
 ``torch.func`` refuses to differentiate while such hooks are active, so for the length of a transform ours stand aside.
 What is saved inside are bare views; memory that they see is left to them (``FlatBuffer.free``).
+
+In a model that ``torch.compile`` cut into pieces the hooks also run between the pieces, where the compiler follows
+every Python function. They are kept out of it: those called for every saved tensor by a mark on their code, which costs
+nothing, and what they call once in a while (a gather) with everything below it.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ class Handle:
 
     __slots__ = ("_on_death", "bucket", "offset", "size", "stride")
 
+    @torch.compiler.disable(recursive=False)
     def __init__(self, bucket: Bucket, tensor: torch.Tensor, on_death: Callable[[Bucket], None]) -> None:
         self.bucket = bucket
         self.offset = tensor.storage_offset()
@@ -36,6 +41,7 @@ class Handle:
         self._on_death = on_death
         bucket.live_handles += 1
 
+    @torch.compiler.disable(recursive=False)
     def __del__(self) -> None:
         self.bucket.live_handles -= 1
         if self.bucket.live_handles == 0:
@@ -57,8 +63,8 @@ class SavedTensorHooks:
         self._by_storage = {bucket.full.storage_key: bucket for bucket in buckets}
         for bucket in buckets:
             bucket.full.on_move = self._follow
-        self._demand = demand
-        self._on_death = on_death
+        self._demand = torch.compiler.disable(demand)
+        self._on_death = torch.compiler.disable(on_death)
         _alive.add(self)
 
     def _follow(self, old_key: int, new_key: int) -> None:
@@ -101,12 +107,14 @@ class SavedTensorHooks:
             if are_ours:
                 torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
 
+    @torch.compiler.disable(recursive=False)
     def _pack(self, tensor: torch.Tensor) -> Any:
         if tensor.layout is not torch.strided:
             return tensor
-        bucket = self._by_storage.get(storage_key(tensor))
+        bucket = self._by_storage.get(tensor.untyped_storage()._cdata)  # storage_key, without another function
         return tensor if bucket is None else Handle(bucket, tensor, self._on_death)
 
+    @torch.compiler.disable(recursive=False)
     def _unpack(self, packed: Any) -> torch.Tensor:
         if not isinstance(packed, Handle):
             return packed

@@ -26,6 +26,7 @@ from deepspeed.zero.bucket import Bucket, State
 from deepspeed.zero.handles import SavedTensorHooks
 from deepspeed.zero.holder import Gatherer
 from deepspeed.zero.schedule import GatherSchedule
+from deepspeed.zero.sharded_parameter import NOT_IN_A_GRAPH
 
 
 @dataclass
@@ -44,7 +45,7 @@ class _ScopeHook:
     def __init__(self, run: Callable[[], None]) -> None:
         self._run = run
 
-    @torch.compiler.disable
+    @torch.compiler.disable(reason=NOT_IN_A_GRAPH)
     def __call__(self, *_args: Any) -> None:
         self._run()
 

@@ -30,6 +30,7 @@ _METADATA = frozenset(
         "__len__",
         "_has_compatible_shallow_copy_type",
         "_is_view",
+        "_is_zerotensor",
         "_version",
         "data_ptr",
         "detach",
@@ -37,9 +38,11 @@ _METADATA = frozenset(
         "element_size",
         "get_device",
         "is_complex",
+        "is_conj",
         "is_contiguous",
         "is_floating_point",
         "is_inference",
+        "is_neg",
         "is_pinned",
         "is_same_size",
         "is_set_to",
@@ -66,8 +69,11 @@ _COMPUTED_PROPERTIES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
 # Module.to() and its kin call these on every parameter; to the present dtype they change nothing.
 _CONVERSIONS = frozenset({"to", "cpu", "cuda", "xpu", "float", "double", "half", "bfloat16"})
 
+NOT_IN_A_GRAPH = (
+    "ZeRO stage 3 gathers parameters here, which is no part of a compiled graph; compile without fullgraph=True"
+)
 
-@torch.compiler.disable  # a gather is no part of a compiled graph, and what it needs is not to be traced
+
 def _operate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An operation on a sharded parameter: passed on, served by a gather, or refused."""
     name = getattr(func, "__name__", "")
@@ -93,6 +99,7 @@ class ShardedParameter(torch.nn.Parameter):
     """The class of a parameter while it is sharded. Never instantiated: parameters are turned into it."""
 
     @classmethod
+    @torch.compiler.disable(reason=NOT_IN_A_GRAPH)  # neither in the graph nor, being Python, compiled by itself
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -150,6 +157,7 @@ class ShardedData(torch.Tensor):
     """What ``parameter.data`` is while the parameter is sharded: empty, and no more to be computed on."""
 
     @classmethod
+    @torch.compiler.disable(reason=NOT_IN_A_GRAPH)
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

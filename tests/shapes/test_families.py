@@ -92,6 +92,26 @@ def test_recomputation(reentrant):
     run_ranks(_train, 2, names, STAGE_3[:1], reentrant, timeout=120)
 
 
+def _compiled(name, how):
+    torch._dynamo.reset()
+    compare(
+        lambda: _model(name),
+        _loss(name),
+        steps=2,
+        stages=STAGE_3[:1],
+        tolerance=TOLERANCE,
+        prepare=(lambda model: torch.compile(model, backend="aot_eager")) if how == "before" else None,
+        ready=(lambda engine: engine.compile(backend="aot_eager")) if how == "engine" else None,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["before", "engine"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_compiled_as_a_whole(name, how):
+    run_ranks(_compiled, 2, name, how, timeout=300)
+
+
 def _adapted():
     import peft
 

@@ -1,0 +1,83 @@
+"""``torch.compile`` of an engine's model: what is passed on, and what stage 3 refuses.
+
+At stage 3 gathers lie between the compiled pieces: at the hooks of each unit, and at every use of a parameter that is
+sharded at the moment. Torch's compiler breaks its graphs there, so a model cannot be one graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
+from deepspeed.zero.placement import Placement
+
+
+class CompileMethods:
+    """Mixin of the engine: ``compile`` and ``is_compiled``."""
+
+    module: nn.Module
+    _parts: Any
+
+    def compile(
+        self,
+        backend: Any = None,
+        compile_kwargs: dict[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compiles the model in place by ``torch.compile``.
+
+        Args:
+            backend: Of ``torch.compile``; None is torch's default.
+            compile_kwargs: Further arguments.
+            schedule: DeepCompile schedule; not supported.
+            compiled_autograd_enabled: Compiled autograd; not supported.
+
+        Raises:
+            NotYetSupportedError: An argument of DeepCompile.
+            DeepSpeedConfigError: ``fullgraph=True`` at stage 3 on several ranks.
+        """
+        if schedule is not None or compiled_autograd_enabled:
+            raise NotYetSupportedError(
+                "engine.compile: schedule and compiled_autograd_enabled belong to DeepCompile, which this release does "
+                "not have; leave them out"
+            )
+        arguments = dict(compile_kwargs or {})
+        if arguments.get("fullgraph") and gathers_between_pieces(self._parts.placement, self._parts.dp_world_size):
+            raise DeepSpeedConfigError(_whole_graph("engine.compile(compile_kwargs=...)", self.module))
+        if backend is not None:
+            arguments["backend"] = backend
+        self.module.compile(**arguments)
+        self._is_compiled = True
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether :meth:`compile` was called."""
+        return self.__dict__.get("_is_compiled", False)
+
+
+def gathers_between_pieces(placement: Placement, ranks: int) -> bool:
+    """Whether compiled pieces of a model have gathers between them."""
+    return placement.shard_params and ranks > 1
+
+
+def refuse_whole_graphs(model: nn.Module) -> None:
+    """Raises if ``model`` was compiled into one graph before ``initialize``.
+
+    Raises:
+        DeepSpeedConfigError: Names the module.
+    """
+    for name, module in model.named_modules():
+        inner = module.__dict__["_modules"].get("_orig_mod")
+        if inner is not None and getattr(module.__dict__.get("dynamo_ctx"), "fullgraph", False):
+            raise DeepSpeedConfigError(_whole_graph(f"initialize(model=...), module {name!r}", inner))
+
+
+def _whole_graph(where: str, module: nn.Module) -> str:
+    return (
+        f"{where}: {type(module).__name__} is to be compiled with fullgraph=True, but at ZeRO stage 3 on several ranks "
+        "its parameters are gathered between the compiled pieces, so there is more than one graph. Leave fullgraph "
+        "out, or use a lower stage"
+    )
