@@ -71,24 +71,21 @@ def test_evaluation_best_model_and_resume(stage, in_config, tmp_path):
 
 
 @on_cpu_ranks
-def _resumed_elsewhere(stage, folder):
+def _trained(stage, folder, resume):
     """What a job that starts anew sees: nothing but the directory."""
     place = runs.save_pretrained(folder)
     out = os.path.join(folder, "out")
     trainer = _trainer(out, place, runs.ds_config(stage), save_strategy="steps", save_steps=3)
-    if os.path.isdir(out):
-        trainer.train(resume_from_checkpoint=True)
-    else:
-        trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     return runs.log(trainer)["loss"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", range(4))
 def test_resume_with_another_number_of_ranks(stage, tmp_path):
-    straight = run_ranks(_resumed_elsewhere, 2, stage, str(tmp_path), timeout=120)[0]
+    straight = run_ranks(_trained, 2, stage, str(tmp_path), False, timeout=120)[0]
     os.rename(tmp_path / "out" / "checkpoint-6", tmp_path / "later")
-    resumed = run_ranks(_resumed_elsewhere, 1, stage, str(tmp_path), timeout=120)[0]
+    resumed = run_ranks(_trained, 1, stage, str(tmp_path), True, timeout=120)[0]
     assert resumed[:3] == straight[:3] and len(resumed) == runs.STEPS
 
 
