@@ -60,6 +60,24 @@ def mixtral_config(**more: Any) -> Any:
     return MixtralConfig(**{**sizes, **more})
 
 
+def distilbert_config(**more: Any) -> Any:
+    from transformers import DistilBertConfig
+
+    sizes = {"vocab_size": 97, "dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 24}
+    return DistilBertConfig(**{**sizes, **more})
+
+
+def patchtst_config(**more: Any) -> Any:
+    from transformers import PatchTSTConfig
+
+    sizes = {
+        "num_input_channels": 2, "context_length": 16, "patch_length": 4, "patch_stride": 4, "prediction_length": 4,
+        "d_model": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "ffn_dim": 16,
+        "positional_encoding_type": "sincos",
+    }  # fmt: skip
+    return PatchTSTConfig(**{**sizes, **more})
+
+
 @contextmanager
 def zero3_switched_on(config: dict[str, Any]):
     """What ``TrainingArguments(deepspeed=config)`` does for ``from_pretrained`` and ``from_config``."""

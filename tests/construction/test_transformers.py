@@ -48,6 +48,8 @@ def settings(**more):
 
 
 def _load_and_train(name, folder):
+    from transformers.trainer_pt_utils import get_model_param_count
+
     rank, ranks = dist.get_rank(), dist.get_world_size()
     kind, config = _case(name)
     torch.manual_seed(0)
@@ -61,6 +63,7 @@ def _load_and_train(name, folder):
         torch.manual_seed(rank)
         model = kind.from_pretrained(folder)
         built = kind.from_config(config)
+        assert get_model_param_count(model) == sum(p.numel() for p in plain.parameters())
     for each in (model, built):
         assert all(p.shape == (0,) and p.dtype == torch.float32 for p in each.parameters())
         assert [n for n, _ in each.named_parameters()] == [n for n, _ in plain.named_parameters()]  # tied as before
@@ -170,6 +173,37 @@ def _missing_and_resized(folder):
 
 def test_missing_keys_and_resized_embeddings(tmp_path):
     run_ranks(_missing_and_resized, 2, str(tmp_path), timeout=120)
+
+
+def _single_tensors(folder):
+    """Models whose code gathers one tensor at a time to fill in a table of positions."""
+    import transformers
+
+    kinds = {
+        "distilbert": (transformers.DistilBertModel, models.distilbert_config()),
+        "patchtst": (transformers.PatchTSTForPrediction, models.patchtst_config()),
+    }
+    for name, (kind, config) in kinds.items():
+        torch.manual_seed(0)
+        plain = kind(config)
+        if dist.get_rank() == 0:
+            plain.save_pretrained(os.path.join(folder, name))
+        dist.barrier()
+        with models.zero3_switched_on(models.auto_config()):
+            model = kind.from_pretrained(os.path.join(folder, name))
+            built = kind._from_config(config)
+        assert all(p.shape == (0,) for p in [*model.parameters(), *built.parameters()])
+        values, fresh = full_values(model), full_values(built)
+        assert same_everywhere(values) and same_everywhere(fresh)
+        for parameter_name, parameter in plain.named_parameters():
+            assert torch.equal(values[parameter_name], parameter), parameter_name
+            if not parameter.requires_grad:  # the table: no chance is in it
+                torch.testing.assert_close(fresh[parameter_name], parameter.detach())
+
+
+@pytest.mark.slow
+def test_models_that_gather_single_tensors(tmp_path):
+    run_ranks(_single_tensors, 2, str(tmp_path), timeout=120)
 
 
 def _adapters():

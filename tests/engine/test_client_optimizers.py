@@ -191,8 +191,26 @@ def _lambda_schedule():
     assert schedule.get_last_lr() == engine.get_lr()
 
 
+def _arguments_of_the_schedule():
+    class Noting(StepLR):
+        noted: list = []
+
+        def step(self, *args, **kwargs):
+            self.noted.append((args, kwargs))
+            super().step()
+
+    model = tower()
+    optimizer = adamw(model)
+    engine, *_ = initialize(model=model, optimizer=optimizer, lr_scheduler=Noting(optimizer, 1), config=_config(2))
+    Noting.noted.clear()
+    engine.backward(engine(inputs(0, rank())))
+    engine.step(lr_kwargs={"epoch": 3})
+    assert Noting.noted == [((), {"epoch": 3})]
+
+
 def test_schedulers_keep_their_base_rates():
     run_ranks(_lambda_schedule, 2)
+    run_ranks(_arguments_of_the_schedule, 1)
 
 
 def _rates_by_step():

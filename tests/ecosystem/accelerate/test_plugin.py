@@ -89,6 +89,15 @@ def _numbers(folder):
         homes = {"cpu": ("host",), "nvme": ("host", "file"), None: ("",)}[param_at]
         assert param_at is None or any(f"compute parameters ({home})" in kinds for home in homes)
 
+    # The client's own optimizer under offload, which accelerate would replace.
+    config = {
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        "zero_force_ds_cpu_optimizer": False, "train_micro_batch_size_per_gpu": "auto",
+    }  # fmt: skip
+    accelerator, engine, optimizer, batches = _prepared(DeepSpeedPlugin(hf_ds_config=config))
+    assert type(engine.basic_optimizer) is torch.optim.AdamW and engine.zero_cpu_offload()
+    assert "optimizer state (host)" in _trains(accelerator, engine, optimizer, batches)
+
 
 def test_stage_clipping_accumulation_and_offload(tmp_path):
     run_ranks(_numbers, 2, str(tmp_path), timeout=120)

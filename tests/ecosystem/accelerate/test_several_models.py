@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 
 import torch
 import torch.distributed as dist
@@ -99,6 +100,28 @@ def _two_trained_models():
 
 
 @on_cpu_ranks
+def _saved_together(folder):
+    """Two engines of one Accelerator: ``save_state`` writes a checkpoint of each, ``load_state`` reads both."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    plugins = {str(stage): loops.shard_everything(DeepSpeedPlugin(zero_stage=stage)) for stage in (3, 2)}
+    accelerator = Accelerator(deepspeed_plugins=plugins)
+    prepared = []
+    for name in plugins:
+        accelerator.state.select_deepspeed_plugin(name)
+        net = loops.Net()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=loops.LR)
+        prepared.append(accelerator.prepare(net, optimizer, loops.loader()))
+    for objects in prepared:
+        loops.accelerated(accelerator, *objects)
+    accelerator.save_state(folder)
+    assert {"latest", "pytorch_model", "pytorch_model_1"} <= set(os.listdir(folder))
+    expected = [loops.accelerated(accelerator, *objects) for objects in prepared]
+    accelerator.load_state(folder)
+    assert [loops.accelerated(accelerator, *objects) for objects in prepared] == expected
+
+
+@on_cpu_ranks
 def _only_run():
     """``prepare(model)`` without an optimizer: stage 3 shards and runs; the results are those of the model."""
     from accelerate import Accelerator, DeepSpeedPlugin
@@ -125,6 +148,10 @@ def test_student_and_teacher():
 
 def test_two_trained_models():
     run_ranks(_two_trained_models, 2, timeout=60)
+
+
+def test_models_that_are_saved_together(tmp_path):
+    run_ranks(_saved_together, 2, str(tmp_path), timeout=60)
 
 
 def test_a_model_that_is_only_run():

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from tests.ecosystem.accelerate import loops
-from tests.ecosystem.support import mean_over_ranks, needs_transformers, on_cpu_ranks
+from tests.ecosystem.support import forget_runs, mean_over_ranks, needs_transformers, on_cpu_ranks
 from tests.harness import run_ranks
 
 pytestmark = needs_transformers
@@ -225,6 +225,37 @@ def _compiled():
     engine, optimizer, batches = accelerator.prepare(net, optimizer, loops.loader())
     assert engine.is_compiled
     loops.assert_same(loops.accelerated(accelerator, engine, optimizer, batches), expected)
+
+
+@on_cpu_ranks
+def _optimizer_with_a_mode():
+    """``train`` and ``eval`` of schedule-free optimizers reach the client's own through both wrappers."""
+    from accelerate import Accelerator
+
+    class WithMode(torch.optim.SGD):
+        mode = "none"
+
+        def train(self):
+            self.mode = "train"
+
+        def eval(self):
+            self.mode = "eval"
+
+    for stage in (0, 2, 3):
+        accelerator = Accelerator(deepspeed_plugin=_plugin(stage))
+        net = loops.Net()
+        own = WithMode(net.parameters(), lr=loops.LR)
+        _, optimizer, _ = accelerator.prepare(net, own, loops.loader())
+        optimizer.eval()
+        assert own.mode == "eval"
+        optimizer.train()
+        assert own.mode == "train"
+        accelerator.free_memory()
+        forget_runs()
+
+
+def test_optimizer_with_a_mode():
+    run_ranks(_optimizer_with_a_mode, 2, timeout=60)
 
 
 def test_refused_consolidation():

@@ -90,6 +90,25 @@ def test_resume_with_another_number_of_ranks(stage, tmp_path):
 
 
 @on_cpu_ranks
+def _on_each_node(folder):
+    """``save_on_each_node``: both ranks are of one node here, which then has all that it needs."""
+    place = runs.save_pretrained(folder)
+    config = runs.ds_config(3, scheduler=True)
+    more = {"save_on_each_node": True, "save_strategy": "steps", "save_steps": 3}
+    straight = _trainer(os.path.join(folder, "out"), place, config, **more)
+    straight.train()
+    assert straight.deepspeed.config["checkpoint"]["use_node_local_storage"] is True
+    resumed = _trainer(os.path.join(folder, "out"), place, config, **more)
+    resumed.train(resume_from_checkpoint=os.path.join(folder, "out", "checkpoint-3"))
+    assert runs.log(resumed)["loss"] == runs.log(straight)["loss"]
+
+
+@pytest.mark.slow
+def test_save_on_each_node(tmp_path):
+    run_ranks(_on_each_node, 2, str(tmp_path), timeout=60)
+
+
+@on_cpu_ranks
 def _only_the_model(stage, folder):
     place = runs.save_pretrained(folder)
     out = os.path.join(folder, "out")
