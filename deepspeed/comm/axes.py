@@ -9,6 +9,7 @@ numbered by *position*: first along the sharing axis, then along the other (:cla
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -19,10 +20,13 @@ import torch.distributed as dist
 
 from deepspeed.comm.connect import backend_for, create_transport, part_of_transport, warm_up
 from deepspeed.comm.gloo import GlooTransport
+from deepspeed.comm.native import NativeTransport
+from deepspeed.comm.nodes import HIERARCHICAL, GlooByNodes, NativeByNodes, ask_for_nodes
 from deepspeed.comm.store import is_alive
-from deepspeed.comm.transport import Piece, Transport, Work
+from deepspeed.comm.transport import LocalTransport, Piece, Transport, Work
 from deepspeed.comm.world import size_of, stand_in
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.logging import log_dist
 
 
 def sharing_ranks(size: int, shard_size: int) -> list[list[int]]:
@@ -127,7 +131,12 @@ class Grid:
 
 
 def create_grid(
-    shard_size: int, *, group: Any = None, device: torch.device | None = None, timeout: timedelta | None = None
+    shard_size: int,
+    *,
+    group: Any = None,
+    device: torch.device | None = None,
+    timeout: timedelta | None = None,
+    by_nodes: bool = False,
 ) -> Grid:
     """Makes the transports of a grid. Every rank of the default group must call it, in the same order.
 
@@ -136,9 +145,10 @@ def create_grid(
         group: The ranks of the grid; they must be all there are. None: the default group.
         device: Where the buffers live.
         timeout: As of :func:`deepspeed.comm.connect.create_transport`.
+        by_nodes: Gather in two steps where the groups span nodes, see :func:`gathering_by_nodes`.
 
     Raises:
-        DeepSpeedConfigError: ``group`` has fewer ranks than there are.
+        DeepSpeedConfigError: ``group`` has fewer ranks than there are, or nodes are cut.
     """
     everyone = create_transport(group, device=device, timeout=timeout)
     if everyone.size != size_of():
@@ -155,10 +165,57 @@ def create_grid(
         made["combine"] = others.transport(device, same[everyone.rank % shard_size])
         for transport in made.values():
             transport.belongs_to(everyone)
+    if by_nodes:
+        made["gather"] = gathering_by_nodes(made["gather"], everyone, device=device, timeout=timeout)
     made["gather"].replicas = made["combine"]
     for transport in (*made.values(), everyone):
         warm_up(transport)
     return Grid(**made, positions=GridTransport(made["gather"], made["combine"], everyone))
+
+
+def gathering_by_nodes(
+    plain: Transport, everyone: Transport, *, device: torch.device | None = None, timeout: timedelta | None = None
+) -> Transport:
+    """A transport that gathers between nodes first, then inside each. Every rank must call it, in the same order.
+
+    Args:
+        plain: Over consecutive ranks that share slices, as many on every rank.
+        everyone: All ranks of the job.
+        device: Where the buffers live.
+        timeout: As of :func:`deepspeed.comm.connect.create_transport`.
+
+    Returns:
+        The transport to use in the place of ``plain``; ``plain`` itself where its ranks do not span nodes, which one
+        line says, or where a stand-in plays the other ranks.
+
+    Raises:
+        DeepSpeedConfigError: Nodes are cut, or there are ranks outside ``everyone``.
+    """
+    if stand_in() is not None or isinstance(plain, LocalTransport):
+        return plain
+    if everyone.size != size_of():
+        raise DeepSpeedConfigError(
+            f"{HIERARCHICAL}: needs data-parallel ranks that are all ranks: found {everyone.size} data-parallel ranks "
+            f"of {size_of()}. Leave the mpu out, or the key"
+        )
+    nodes = ask_for_nodes(everyone, os.environ, plain.size)
+    if isinstance(nodes, str):
+        log_dist(f"{HIERARCHICAL} has no effect: {nodes}")
+        return plain
+    log_dist(f"parameters are gathered in two steps: between {nodes.count} nodes, then among the {nodes.width} of each")
+    if isinstance(plain, GlooTransport):
+        return GlooByNodes(plain, nodes)
+    assert isinstance(plain, NativeTransport)
+    groups = sharing_ranks(everyone.size, plain.size)
+    near = [ranks[first : first + nodes.width] for ranks in groups for first in range(0, plain.size, nodes.width)]
+    far = [ranks[place :: nodes.width] for ranks in groups for place in range(nodes.width)]
+    made = []
+    for name, axis in (("far", far), ("near", near)):
+        transport = part_of_transport(everyone, _my_group(axis, device=device, timeout=timeout), name)
+        assert isinstance(transport, NativeTransport)
+        warm_up(transport)
+        made.append(transport)
+    return NativeByNodes(plain, nodes, *made)
 
 
 def _real_axes(

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from deepspeed.comm.counters import traffic
 from deepspeed.comm.recorder import timed
+from deepspeed.comm.relay import catch_up
 from deepspeed.comm.transport import (
     CHUNK,
     OWNERS,
@@ -53,8 +54,7 @@ class _GlooGather:
         works, self._works = self._works, []
         for work in works:
             self._transport.guard(work.wait, self._ticket, self._label)
-        for peer, count in self._confirmations:
-            self._transport.note_sent(peer, int(count))
+        self._transport.note_confirmations(self._confirmations)
         self._confirmations = []
 
     def will_arrive(self) -> bool:
@@ -112,6 +112,8 @@ class _GlooReduce:
         return self._number <= self._transport.sent_by_all() and len(self._bounds) <= 1
 
     def wait(self) -> None:
+        if not self.will_arrive():
+            catch_up()
         while self._bounds:
             start, stop = self._bounds.pop(0)
             parts, works = self._pieces.pop(0)
@@ -197,13 +199,30 @@ class GlooTransport(Transport):
         works = [self.receive(flat.narrow(0, peer * length, length), peer, key) for peer in peers]
         works += [self.send(mine, peer, key) for peer in reversed(peers)]
         confirmations: list[tuple[int, torch.Tensor]] = []
-        if self.confirms and channel == "gather" and isinstance(self.companion, GlooTransport):
-            mine_sent = torch.tensor([self.companion.reductions])
-            confirmations = [(peer, torch.zeros(1, dtype=torch.int64)) for peer in peers]
-            works += [self.receive(count, peer, key + _CONFIRMATION) for peer, count in confirmations]
-            works += [self.group.send([mine_sent], peer, key + _CONFIRMATION) for peer in peers]
-            self._keep = mine_sent
+        if channel == "gather":
+            confirmations, more = self.exchange_confirmations(peers, key)
+            works += more
         return _GlooGather(self, works, flat, ticket, label, confirmations)
+
+    def exchange_confirmations(self, peers: list[int], key: int) -> tuple[list[tuple[int, torch.Tensor]], list[Any]]:
+        """Tells ``peers`` along with the gather ``key`` how many reductions this rank has started, while ``confirms``.
+
+        Returns:
+            What they say, by peer, once the works are done; and the works.
+        """
+        if not self.confirms or not isinstance(self.companion, GlooTransport):
+            return [], []
+        mine_sent = torch.tensor([self.companion.reductions])
+        confirmations = [(peer, torch.zeros(1, dtype=torch.int64)) for peer in peers]
+        works = [self.receive(count, peer, key + _CONFIRMATION) for peer, count in confirmations]
+        works += [self.group.send([mine_sent], peer, key + _CONFIRMATION) for peer in peers]
+        self._keep = mine_sent
+        return confirmations, works
+
+    def note_confirmations(self, confirmations: list[tuple[int, torch.Tensor]]) -> None:
+        """Takes in what :meth:`exchange_confirmations` has brought."""
+        for peer, count in confirmations:
+            self.note_sent(peer, int(count))
 
     @timed("all_gather_into_tensor")
     def all_gather(self, flat: torch.Tensor, *, key: int, label: str) -> Work:
@@ -229,6 +248,7 @@ class GlooTransport(Transport):
 
     def gather_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> torch.Tensor:
         """See the class this one derives from."""
+        catch_up()
         rows = torch.empty((self.size, tensor.numel()), dtype=tensor.dtype)
         flat = rows.view(-1)
         self.my_slice(flat).copy_(tensor)
@@ -238,6 +258,7 @@ class GlooTransport(Transport):
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """See the class this one derives from."""
+        catch_up()
         dist.broadcast(tensor, group_src=source, group=self.group)
 
     def move(self, pieces: Sequence[Piece], *, label: str) -> None:
@@ -257,6 +278,7 @@ class GlooTransport(Transport):
                     works.append(self.send(piece.tensor, peer, key))
                     nbytes += piece.tensor.numel() * piece.tensor.element_size()
         traffic.record_asked("move", nbytes)
+        catch_up()
         for work in works:
             self.guard(work.wait, ticket, label)
 

@@ -14,7 +14,9 @@ from deepspeed.comm.recorder import timed
 from deepspeed.comm.transport import DoneWork, Piece, Reduction, Transport, Work, scaled_sum
 
 
-class _NativeWork:
+class NativeWork:
+    """One of torch's works: its wait is supervised, and what must follow it is done after it."""
+
     def __init__(
         self, work: Any, transport: NativeTransport, ticket: tuple[str, int], label: str, finish: Any, keep: Any
     ) -> None:
@@ -30,6 +32,7 @@ class _NativeWork:
         return self._work is None or self._work.is_completed()
 
     def wait(self) -> None:
+        """See ``Work``."""
         if self._work is None:
             return
         work, self._work = self._work, None
@@ -45,7 +48,7 @@ class NativeTransport(Transport):
     name = "native"
 
     def _work(self, work: Any, channel: str, label: str, finish: Callable[[], None] | None, keep: Any) -> Work:
-        return _NativeWork(work, self, self.issue(channel), label, finish, keep)
+        return NativeWork(work, self, self.issue(channel), label, finish, keep)
 
     @timed("all_gather_into_tensor")
     def all_gather(self, flat: torch.Tensor, *, key: int, label: str) -> Work:

@@ -234,6 +234,23 @@ def local_rank_of(environ: Mapping[str, str], rank: int, world_size: int, device
     return _local_rank(environ, rank, world_size, None, device_count)
 
 
+def ranks_per_node(environ: Mapping[str, str], world_size: int, device_count: int) -> int:
+    """How many ranks this process's host has: as the starter says, else one per device, else all of them.
+
+    Args:
+        environ: The environment variables.
+        world_size: Number of ranks.
+        device_count: Devices on this host; 0 where it computes on the processor.
+
+    Raises:
+        CommunicationError: A variable is not a number.
+    """
+    for name in ("LOCAL_WORLD_SIZE", *_MPI_LOCAL_SIZE_NAMES):
+        if environ.get(name):
+            return max(_integer(environ, name), 1)
+    return min(device_count, world_size) if device_count > 0 else world_size
+
+
 def first_host(nodelist: str) -> str:
     """The first host of a Slurm node list such as ``gpu[003-006,9],login1``.
 

@@ -148,6 +148,11 @@ class Transport:
         """Says of which group this one is a part."""
         self._everyone = everyone
 
+    def take_place_of(self, other: Transport) -> None:
+        """Makes this one serve where ``other``, over the same group, would have served."""
+        self.ranks, self.scope, self.members = other.ranks, other.scope, other.members
+        self.watch, self.replicas, self._everyone = other.watch, other.replicas, other._everyone
+
     def next_owner(self) -> int:
         """A number for one more engine on this group; equal on all ranks if all make their engines together."""
         return self.watch.next_owner() if self.watch is not None else 0

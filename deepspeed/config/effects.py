@@ -19,6 +19,7 @@ def note_effects(root: Root, findings: Findings) -> None:
     _stages(root.zero_optimization, findings)
     _idle_offload(root.zero_optimization, findings)
     _idle_files(root, findings)
+    _idle_nodes(root.zero_optimization, findings)
     if root.prescale_gradients and root.gradient_predivide_factor != 1:
         _line(
             [("gradient_predivide_factor",)],
@@ -106,6 +107,11 @@ def _stages(zero: ZeroOptimization, findings: Findings) -> None:
         and facts_of(ZeroOptimization.model_fields[name]).no_effect is None
     ]
     _line(list(idle), f"only stage 3 uses that, and {ZERO}.stage is {zero.stage}", findings)
+
+
+def _idle_nodes(zero: ZeroOptimization, findings: Findings) -> None:
+    if zero.stage == 3 and zero.mics_hierarchical_params_gather and zero.mics_shard_size < 1:
+        _line([(ZERO, "mics_hierarchical_params_gather")], f"{ZERO}.mics_shard_size is off", findings)
 
 
 def _idle_files(root: Root, findings: Findings) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.host_allocator import keep_freed_memory
-from deepspeed.comm.axes import create_grid
+from deepspeed.comm.axes import create_grid, gathering_by_nodes
 from deepspeed.comm.connect import create_transport, warm_up
 from deepspeed.config import ParsedConfig, parse
 from deepspeed.config.compared import compared_values
@@ -178,7 +178,7 @@ def build_parts(client: Client, config: Any, distributed_port: int, dist_init_re
     )
     _check_trains(placement, torch_optimizer)
     _check_updates_in_files(placement, torch_optimizer)
-    channels = _channels(placement, dp_group, device)
+    channels = _channels(placement, dp_group, device, by_nodes=_gathers_by_nodes(root))
     _mark_leaf_modules(root, client.model)
     homes = open_homes(root, placement, device, rank=comm.get_rank(), state_itemsizes=state_itemsizes(torch_optimizer))
     runtime = ZeroRuntime(
@@ -234,15 +234,22 @@ def _mark_leaf_modules(root: Root, model: nn.Module) -> None:
         )
 
 
-def _channels(placement: Placement, group: Any, device: torch.device) -> Channels:
+def _gathers_by_nodes(root: Root) -> bool:
+    zero = root.zero_optimization
+    return zero.stage == 3 and zero.mics_hierarchical_params_gather and zero.mics_shard_size > 1
+
+
+def _channels(placement: Placement, group: Any, device: torch.device, *, by_nodes: bool) -> Channels:
     """The transports of one engine; every rank must call it."""
     timeout = comm.default_timeout()
     if placement.shard_ranks is not None:
-        return Channels.over(create_grid(placement.shard_ranks, group=group, device=device, timeout=timeout))
-    channels = Channels(
-        gather=create_transport(group, device=device, timeout=timeout),
-        reduce=create_transport(group, device=device, timeout=timeout),
-    )
+        return Channels.over(
+            create_grid(placement.shard_ranks, group=group, device=device, timeout=timeout, by_nodes=by_nodes)
+        )
+    gather, reduce = (create_transport(group, device=device, timeout=timeout) for _ in range(2))
+    if by_nodes:
+        gather = gathering_by_nodes(gather, gather, device=device, timeout=timeout)
+    channels = Channels(gather=gather, reduce=reduce)
     warm_up(channels.gather)
     return channels
 

@@ -343,8 +343,11 @@ def test_groups_that_fit_and_those_without_effect() -> None:
         config = {"train_batch_size": 8, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": size}}
         assert parse(config, dp_world_size=4).notices == []
     config["zero_optimization"] = {"stage": 3, "mics_shard_size": 2, "mics_hierarchical_params_gather": True}
+    assert parse(config, dp_world_size=4).notices == []
+    del config["zero_optimization"]["mics_shard_size"]
     (notice,) = parse(config, dp_world_size=4).notices
-    assert notice.startswith("zero_optimization.mics_hierarchical_params_gather") and "no effect" in notice
+    assert notice.startswith("zero_optimization.mics_hierarchical_params_gather has no effect: ")
+    assert notice.endswith("zero_optimization.mics_shard_size is off")
     config["zero_optimization"] = {"stage": 2, "mics_shard_size": 3}
     (notice,) = parse(config, dp_world_size=4).notices
     assert "only stage 3 uses that" in notice

@@ -266,8 +266,9 @@ class ZeroOptimization(Section):
     )
     mics_hierarchical_params_gather: Bool = key(
         False,
-        "Gather within nodes first (MiCS).",
-        no_effect="a gather is one collective of the backend, which knows the paths between nodes",
+        "Gather in two steps where the ranks of mics_shard_size span several nodes: between ranks with the same place "
+        "on their nodes, then inside each node.",
+        min_stage=3,
         removed="0.19.8",
     )
     zenflow: ZenFlow | None = key(None, "Importance-aware asynchronous updates.", since="0.17.5")
