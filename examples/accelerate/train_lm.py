@@ -59,9 +59,15 @@ def make_optimizer(accelerator: Accelerator, model: torch.nn.Module, steps: int)
     optimizer = optimizer_class(groups, lr=2e-3)
     if "scheduler" in config:
         return optimizer, DummyScheduler(optimizer, total_num_steps=steps, warmup_num_steps=max(1, steps // 10))
-    # prepare advances a scheduler once for every rank in each step, so it counts in these.
-    total = steps * accelerator.num_processes
-    return optimizer, LambdaLR(optimizer, lambda done: min(1.0, 10 * (done + 1) / total) * (1 - done / (total + 1)))
+    # Accelerate advances a schedule of the script once for every rank in each step, the engine its own once.
+    total = steps * (1 if optimizer_class is DummyOptim else accelerator.num_processes)
+
+    def schedule(optimizer):
+        return LambdaLR(optimizer, lambda done: min(1.0, 10 * (done + 1) / total) * (1 - done / (total + 1)))
+
+    if optimizer_class is DummyOptim:  # there is no optimizer yet to build a schedule on
+        return optimizer, DummyScheduler(optimizer, lr_scheduler_callable=schedule)
+    return optimizer, schedule(optimizer)
 
 
 def train(accelerator, model, optimizer, scheduler, loader, num_epochs: int) -> None:

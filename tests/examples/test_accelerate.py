@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 
 import pytest
+import torch
 
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.examples.support import Desk, commands_of
+from tests.harness import assert_states_equal
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"{name} is not installed")
@@ -41,7 +45,6 @@ def test_stage_3_with_offload_by_config_file(desk):
 
 def _check_weights(desk):
     """Both kinds of weights load without deepspeed's engine and agree."""
-    import torch
     from transformers import AutoModelForCausalLM
 
     from deepspeed.utils.zero_to_fp32 import load_state_dict_from_zero_checkpoint
@@ -62,8 +65,24 @@ def test_the_other_configurations(config, desk):
 
 
 @pytest.mark.slow
+def test_optimizer_or_schedule_alone_in_the_file(desk):
+    """The other combinations of the page, made from the same file."""
+    path = desk.folder / "zero_stage2_config.json"
+    whole = json.loads(path.read_text())
+    for left_out in ("optimizer", "scheduler"):
+        path.write_text(json.dumps({name: value for name, value in whole.items() if name != left_out}))
+        _, losses = _launch(desk, "file_stage2.yaml")
+        assert losses[1] < losses[0] < 6
+
+
+@pytest.mark.slow
 def test_inference_with_saved_weights(desk):
     _launch(desk, "plugin_stage3_offload.yaml", "--output_dir", "out")
+    (line,) = [line for line in commands_of("accelerate") if "zero_to_fp32.py" in line]
+    desk.run(line)
+    weights = get_fp32_state_dict_from_zero_checkpoint(str(desk.folder / "out" / "checkpoint"))
+    written = torch.load(desk.folder / "fp32" / "pytorch_model.bin", weights_only=True)
+    assert_states_equal(dict(written), dict(weights))
     (line,) = [line for line in commands_of("accelerate") if "--only_evaluate" in line]
     shown = desk.run(f"{line} {SHORT}")
     assert 1 < float(re.search(r"loss (\d\.\d+) nats per byte", shown)[1]) < 5.5
@@ -78,4 +97,9 @@ def test_what_accelerate_hands_over(desk):
     assert "When using `deepspeed_config_file`, the following accelerate config variables will be ignored" in shown
     assert "'zero_optimization': {'stage': 3" in desk.run(clear)
     shown = desk.run(flags)
-    assert "'stage': 3" in shown and "'gradient_accumulation_steps': 5" in shown and "'device': 'nvme'" in shown
+    assert (
+        "'fp16': {'enabled': True" in shown
+        and "'stage': 3" in shown
+        and "'gradient_accumulation_steps': 5" in shown
+        and "'device': 'nvme'" in shown
+    )
