@@ -14,6 +14,7 @@ from deepspeed.errors import CheckpointError
 from deepspeed.zero.bucket import Bucket, State
 from deepspeed.zero.layout import BucketLayout
 from deepspeed.zero.runtime import ZeroRuntime
+from deepspeed.zero.storage import distinct
 
 
 class WeightFiller:
@@ -146,4 +147,5 @@ def load_buffers(source: Source, names: Mapping[str, str], buffers: Mapping[str,
         buffers: The model's, by name.
     """
     for name, saved in names.items():
-        buffers[name].copy_(source.read_buffer(saved))
+        target, values = distinct(buffers[name]), source.read_buffer(saved)
+        target.copy_(values[tuple(slice(size) for size in target.shape)])

@@ -15,6 +15,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.host_allocator import keep_freed_memory
 from deepspeed.comm.axes import create_grid, gathering_by_nodes
 from deepspeed.comm.connect import create_transport, warm_up
+from deepspeed.comm.transport import Transport
 from deepspeed.config import ParsedConfig, parse
 from deepspeed.config.compared import compared_values
 from deepspeed.config.sections.root import Root
@@ -41,6 +42,7 @@ from deepspeed.zero.placement import Home, Placement
 from deepspeed.zero.reduction_policy import ReductionPolicy
 from deepspeed.zero.runtime import Channels, RuntimeOptions, ZeroRuntime
 from deepspeed.zero.schedule import GatherLimits
+from deepspeed.zero.storage import distinct
 from deepspeed.zero.update import state_itemsizes
 
 
@@ -188,8 +190,7 @@ def build_parts(client: Client, config: Any, distributed_port: int, dist_init_re
         group_indices(torch_optimizer),
     )
     precision.cast_buffers(client.model, device)
-    for buffer in client.model.buffers():
-        channels.everyone.broadcast(buffer, 0)
+    _spread_buffers(client.model, channels.everyone)
     if torch_optimizer is not None:
         move_to_runs(torch_optimizer, runtime.masters, lambda parameter: torch_optimizer.state.pop(parameter, None))
     return EngineParts(
@@ -252,6 +253,17 @@ def _channels(placement: Placement, group: Any, device: torch.device, *, by_node
     channels = Channels(gather=gather, reduce=reduce)
     warm_up(channels.gather)
     return channels
+
+
+@torch.no_grad()
+def _spread_buffers(model: nn.Module, transport: Transport) -> None:
+    """Gives all ranks the buffers of rank 0. Backends write contiguous bytes, whatever a tensor's strides say."""
+    for buffer in model.buffers():
+        values = distinct(buffer)
+        dense = values.contiguous()
+        transport.broadcast(dense, 0)
+        if dense.data_ptr() != values.data_ptr():
+            values.copy_(dense)
 
 
 def _options(

@@ -309,3 +309,14 @@ class FlatBuffer:
 def storage_key(tensor: torch.Tensor) -> int:
     """The key of the storage under ``tensor``; compare with :attr:`FlatBuffer.storage_key`."""
     return tensor.untyped_storage()._cdata
+
+
+def distinct(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of ``tensor`` in which no two elements share memory as those of an ``expand``-ed one do.
+
+    Whoever writes ``tensor.numel()`` elements to the address of such a tensor writes past the end of its memory.
+    """
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor

@@ -1,0 +1,49 @@
+"""Buffers take rank 0's values, whatever their strides; a checkpoint brings them back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.engine.support import WIDTH, engine_of, inputs
+from tests.harness import run_ranks
+
+
+class Strided(nn.Module):
+    """One buffer per kind of memory: repeated, transposed, every other element, none."""
+
+    def __init__(self, start: float) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        values = torch.arange(start, start + 64)
+        self.register_buffer("repeated", values[:WIDTH].clone()[:, None].expand(WIDTH, 5000))
+        self.register_buffer("transposed", values.view(8, 8).clone().t())
+        self.register_buffer("gappy", values.clone()[::2])
+        self.register_buffer("empty", torch.zeros(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.layer(x) + self.repeated[:, 0]).square().mean()
+
+
+def spread(folder: Path) -> None:
+    expected = dict(Strided(0.0).named_buffers())
+    engine = engine_of(Strided(100.0 * dist.get_rank()), 2)
+    for name, buffer in engine.module.named_buffers():
+        assert torch.equal(buffer, expected[name]), name
+    assert engine.module.repeated.untyped_storage().nbytes() == 4 * WIDTH  # still one element per row
+    engine.save_checkpoint(folder)
+    for buffer in (engine.module.repeated[:, :1], engine.module.transposed, engine.module.gappy):
+        buffer.zero_()
+    engine.load_checkpoint(folder)
+    for name, buffer in engine.module.named_buffers():
+        assert torch.equal(buffer, expected[name]), name
+    engine.backward(engine(inputs(0)))
+    engine.step()
+    engine.destroy()
+
+
+def test_rank_0_gives_buffers_of_any_strides(tmp_path: Path) -> None:
+    run_ranks(spread, 2, tmp_path)
