@@ -38,7 +38,7 @@ class OffloadMethods:
                 for the update), ``contiguous_grad_buffer`` (idle buffers, which are freed).
             device: ``OffloadDeviceEnum.cpu`` or ``"cpu"``.
             pin_memory: Page-lock the host memory, for faster copies.
-            non_blocking: Return before the copies are done.
+            non_blocking: Queue the copies without waiting for each one; they are over when this method returns.
 
         Raises:
             ValueError: Another device, or an unknown kind.
@@ -52,6 +52,6 @@ class OffloadMethods:
         """Brings back what :meth:`offload_states` moved; does nothing if that is nothing.
 
         Args:
-            non_blocking: Return before the copies are done; work on the current stream sees them in place.
+            non_blocking: Queue the copies without waiting for each one; they are over when this method returns.
         """
         StateMover(self._runtime, self.basic_optimizer).reload(non_blocking=non_blocking)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import CallOrderError
 from deepspeed.offload.pinned import host_tensor, may_pin
 from deepspeed.zero.placement import Home
@@ -40,7 +41,8 @@ class StateMover:
         Args:
             kinds: Some of ``KINDS``; None is all.
             pin: Page-lock the host memory, for faster copies.
-            non_blocking: Do not wait for the copies.
+            non_blocking: Queue the copies without waiting for each one. They are over when this method returns all the
+                same: the host may read what is away at any time.
 
         Raises:
             CallOrderError: A forward or backward is open.
@@ -63,7 +65,8 @@ class StateMover:
         """Brings everything back that :meth:`offload` moved.
 
         Args:
-            non_blocking: Do not wait for the copies; later device work sees them in place.
+            non_blocking: Queue the copies without waiting for each one. They are over when this method returns all the
+                same: the locked pages that they come from are given back then, and nothing else keeps those.
         """
         device = self._runtime.device
 
@@ -82,13 +85,14 @@ class StateMover:
                 "offload_states and reload_states: a forward or backward is running; call them after it"
             )
         runtime.free_gathered()
+        # What the device does not have keeps its place, but works on the compute tensors, which may move.
         masters = [master for master in runtime.masters if master.home is Home.DEVICE]
         if PARAMETERS in kinds:
             for bucket in runtime.buckets:
                 if bucket.memory.home is Home.DEVICE:
                     bucket.relocate(copy, home)
-        for master in masters:
-            master.relocate(copy if MASTERS in kinds else None, home)
+        for master in runtime.masters:
+            master.relocate(copy if MASTERS in kinds and master.home is Home.DEVICE else None, home)
         if OPTIMIZER_STATES in kinds and self._optimizer is not None:
             for master in masters:
                 master.state_home = home
@@ -102,3 +106,5 @@ class StateMover:
                 gradients.relocate(copy, home)
             if GRADIENT_BUFFERS in kinds and home is Home.HOST:
                 gradients.free_idle_buffer()
+        if not runtime.host_is_device:
+            get_accelerator().synchronize()

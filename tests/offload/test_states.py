@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.errors import CallOrderError
+from deepspeed.offload import states
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
+from deepspeed.zero.runtime import ZeroRuntime
 from deepspeed.zero.storage import Home
 from tests.harness import assert_states_equal, run_ranks
 from tests.offload.training import Trained, collect, config, make_engine, train_some
@@ -56,6 +58,43 @@ def test_training_goes_on(ranks: int, stage: int) -> None:
     for got, expected in run_ranks(interrupted, ranks, config(stage, precision=precision), None):
         for part in ("norms", "compute", "masters", "states"):
             assert_states_equal(getattr(got, part), getattr(expected, part))
+
+
+def host_and_back(every: list[dict[str, Any]]) -> None:
+    """Masters that live elsewhere follow the compute parameters, which move."""
+    for settings in every:
+        results = []
+        for moves in (False, True):
+            engine = make_engine(settings)
+            train_some(engine, range(1))
+            if moves:
+                engine.offload_states(include=["lp_params"])
+                engine.reload_states()
+            train_some(engine, range(1, 3))
+            results.append(collect(engine, []))
+            engine.destroy()
+        for part in ("compute", "masters"):
+            assert_states_equal(getattr(results[1], part), getattr(results[0], part))
+
+
+def test_parameters_whose_masters_are_offloaded() -> None:
+    host = {"offload_optimizer": {"device": "cpu"}}
+    every = [config(stage, precision=precision, **host) for stage in (1, 3) for precision in ("bf16", "fp32")]
+    run_ranks(host_and_back, 2, every)
+
+
+def test_copies_are_over_when_a_move_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host reads what is away at once, and what came back leaves locked pages that nobody else keeps."""
+    waits: list[str] = []
+    engine = make_engine(config(0, precision="bf16"))
+    accelerator = states.get_accelerator()
+    monkeypatch.setattr(ZeroRuntime, "host_is_device", False)
+    monkeypatch.setattr(accelerator, "synchronize", lambda: waits.append(""))
+    engine.offload_states(non_blocking=True)
+    assert len(waits) == 1
+    engine.reload_states(non_blocking=True)
+    assert len(waits) == 2
+    engine.destroy()
 
 
 def test_single_kinds() -> None:
