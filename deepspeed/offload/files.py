@@ -249,6 +249,8 @@ class FileMemory(Memory):
 
     def _free_buffer(self, *, wait: bool) -> torch.Tensor | None:
         """A staging buffer that nothing uses; None if that would mean waiting and ``wait`` is False."""
+        while self._copying and self._copying[0][1].has_arrived():
+            self._free.append(self._copying.popleft()[0])
         if not self._free and self._copying and wait:
             buffer, copied = self._copying.popleft()
             copied.wait_on_host()

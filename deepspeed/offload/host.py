@@ -200,6 +200,9 @@ class HostUpdate(UpdateStrategy):
 
     def begin(self, pieces: Sequence[Piece]) -> None:
         """See the class this one derives from."""
+        # The kernel writes compute shards that lie in host memory; the gather of a forward that nobody waited for may
+        # still be reading one.
+        self._up.wait_on_host()
         self._last = None
 
     def _out(self, piece: Piece) -> torch.Tensor | None:

@@ -8,9 +8,10 @@ registered with the driver where it can do that.
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
-import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -36,6 +37,19 @@ def may_pin(asked: bool) -> bool:
     return True
 
 
+class _Pages(mmap.mmap):
+    """Pages from the system, which may be locked for as long as they are mapped.
+
+    Unlocked by ``__del__``: a callback of ``weakref`` would come when the pages are unmapped already.
+    """
+
+    unlock: Callable[[], Any] | None = None
+
+    def __del__(self) -> None:
+        if self.unlock is not None:
+            self.unlock()
+
+
 class HostMemorySource:
     """Where the host memory of offloaded states comes from."""
 
@@ -46,7 +60,7 @@ class HostMemorySource:
 
     def pages(self, nbytes: int, *, pin: bool) -> torch.Tensor:
         """A 1-D uint8 tensor that fills ``nbytes`` (whole pages, above 0), zeroed."""
-        mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapped = _Pages(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if nbytes >= _HUGE:
             _advise_huge_pages(mapped)
         with torch.inference_mode(False):
@@ -106,7 +120,7 @@ def _advise_huge_pages(mapped: mmap.mmap) -> None:
             mapped.madvise(mmap.MADV_HUGEPAGE)
 
 
-def _register(mapped: mmap.mmap, buffer: torch.Tensor) -> None:
+def _register(mapped: _Pages, buffer: torch.Tensor) -> None:
     """Page-locks memory that torch did not allocate; the lock ends with the mapping."""
     if get_accelerator().device_name() != "cuda":
         warn_once("pin:registering", "pin_memory: only CUDA can lock pages of exact size; these buffers stay unpinned")
@@ -122,4 +136,4 @@ def _register(mapped: mmap.mmap, buffer: torch.Tensor) -> None:
         )
         return
     # The storage keeps ``mapped`` alive, so the pages are unlocked no earlier than their last use.
-    weakref.finalize(mapped, runtime.cudaHostUnregister, address)
+    mapped.unlock = functools.partial(runtime.cudaHostUnregister, address)

@@ -38,6 +38,10 @@ class CopyDone:
         """Always: it depends on no other rank."""
         return True
 
+    def has_arrived(self) -> bool:
+        """Whether :meth:`wait_on_host` would return at once."""
+        return self._event is None or bool(self._event.query())
+
     def wait_on_host(self) -> None:
         """Blocks until the result can be read by the host, or the source be written."""
         if self._event is not None:
@@ -61,6 +65,11 @@ class CopyStream:
             return nullcontext()
         self._stream.wait_stream(get_accelerator().current_stream())
         return get_accelerator().stream(self._stream)
+
+    def wait_on_host(self) -> None:
+        """Blocks until every copy queued so far is over."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> CopyDone:
         """Copies; inside or outside :meth:`context`. Both tensors must stay as they are until it is done."""

@@ -14,10 +14,13 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.offload import homes, pinned
+from deepspeed.offload.file_io import IoSettings
+from deepspeed.offload.files import FileMemory, FileSettings
 from deepspeed.offload.host import HeldBuffer
 from deepspeed.offload.pinned import PAGE, host_tensor, page_buffer
+from deepspeed.offload.streams import CopyDone, CopyStream
 from deepspeed.zero.masters import MasterBucket
-from deepspeed.zero.storage import Home, Kind
+from deepspeed.zero.storage import Home, Kind, Ledger
 from tests.harness import assert_states_equal, run_ranks
 from tests.offload.test_cells import offload
 from tests.offload.training import Trained, collect, config, make_engine, train, train_some
@@ -110,6 +113,7 @@ def test_without_accelerator_pinning_is_one_line(monkeypatch: pytest.MonkeyPatch
 
 def test_pinning_registers_the_pages_and_lets_them_go(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, int, int]] = []
+    mapped: list[bool] = []
 
     class Runtime:
         def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802 - the driver's name
@@ -118,6 +122,7 @@ def test_pinning_registers_the_pages_and_lets_them_go(monkeypatch: pytest.Monkey
 
         def cudaHostUnregister(self, address: int) -> int:  # noqa: N802 - the driver's name
             calls.append(("unlock", address, 0))
+            mapped.append(is_mapped(address))
             return 0
 
     class Accelerator:
@@ -135,3 +140,47 @@ def test_pinning_registers_the_pages_and_lets_them_go(monkeypatch: pytest.Monkey
     assert len(calls) == 1, "still in use"
     del view
     assert calls[1:] == [("unlock", address, 0)]
+    assert mapped == [True], "the driver must let go of pages that are still there"
+
+
+def is_mapped(address: int) -> bool:
+    """Whether this process has memory at an address."""
+    stretches = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(int(first, 16) <= address < int(last, 16) for first, last in stretches)
+
+
+def test_buffers_come_back_when_their_copies_are_over(tmp_path: Path) -> None:
+    """Otherwise nothing is read ahead once every buffer has been used."""
+
+    class Copy(CopyDone):
+        is_over = False
+        is_done = False
+
+        def has_arrived(self) -> bool:
+            return self.is_over
+
+    class Up(CopyStream):
+        def copy(self, target: torch.Tensor, source: torch.Tensor) -> Copy:
+            target.copy_(source)
+            copies.append(Copy())
+            return copies[-1]
+
+    copies: list[Copy] = []
+    device = torch.device("cpu")
+    settings = FileSettings(str(tmp_path), "parameters", 0, IoSettings(block_size=PAGE), pin=False)
+    memory = FileMemory(device, settings, buffer_count=1, buffer_bytes=lambda tensors: PAGE, up=Up(device))
+    memory.open([(8, 4)] * 2, Ledger())
+    try:
+        first, second = (memory.empty(8, torch.float32, name) for name in ("first", "second"))
+        memory.write(second, torch.arange(8.0))
+        memory.settle()
+        memory.read(first, torch.empty(8))
+        memory.announce(second)
+        assert not memory._ahead, "the only buffer is being copied from"
+        copies[0].is_over = True
+        memory.announce(second)
+        assert memory._ahead
+        memory.read(second, found := torch.empty(8))
+        assert found.tolist() == list(range(8))
+    finally:
+        memory.close()
