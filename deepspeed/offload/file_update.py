@@ -78,17 +78,21 @@ class FileUpdate(HostUpdate):
         if self._sets is None and pieces:
             buffers = self._memory.take_buffers(self._count * self._tensors)
             self._sets = [_Set(buffers[i :: self._count]) for i in range(self._count)]
-        self._add_buffers(max((1 + len(piece.master.states) for piece in pieces), default=0))
+        if pieces:
+            self._fit_buffers(pieces)
         self._memory.settle()
         self._unread = deque(pieces)
         if self._reads_ahead:
             self._read_ahead()
 
-    def _add_buffers(self, tensors: int) -> None:
-        """An optimizer may come to have more states than it began with."""
+    def _fit_buffers(self, pieces: Sequence[Piece]) -> None:
+        """An optimizer may come to have more states, and a bucket unfrozen late be larger, than what it began with."""
+        tensors = max(1 + len(piece.master.states) for piece in pieces)
+        nbytes = max(self._memory.buffer_nbytes, *(round_to_pages(_widest(piece) * piece.numel) for piece in pieces))
         for each in self._sets or []:
+            each.buffers = [b if b.numel() >= nbytes else page_buffer(nbytes, pin=self._pin) for b in each.buffers]
             while len(each.buffers) < tensors:
-                each.buffers.append(page_buffer(self._memory.buffer_nbytes, pin=self._pin))
+                each.buffers.append(page_buffer(nbytes, pin=self._pin))
 
     def _tensors_of(self, piece: Piece) -> dict[str, torch.Tensor]:
         """Master and states of a piece, as mapped; the master under the name ``""``."""
@@ -162,3 +166,8 @@ class FileUpdate(HostUpdate):
         self._reading.clear()
         self._current = None
         self._unread.clear()
+
+
+def _widest(piece: Piece) -> int:
+    """Bytes per element of the widest tensor that a piece cuts."""
+    return max(tensor.element_size() for tensor in (piece.master.flat, *piece.master.states.values()))

@@ -136,3 +136,34 @@ def test_refusals_name_the_key() -> None:
         deepspeed.DeepSpeedConfig(config(2, offload_param={"device": "cpu"}))
     with pytest.raises(DeepSpeedConfigError, match="nvme_path"):
         deepspeed.DeepSpeedConfig(config(2, offload_optimizer={"device": "nvme"}))
+
+
+def unfrozen_late(every: list[dict[str, Any]], home: str) -> None:
+    """A bucket larger than those that were trained from the start goes where these are."""
+    results = []
+    for settings in every:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(512, 300), torch.nn.Linear(300, 8))
+        model[0].requires_grad_(False)
+        engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=settings)[0]
+        for step in range(3):
+            if step == 1:
+                model[0].requires_grad_(True)
+            batch = torch.randn(2, 512, generator=torch.Generator().manual_seed(step + 10 * dist.get_rank()))
+            engine.backward(engine(batch.to(engine._runtime.buckets[0].dtype)).float().square().mean())
+            engine.step()
+        results.append(collect(engine, []))
+        if settings is not every[0]:
+            assert {master.home.value for master in engine._runtime.masters} == {home}
+            wrong = [row for row in results[-1].rows if row[1] != row[2]]
+            assert not wrong, wrong
+        engine.destroy()
+    for part in ("masters", "compute"):
+        assert_states_equal(getattr(results[1], part), getattr(results[0], part))
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_a_bucket_that_is_unfrozen_late(device: str, tmp_path: Path) -> None:
+    plain = config(3, precision="bf16")
+    moved = config(3, precision="bf16", **offload(device, "none", tmp_path), sub_group_size=1 << 20)
+    run_ranks(unfrozen_late, 2, [plain, moved], {"cpu": "host", "nvme": "file"}[device])
