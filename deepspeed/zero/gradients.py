@@ -23,7 +23,6 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from deepspeed.comm.transport import Transport
-from deepspeed.errors import CallOrderError
 from deepspeed.logging import log_dist
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.gradient_bucket import GradientBucket
@@ -212,25 +211,9 @@ class GradientReducer:
         if self._combine_now:
             self._combine(order)
         self.is_open = False
-        if self._reduce_now and not self.policy.allow_unused:
-            self._refuse_unused()
         self._has_local_sums = not self._reduce_now
         if self._order is None and self._reduce_now:
             self._order = self._agree_on_order()
-
-    def _refuse_unused(self) -> None:
-        names = [
-            tile.name
-            for gradients in self.buckets
-            for tile, used in zip(gradients.bucket.layout.tiles, gradients.used, strict=True)
-            if not used
-        ]
-        if names:
-            raise CallOrderError(
-                f"{len(names)} parameter(s) got no gradient: {', '.join(names[:10])}; zero_optimization."
-                "ignore_unused_parameters is false, so that is an error. Use them in the loss, freeze them, or set it "
-                "to true"
-            )
 
     def _combine(self, order: Sequence[int]) -> None:
         """The second step of all sums, one being sent while the one before it is waited for."""

@@ -103,7 +103,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         self._skip_non_finite = skip_non_finite
         self._before_update = before_update
         self._backward = backward
-        self._steps = 0
+        self.steps = 0
         self._skipped_in_a_row = 0
         self._first_skip = ""
         self._cut_for: set[tuple[int, tuple[bool, ...]]] = set()
@@ -248,7 +248,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
             What ``closure`` returned, or None.
 
         Raises:
-            CallOrderError: A backward is still open, or none happened.
+            CallOrderError: A backward is still open, or a parameter got no gradient and must have one.
             DivergenceError: Ranks kept different orders of collectives.
             NonFiniteError: Too many skipped steps in a row, or an overflow at the minimum loss scale.
         """
@@ -262,7 +262,9 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         self._before_update()
         self._carry_user_writes()
         total, used = self._agree()
-        self._steps += 1
+        if not self._reducer.policy.allow_unused:
+            self._refuse_unused(used)
+        self.steps += 1
         scale = self.loss_scale
         norm = norm_from_squares(total) / scale
         self.overflow = not math.isfinite(total) and (self._skip_non_finite or self.loss_scaler is not None)
@@ -318,10 +320,26 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
             position += count
         return total, used
 
+    def _refuse_unused(self, used: list[list[bool]]) -> None:
+        """Raises on every rank, or on none: ``used`` is what all of them know."""
+        names = [
+            tile.name
+            for master, flags in zip(self._masters, used, strict=True)
+            for tile, parameter, flag in zip(master.layout.tiles, master.bucket.params, flags, strict=True)
+            if not flag and parameter.requires_grad and tile.param_group >= 0 and tile.numel
+        ]
+        if names:
+            self._reducer.clear()
+            raise CallOrderError(
+                f"{len(names)} parameter(s) got no gradient on any rank: {', '.join(names[:10])}; zero_optimization."
+                "ignore_unused_parameters is false, so that is an error. Use them in the loss, freeze them, or set it "
+                "to true"
+            )
+
     def _skip(self, scale: float) -> None:
         rank, name = self._first_offender()
         self._skipped_in_a_row += 1
-        what = f"step {self._steps}: the gradient is not finite, first in {name!r} (slice of rank {rank})"
+        what = f"step {self.steps}: the gradient is not finite, first in {name!r} (slice of rank {rank})"
         if self._skipped_in_a_row == 1:
             self._first_skip = what
         self._reducer.clear()

@@ -24,7 +24,7 @@ class ReductionPolicy:
         prescale: Factor on a gradient before it travels (``prescale_gradients``, ``gradient_predivide_factor``).
         bucket_numel: Most elements in one reduction (``reduce_bucket_size``).
         overlap: Start reducing during backward.
-        allow_unused: Tolerate a parameter without gradient at the boundary (``ignore_unused_parameters``).
+        allow_unused: Tolerate a parameter without gradient at the update (``ignore_unused_parameters``).
     """
 
     every_micro_batch: bool
