@@ -113,6 +113,8 @@ def load(subject: Subject, options: LoadOptions, exchange: Exchange) -> Loaded |
                 f"{error}\nThe model is now partly loaded: load a checkpoint again, or build the engine anew"
             ) from error
         publish(subject.runtime)
+        if subject.runtime.reducer is not None:
+            subject.runtime.reducer.clear()  # those of the former weights
         if options.custom_load_fn is not None:
             load_by(subject, full_tensors(prepared.source), options.custom_load_fn)
     return loaded

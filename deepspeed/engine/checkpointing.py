@@ -46,6 +46,8 @@ class CheckpointMethods:
     _runtime: ZeroRuntime
     _precision: PrecisionPolicy
     _accumulation_steps: int
+    _accumulates_from: int
+    _micro_steps_since_update: int
 
     def save_checkpoint(
         self,
@@ -78,10 +80,10 @@ class CheckpointMethods:
             CheckpointError: Some rank could not write; the same on all ranks.
         """
         self._check_plain("save_checkpoint")
-        if self.micro_steps % self._accumulation_steps:
+        if self._micro_steps_since_update:
             log_dist_once(
                 "save_checkpoint in the middle of gradient accumulation: gradients are not saved, so a resumed run "
-                "lacks those of the micro-batches since the last update"
+                "lacks those of the micro-batches since the last update and begins its accumulation anew"
             )
         settings = self._root.checkpoint
         options = SaveOptions(
@@ -110,7 +112,8 @@ class CheckpointMethods:
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Loads what any number of ranks saved at any stage. Every rank must call it.
 
-        Random states and the position in the data are restored only where as many ranks save and load.
+        Random states and the position in the data are restored only where as many ranks save and load. Gradients of
+        micro-batches since the last update are dropped, and accumulation begins anew.
 
         Args:
             load_dir: Folder of checkpoints.
@@ -153,6 +156,9 @@ class CheckpointMethods:
             return None, None
         for name, value in loaded.counters.items():
             setattr(self, name, value)
+        self._accumulates_from = self.micro_steps
+        if self._updater is not None:
+            self._updater.steps = self.global_steps
         self.loaded_checkpoint_dp_world_size = loaded.world_size
         self.loaded_checkpoint_mp_world_size = 1
         return str(loaded.folder), loaded.client_state

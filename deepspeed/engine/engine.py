@@ -78,6 +78,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Compile
         self.loaded_checkpoint_dp_world_size: int | None = None
         self.loaded_checkpoint_mp_world_size: int | None = None
         self._boundary_override: bool | None = None
+        self._accumulates_from = 0  # ``micro_steps`` from which on the present accumulation steps are counted
         self._sync = True
         self._managed_backward = False
         self._in_forward = False  # of this engine; a whole training step may be part of it
@@ -223,7 +224,11 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Compile
             return self._boundary_override
         if not self._root.managed_gradient_accumulation:
             return True
-        return (self.micro_steps + 1) % self._accumulation_steps == 0
+        return self._micro_steps_since_update + 1 == self._accumulation_steps
+
+    @property
+    def _micro_steps_since_update(self) -> int:
+        return (self.micro_steps - self._accumulates_from) % self._accumulation_steps
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Decides from outside, until called again, whether micro-steps end in an update."""
@@ -360,7 +365,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Compile
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Changes the global batch by changing the accumulation steps.
+        """Changes the global batch by changing the accumulation steps; micro-steps since the last update count.
 
         Raises:
             DeepSpeedConfigError: It is not a multiple of micro-batch times ranks.
@@ -371,6 +376,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Compile
                 f"set_train_batch_size({train_batch_size}): expected a positive multiple of micro-batch "
                 f"{self._batch.micro_batch_size} x ranks {self.dp_world_size} = {per_pass}"
             )
+        self._accumulates_from = self.micro_steps - self._micro_steps_since_update
         self._accumulation_steps = train_batch_size // per_pass
 
     # -- data --------------------------------------------------------------------------------------------------------
