@@ -94,7 +94,8 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Compile
         log_dist(self._summary())
         if self._root.dump_state:
             log_dist(state_text(self._root, self.device, self.precision_report(), self.memory_report()))
-        if self._root.disable_python_gc:
+        self._stopped_gc = self._root.disable_python_gc and gc.isenabled()
+        if self._stopped_gc:
             gc.disable()
 
     def __getattr__(self, name: str) -> Any:
@@ -135,7 +136,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Compile
     def _watch(self, outputs: Any) -> None:
         """Lets a backward through ``outputs`` announce itself, so that the user's own ``loss.backward()`` works."""
         for tensor in tensors_in(outputs):
-            if tensor.requires_grad:
+            if tensor.requires_grad and not tensor.is_leaf:  # on a parameter hooks would pile up, forward by forward
                 tensor.register_hook(self._backward_reached_outputs)
 
     def _backward_reached_outputs(self, _gradient: torch.Tensor) -> None:
@@ -488,6 +489,9 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Compile
 
     def destroy(self) -> None:
         """Takes all hooks from the model and frees buffers. May be called in any state, more than once."""
+        if self._stopped_gc:
+            self._stopped_gc = False
+            gc.enable()
         try:
             self._close_checkpoints()
         finally:

@@ -119,7 +119,7 @@ def _assemble(found: _Trained, mine: torch.Tensor, label: str) -> torch.Tensor:
     """The whole value from everybody's part."""
     address, layout, transport = found.address, found.master.layout, found.master.transport
     if found.is_whole:
-        return mine.clone().view(address.shape)
+        return mine.to(found.bucket.device, copy=True).view(address.shape)
     flat = torch.empty(address.numel, dtype=mine.dtype, device=found.bucket.device)
     pieces = []
     for part in tile_parts(layout, address.tile):
@@ -304,7 +304,7 @@ def _write_gradient(found: _Trained, value: torch.Tensor, call: str) -> None:
         mine.mul_(found.loss_scale)
     gradients = found.runtime.gradients_of(found.bucket)
     assert gradients is not None
-    gradients.note_write()
+    gradients.note_write(found.address.tile)
 
 
 @torch.no_grad()

@@ -23,6 +23,7 @@ import torch
 
 from deepspeed.comm.axes import GridTransport
 from deepspeed.comm.transport import DoneWork, Transport, Work, transfer_key
+from deepspeed.errors import CallOrderError
 from deepspeed.logging import logger
 from deepspeed.zero.holder import Holder, State, set_address
 from deepspeed.zero.layout import BucketLayout
@@ -361,7 +362,13 @@ class Bucket(Holder):
             Whether it had been detached (its storage was not the bucket's).
         """
         parameter, view = self.params[index], self._views[index]
-        if parameter.data_ptr() == view.data_ptr() and parameter.shape == view.shape:
+        if parameter.shape != view.shape:
+            raise CallOrderError(
+                f"parameter {self.layout.tiles[index].name!r} was given the shape {tuple(parameter.shape)} after "
+                f"deepspeed.initialize; expected {tuple(view.shape)}, as its place in the flat buffer cannot change. "
+                "Resize a model before initialize, or initialize it again"
+            )
+        if parameter.data_ptr() == view.data_ptr():
             return False
         with torch.no_grad():
             view.copy_(parameter.data)

@@ -292,7 +292,7 @@ class GatheredBlock:
         if values is None or address.holder in self._whole:
             return
         if isinstance(address.holder, Bucket):
-            address.holder.reattach(address.tile)
+            parameter.data = address.holder.view(address.tile)  # the block may have put something else there
         with torch.no_grad():
             parameter.data.copy_(values)
         if isinstance(address.holder, Bucket):

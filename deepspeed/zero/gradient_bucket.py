@@ -391,9 +391,10 @@ class GradientBucket:
             return 0.0
         return squared_norm(result).item() if self._squares is None else self._squares.item()
 
-    def note_write(self) -> None:
-        """Somebody has written to the result."""
+    def note_write(self, tile: int) -> None:
+        """Somebody has given parameter ``tile`` another gradient, or one where backward gave it none."""
         self._squares = None
+        self.used[tile] = True
 
     def relocate(self, copy: Callable[[torch.Tensor], torch.Tensor], home: Home) -> None:
         """Moves gradients that wait for an update to other memory.
