@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint import disk, names, states
 from deepspeed.checkpoint.collect import Collected, collect
 from deepspeed.checkpoint.commit import SaveFolder, point_latest, prune
@@ -244,8 +245,7 @@ def _copy_to_host(job: _Job) -> None:
             Stretch(s.bucket, s.start, s.stop, tuple(copy(part) for part in s.values)) for s in stretches
         ]
     job.buffers = [(name, copy(buffer)) for name, buffer in job.buffers]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+    get_accelerator().synchronize()
 
 
 def _run(job: _Job, exchange: Exchange) -> None:

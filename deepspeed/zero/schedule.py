@@ -23,8 +23,8 @@ class GatherLimits:
     Attributes:
         prefetch: Elements that may be on their way ahead of their use (``stage3_prefetch_bucket_size``).
         max_live: Gathered elements at once, beyond which nothing is prefetched or kept
-        (``stage3_max_live_parameters``). max_reuse_distance: A bucket stays gathered after its forward when its
-        backward is at most so many elements
+            (``stage3_max_live_parameters``).
+        max_reuse_distance: A bucket stays gathered after its forward when its backward is at most so many elements
             away (``stage3_max_reuse_distance``).
     """
 

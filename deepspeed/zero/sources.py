@@ -39,12 +39,14 @@ class Source:
         layout: How the quantity is cut; ``world_size`` 1 where every rank has all of it.
         transport: Of the ranks that share it.
         label: For messages.
+        device: Where the whole is put together: that of the transport, as ``flat`` may be offloaded.
     """
 
     flat: torch.Tensor
     layout: BucketLayout
     transport: Transport
     label: str
+    device: torch.device
 
     def read(self, tiles: Sequence[int]) -> dict[int, torch.Tensor]:
         """Whole tensors in their shapes, by tile; every rank must call it with the same tiles.
@@ -53,9 +55,9 @@ class Source:
         """
         layout = self.layout
         if layout.world_size == 1:
-            return {tile: self._cut(self.flat, tile).clone() for tile in tiles}
+            return {tile: self._cut(self.flat, tile).to(self.device, copy=True) for tile in tiles}
         if len(tiles) == len(layout.tiles):
-            whole = torch.empty(layout.numel, dtype=self.flat.dtype, device=self.flat.device)
+            whole = torch.empty(layout.numel, dtype=self.flat.dtype, device=self.device)
             self.transport.my_slice(whole).copy_(self.flat)
             self.transport.all_gather(whole, key=self.transport.next_move(), label=self.label).wait()
             return {tile: self._cut(whole, tile) for tile in tiles}
@@ -69,7 +71,7 @@ class Source:
         found, pieces = {}, []
         for tile in tiles:
             described = self.layout.tiles[tile]
-            flat = torch.empty(described.numel, dtype=self.flat.dtype, device=self.flat.device)
+            flat = torch.empty(described.numel, dtype=self.flat.dtype, device=self.device)
             for part in tile_parts(self.layout, tile):
                 place = flat[part.tile_start : part.tile_stop]
                 if part.rank == self.transport.rank:
@@ -96,17 +98,17 @@ def bucket_source(runtime: ZeroRuntime, bucket: Bucket, kind: str, dtype: torch.
             (bucket.shard, bucket.layout) if bucket.is_sharded else (bucket.full.tensor, _whole(bucket.layout))
         )
         wanted = torch.float32 if kind == "fp32" and flat.is_floating_point() else flat.dtype
-        return Source(flat.to(wanted), layout, bucket.transport, label)
+        return Source(flat.to(wanted), layout, bucket.transport, label, bucket.device)
     if master is None:
         return None
     if kind == "fp32":
-        return Source(master.flat, master.layout, master.transport, label)
+        return Source(master.flat, master.layout, master.transport, label, bucket.device)
     if kind == "grad":
         gradients = runtime.gradients_of(bucket)
         result = None if gradients is None else gradients.result
-        return None if result is None else Source(result, master.layout, master.transport, label)
+        return None if result is None else Source(result, master.layout, master.transport, label, bucket.device)
     flat = _states(runtime, master, kind, dtype or torch.float32)
-    return Source(flat, master.layout, master.transport, label)
+    return Source(flat, master.layout, master.transport, label, bucket.device)
 
 
 def _whole(layout: BucketLayout) -> BucketLayout:
