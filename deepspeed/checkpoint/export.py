@@ -60,7 +60,7 @@ def write_weights(
     if exchange.rank == 0:
         try:
             writer = WeightsWriter(folder, filename, entries, limit)
-        except OSError as error:
+        except Exception as error:  # whatever it is, the other ranks must hear of it instead of waiting
             failure = error
     waiting = iter(entries)
     for names, values in _walk(subject, exclude_frozen=exclude_frozen):
@@ -70,7 +70,7 @@ def write_weights(
             if writer is not None and failure is None:
                 try:
                     writer.add(entry, iter([values.detach().to("cpu").contiguous().reshape(-1)]))
-                except OSError as error:
+                except Exception as error:  # torch tells of a full disk by a RuntimeError
                     failure = error
 
     def finish() -> None:

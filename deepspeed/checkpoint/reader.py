@@ -31,9 +31,9 @@ class FileReader:
     """
 
     def __init__(self, folder: Path, record: SavedFile) -> None:
+        self._descriptor: int | None = None
         self.path = folder / record.name
         self.record = record
-        self._descriptor: int | None = None
         self._verified: set[int] = set()
 
     def open(self) -> int:
@@ -71,6 +71,9 @@ class FileReader:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+    def __del__(self) -> None:  # tensors that are read when they are asked for have no other end
+        self.close()
 
     def read_into(self, offset: int, out: memoryview) -> None:
         """Fills ``out`` from byte ``offset`` on."""

@@ -318,3 +318,29 @@ def test_a_full_state_dict_is_loaded(stage):
             assert_states_equal(values, state[name].to(torch.bfloat16).reshape(-1))
             assert_states_equal(doubled[key], (state[name] * 2).to(torch.bfloat16).reshape(-1))
     assert results[0][2].item() == 41
+
+
+def full_disk(folder: str):
+    """Torch tells of a full disk by a RuntimeError, in the middle of the shards; the other ranks are gathering."""
+    run = engine(3, "bf16", **GATHER)
+    real = torch.save
+    torch.save = lambda *args, **kwargs: (_ for _ in ()).throw(RuntimeError("file write failed"))
+    try:
+        with pytest.raises(CheckpointError, match="file write failed"):
+            run.save_16bit_model(folder, max_shard_size=64)
+    finally:
+        torch.save = real
+    train(run, range(1))
+    assert not any(name.endswith(".bin") for name in os.listdir(folder))
+
+
+def test_shards_that_cannot_be_written(tmp_path):
+    run_ranks(full_disk, 2, str(tmp_path))
+
+
+def test_files_are_closed_when_the_tensors_are_read(tmp_path):
+    saved(tmp_path)
+    before = len(os.listdir("/proc/self/fd"))
+    zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
+    zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(str(tmp_path), tmp_path / "out")
+    assert len(os.listdir("/proc/self/fd")) == before
