@@ -257,11 +257,11 @@ def _channels(placement: Placement, group: Any, device: torch.device, *, by_node
 
 @torch.no_grad()
 def _spread_buffers(model: nn.Module, transport: Transport) -> None:
-    """Gives all ranks the buffers of rank 0. Backends write contiguous bytes, whatever a tensor's strides say."""
+    """Gives all ranks the buffers of rank 0, as bytes: backends know neither all dtypes nor strides."""
     for buffer in model.buffers():
         values = distinct(buffer)
         dense = values.contiguous()
-        transport.broadcast(dense, 0)
+        transport.broadcast(dense.view(-1).view(torch.uint8), 0)
         if dense.data_ptr() != values.data_ptr():
             values.copy_(dense)
 

@@ -1,4 +1,4 @@
-"""Buffers take rank 0's values, whatever their strides; a checkpoint brings them back."""
+"""Buffers take rank 0's values, whatever their strides and dtypes; a checkpoint brings them back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.harness import run_ranks
 
 
 class Strided(nn.Module):
-    """One buffer per kind of memory: repeated, transposed, every other element, none."""
+    """One buffer per kind of memory (repeated, transposed, every other element, none) and some of rare dtypes."""
 
     def __init__(self, start: float) -> None:
         super().__init__()
@@ -23,6 +23,8 @@ class Strided(nn.Module):
         self.register_buffer("transposed", values.view(8, 8).clone().t())
         self.register_buffer("gappy", values.clone()[::2])
         self.register_buffer("empty", torch.zeros(0))
+        self.register_buffer("short", values[0].to(torch.int16))
+        self.register_buffer("complex", torch.complex(values, values))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (self.layer(x) + self.repeated[:, 0]).square().mean()
@@ -35,7 +37,7 @@ def spread(folder: Path) -> None:
         assert torch.equal(buffer, expected[name]), name
     assert engine.module.repeated.untyped_storage().nbytes() == 4 * WIDTH  # still one element per row
     engine.save_checkpoint(folder)
-    for buffer in (engine.module.repeated[:, :1], engine.module.transposed, engine.module.gappy):
+    for buffer in (engine.module.repeated[:, :1], engine.module.transposed, engine.module.short):
         buffer.zero_()
     engine.load_checkpoint(folder)
     for name, buffer in engine.module.named_buffers():
