@@ -12,6 +12,7 @@ import torch
 
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+from deepspeed.ops.adagrad.adagrad import Adagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
@@ -39,6 +40,7 @@ _UNUSABLE = {
 _WITHOUT_EFFECT: dict[Any, dict[str, Any]] = {
     FusedAdam: {"fp32_optimizer_states": True},
     FusedLion: {"fp32_optimizer_states": True},
+    Adagrad: {"fp32_optimizer_states": True, "amsgrad": False},
     torch.optim.Adagrad: {"fp32_optimizer_states": True, "amsgrad": False},
     DeepSpeedCPUAdam: {"set_grad_none": None},
     DeepSpeedCPULion: {"set_grad_none": None},
@@ -98,8 +100,10 @@ def _choose(name: str, arguments: dict[str, Any], offload: bool) -> tuple[Callab
         raise NotYetSupportedError(f"optimizer.type: {spelt} is not available here; use {_MISSING[spelt]}")
     if spelt in ("Adam", "AdamW"):
         return _choose_adam(spelt, arguments, offload)
+    # Where its own step runs, not the flat update, the state must be there before.
+    adagrad = torch.optim.Adagrad if arguments.get("differentiable") else Adagrad
     own: dict[str, tuple[Any, Any]] = {  # on the device, on the host
-        "Adagrad": (torch.optim.Adagrad, DeepSpeedCPUAdagrad),
+        "Adagrad": (adagrad, DeepSpeedCPUAdagrad),
         "Lamb": (FusedLamb, FusedLamb),
         "Lion": (FusedLion, DeepSpeedCPULion),
         "Muon": (Muon, Muon),

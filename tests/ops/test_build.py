@@ -5,6 +5,7 @@ import torch
 
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+from deepspeed.ops.adagrad.adagrad import Adagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.build import build_optimizer
 from deepspeed.ops.lamb import FusedLamb
@@ -57,7 +58,7 @@ def test_torch_adam(name, arguments, cls, decay, offload):
 @pytest.mark.parametrize(
     ("name", "on_device", "on_host"),
     [
-        ("adagrad", torch.optim.Adagrad, DeepSpeedCPUAdagrad),
+        ("adagrad", Adagrad, DeepSpeedCPUAdagrad),
         ("LION", FusedLion, DeepSpeedCPULion),
         ("lamb", FusedLamb, FusedLamb),
         ("Muon", Muon, Muon),
