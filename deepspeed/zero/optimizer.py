@@ -18,6 +18,7 @@ from deepspeed.comm.transport import Transport, Work
 from deepspeed.errors import CallOrderError, DivergenceError, NonFiniteError
 from deepspeed.logging import log_dist
 from deepspeed.ops.flat import FlatUpdate, flat_updater
+from deepspeed.ops.step_hooks import step_hooks
 from deepspeed.zero.base_optimizer import ZeROOptimizer
 from deepspeed.zero.gradients import GradientReducer
 from deepspeed.zero.masters import MasterBucket, MasterRun, segment_table, split_state
@@ -380,7 +381,8 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         publishing: list[Work] = []
         if self._updater is not None:
             work = [entry for entry in zip(self._masters, self._reducer.buckets, used, strict=True) if any(entry[2])]
-            self._updater.run(work, factor, lambda master: self._start_publish(master, publishing))
+            with step_hooks(self.optimizer):
+                self._updater.run(work, factor, lambda master: self._start_publish(master, publishing))
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look for it
         else:
             self._update_by_step(factor, used)

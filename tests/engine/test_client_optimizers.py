@@ -222,3 +222,21 @@ def _rates_by_step():
 
 def test_accessors():
     run_ranks(_rates_by_step, 1)
+
+
+def _step_hooks() -> None:
+    calls: list[str] = []
+    model = tower()
+    optimizer = adamw(model)
+    optimizer.register_step_pre_hook(lambda given, args, kwargs: calls.append("before"))
+    optimizer.register_step_post_hook(lambda given, args, kwargs: calls.append("after"))
+    engine = initialize(model=model, optimizer=optimizer, config=_config(1))[0]
+    for step in range(2):
+        engine.backward(engine(inputs(step)))
+        engine.step()
+    assert calls == ["before", "after"] * 2
+    engine.destroy()
+
+
+def test_step_hooks_are_called() -> None:
+    run_ranks(_step_hooks, 1)
