@@ -7,6 +7,7 @@ travel, all of a bucket in one round, and no rank ever holds more of a sharded b
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -39,10 +40,11 @@ def first_values(
         cut: Whether this rank needs its slice only, or everything.
 
     Returns:
-        1-D, this rank's slice or the whole buffer, in the widest dtype that the parameters have now (masters are made
-        from it); padding is zero.
+        1-D, this rank's slice or the whole buffer, in the narrowest dtype that holds all values that the parameters
+        have now (masters are made from it); padding is zero.
     """
-    dtype = max((p.dtype for p in params), key=lambda d: d.itemsize, default=default_dtype)
+    dtypes = [p.dtype for p in params] or [default_dtype]
+    dtype = functools.reduce(torch.promote_types, dtypes)  # neither of fp16 and bf16 holds the other's values
     flat = torch.zeros(layout.slice_numel if cut else layout.numel, dtype=dtype, device=device)
     round_ = _Slice(layout, flat, transport) if cut else _Whole(layout, flat, transport)
     for tile, parameter in enumerate(params):

@@ -333,3 +333,41 @@ def _odd_models_train():
 
 def test_a_tied_and_oddly_built_model_trains():
     run_ranks(_odd_models_train, 2)
+
+
+def _adagrad_on_shards() -> None:
+    """Torch's own makes its state of every parameter at once, and a sharded one has no values."""
+    adagrad = {"type": "Adagrad", "params": {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.3}}
+    plain = build(3, optimizer=adagrad)
+    torch.manual_seed(3)
+    with Init(config_dict_or_path=config(3), dtype=torch.float32):
+        model = Model()
+    engine = deepspeed.initialize(model=model, config=config(3, optimizer=adagrad))[0]
+    torch.manual_seed(3)
+    whole = Model()
+    optimizer = torch.optim.Adagrad(whole.parameters(), lr=0.1, lr_decay=0.1, initial_accumulator_value=0.3)
+    client = deepspeed.initialize(model=whole, optimizer=optimizer, config=config(3))[0]
+    for each in (plain, engine, client):
+        train(each, dist.get_rank(), 2)
+    assert_same(values_of(plain), values_of(engine))
+    assert_same(values_of(client), values_of(engine))
+
+
+def test_a_configured_adagrad_on_a_model_built_in_shards():
+    run_ranks(_adagrad_on_shards, 2)
+
+
+def _two_16_bit_dtypes() -> None:
+    model = nn.Sequential(nn.Linear(5, 5).half(), nn.Linear(5, 5).bfloat16())
+    with torch.no_grad():
+        model[0].weight.fill_(1 + 2**-10)
+        model[1].weight.fill_(1e20)
+    engine = deepspeed.initialize(model=model, config=config(1, bf16={"enabled": True}))[0]
+    values = values_of(engine)
+    assert float(values["0.weight"][0, 0]) == 1 + 2**-10  # the master; bf16 rounds it
+    assert engine.module[1].weight[0, 0].item() > 9e19
+    engine.destroy()
+
+
+def test_neither_16_bit_dtype_is_squeezed_into_the_other() -> None:
+    run_ranks(_two_16_bit_dtypes, 1)
