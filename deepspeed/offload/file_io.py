@@ -75,11 +75,16 @@ class BlockFile:
         self._pool = ThreadPoolExecutor(
             max_workers=settings.queue_depth * settings.threads, thread_name_prefix=f"deepspeed {path.name}"
         )
+        self.handle = -1
+        self._direct: int | None = None
         try:
             self.handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise OffloadError(f"{path}: cannot be made ({error.strerror}); check nvme_path") from error
         self._direct = self._open_direct()
+
+    def __del__(self) -> None:  # of an engine that nobody destroyed; pending requests would keep this object
+        self.close()
 
     def _open_direct(self) -> int | None:
         if not hasattr(os, "O_DIRECT"):

@@ -7,13 +7,13 @@ removes what it left. Directories of other hosts are never touched: on a shared 
 
 from __future__ import annotations
 
-import atexit
 import errno
 import fcntl
 import itertools
 import os
 import shutil
 import socket
+import weakref
 from pathlib import Path
 
 from deepspeed.errors import OffloadError
@@ -43,30 +43,32 @@ class RunDirectory:
         host = _host()
         name = f"{_PREFIX}-{host}-{os.getpid()}-rank{rank}-{purpose}-{next(_numbers)}"
         self.path = folder / name
-        self._pid = os.getpid()
-        self._lock = -1
+        lock = -1
         try:
             folder.mkdir(parents=True, exist_ok=True)
             remove_leftovers(folder, host)
-            self._lock = _locked(_lock_path(self.path))
+            lock = _locked(_lock_path(self.path))
             self.path.mkdir(mode=0o700)
         except OSError as error:
-            self.remove()
+            _remove(self.path, lock, os.getpid())
             raise OffloadError(
                 f"nvme_path {folder}: cannot make the folder {name} in it ({error.strerror or error}); choose a path "
                 "on a writable local disk"
             ) from error
-        atexit.register(self.remove)
+        # Also when the process exits, or nobody refers to this object any more.
+        self._finalizer = weakref.finalize(self, _remove, self.path, lock, os.getpid())
 
     def remove(self) -> None:
         """Deletes the directory with everything in it. May be called twice, and does nothing in a forked child."""
-        if self._lock < 0 or os.getpid() != self._pid:
-            return
-        atexit.unregister(self.remove)
-        shutil.rmtree(self.path, ignore_errors=True)
-        _lock_path(self.path).unlink(missing_ok=True)
-        os.close(self._lock)
-        self._lock = -1
+        self._finalizer()
+
+
+def _remove(path: Path, lock: int, owner: int) -> None:
+    if lock < 0 or os.getpid() != owner:
+        return
+    shutil.rmtree(path, ignore_errors=True)
+    _lock_path(path).unlink(missing_ok=True)
+    os.close(lock)
 
 
 def remove_leftovers(folder: Path, host: str | None = None) -> None:

@@ -53,6 +53,9 @@ def test_two_runs_never_share_and_both_clean_up(tmp_path: Path, monkeypatch: pyt
     remove_leftovers(tmp_path / "new/place")
     assert second.path.is_dir(), "its owner is alive"
     second.remove()
+    third = RunDirectory("new/place", rank=0, purpose="states")
+    assert third.path.is_dir()
+    del third  # of an engine that nobody destroyed
     assert not list((tmp_path / "new/place").iterdir())
 
 
