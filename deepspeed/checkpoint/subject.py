@@ -59,6 +59,7 @@ class Subject:
 
     def settle(self) -> None:
         """Takes what users wrote into resident parameters into buckets and masters, so that it counts as the value."""
+        self.runtime.places.take_back()
         if self.optimizer is not None:
             self.optimizer.carry_user_writes()
         self.runtime.take_back_frozen()

@@ -47,7 +47,6 @@ class CheckpointMethods:
     _precision: PrecisionPolicy
     _accumulation_steps: int
     _accumulates_from: int
-    _micro_steps_since_update: int
 
     def save_checkpoint(
         self,
@@ -80,7 +79,7 @@ class CheckpointMethods:
             CheckpointError: Some rank could not write; the same on all ranks.
         """
         self._check_plain("save_checkpoint")
-        if self._micro_steps_since_update:
+        if (self.micro_steps - self._accumulates_from) % self._accumulation_steps:
             log_dist_once(
                 "save_checkpoint in the middle of gradient accumulation: gradients are not saved, so a resumed run "
                 "lacks those of the micro-batches since the last update and begins its accumulation anew"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -115,6 +115,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Compile
         if self._runtime.drop_open_work():
             self._managed_backward = False
             logger.warning("the last forward or backward ended in an exception; what it had half done was dropped")
+        self._runtime.places.take_back()
         if self._precision.cast_inputs:
             inputs, kwargs = self._precision.cast_arguments(inputs), self._precision.cast_arguments(kwargs)
         self._progress.before("forward")
@@ -489,16 +490,15 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Compile
 
     def destroy(self) -> None:
         """Takes all hooks from the model and frees buffers. May be called in any state, more than once."""
-        if self._stopped_gc:
-            self._stopped_gc = False
-            gc.enable()
-        try:
-            self._close_checkpoints()
-        finally:
-            if not self._runtime.is_retired:
-                self._runtime.drop_open_work()
-            self._runtime.destroy()
+        with ExitStack() as last_first:  # each of them, also after one that failed because another rank has died
+            last_first.callback(self.monitor.close)
+            last_first.callback(self._parts.homes.close)
             if self._updater is not None:
-                self._updater.destroy()
-            self._parts.homes.close()
-            self.monitor.close()
+                last_first.callback(self._updater.destroy)
+            last_first.callback(self._runtime.destroy)
+            if not self._runtime.is_retired:
+                last_first.callback(self._runtime.drop_open_work)
+            last_first.callback(self._close_checkpoints)
+            if self._stopped_gc:
+                self._stopped_gc = False
+                last_first.callback(gc.enable)

@@ -14,7 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.agreement import Agreement
 from deepspeed.comm.axes import Grid, GridTransport
 from deepspeed.comm.transport import LocalTransport, Piece, Transport
-from deepspeed.errors import CallOrderError, OffloadError, ShardedAccessError
+from deepspeed.errors import CallOrderError, DeepSpeedConfigError, OffloadError, ShardedAccessError
 from deepspeed.logging import log_dist
 from deepspeed.zero.bucket import Bucket, State
 from deepspeed.zero.filling import first_values
@@ -29,6 +29,7 @@ from deepspeed.zero.leaf import get_z3_leaf_modules
 from deepspeed.zero.masters import MasterBucket
 from deepspeed.zero.materialize import Materializer
 from deepspeed.zero.placement import Home, Placement
+from deepspeed.zero.places import Places
 from deepspeed.zero.provisional import note_freed
 from deepspeed.zero.reduction_policy import Combination, ReductionPolicy
 from deepspeed.zero.schedule import GatherLimits, GatherSchedule
@@ -117,6 +118,7 @@ class ZeroRuntime:
         reducer: The gradients; None where nothing is trained.
         in_backward: Whether a backward of this model is running.
         optimizer: The ZeRO optimizer; set by the engine once it exists.
+        places: The parameters as the model had them.
         away: Kinds of states that ``offload_states`` has moved to the host.
         open_blocks: ``GatheredParameters`` blocks that hold parameters of this model.
         is_retired: Whether another engine has taken the model over.
@@ -179,6 +181,7 @@ class ZeroRuntime:
             )
         self.on_stray_backward: Callable[[], None] | None = None
         self._without_owner: set[int] = set()
+        self.places = Places(model)
         self._late: list[int] = []  # positions of buckets that are trained since one of their parameters was unfrozen
         self._handles = self._drop_gradients_without_owner()
         if self.placement.shard_params:
@@ -203,6 +206,12 @@ class ZeroRuntime:
 
         def entry(name: str, parameter: nn.Parameter) -> UnitTile:
             group = param_groups.get(id(parameter), -1)
+            if group >= 0 and parameter.is_complex():
+                raise DeepSpeedConfigError(
+                    f"initialize: the parameter {name!r} of dtype {parameter.dtype} is in param group {group}, but "
+                    "gradients are summed as real numbers. Keep it as torch.view_as_real of it, or take it out of the "
+                    "optimizer"
+                )
             dtype = str(dtype_of(name, parameter)).removeprefix("torch.")
             return UnitTile(Tile(name, full_shape(parameter), group), dtype, parameter.requires_grad and group >= 0)
 

@@ -33,6 +33,13 @@ def leaves_nothing() -> None:
         engine.destroy()
         engine.destroy()
         assert gc.isenabled()
+    engine = engine_of(tower(), 1)
+    closed = []
+    engine._runtime.drop_open_work = lambda: closed.append("work") or 1 / 0
+    engine._parts.homes.close = lambda: closed.append("homes")
+    with pytest.raises(ZeroDivisionError):
+        engine.destroy()
+    assert closed == ["work", "homes"]
     engine = engine_of(Returning(), 1)
     for step in range(3):
         loss, scale = engine(inputs(step))

@@ -151,3 +151,14 @@ def test_no_optimizer_at_all():
     for stage in (1, 2):
         with pytest.raises(AssertionError, match="shards optimizer states, but there is no optimizer"):
             run_ranks(_without_optimizer, 1, stage)
+
+
+def _complex() -> None:
+    model = tower()
+    model.phase = torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    with pytest.raises(DeepSpeedConfigError, match=r"'phase' of dtype torch.complex64.*view_as_real"):
+        engine_of(model, 1, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_trained_complex_parameters_are_refused_by_name() -> None:
+    run_ranks(_complex, 1)

@@ -1,0 +1,58 @@
+"""Parameters that others replace after ``initialize``: their values are trained, or it is said that they are not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from deepspeed.engine import DeepSpeedEngine
+from deepspeed.zero import places
+from tests.engine.support import engine_of, inputs, tower
+from tests.harness import assert_states_equal, run_ranks
+
+
+def train(engine: DeepSpeedEngine, *steps: int) -> dict[str, torch.Tensor]:
+    for step in steps:
+        engine.backward(engine(inputs(step, dist.get_rank())))
+        engine.step()
+    return {name: tensor.clone() for name, tensor in engine.module.state_dict().items()}
+
+
+def assigned(stages: tuple[int, ...], folder: Path) -> None:
+    for stage in stages:
+        results = []
+        for assign in (False, True):
+            engine = engine_of(tower(), stage, bf16={"enabled": True})
+            train(engine, 0)
+            given = {name: tensor + 1 for name, tensor in engine.module.state_dict().items()}
+            engine.module.load_state_dict(given, assign=assign)
+            if stage == 0:  # else a forward takes them back
+                engine.save_checkpoint(folder, tag=str(assign))
+                assert_states_equal(dict(engine.module.state_dict()), given)
+            results.append(train(engine, 1, 2))
+            assert all(a is b for a, b in zip(engine.module.parameters(), engine.param_names, strict=True))
+            engine.destroy()
+        assert_states_equal(results[1], results[0])
+
+
+def test_values_that_were_assigned_are_trained(tmp_path: Path) -> None:
+    run_ranks(assigned, 2, (0, 1, 2), tmp_path)
+
+
+def not_taken_back() -> None:
+    engine = engine_of(tower(), 0)
+    engine.module.last = nn.Linear(9, 5)  # a module of its own is none of the engine's business
+    engine.module.first.bias = nn.Parameter(torch.zeros(1))
+    said: list[str] = []
+    with mock.patch.object(places, "warn_once", lambda key, message, ranks: said.append(message)):
+        engine(inputs(0))
+    assert len(said) == 1 and "'first.bias' was replaced by another one, of shape (1,)" in said[0]
+    engine.destroy()
+
+
+def test_what_cannot_be_taken_back_is_said() -> None:
+    run_ranks(not_taken_back, 1)
