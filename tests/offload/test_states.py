@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -83,18 +84,23 @@ def test_parameters_whose_masters_are_offloaded() -> None:
     run_ranks(host_and_back, 2, every)
 
 
-def test_copies_are_over_when_a_move_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+def waits_for_copies() -> None:
     """The host reads what is away at once, and what came back leaves locked pages that nobody else keeps."""
     waits: list[str] = []
     engine = make_engine(config(0, precision="bf16"))
-    accelerator = states.get_accelerator()
-    monkeypatch.setattr(ZeroRuntime, "host_is_device", False)
-    monkeypatch.setattr(accelerator, "synchronize", lambda: waits.append(""))
-    engine.offload_states(non_blocking=True)
-    assert len(waits) == 1
-    engine.reload_states(non_blocking=True)
-    assert len(waits) == 2
+    with (
+        mock.patch.object(ZeroRuntime, "host_is_device", False),
+        mock.patch.object(states.get_accelerator(), "synchronize", lambda: waits.append("")),
+    ):
+        engine.offload_states(non_blocking=True)
+        assert len(waits) == 1
+        engine.reload_states(non_blocking=True)
+        assert len(waits) == 2
     engine.destroy()
+
+
+def test_copies_are_over_when_a_move_returns() -> None:
+    run_ranks(waits_for_copies, 1)
 
 
 def test_single_kinds() -> None:
