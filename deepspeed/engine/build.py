@@ -262,7 +262,7 @@ def _spread_buffers(model: nn.Module, transport: Transport) -> None:
         values = distinct(buffer)
         dense = values.contiguous()
         transport.broadcast(dense.view(-1).view(torch.uint8), 0)
-        if dense.data_ptr() != values.data_ptr():
+        if dense is not values:
             values.copy_(dense)
 
 
