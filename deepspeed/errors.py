@@ -10,7 +10,9 @@
     |-- DivergenceError (RuntimeError)           ranks took different branches
     |-- NonFiniteError (RuntimeError)            gradients stayed NaN or infinite for too long
     |-- CommunicationError (RuntimeError)        a peer died or a collective failed
-    `-- CheckpointError (RuntimeError)           a checkpoint is missing, damaged or does not fit
+    |-- CheckpointError (RuntimeError)           a checkpoint is missing, damaged or does not fit
+    |-- OffloadError (RuntimeError)              files of offloaded states cannot be made, read or written
+    `-- MemoryBudgetError (RuntimeError)         more device memory was asked for than the budget holds
 
 Every message says which setting or call, what was expected, what was found, and what to change.
 """

@@ -121,12 +121,9 @@ def _machine(accelerator: DeepSpeedAccelerator) -> list[tuple[str, str]]:
     for variable in accelerator.visible_devices_envs():
         rows.append((variable, os.environ.get(variable, "not set")))
     if accelerator.device_name() != "cpu":
-        rows += [(accelerator.device_name(index), _device(accelerator, index)) for index in _indices(accelerator)]
+        indices = range(accelerator.device_count())
+        rows += [(accelerator.device_name(index), _device(accelerator, index)) for index in indices]
     return rows
-
-
-def _indices(accelerator: DeepSpeedAccelerator) -> range:
-    return range(accelerator.device_count())
 
 
 def _device(accelerator: DeepSpeedAccelerator, index: int) -> str:

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from deepspeed.cli.command import run_command
-from deepspeed.launcher.resources import LauncherError, fetch_hostfile
-from deepspeed.launcher.runner import DLTS_HOSTFILE
+from deepspeed.launcher.resources import DLTS_HOSTFILE, LauncherError, fetch_hostfile
 
 _AT_ONCE = 64
 

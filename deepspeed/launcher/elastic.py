@@ -35,7 +35,8 @@ class Elastic:
         most = max(nodes, least) if max_nodes == -1 else max_nodes
         if not 1 <= least <= most:
             raise LauncherError(
-                f"--min_elastic_nodes {least}, --max_elastic_nodes {most}: expected 1 <= minimum <= maximum"
+                f"--min_elastic_nodes {least}, --max_elastic_nodes {most}: expected 1 <= minimum <= maximum; correct "
+                "them, or leave them out for 1 up to all machines"
             )
         return cls(least, most)
 

@@ -61,6 +61,11 @@ class World:
         }
 
 
+def environment_file_name() -> str:
+    """Name of the file whose variables all ranks get: ``DS_ENV_FILE``, or ``.deepspeed_env``."""
+    return os.environ.get("DS_ENV_FILE", ".deepspeed_env")
+
+
 def read_environment_files(name: str) -> dict[str, str]:
     """Reads ``KEY=value`` lines of the file ``name`` in the home and the current directory (which wins).
 

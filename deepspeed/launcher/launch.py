@@ -21,9 +21,15 @@ import deepspeed
 from deepspeed.cli.command import run_command
 from deepspeed.errors import NotYetSupportedError
 from deepspeed.launcher.cores import share_cores
-from deepspeed.launcher.devices import find_devices, usable_cores
+from deepspeed.launcher.devices import LocalDevices, find_devices, usable_cores
 from deepspeed.launcher.elastic import Elastic, agent_command
-from deepspeed.launcher.environment import World, read_environment_files, screen_width, threads_per_rank
+from deepspeed.launcher.environment import (
+    World,
+    environment_file_name,
+    read_environment_files,
+    screen_width,
+    threads_per_rank,
+)
 from deepspeed.launcher.placing import PROGRAMS, find_placed
 from deepspeed.launcher.ports import DEFAULT_PORT, PortClaim, claim_port
 from deepspeed.launcher.resources import LauncherError, decode_world_info
@@ -51,6 +57,19 @@ def add_rank_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bind_core_list", metavar="LIST", help="cores to divide among the ranks, such as 1,3-5")
     parser.add_argument("--min_elastic_nodes", type=int, default=-1, help="machines an elastic run waits for (1)")
     parser.add_argument("--max_elastic_nodes", type=int, default=-1, help="most machines of an elastic run (all)")
+
+
+def interpreter(args: argparse.Namespace) -> tuple[str, ...]:
+    """What stands before the script's name in the command of a rank: Python, unless ``--no_python``.
+
+    Raises:
+        LauncherError: ``--module`` and ``--no_python`` are both given.
+    """
+    if args.module and args.no_python:
+        raise LauncherError("--module and --no_python exclude each other; use one of them")
+    if args.no_python:
+        return ()
+    return (sys.executable, "-u", "-m") if args.module else (sys.executable, "-u")
 
 
 def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
@@ -133,9 +152,9 @@ def _workers(args: argparse.Namespace, world: World, hosts: list[list[int | str]
     devices = find_devices(os.environ)
     cores = share_cores(args.bind_core_list, world.local_size) if _binds(args) else None
     common = _common_environment(world, devices.is_cpu, len(cores[0]) if cores else None)
-    for name in devices.visible_variables:
-        if args.placed_by != "slurm" or name not in common:  # Slurm gives each task the devices it may use
-            common[name] = ",".join(map(str, hosts[world.node_rank]))
+    visible = _visible(devices, hosts[world.node_rank])
+    # Slurm gives each task the devices it may use.
+    common = {**visible, **common} if args.placed_by == "slurm" else {**common, **visible}
     ranks = [rank for rank, _ in world.places]
     which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
     of = f" ({which}, node {world.node_rank} of {world.num_nodes})" if len(world.sizes) > 1 else ""
@@ -169,8 +188,7 @@ def _elastic_workers(args: argparse.Namespace, world: World, hosts: list[list[in
     elastic = Elastic.from_options(args.min_elastic_nodes, args.max_elastic_nodes, world.num_nodes)
     devices = find_devices(os.environ)
     common = _common_environment(world, devices.is_cpu, None)
-    for name in devices.visible_variables:
-        common[name] = ",".join(map(str, hosts[world.node_rank]))
+    common.update(_visible(devices, hosts[world.node_rank]))
     for name in _PLACE:
         common.pop(name, None)
     flags = [f"--{name}" for name in ("module", "no_python") if getattr(args, name)]
@@ -183,13 +201,17 @@ def _elastic_workers(args: argparse.Namespace, world: World, hosts: list[list[in
     return [Worker(0, 0, command, common, name="torch's elastic agent")]
 
 
+def _visible(devices: LocalDevices, slots: Sequence[int | str]) -> dict[str, str]:
+    """The variables that show ranks the devices behind ``slots`` and no others."""
+    return {name: ",".join(map(str, slots)) for name in devices.visible_variables}
+
+
 def _binds(args: argparse.Namespace) -> bool:
     return bool(args.bind_cores_to_rank or args.bind_core_list)
 
 
 def _check_script(args: argparse.Namespace) -> None:
-    if args.module and args.no_python:
-        raise LauncherError("--module and --no_python exclude each other; use one of them")
+    interpreter(args)
     if not (args.module or args.no_python or os.path.exists(args.training_script)):
         raise LauncherError(f"{args.training_script}: no such script in {os.getcwd()}; options must precede the script")
 
@@ -246,7 +268,7 @@ def _common_environment(world: World, on_cpu: bool, bound_cores: int | None) -> 
         on_cpu: Whether they compute on the processor.
         bound_cores: Cores that each of them is bound to; None if it is not.
     """
-    name = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
+    name = environment_file_name()
     environment = dict(os.environ)
     # What the user typed for this run beats what lies in a file.
     added = {key: value for key, value in read_environment_files(name).items() if key not in environment}
@@ -262,9 +284,8 @@ def _common_environment(world: World, on_cpu: bool, bound_cores: int | None) -> 
 
 
 def _command(args: argparse.Namespace, local_rank: int) -> tuple[str, ...]:
-    python = () if args.no_python else (sys.executable, "-u", *(("-m",) if args.module else ()))
     place = () if args.no_local_rank else (f"--local_rank={local_rank}",)
-    return (*python, args.training_script, *place, *args.training_script_args)
+    return (*interpreter(args), args.training_script, *place, *args.training_script_args)
 
 
 def _log_files(folder: str | None, ranks: list[int]) -> list[Path] | None:

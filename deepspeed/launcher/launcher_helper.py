@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from deepspeed.cli.command import run_command
 from deepspeed.launcher.cores import share_cores
+from deepspeed.launcher.launch import interpreter
 from deepspeed.launcher.placing import PROGRAMS, find_placed
 from deepspeed.launcher.resources import LauncherError
 
@@ -48,8 +49,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _become(args: argparse.Namespace) -> NoReturn:
-    if args.module and args.no_python:
-        raise LauncherError("--module and --no_python exclude each other; use one of them")
+    command = [*interpreter(args), args.user_script, *args.user_args]
     environment = dict(os.environ)
     placed = find_placed(args.launcher, environment)
     environment.update({"RANK": str(placed.rank), "WORLD_SIZE": str(placed.world_size)})
@@ -61,13 +61,12 @@ def _become(args: argparse.Namespace) -> NoReturn:
     if args.bind_cores_to_rank or args.bind_core_list:
         if placed.local_rank is None or local_size is None:
             raise LauncherError(
-                f"--bind_cores_to_rank: {args.launcher} does not say how many ranks run on this machine"
+                f"--bind_cores_to_rank: {args.launcher} does not say how many ranks run on this machine; export one of "
+                f"{', '.join(_LOCAL_SIZES)}, or leave the option out"
             )
         cores = share_cores(args.bind_core_list, int(local_size))[placed.local_rank]
         os.sched_setaffinity(0, cores)
         environment.setdefault("OMP_NUM_THREADS", str(len(cores)))
-    python = [] if args.no_python else [sys.executable, "-u", *(["-m"] if args.module else [])]
-    command = [*python, args.user_script, *args.user_args]
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     try:

@@ -175,6 +175,16 @@ def _unless_given(run: Run, *options: tuple[str, str]) -> list[str]:
     return [word for option in options if option[0].replace("--", "-") not in given for word in option]
 
 
+# What each launcher runs on this machine.
+LAUNCHER_PROGRAMS = {
+    "pdsh": "pdsh",
+    "openmpi": "mpirun",
+    "mpich": "mpirun",
+    "impi": "mpirun",
+    "mvapich": "mpirun",
+    "slurm": "srun",
+    "ssh": "ssh",
+}
 BUILDERS: dict[str, Callable[[Run], list[Command]]] = {
     "pdsh": pdsh,
     "openmpi": openmpi,

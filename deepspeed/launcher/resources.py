@@ -15,6 +15,9 @@ from deepspeed.errors import DeepSpeedConfigError
 Slots = Mapping[str, int]
 Selection = dict[str, list[int]]
 
+DLTS_HOSTFILE = "/job/hostfile"
+"""Where the host file is looked for unless ``--hostfile`` says otherwise; upstream's name."""
+
 _HOST_LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>\d+)")
 
 

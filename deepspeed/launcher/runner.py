@@ -17,10 +17,11 @@ from collections.abc import Mapping, Sequence
 from deepspeed.cli.command import run_command
 from deepspeed.errors import NotYetSupportedError
 from deepspeed.launcher import launch
-from deepspeed.launcher.environment import read_environment_files
+from deepspeed.launcher.environment import environment_file_name, read_environment_files
 from deepspeed.launcher.ports import DEFAULT_PORT, claim_port
-from deepspeed.launcher.remote import BUILDERS, Command, Run
+from deepspeed.launcher.remote import BUILDERS, LAUNCHER_PROGRAMS, Command, Run
 from deepspeed.launcher.resources import (
+    DLTS_HOSTFILE,
     LauncherError,
     encode_world_info,
     fetch_hostfile,
@@ -42,14 +43,12 @@ __all__ = [
     "parse_resource_filter",
 ]
 
-DLTS_HOSTFILE = "/job/hostfile"
 EXPORT_ENVS = ["MLFLOW", "PYTHON", "MV2", "UCX"]
-DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
+DEEPSPEED_ENVIRONMENT_NAME = environment_file_name()
 
 # Our own variables, besides those of EXPORT_ENVS and of the accelerator.
 _OWN_VARIABLES = ("DS_", "DEEPSPEED_")
 _NOT_FOR_OTHERS = ("DS_ENV_FILE",)
-_LAUNCHER_PROGRAMS = {"pdsh": "pdsh", "ssh": "ssh", "slurm": "srun"}
 # Options that only concern other machines.
 _FOR_OTHER_MACHINES = ("launcher_args", "no_ssh_check", "ssh_port", "venv_script")
 
@@ -191,7 +190,7 @@ def _run_on_machines(args: argparse.Namespace, selected: Selected) -> int:
 
     hosts = selected.hosts
     if not args.dry_run:
-        front.require_program(_LAUNCHER_PROGRAMS.get(args.launcher, "mpirun"), args.launcher)
+        front.require_program(LAUNCHER_PROGRAMS[args.launcher], args.launcher)
         if args.launcher in ("pdsh", "ssh") and not args.no_ssh_check:
             front.check_reachable(list(hosts), args.ssh_port)
     address = args.master_addr or _find_address(args, list(hosts))
@@ -259,7 +258,7 @@ def _exports() -> dict[str, str]:
         for name, value in os.environ.items()
         if name.startswith(prefixes) and name not in _NOT_FOR_OTHERS and re.fullmatch(r"[A-Za-z_]\w*", name)
     }
-    for name, value in read_environment_files(os.environ.get("DS_ENV_FILE", ".deepspeed_env")).items():
+    for name, value in read_environment_files(environment_file_name()).items():
         if re.fullmatch(r"[A-Za-z_]\w*", name):
             found[name] = os.environ.get(name, value)  # what was typed for this run beats what lies in a file
     return found

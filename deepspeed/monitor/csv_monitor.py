@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, TextIO
 
-from deepspeed.monitor.sink import Event, Monitor
+from deepspeed.monitor.sink import Event, Monitor, log_folder
 
 
 class csvMonitor(Monitor):  # noqa: N801 - the name that programs import
@@ -25,8 +24,7 @@ class csvMonitor(Monitor):  # noqa: N801 - the name that programs import
         super().__init__(csv_config.enabled)
         self.output_path = csv_config.output_path
         self.job_name = csv_config.job_name
-        # Absolute: the program may change its working directory.
-        self.log_dir = (Path(self.output_path or ".") / self.job_name).absolute()
+        self.log_dir = log_folder(csv_config)
         self._files: dict[str, TextIO] = {}
 
     def _open(self) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import TypeAlias
+from pathlib import Path
+from typing import Any, TypeAlias
 
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import logger
@@ -38,39 +40,40 @@ class Monitor:
         A failure (a full disk, a service that cannot be reached) is logged once and switches this monitor off: it is
         no reason to lose the training.
         """
-        if not self.enabled or not event_list:
-            return
-        try:
-            if not self._is_open:
-                self._open()
-                self._is_open = True
-            self._write(event_list)
-        except Exception as error:
-            self._give_up(error)
+        if self.enabled and event_list:
+            with self._giving_up_on_failure():
+                self._ensure_open()
+                self._write(event_list)
 
     def flush(self) -> None:
         """Brings everything written so far to where a reader sees it."""
         if self.enabled and self._is_open:
-            try:
+            with self._giving_up_on_failure():
                 self._flush()
-            except Exception as error:
-                self._give_up(error)
 
     def close(self) -> None:
         """Flushes and lets go of files and connections; the next event opens them again."""
         if self.enabled and self._is_open:
             self._is_open = False
-            try:
+            with self._giving_up_on_failure():
                 self._close()
-            except Exception as error:
-                self._give_up(error)
 
-    def _give_up(self, error: Exception) -> None:
-        self.enabled = False
-        logger.warning(
-            f"{self.section}: writing failed with {type(error).__name__}: {error}. This monitor is off from now on; "
-            "training goes on"
-        )
+    @contextmanager
+    def _giving_up_on_failure(self) -> Iterator[None]:
+        """Whatever fails inside switches this monitor off, with one line."""
+        try:
+            yield
+        except Exception as error:
+            self.enabled = False
+            logger.warning(
+                f"{self.section}: writing failed with {type(error).__name__}: {error}. This monitor is off from now "
+                "on; training goes on"
+            )
+
+    def _ensure_open(self) -> None:
+        if not self._is_open:
+            self._open()
+            self._is_open = True
 
     def _open(self) -> None:
         """Opens files or connections."""
@@ -84,6 +87,11 @@ class Monitor:
 
     def _close(self) -> None:
         """Closes files or connections."""
+
+
+def log_folder(section: Any) -> Path:
+    """``<output_path>/<job_name>`` of a section, absolute: the program may change its working directory."""
+    return (Path(section.output_path or ".") / section.job_name).absolute()
 
 
 def require_package(package: str, section: str) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from deepspeed.monitor.sink import Event, Monitor, require_package
+from deepspeed.monitor.sink import Event, Monitor, log_folder, require_package
 
 FLUSH_SECONDS = 10
 """TensorBoard's own thread writes at least this often."""
@@ -27,8 +26,7 @@ class TensorBoardMonitor(Monitor):
             require_package("tensorboard", self.section)
         self.output_path = tensorboard_config.output_path
         self.job_name = tensorboard_config.job_name
-        # Absolute: the program may change its working directory.
-        self.log_dir = (Path(self.output_path or ".") / self.job_name).absolute()
+        self.log_dir = log_folder(tensorboard_config)
         self.summary_writer: Any = None
 
     def _open(self) -> None:

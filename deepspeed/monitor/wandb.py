@@ -38,12 +38,9 @@ class WandbMonitor(Monitor):
 
     def log(self, data: dict[str, float], step: int | None = None, commit: bool | None = None) -> None:
         """``Run.log`` of the run, for a script's own values; does nothing on other ranks."""
-        if not self.enabled:
-            return
-        if not self._is_open:
-            self._open()
-            self._is_open = True
-        self._run.log(data, step=step, commit=commit)
+        if self.enabled:
+            self._ensure_open()
+            self._run.log(data, step=step, commit=commit)
 
     def _write(self, events: Sequence[Event]) -> None:
         for step, values in by_step(events):
