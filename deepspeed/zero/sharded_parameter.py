@@ -68,6 +68,8 @@ _METADATA = frozenset(
 _COMPUTED_PROPERTIES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
 # Module.to() and its kin call these on every parameter; to the present dtype they change nothing.
 _CONVERSIONS = frozenset({"to", "cpu", "cuda", "xpu", "float", "double", "half", "bfloat16"})
+# These need a parameter's shape and dtype and none of its values: they get those of the whole.
+_LIKE = frozenset({"empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like"})
 
 NOT_IN_A_GRAPH = (
     "ZeRO stage 3 gathers parameters here, which is no part of a compiled graph; compile without fullgraph=True"
@@ -86,6 +88,10 @@ def _operate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     if name in _METADATA and attribute not in _COMPUTED_PROPERTIES:
         with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
+    if name in _LIKE and args and (address := address_of(args[0])) is not None:
+        with DisableTorchFunctionSubclass():
+            whole = args[0].new_empty(address.shape, device="meta", requires_grad=False)
+        return func(whole, *args[1:], **{"device": args[0].device, **kwargs})
     if name in _CONVERSIONS and _keeps_dtype(func, args, kwargs):
         return args[0]
     needed = _sharded_in((args, kwargs))

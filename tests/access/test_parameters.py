@@ -112,6 +112,9 @@ def _metadata():
     assert "blocks.0.rise.weight" in text and "(15, 7)" in text and "bfloat16" in text and "2 ranks" in text
     assert "Linear(in_features=7, out_features=15" in str(engine.module)
     str(nn.ParameterList([weight]))
+    for like in (torch.zeros_like(weight), torch.full_like(weight, 2, dtype=torch.float32), torch.randn_like(weight)):
+        assert type(like) is torch.Tensor and like.shape == (15, 7) and like.device == weight.device
+    assert torch.zeros_like(weight).dtype == torch.bfloat16 and not torch.zeros_like(weight).any()
     weight.requires_grad_(False).requires_grad_(True)
     # Moving a module to where it is changes nothing; changing its dtype would lose the shards.
     assert engine.module.to("cpu") is engine.module and engine.module.bfloat16() is engine.module

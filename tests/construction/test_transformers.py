@@ -180,7 +180,7 @@ def _single_tensors(folder):
     import transformers
 
     kinds = {
-        "distilbert": (transformers.DistilBertModel, models.distilbert_config()),
+        "distilbert": (transformers.DistilBertModel, models.distilbert_config(sinusoidal_pos_embds=True)),
         "patchtst": (transformers.PatchTSTForPrediction, models.patchtst_config()),
     }
     for name, (kind, config) in kinds.items():
