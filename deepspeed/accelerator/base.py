@@ -215,6 +215,15 @@ class DeepSpeedAccelerator(ABC):
         optional = ((self.is_fp16_supported(), torch.half), (self.is_bf16_supported(), torch.bfloat16))
         return [torch.float] + [dtype for supported, dtype in optional if supported]
 
+    @property
+    def autocast_dtype(self) -> torch.dtype:
+        """What ``torch.autocast`` computes in on this device unless it is told otherwise."""
+        return torch.get_autocast_dtype(self._name)
+
+    def autocast(self, dtype: torch.dtype) -> AbstractContextManager[Any]:
+        """``torch.autocast`` on this device."""
+        return torch.autocast(device_type=self._name, dtype=dtype)
+
     def _tensor_type(self, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
         """A callable that makes a tensor from data; torch's typed constructors exist for cuda and cpu only."""
         return functools.partial(torch.tensor, dtype=dtype, device=self._name)

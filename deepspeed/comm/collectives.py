@@ -17,6 +17,7 @@ import torch.distributed as torch_dist
 from deepspeed.comm.recorder import recorded
 from deepspeed.comm.reduce_op import ReduceOp
 from deepspeed.comm.torch_names import all_gather_flat, reduce_scatter_flat
+from deepspeed.comm.world import operations
 
 Group = Any  # a torch ProcessGroup, or None for all ranks
 Handle = Any  # a torch Work, or None if the operation is complete
@@ -39,7 +40,7 @@ def broadcast_object_list(
 @recorded("tensor")
 def all_reduce(tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False) -> Handle:
     """Reduces ``tensor`` over the ranks, in place, on every rank."""
-    return torch_dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
+    return operations().all_reduce(tensor, op=op, group=group, async_op=async_op)
 
 
 @recorded("tensor")

@@ -21,11 +21,13 @@ class World(Protocol):
         rank: The rank that this process plays.
         size: Number of ranks.
         backend: Name of the backend that is played.
+        operations: Has the collectives of ``torch.distributed`` that are played, under their names.
     """
 
     rank: int
     size: int
     backend: str
+    operations: Any
 
     def transport(self, device: torch.device | None, ranks: Sequence[int] | None = None) -> Any:
         """A transport (``comm.transport.Transport``) for buffers on ``device`` between ``ranks`` (None: all)."""
@@ -37,6 +39,11 @@ _stand_in: World | None = None
 def stand_in() -> World | None:
     """The stand-in, or None where torch's process groups count."""
     return _stand_in
+
+
+def operations() -> Any:
+    """What has the collectives: ``torch.distributed``, or the stand-in for it."""
+    return torch_dist if _stand_in is None else _stand_in.operations
 
 
 @contextmanager

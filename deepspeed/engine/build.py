@@ -167,7 +167,7 @@ def build_parts(client: Client, config: Any, distributed_port: int, dist_init_re
     local_rank = _local_rank(client.args)
     device = _device(local_rank)
     placement = placement_of(root.zero_optimization, dp_world_size)
-    precision = PrecisionPolicy.from_config(root, device.type, client.model)
+    precision = PrecisionPolicy.from_config(root, get_accelerator(), client.model)
     _check_device_supports(precision)
     if gathers_between_pieces(placement, dp_world_size):
         refuse_whole_graphs(client.model)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.config import ParsedConfig
 from deepspeed.engine.accessors import ConfigAccessors
 from deepspeed.engine.build import EngineParts
@@ -123,7 +124,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Compile
             self._profiled.before_forward()
         self._in_forward = True
         try:
-            with self._precision.forward_context(self.device.type):
+            with self._precision.forward_context(get_accelerator()):
                 outputs = self.module(*inputs, **kwargs)
         finally:
             self._in_forward = False

@@ -8,6 +8,19 @@ import torch
 from torch import Tensor
 
 
+def add_over_ranks(tensor: Tensor, group: object | None) -> None:
+    """Adds ``tensor`` over the ranks of ``group``, in place; a collective unless that is None."""
+    if group is None:
+        return
+    from deepspeed import comm
+    from deepspeed.comm.counters import traffic
+
+    nbytes = 2 * tensor.numel() * tensor.element_size()
+    traffic.record_asked("all_reduce", nbytes)
+    traffic.record_ran("all_reduce", nbytes)
+    comm.all_reduce(tensor, group=group)
+
+
 def exchange_device(params: Iterable[Tensor], group: object | None) -> torch.device:
     """The device of the tensors that a collective over ``group`` needs.
 

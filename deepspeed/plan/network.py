@@ -15,6 +15,7 @@ import torch
 from deepspeed.comm.gloo import GlooTransport
 from deepspeed.comm.native import NativeTransport
 from deepspeed.comm.transport import LocalTransport, Transport
+from deepspeed.errors import NotYetSupportedError
 
 
 class _Arrived:
@@ -86,6 +87,18 @@ class _PlayedNative(NativeTransport):
         """See the class this one derives from; the values are those that are there."""
 
 
+class _PlayedOperations:
+    """Collectives of ``torch.distributed`` that leave their tensors as they are."""
+
+    def all_reduce(self, tensor: torch.Tensor, **_options: Any) -> _Arrived:
+        return _Arrived()
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotYetSupportedError(
+            f"plan: {name} between ranks is not played; keep it out of the model, or plan on one device"
+        )
+
+
 class PlayedWorld:
     """Rank ``rank`` of ``size``, alone.
 
@@ -93,12 +106,14 @@ class PlayedWorld:
         rank: The rank that is played.
         size: Number of ranks.
         backend: ``gloo`` or the name of one with native collectives.
+        operations: See ``World``.
     """
 
     def __init__(self, rank: int, size: int, backend: str) -> None:
         self.rank = rank
         self.size = size
         self.backend = backend
+        self.operations = _PlayedOperations()
 
     def transport(self, device: torch.device | None, ranks: Sequence[int] | None = None) -> Transport:
         """A transport between the ranks, or those of ``ranks``, among which this one is."""

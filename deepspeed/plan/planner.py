@@ -185,7 +185,7 @@ def _short(plan: Plan) -> dict[str, Any]:
     }
 
 
-_EXCHANGING = ("Lamb", "Muon")
+_EXCHANGING = ("Muon",)
 
 
 def read_config(source: Any) -> dict[str, Any]:
@@ -207,11 +207,6 @@ def make_plan(request: Request, *, compare: bool = True) -> Plan:
     config, notices = _with_batch(request)
     ranks = request.machine.ranks
     parsed = parse(config, dp_world_size=ranks)
-    if parsed.root.torch_autocast.enabled:
-        raise NotYetSupportedError(
-            "plan: torch_autocast.enabled casts by operation, which a rehearsal on meta tensors does not follow; plan "
-            "with bf16.enabled instead, whose parameters have 2 bytes"
-        )
     named = parsed.root.optimizer.type if parsed.root.optimizer is not None else None
     if ranks > 1 and named in _EXCHANGING and stage_of(config) > 0:
         raise NotYetSupportedError(
@@ -231,6 +226,7 @@ def make_plan(request: Request, *, compare: bool = True) -> Plan:
         ranks=ranks,
         rank=min(1, ranks - 1) if request.rank is None else request.rank,
         kind=request.kind,
+        autocast=parsed.root.torch_autocast.enabled,
     )
     found = rehearse(_workload(request), part)
     activations = {request.checkpointing: found.activations}

@@ -51,6 +51,7 @@ class Part:
         ranks: Number of ranks.
         rank: The one that is played.
         kind: Kind of device: ``cpu``, or one with memory of its own.
+        autocast: Forward runs under ``torch.autocast``.
     """
 
     config: dict[str, Any]
@@ -60,6 +61,7 @@ class Part:
     ranks: int
     rank: int
     kind: str
+    autocast: bool = False
 
 
 @dataclass
@@ -168,6 +170,8 @@ def _stage(part: Part) -> Iterator[tuple[Rehearsal, PlayedDisk]]:
         with ExitStack() as stack:
             for context in (quiet(), played_by(world), host_memory_from(host), disk_is(disk), count.counting()):
                 stack.enter_context(context)
+            if part.autocast:
+                stack.enter_context(device.casting.active())
             yield count, disk
     finally:
         drop_scratch(META)

@@ -7,6 +7,7 @@ values are not there.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ from deepspeed.offload.disk import Disk
 from deepspeed.offload.file_io import BlockFile, IoSettings, Transfer
 from deepspeed.offload.pinned import HostMemorySource
 from deepspeed.offload.run_directory import RunDirectory
+from deepspeed.plan.autocasting import PlayedAutocast
 from deepspeed.zero.placement import Home
 
 META = torch.device("meta")
@@ -30,6 +32,9 @@ class PlayedDevice(CPUAccelerator):
 
     Args:
         kind: ``"cpu"`` or a kind with memory of its own.
+
+    Attributes:
+        casting: Casts the arguments of operations under ``torch.autocast``, while it is active.
     """
 
     def __init__(self, kind: str) -> None:
@@ -37,6 +42,7 @@ class PlayedDevice(CPUAccelerator):
         self._name = "meta"
         self._kind = kind
         self._communication_backend_name = "gloo" if kind == "cpu" else "nccl"
+        self.casting = PlayedAutocast(kind)
 
     def device_name(self, index: Any = None) -> str:
         """The device of the tensors."""
@@ -46,6 +52,15 @@ class PlayedDevice(CPUAccelerator):
     def computes_in_host_memory(self) -> bool:
         """Of the kind that is played."""
         return self._kind == "cpu"
+
+    @property
+    def autocast_dtype(self) -> torch.dtype:
+        """See the class this one derives from."""
+        return self.casting.default_dtype
+
+    def autocast(self, dtype: torch.dtype) -> AbstractContextManager[Any]:
+        """See the class this one derives from."""
+        return self.casting.region(dtype)
 
     @property
     def Stream(self) -> Any:

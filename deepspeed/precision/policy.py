@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.accelerator.base import DeepSpeedAccelerator
 from deepspeed.config.sections.root import Root
 from deepspeed.precision.loss_scaler import CreateLossScaler
 
@@ -54,13 +55,13 @@ class PrecisionPolicy:
     fp32_modules: tuple[str, ...] = ()
 
     @classmethod
-    def from_config(cls, root: Root, device_type: str, model: nn.Module) -> PrecisionPolicy:
+    def from_config(cls, root: Root, accelerator: DeepSpeedAccelerator, model: nn.Module) -> PrecisionPolicy:
         """Reads the sections ``fp16``, ``bf16``, ``torch_autocast`` and ``data_types``."""
         compute = torch.float16 if root.fp16.enabled else torch.bfloat16 if root.bf16.enabled else None
         autocast = None
         if root.torch_autocast.enabled:
             named = root.torch_autocast.dtype
-            autocast = dtype_of_name(named) if named else torch.get_autocast_dtype(device_type)
+            autocast = dtype_of_name(named) if named else accelerator.autocast_dtype
         types = root.data_types
         keep = types.keep_in_fp32_modules
         if keep == "auto":
@@ -102,11 +103,11 @@ class PrecisionPolicy:
                 dtype = self.buffer_dtype if self.buffer_dtype and buffer.is_floating_point() else buffer.dtype
                 module._buffers[name] = buffer.to(device=device, dtype=dtype)
 
-    def forward_context(self, device_type: str) -> AbstractContextManager[Any]:
+    def forward_context(self, accelerator: DeepSpeedAccelerator) -> AbstractContextManager[Any]:
         """What forward runs in."""
         if self.autocast_dtype is None:
             return nullcontext()
-        return torch.autocast(device_type=device_type, dtype=self.autocast_dtype)
+        return accelerator.autocast(self.autocast_dtype)
 
     def cast_arguments(self, value: Any) -> Any:
         """Casts floating tensors in nested arguments to the compute dtype, where the configuration asks for it."""

@@ -7,6 +7,7 @@ import pytest
 from tests.harness import run_ranks
 from tests.plan.cells import OFFLOADS, STAGES, Cell, assert_true, measure, planned
 
+AUTOCAST = (("torch_autocast", {"enabled": True, "dtype": "bfloat16"}),)
 VARIANTS = [
     Cell(0, accumulation=2),
     Cell(1, accumulation=3, precision="fp32"),
@@ -22,6 +23,10 @@ VARIANTS = [
     Cell(1, more=(("communication_data_type", "fp32"),)),
     Cell(3, more=(("prescale_gradients", True),)),
     Cell(0, more=(("optimizer", {"type": "Lion", "params": {"lr": 1e-4}}),)),
+    *(Cell(stage, precision="fp32", more=AUTOCAST) for stage in (0, 2, 3)),
+    Cell(3, precision="fp32", checkpointing=True, more=AUTOCAST),
+    Cell(1, precision="fp32", accumulation=2, checkpointing=True, more=AUTOCAST),
+    *(Cell(stage, more=(("optimizer", {"type": "Lamb", "params": {"lr": 1e-4}}),)) for stage in (0, 1, 3)),
 ]
 
 

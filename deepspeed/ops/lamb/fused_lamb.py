@@ -14,7 +14,7 @@ from deepspeed.errors import NotYetSupportedError
 from deepspeed.ops.base import check_supported, keep_saved_dtypes
 from deepspeed.ops.checks import check_hyperparameters
 from deepspeed.ops.chunks import default_chunk_numel, scratch
-from deepspeed.ops.exchange import exchange_device
+from deepspeed.ops.exchange import add_over_ranks, exchange_device
 from deepspeed.ops.lamb.blocks import BLOCK_NUMEL, BlockMap, block_squares, multiply_blocks
 from deepspeed.ops.segments import Segment, SegmentTable
 
@@ -148,10 +148,7 @@ class FusedLamb(torch.optim.Optimizer):
         squares = torch.zeros(2, num_tensors, dtype=torch.float64, device=device)
         for update in updates:
             squares += update.advance_moments().to(device)
-        if group is not None:
-            from deepspeed import comm
-
-            comm.all_reduce(squares, group=group)
+        add_over_ranks(squares, group)
         ratios = _ratios(squares)
         self._coeffs = ratios.clamp(self.defaults["min_coeff"], self.defaults["max_coeff"])
         for update in updates:

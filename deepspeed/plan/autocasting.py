@@ -1,0 +1,154 @@
+"""``torch.autocast`` for tensors without values.
+
+Torch casts the arguments of an operation by the kind of device that they are on, and ``meta`` is none. Which operations
+cast on the device that is played is asked of torch; how (to the lower precision, to fp32, or to the widest of the
+arguments) is written here, after the lists in torch's documentation of ``torch.amp``. Whether casting is on is torch's
+own state, that of the CPU's autocast, so recomputation turns it on as it does elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import ref
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+_KEY = "AutocastPrivateUse1"  # torch has no operations of its own for it
+_SWITCH = "cpu"
+
+_LOWER = frozenset(
+    "_addmm_activation _convolution _native_multi_head_attention _scaled_dot_product_flash_attention "
+    "_thnn_fused_gru_cell _thnn_fused_lstm_cell addbmm addmm addmv addr baddbmm bmm chain_matmul conv1d conv2d conv3d "
+    "conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution einsum gru_cell linalg_multi_dot "
+    "linalg_vecdot linear lstm_cell matmul mkldnn_rnn_layer mm mv prelu rnn_relu_cell rnn_tanh_cell "
+    "scaled_dot_product_attention".split()
+)
+_WIDEST = frozenset(
+    "addcdiv addcmul atan2 bilinear cat cross dot grid_sampler index_copy index_put scatter_add stack tensordot "
+    "vdot".split()
+)
+_FP32_RESULT = frozenset(
+    "cumprod cumsum linalg_matrix_norm linalg_vector_norm log_softmax prod softmax sum".split()
+)  # on devices other than the CPU: the sum is in fp32, the argument is not cast
+
+
+class PlayedAutocast:
+    """Casts as a device of one kind does, while it is active as a context.
+
+    Args:
+        kind: ``"cpu"``, or a kind that casts as CUDA does.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._torch_key = "AutocastCPU" if kind == "cpu" else "AutocastCUDA"
+        self._is_cpu = kind == "cpu"
+        self._kept: list[torch.Tensor] | None = None  # casts of parameters, inside ``region``
+        self._seen = WeakIdKeyDictionary()  # parameter to its latest cast, while that is alive
+
+    @property
+    def default_dtype(self) -> torch.dtype:
+        """Torch's own choice for such a device."""
+        return torch.get_autocast_dtype("cpu" if self._is_cpu else "cuda")
+
+    @contextmanager
+    def region(self, dtype: torch.dtype) -> Iterator[None]:
+        """What ``torch.autocast`` is elsewhere; parameters that were cast are kept to the end of it."""
+        self._kept = []
+        try:
+            with torch.autocast(_SWITCH, dtype=dtype):
+                yield
+        finally:
+            self._kept = None
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """From now on operations on ``meta`` cast wherever autocast is on."""
+        library = torch.library.Library("aten", "IMPL")
+        others = torch.library.Library("_", "IMPL")
+        key = torch._C.DispatchKey.__members__[_KEY]
+        keys = torch._C.DispatchKeySet(key)
+        was_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
+        try:
+            others.fallback(torch.library.fallthrough_kernel, _KEY)
+            for name in torch._C._dispatch_get_all_op_names():
+                if name.startswith("aten::") and self._casts(name):
+                    packet, _, overload = name.removeprefix("aten::").partition(".")
+                    operation = getattr(getattr(torch.ops.aten, packet), overload or "default")
+                    library.impl(name.removeprefix("aten::"), self._casting(operation, packet, keys), _KEY)
+            torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+            with torch._C._IncludeDispatchKeyGuard(key):
+                yield
+        finally:
+            torch._C._dispatch_tls_set_dispatch_key_excluded(key, was_excluded)
+            library._destroy()
+            others._destroy()
+            self._seen.clear()
+
+    def _casts(self, name: str) -> bool:
+        return torch._C._dispatch_has_kernel_for_dispatch_key(name, self._torch_key)
+
+    def _casting(self, operation: Any, packet: str, keys: Any) -> Callable[..., Any]:
+        names = [argument.name for argument in operation._schema.arguments]
+        has_fp32_result = packet in _FP32_RESULT and "dtype" in names and not self._is_cpu
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with torch._C._ExcludeDispatchKeyGuard(keys):
+                if not torch.is_autocast_enabled(_SWITCH):
+                    return operation(*args, **kwargs)
+                lower = torch.get_autocast_dtype(_SWITCH)
+                if has_fp32_result:
+                    given = dict(zip(names, args, strict=False)) | kwargs
+                    if _can_cast(args[0]) and given.get("dtype") is None:
+                        given["dtype"] = torch.float32
+                    return operation(**given)
+                if packet in _LOWER:
+                    dtype = lower
+                elif packet in _WIDEST:
+                    dtype = torch.float32 if _has_fp32((args, kwargs)) else lower
+                else:
+                    dtype = torch.float32
+                args, kwargs = self._cast_all((args, kwargs), dtype)
+                return operation(*args, **kwargs)
+
+        return run
+
+    def _cast_all(self, value: Any, dtype: torch.dtype) -> Any:
+        if _can_cast(value):
+            return self._cast(value, dtype)
+        if isinstance(value, (tuple, list)):
+            return type(value)(self._cast_all(item, dtype) for item in value)
+        if isinstance(value, dict):
+            return {name: self._cast_all(item, dtype) for name, item in value.items()}
+        return value
+
+    def _cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        if tensor.dtype == dtype:
+            return tensor
+        is_weight = tensor.requires_grad and tensor.is_leaf and tensor.dtype == torch.float32 and not tensor._is_view()
+        if not is_weight:
+            return tensor.to(dtype)
+        known = self._seen.get(tensor)
+        made = known() if known is not None else None
+        if made is None or made.dtype != dtype:
+            made = tensor.to(dtype)
+            self._seen[tensor] = ref(made)
+            if self._kept is not None:
+                self._kept.append(made)
+        return made
+
+
+def _can_cast(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor) and value.is_meta and value.is_floating_point() and value.dtype != torch.float64
+    )
+
+
+def _has_fp32(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return _can_cast(value) and value.dtype == torch.float32
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    return isinstance(value, (tuple, list)) and any(_has_fp32(item) for item in value)
