@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import re
+import shutil
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +43,7 @@ def main(args: Sequence[str] | None = None) -> int:
         if options.list_devices:
             _list_devices()
             return 0
+        _check_targets(options)
         return _sweep(options) if options.sweep else _plan(options)
     except DeepSpeedError as error:
         sys.stderr.write(f"ds_plan: {error}\n")
@@ -90,6 +95,48 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _check_targets(options: argparse.Namespace) -> None:
+    """Refuses files that cannot be written before anything is planned."""
+    if options.picture and not options.sweep:
+        raise DeepSpeedConfigError("--picture draws a sweep; give --sweep too")
+    for option in ("write", "picture"):
+        target = getattr(options, option)
+        if target is not None:
+            path = Path(target)
+            if path.is_dir() or not path.name:
+                raise DeepSpeedConfigError(f"--{option} {target}: expected a file, found a folder; add a file name")
+            if not path.parent.is_dir():
+                raise DeepSpeedConfigError(f"--{option} {target}: there is no folder {path.parent}; make it first")
+
+
+def _save(option: str, target: str, text: str) -> None:
+    """Writes a file whole or not at all."""
+    path = Path(target)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise DeepSpeedConfigError(f"--{option} {target}: cannot be written ({error}); choose another place") from error
+
+
+def _show(text: str) -> None:
+    """Prints, with plain lines where the terminal's encoding has no others."""
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        text = re.sub("[\u2500\u2501\u2504\u2505\u2508\u2509\u2550]", "-", text)
+        text = re.sub("[\u2502\u2503\u2551]", "|", text)
+        text = re.sub("[\u250c-\u257f]", "+", text)
+    sys.stdout.write(text)
+
+
+def _width() -> int:
+    """Columns: those of the terminal, 100 at most; 100 in a file or a pipe."""
+    return min(shutil.get_terminal_size().columns, 100) if sys.stdout.isatty() else 100
+
+
 def _request(options: argparse.Namespace) -> Request:
     for name in ("nodes", "devices", "sequence_length", "micro_batch"):
         value = getattr(options, name)
@@ -124,6 +171,11 @@ def _model(options: argparse.Namespace) -> Any:
     if options.model is not None:
         if any(value is not None for value in sizes.values()):
             raise DeepSpeedConfigError("--model and sizes (--layers, ...) are both given; keep one")
+        if options.kv_heads is not None or options.intermediate is not None:
+            raise DeepSpeedConfigError(
+                "--kv-heads and --intermediate go with --layers --hidden --heads --vocab; a model given with --model "
+                "has its own, so leave them out"
+            )
         return options.model
     missing = [f"--{name}" for name, value in sizes.items() if value is None]
     if missing:
@@ -143,38 +195,34 @@ def _plain_config() -> dict[str, Any]:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    if options.picture:
-        raise DeepSpeedConfigError("--picture draws a sweep; give --sweep too")
-    plan = make_plan(_request(options))
-    if not plan.fits and not options.no_suggestions:
-        plan.suggestions = advise(plan)
-    sys.stdout.write(json.dumps(plan.to_dict(), indent=2) + "\n" if options.json else plan.table())
+    with redirect_stdout(sys.stderr):  # what the model's own code prints is no part of the answer
+        plan = make_plan(_request(options))
+        if not plan.fits and not options.no_suggestions:
+            plan.suggestions = advise(plan)
     if options.write:
         chosen = plan if plan.fits or not plan.suggestions else plan.suggestions[0][1]
-        chosen.write_config(options.write)
+        _save("write", options.write, chosen.config_text())
         if not chosen.fits:
             sys.stderr.write(f"ds_plan: {options.write}: written as it is, although it does not fit\n")
         elif chosen.request.checkpointing and not plan.request.checkpointing:
             sys.stderr.write(f"ds_plan: {options.write}: the model itself has to checkpoint its activations\n")
+    _show(json.dumps(plan.to_dict(), indent=2) + "\n" if options.json else plan.table(_width()))
     return 0 if plan.fits else 1
 
 
 def _sweep(options: argparse.Namespace) -> int:
-    points = list(sweep(_request(options), read_axes(options.sweep)))
-    fitting = [p for p in points if p.plan is not None and p.plan.fits]
-    if options.json:
-        sys.stdout.write(json.dumps([_point(point) for point in points], indent=2) + "\n")
-    else:
-        sys.stdout.write(sweep_text(points))
+    axes = read_axes(options.sweep)
+    with redirect_stdout(sys.stderr):
+        points = list(sweep(_request(options), axes))
+    fitting = [p.plan for p in points if p.plan is not None and p.plan.fits]
+    _show(json.dumps([_point(point) for point in points], indent=2) + "\n" if options.json else sweep_text(points))
     if options.picture:
-        Path(options.picture).write_text(sweep_svg(points), encoding="utf-8")
+        _save("picture", options.picture, sweep_svg(points))
     if options.write:
-        best = min(
-            (p.plan for p in fitting if p.plan), key=lambda p: (p.machine.ranks, p.step_seconds or 0), default=None
-        )
-        if best is None:
+        if not fitting:
             raise DeepSpeedConfigError(f"--write {options.write}: nothing fits, so nothing was written")
-        best.write_config(options.write)
+        best = min(fitting, key=lambda plan: (plan.machine.ranks, plan.step_seconds or 0))
+        _save("write", options.write, best.config_text())
     return 0 if fitting else 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -115,13 +116,23 @@ def make_machine(
     headroom: float | None = None,
 ) -> Machine:
     """Puts the machine of :func:`plan` together; arguments as there."""
+    for name, rate in {"flops": flops, "link": link, "host_link": host_link, "network": network, "disk": disk}.items():
+        if rate is not None and not 0 < rate < math.inf:
+            raise DeepSpeedConfigError(
+                f"{name}: expected {'operations' if name == 'flops' else 'bytes'} per second above 0, found {rate}"
+            )
+    if headroom is not None and not 0 <= headroom < 1:
+        raise DeepSpeedConfigError(
+            f"headroom: expected a share of device memory from 0 to below 1 (0.05 is 5 %), found {headroom}"
+        )
     own_memory = None if device_memory is None else read_bytes(device_memory, "device memory")
     if isinstance(device, Device):
         found = device
     elif device in ("cpu", "other"):
         if own_memory is None:
             raise DeepSpeedConfigError(
-                f"device {device!r} has no memory of its own in the table; give device memory too"
+                f"device {device!r} has no memory of its own in the table; give device memory too (--device-memory, "
+                "device_memory=), such as 64GB"
             )
         found = Device(device, own_memory, 0.0, 0.0, 0.0, 0.0, "given")
     else:

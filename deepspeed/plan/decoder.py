@@ -35,15 +35,18 @@ class DecoderShape:
     intermediate: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "vocab"):
-            if getattr(self, name) <= 0:
-                raise DeepSpeedConfigError(f"--{name}: expected a number above 0, found {getattr(self, name)}")
+        for name in ("layers", "hidden", "heads", "vocab", "kv_heads", "intermediate"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise DeepSpeedConfigError(f"--{name.replace('_', '-')}: expected a number above 0, found {value}")
         if self.hidden % self.heads:
             raise DeepSpeedConfigError(
                 f"--heads: {self.heads} does not divide --hidden {self.hidden}; choose a divisor of it"
             )
         if self.heads % (self.kv_heads or self.heads):
-            raise DeepSpeedConfigError(f"--kv-heads: {self.kv_heads} does not divide --heads {self.heads}")
+            raise DeepSpeedConfigError(
+                f"--kv-heads: {self.kv_heads} does not divide --heads {self.heads}; choose a divisor of it"
+            )
 
     @property
     def width(self) -> int:

@@ -73,9 +73,13 @@ def model_source(given: Any, inputs: Any = None) -> ModelSource:
     if hasattr(given, "to_diff_dict") or (isinstance(given, (str, Path)) and _is_configuration(given)):
         return _from_transformers(given, inputs)
     if isinstance(given, str) and ":" in given:
-        return _built(given, _find_callable(given), inputs)
+        make = _find_callable(given)
+        _refuse_arguments(given, make)
+        return _built(given, make, inputs)
     if callable(given):
-        return _built(getattr(given, "__name__", "model"), given, inputs)
+        name = getattr(given, "__name__", "model")
+        _refuse_arguments(name, given)
+        return _built(name, given, inputs)
     raise DeepSpeedConfigError(
         f"plan(model=...): expected a torch.nn.Module, a callable, 'module:callable', or a folder or JSON file with a "
         f"transformers configuration; found {given!r}"
@@ -90,20 +94,30 @@ def _built(name: str, make: Callable[[], Any], inputs: Any) -> ModelSource:
         except DeepSpeedError:
             raise
         except Exception as error:
-            raise DeepSpeedConfigError(
-                f"{name} cannot be built on torch's meta device, where tensors have shapes and no values: "
-                f"{type(error).__name__}: {error}. Keep work on values (loading weights, .item(), numpy) out of its "
-                "construction, or give the sizes instead (--layers, --hidden, --heads, --vocab)"
-            ) from error
-        model, own_inputs = made if isinstance(made, tuple) else (made, None)
+            raise DeepSpeedConfigError(_why_not_built(name, error)) from error
+        model, own_inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
         if not isinstance(model, nn.Module):
-            raise DeepSpeedConfigError(f"{name}: expected a torch.nn.Module, found {type(model).__name__}")
+            found = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(model).__name__
+            raise DeepSpeedConfigError(
+                f"{name}: expected a torch.nn.Module or a pair (model, inputs) to be returned, found {found}"
+            )
         on_real = [n for n, p in model.named_parameters() if p.device.type != "meta"]
         if on_real:
             model = without_values(model)
         return Workload(model, functools.partial(_arguments, model, inputs if inputs is not None else own_inputs))
 
     return ModelSource(name, build)
+
+
+def _why_not_built(name: str, error: Exception) -> str:
+    said = f"{type(error).__name__}: {str(error).rstrip('.')}"
+    if "meta" not in str(error):
+        return f"{name} cannot be built: {said}. Nothing was planned; what makes the model has to be mended first"
+    return (
+        f"{name} cannot be built on torch's meta device, where tensors have shapes and no values: {said}. Keep work on "
+        "values (loading weights, .item(), numpy) out of its construction, or give the sizes instead (--layers, "
+        "--hidden, --heads, --vocab)"
+    )
 
 
 def without_values(model: nn.Module) -> nn.Module:
@@ -122,14 +136,16 @@ def without_values(model: nn.Module) -> nn.Module:
 
 def _find_callable(path: str) -> Callable[[], Any]:
     module_name, _, name = path.partition(":")
+    if not module_name or not name:
+        raise DeepSpeedConfigError(f"model {path!r}: expected module:callable, such as package.models:make_model")
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
+    except Exception as error:  # whatever the module's own code raises
         raise DeepSpeedConfigError(
-            f"model {path!r}: module {module_name!r} cannot be imported ({error}); call from the folder that holds it, "
-            "or set PYTHONPATH"
+            f"model {path!r}: module {module_name!r} cannot be imported ({type(error).__name__}: {error}); call from "
+            "the folder that holds it, or set PYTHONPATH"
         ) from error
     found: Any = module
     for part in name.split("."):
@@ -137,6 +153,21 @@ def _find_callable(path: str) -> Callable[[], Any]:
     if not callable(found):
         raise DeepSpeedConfigError(f"model {path!r}: {module_name} has no callable {name!r}")
     return found
+
+
+def _refuse_arguments(name: str, make: Callable[[], Any]) -> None:
+    """Refuses what cannot be called without arguments."""
+    try:
+        parameters = inspect.signature(make).parameters.values()
+    except ValueError:  # a builtin that does not say
+        return
+    open_ended = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in open_ended]
+    if needed:
+        raise DeepSpeedConfigError(
+            f"model {name}: expected a callable without arguments, found one that needs {', '.join(needed)}; give a "
+            "function that fills them in and returns the model, or (model, inputs)"
+        )
 
 
 # -- transformers ------------------------------------------------------------------------------------------------------
@@ -155,22 +186,15 @@ def _from_transformers(given: Any, inputs: Any) -> ModelSource:
             "a transformers configuration needs the package transformers; install it, or give the sizes instead "
             "(--layers, --hidden, --heads, --vocab)"
         ) from error
-    if not hasattr(given, "to_diff_dict"):
-        path = Path(given)
-        path = path / "config.json" if path.is_dir() else path
-        try:
-            facts = json.loads(path.read_text(encoding="utf-8"))
-            kind = facts.pop("model_type")
-            config = transformers.AutoConfig.for_model(kind, **facts)
-        except (OSError, ValueError, KeyError) as error:
-            raise DeepSpeedConfigError(
-                f"{path}: expected a transformers configuration (JSON with model_type); found {type(error).__name__}: "
-                f"{error}"
-            ) from error
-    else:
-        config = given
+    config = given if hasattr(given, "to_diff_dict") else _read_transformers(Path(given), transformers.AutoConfig)
     architecture = next(iter(getattr(config, "architectures", None) or []), None)
     cls = getattr(transformers, architecture, None) if architecture else None
+    if architecture and cls is None:
+        raise DeepSpeedConfigError(
+            f"{config.model_type} configuration: architectures names {architecture}, which transformers "
+            f"{transformers.__version__} does not have; correct the name, install the version that has it, or give "
+            "module:callable that makes the model"
+        )
 
     def make() -> nn.Module:
         if cls is not None:
@@ -180,15 +204,39 @@ def _from_transformers(given: Any, inputs: Any) -> ModelSource:
     return _built(f"{config.model_type} configuration", make, inputs)
 
 
+def _read_transformers(path: Path, auto: Any) -> Any:
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(facts, dict):
+            raise ValueError(f"a {type(facts).__name__}")
+        return auto.for_model(facts.pop("model_type"), **facts)
+    except (OSError, ValueError, KeyError) as error:
+        said = str(error)
+        said = said if len(said) <= 200 else said[:200] + "..."  # an unknown model_type is answered with all there are
+        raise DeepSpeedConfigError(
+            f"{path}: expected a transformers configuration (JSON with model_type); found {type(error).__name__}: "
+            f"{said}"
+        ) from error
+
+
 # -- inputs ------------------------------------------------------------------------------------------------------------
 
 
 def _arguments(model: nn.Module, inputs: Any, micro_batch: int, sequence_length: int) -> Inputs:
     """The arguments of forward, on ``meta``."""
-    with torch.device(META):
-        made = inputs(micro_batch, sequence_length) if callable(inputs) else inputs
-        if made is None:
-            made = _token_inputs(model, micro_batch, sequence_length)
+    try:
+        with torch.device(META):
+            made = inputs(micro_batch, sequence_length) if callable(inputs) else inputs
+            if made is None:
+                made = _usual_inputs(model, micro_batch, sequence_length)
+    except DeepSpeedError:
+        raise
+    except Exception as error:
+        raise DeepSpeedConfigError(
+            f"plan: the inputs for micro-batch {micro_batch} and sequences of {sequence_length} tokens cannot be made: "
+            f"{type(error).__name__}: {error}. Choose smaller sizes, or give inputs that can be made without values"
+        ) from error
     if isinstance(made, torch.Tensor):
         made = (made,)
     if not isinstance(made, (tuple, Mapping)) or not any(True for _ in tensors_of(made)):
@@ -210,15 +258,34 @@ def _moved(value: Any) -> Any:
     return value
 
 
-def _token_inputs(model: nn.Module, micro_batch: int, sequence_length: int) -> dict[str, Any]:
+def _usual_inputs(model: nn.Module, micro_batch: int, sequence_length: int) -> dict[str, Any]:
+    """Token ids and labels, and for models of transformers the images or spectra that their configuration describes."""
     accepted = inspect.signature(model.forward).parameters
-    if "input_ids" not in accepted or "labels" not in accepted:
+    config = getattr(model, "config", None)
+    sizes = getattr(config, "vision_config", config)
+    made: dict[str, Any] = {}
+    if "input_ids" in accepted:
+        made["input_ids"] = torch.zeros(micro_batch, sequence_length, dtype=torch.int64, device=META)
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    extent = getattr(sizes, "image_size", None)
+    if "pixel_values" in accepted and isinstance(extent, (int, tuple, list)):
+        extents = (extent, extent) if isinstance(extent, int) else tuple(extent)
+        shape = (micro_batch, getattr(sizes, "num_channels", 3), *extents)
+        made["pixel_values"] = torch.zeros(shape, dtype=dtype, device=META)
+    if "input_features" in accepted and hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions"):
+        shape = (micro_batch, config.num_mel_bins, 2 * config.max_source_positions)
+        made["input_features"] = torch.zeros(shape, dtype=dtype, device=META)
+    is_sequence = "input_ids" in made or "input_features" in made
+    if "labels" in accepted:
+        shape = (micro_batch, sequence_length) if is_sequence else (micro_batch,)
+        made["labels"] = torch.zeros(shape, dtype=torch.int64, device=META)
+    if "return_loss" in accepted:
+        made["return_loss"] = True
+    if len(made) < 2 or not {"labels", "return_loss"} & made.keys():
         raise DeepSpeedConfigError(
             f"{type(model).__name__}.forward takes ({', '.join(accepted)}), not input_ids and labels; say what it "
             "gets: plan(inputs=...), or let the callable that makes the model return (model, inputs)"
         )
-    ids = torch.zeros(micro_batch, sequence_length, dtype=torch.int64, device=META)
-    made: dict[str, Any] = {"input_ids": ids, "labels": ids.clone()}
     if "use_cache" in accepted:
         made["use_cache"] = False
     return made

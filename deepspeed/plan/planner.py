@@ -159,9 +159,13 @@ class Plan:
             "suggestions": [{"change": change, **_short(plan)} for change, plan in self.suggestions],
         }
 
+    def config_text(self) -> str:
+        """The planned configuration as JSON."""
+        return json.dumps(self.config, indent=2) + "\n"
+
     def write_config(self, path: str | Path) -> None:
         """Writes the planned configuration as JSON."""
-        Path(path).write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
+        Path(path).write_text(self.config_text(), encoding="utf-8")
 
     def table(self, width: int = 100) -> str:
         """What people read."""

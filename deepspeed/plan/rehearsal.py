@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -23,11 +24,12 @@ from deepspeed.comm.counters import traffic
 from deepspeed.comm.world import played_by
 from deepspeed.engine.initialize import initialize
 from deepspeed.engine.outputs import tensors_in
-from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
 from deepspeed.logging import quiet
 from deepspeed.offload.disk import disk_is
 from deepspeed.offload.pinned import host_memory_from
 from deepspeed.ops.chunks import drop_scratch
+from deepspeed.plan import decoder
 from deepspeed.plan.memory import Moment, Peak
 from deepspeed.plan.models import Inputs, Workload
 from deepspeed.plan.network import PlayedWorld
@@ -205,7 +207,7 @@ class _Run:
         count.look()
         init_peak = count.peaks[Home.DEVICE].nbytes
         try:
-            with self._modules_watched():
+            with self._modules_watched(), self._own_errors_named():
                 # As many micro-batches as in the step that counts: what a step leaves allocated depends on it.
                 self._step(engine, inputs, self._steps)
                 if engine._updater is not None:
@@ -236,7 +238,8 @@ class _Run:
         """Runs one forward."""
         engine, inputs = self._ready()
         try:
-            self._forward(engine, inputs)
+            with self._own_errors_named():
+                self._forward(engine, inputs)
         finally:
             engine.destroy()
         return self._activations
@@ -299,6 +302,24 @@ class _Run:
             written=self._disk.written,
         )
 
+    @contextmanager
+    def _own_errors_named(self) -> Iterator[None]:
+        """Turns an error of the model's own code into one that says under which circumstances it came."""
+        try:
+            yield
+        except DeepSpeedError:
+            raise
+        except Exception as error:
+            place = _own_place(error)
+            if place is None:
+                raise
+            raise DeepSpeedConfigError(
+                f"plan: {self._count.moment.phase or 'the step'} of {type(self._workload.model).__name__} failed at "
+                f"{place}: {type(error).__name__}: {error} (micro-batch {self._part.micro_batch}, sequences of "
+                f"{self._part.sequence_length} tokens, tensors without values). Choose sizes that the model allows, "
+                "and keep what depends on values (masks that select, .tolist()) out of forward"
+            ) from error
+
     # -- where we are ------------------------------------------------------------------------------------------------
 
     def _enter(self, phase: str, module: str = "") -> None:
@@ -331,6 +352,17 @@ class _Run:
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(lambda _gradient, name=name: self._enter("backward", name))
+
+
+def _own_place(error: Exception) -> str | None:
+    """The innermost line of the model's code in a traceback; None if all of it is torch's and this package's."""
+    ours = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep, "<")
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        name = os.path.basename(frame.filename)
+        is_model = frame.filename == decoder.__file__ or not frame.filename.startswith(ours)
+        if is_model and name != "contextlib.py":
+            return f"{name}, line {frame.lineno}"
+    return None
 
 
 _SIDE_EFFECTS = frozenset(

@@ -49,7 +49,9 @@ def read_axes(entries: Sequence[str]) -> dict[str, list[Any]]:
                 f"--sweep {entry!r}: expected one of {', '.join(AXES)}, '=', and values with commas, such as "
                 "world=8,64 stage=2,3 offload=none,cpu,nvme checkpointing=off,on"
             )
-        axes[name] = [_value(name, value) for value in text.split(",")]
+        if name in axes:
+            raise DeepSpeedConfigError(f"--sweep {name}: given twice; write all its values with commas, {name}=1,2")
+        axes[name] = [_value(name, value) for value in dict.fromkeys(text.split(","))]
     return axes
 
 
@@ -122,7 +124,9 @@ def _offload(config: dict[str, Any], device: str) -> dict[str, Any]:
 def _spread(machine: Machine, world: int) -> Machine:
     devices = min(machine.devices_per_node, world)
     if world % devices:
-        raise DeepSpeedConfigError(f"--sweep world={world}: no multiple of {devices} devices per node")
+        raise DeepSpeedConfigError(
+            f"--sweep world={world}: expected a multiple of {devices} devices per node (--devices)"
+        )
     return replace(machine, nodes=world // devices, devices_per_node=devices)
 
 

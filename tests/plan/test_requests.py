@@ -49,6 +49,32 @@ def reads_values():
     return None
 
 
+def needs_sizes(layers, hidden):
+    return Pair()
+
+
+def fails():
+    raise ValueError("no such size")
+
+
+def makes_three():
+    return Pair(), None, 3
+
+
+class Selects(Pair):
+    def forward(self, x, target):
+        return super().forward(x, target)["loss"] + x[x > 0].sum()
+
+
+def selects():
+    return Selects(), pair_with_inputs()[1]
+
+
+def talks():
+    print("hello")
+    return pair_with_inputs()
+
+
 def plan(model=SHAPE, config=CONFIG, **options):
     return deepspeed.plan(model, config, **{"sequence_length": 32, "compare_checkpointing": False, **options})
 
@@ -175,3 +201,124 @@ def test_sweep(tmp_path, capsys):
     with pytest.raises(DeepSpeedConfigError, match="offload"):
         read_axes(["offload=tape"])
     assert in_words(3 * 2**30) == "3.00 GiB"
+
+
+def test_models_that_cannot_be_planned():
+    for name, said in (
+        ("needs_sizes", "needs layers, hidden; give a function"),
+        ("fails", "cannot be built: ValueError: no such size"),
+        ("makes_three", "found a tuple of 3"),
+        ("selects", r"forward of Selects failed at test_requests.py, line \d+: .*micro-batch 2"),
+    ):
+        with pytest.raises(DeepSpeedConfigError, match=said):
+            plan(f"{__name__}:{name}")
+    for name, said in ((":make", "expected module:callable"), ("no.such.module:make", "ModuleNotFoundError")):
+        with pytest.raises(DeepSpeedConfigError, match=said):
+            plan(name)
+    with pytest.raises(DeepSpeedConfigError, match="micro-batch 1000000000000000000 "):
+        plan(micro_batch=10**18)
+
+
+def test_transformers_configurations_that_do_not_hold(tmp_path):
+    pytest.importorskip("transformers")
+    for facts, said in (
+        ([1], "a list"),
+        ({"model_type": "abacus"}, "model_type"),
+        ({"model_type": "gpt2", "architectures": ["NoSuchModel"]}, "architectures names NoSuchModel"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(facts))
+        with pytest.raises(DeepSpeedConfigError, match=said) as refused:
+            plan(str(tmp_path))
+        assert len(str(refused.value)) < 600
+
+
+FAMILIES = {
+    "vit": {
+        "architectures": ["ViTForImageClassification"],
+        "image_size": 32,
+        "patch_size": 8,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 128,
+    },
+    "whisper": {
+        "architectures": ["WhisperForConditionalGeneration"],
+        "d_model": 64,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "encoder_ffn_dim": 128,
+        "decoder_ffn_dim": 128,
+        "vocab_size": 200,
+        "max_source_positions": 64,
+        "pad_token_id": 0,
+        "decoder_start_token_id": 1,
+    },
+    "t5": {
+        "architectures": ["T5ForConditionalGeneration"],
+        "d_model": 64,
+        "d_kv": 16,
+        "d_ff": 128,
+        "num_layers": 2,
+        "num_heads": 4,
+        "vocab_size": 100,
+        "decoder_start_token_id": 0,
+    },
+    "mixtral": {
+        "architectures": ["MixtralForCausalLM"],
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+        "vocab_size": 100,
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_of_transformers(family, tmp_path):
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family, **FAMILIES[family]}))
+    made = plan(str(tmp_path), devices_per_node=2)
+    assert made.rehearsed.flow.flops > 0 and made.rehearsed.activations > 0
+    assert made.rehearsed.trained > 10_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--headroom", "2"], "headroom: expected a share"),
+        (["--network", "nan"], "network: expected bytes per second above 0"),
+        (["--kv-heads", "0"], "--kv-heads: expected a number above 0"),
+        (["--intermediate", "-4"], "--intermediate: expected"),
+        (["--sweep", "stage=1", "stage=2"], "given twice"),
+        (["--write", "."], "found a folder"),
+        (["--write", "no/such/folder/x.json"], "there is no folder no/such/folder"),
+        (["--sweep", "stage=1", "--picture", "no/x.svg"], "there is no folder no"),
+        (["--device", "cpu"], "--device-memory"),
+    ],
+)
+def test_options_without_sense(arguments, said, capsys):
+    assert main([*SIZES, *arguments]) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err and printed.out == ""
+
+
+def test_only_the_answer_is_printed_and_files_are_whole(tmp_path, capsys, monkeypatch):
+    target = tmp_path / "chosen.json"
+    target.write_text("old")
+    arguments = ["--model", f"{__name__}:talks", "--json", "--write", str(target)]
+    assert main(arguments) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["fits"] and "hello" in printed.err
+    assert json.loads(target.read_text())["zero_optimization"] == {"stage": 3}
+    target.write_text("old")
+    monkeypatch.setattr("pathlib.Path.replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    assert main(arguments) == 2
+    assert "disk full" in capsys.readouterr().err
+    assert target.read_text() == "old" and list(tmp_path.iterdir()) == [target]
