@@ -1,8 +1,8 @@
 """Plan before renting: ``deepspeed.plan(model, config, nodes=..., ...)`` and the command ``ds_plan``.
 
 The real engine runs one step as rank *r* of *N* on tensors without values, and what it holds and moves is counted. Read
-``rehearsal`` (the run), ``stage_set``, ``network`` and ``values`` (the world around it), ``memory`` (the counting),
-then ``planner`` and ``show``.
+``rehearsal`` (the run), ``stage_set``, ``network``, ``values`` and ``autocasting`` (the world around it), ``memory``
+(the counting), ``known_shapes`` (why it is quick), then ``planner`` and ``show``.
 """
 
 from __future__ import annotations

@@ -189,9 +189,6 @@ def _short(plan: Plan) -> dict[str, Any]:
     }
 
 
-_EXCHANGING = ("Muon",)
-
-
 def read_config(source: Any) -> dict[str, Any]:
     """The configuration as a dict of its own: from a dict, a path, or base64."""
     return copy.deepcopy(dict(read_source(source).data))
@@ -212,18 +209,25 @@ def make_plan(request: Request, *, compare: bool = True) -> Plan:
     ranks = request.machine.ranks
     parsed = parse(config, dp_world_size=ranks)
     named = parsed.root.optimizer.type if parsed.root.optimizer is not None else None
-    if ranks > 1 and named in _EXCHANGING and stage_of(config) > 0:
+    if ranks > 1 and named == "Muon" and stage_of(config) > 0:
         raise NotYetSupportedError(
-            f"plan: optimizer.type {named} exchanges values of its own between ranks in a sharded update, which a "
-            "rehearsal does not follow; plan with AdamW, or at stage 0"
+            "plan: optimizer.type Muon hands matrices from rank to rank in a sharded update, after the ranks have told "
+            "each other what they hold; a rehearsal plays one of them. Plan with AdamW, or at stage 0"
         )
     notices += parsed.notices
     assert parsed.batch is not None
     section = config.get("optimizer")
     if not isinstance(section, dict) or section.get("type") is None:
         notices.append("the configuration names no optimizer; AdamW stands for the one that the script makes")
+    rehearsed_config = config
+    if (config.get("zero_optimization") or {}).get("mics_hierarchical_params_gather"):
+        rehearsed_config = changed(config, mics_hierarchical_params_gather=None)
+        notices.append(
+            "gathers in two steps (mics_hierarchical_params_gather) are planned as gathers in one: they move as many "
+            "bytes, fewer of them between nodes, and need room for one part of a bucket more"
+        )
     part = Part(
-        config=config,
+        config=rehearsed_config,
         accumulation_steps=parsed.batch.accumulation_steps,
         micro_batch=parsed.batch.micro_batch_size,
         sequence_length=request.sequence_length,
