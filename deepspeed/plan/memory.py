@@ -20,6 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deepspeed.zero.placement import Home
 from deepspeed.zero.storage import Kind, Ledger, storage_key
 
+META = torch.device("meta")
+"""Where tensors have shapes, dtypes, storages and views, and no values."""
+
 
 @dataclass(frozen=True)
 class Moment:

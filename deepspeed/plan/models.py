@@ -18,10 +18,8 @@ from torch import nn
 
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
 from deepspeed.plan.decoder import Decoder, DecoderShape
-from deepspeed.plan.memory import tensors_of
+from deepspeed.plan.memory import META, tensors_of
 from deepspeed.zero.holder import full_shape
-
-META = torch.device("meta")
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of the model's forward."""

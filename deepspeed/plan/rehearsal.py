@@ -13,7 +13,7 @@ import os
 import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,10 +30,11 @@ from deepspeed.offload.disk import disk_is
 from deepspeed.offload.pinned import host_memory_from
 from deepspeed.ops.chunks import drop_scratch
 from deepspeed.plan import decoder
-from deepspeed.plan.memory import Moment, Peak
+from deepspeed.plan.flow import Flow
+from deepspeed.plan.memory import META, Moment, Peak
 from deepspeed.plan.models import Inputs, Workload
 from deepspeed.plan.network import PlayedWorld
-from deepspeed.plan.stage_set import META, PlayedDevice, PlayedDisk, PlayedHostMemory
+from deepspeed.plan.stage_set import PlayedDevice, PlayedDisk, PlayedHostMemory
 from deepspeed.plan.values import Rehearsal
 from deepspeed.zero.placement import Home
 from deepspeed.zero.storage import Kind
@@ -64,53 +65,6 @@ class Part:
     rank: int
     kind: str
     autocast: bool = False
-
-
-@dataclass
-class Flow:
-    """What passed since the start of counting; differences and multiples of it are taken.
-
-    Attributes:
-        asked: Collectives of the schedule: name to calls and bytes.
-        ran: What the backend ran for them.
-        flops: Floating-point operations.
-        down: Bytes from device to host.
-        up: Bytes from host to device.
-        read: Bytes read from files.
-        written: Bytes written to files.
-    """
-
-    asked: dict[str, tuple[int, int]] = field(default_factory=dict)
-    ran: dict[str, tuple[int, int]] = field(default_factory=dict)
-    flops: int = 0
-    down: int = 0
-    up: int = 0
-    read: int = 0
-    written: int = 0
-
-    def plus(self, other: Flow, times: int) -> Flow:
-        """This and ``times`` the other."""
-        return Flow(
-            asked=_summed(self.asked, other.asked, times),
-            ran=_summed(self.ran, other.ran, times),
-            flops=self.flops + times * other.flops,
-            down=self.down + times * other.down,
-            up=self.up + times * other.up,
-            read=self.read + times * other.read,
-            written=self.written + times * other.written,
-        )
-
-
-def _summed(
-    first: dict[str, tuple[int, int]], second: dict[str, tuple[int, int]], times: int
-) -> dict[str, tuple[int, int]]:
-    total = {}
-    for name in first.keys() | second.keys():
-        calls, nbytes = first.get(name, (0, 0))
-        more_calls, more_bytes = second.get(name, (0, 0))
-        if calls + times * more_calls or nbytes + times * more_bytes:
-            total[name] = (calls + times * more_calls, nbytes + times * more_bytes)
-    return total
 
 
 @dataclass

@@ -19,9 +19,8 @@ from deepspeed.offload.file_io import BlockFile, IoSettings, Transfer
 from deepspeed.offload.pinned import HostMemorySource
 from deepspeed.offload.run_directory import RunDirectory
 from deepspeed.plan.autocasting import PlayedAutocast
+from deepspeed.plan.memory import META
 from deepspeed.zero.placement import Home
-
-META = torch.device("meta")
 
 Note = Callable[[torch.Tensor, Home, bool], None]
 """Told of memory that no device allocator hands out: the tensor, its home, whether its pages are locked."""

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.plan.memory import META
 from deepspeed.plan.models import ModelSource, Workload, without_values
-
-META = torch.device("meta")
 
 
 class _Layer(nn.Module):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from deepspeed.plan.devices import Machine
-from deepspeed.plan.rehearsal import Flow
+from deepspeed.plan.flow import Flow
 
 
 @dataclass(frozen=True)
