@@ -259,8 +259,8 @@ def _moved(value: Any) -> Any:
 def _usual_inputs(model: nn.Module, micro_batch: int, sequence_length: int) -> dict[str, Any]:
     """Token ids and labels, and for models of transformers the images or spectra that their configuration describes."""
     accepted = inspect.signature(model.forward).parameters
-    config = getattr(model, "config", None)
-    sizes = getattr(config, "vision_config", config)
+    config: Any = getattr(model, "config", None)
+    sizes: Any = getattr(config, "vision_config", config)
     made: dict[str, Any] = {}
     if "input_ids" in accepted:
         made["input_ids"] = torch.zeros(micro_batch, sequence_length, dtype=torch.int64, device=META)
