@@ -52,7 +52,13 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def run() -> None:
     """The command."""
-    sys.exit(main())
+    try:
+        code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    sys.exit(code)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -132,9 +138,9 @@ def _show(text: str) -> None:
     sys.stdout.write(text)
 
 
-def _width() -> int:
-    """Columns: those of the terminal, 100 at most; 100 in a file or a pipe."""
-    return min(shutil.get_terminal_size().columns, 100) if sys.stdout.isatty() else 100
+def _width(most: int) -> int:
+    """Columns: those of the terminal, ``most`` at most and in a file or a pipe."""
+    return min(shutil.get_terminal_size().columns, most) if sys.stdout.isatty() else most
 
 
 def _request(options: argparse.Namespace) -> Request:
@@ -206,7 +212,7 @@ def _plan(options: argparse.Namespace) -> int:
             sys.stderr.write(f"ds_plan: {options.write}: written as it is, although it does not fit\n")
         elif chosen.request.checkpointing and not plan.request.checkpointing:
             sys.stderr.write(f"ds_plan: {options.write}: the model itself has to checkpoint its activations\n")
-    _show(json.dumps(plan.to_dict(), indent=2) + "\n" if options.json else plan.table(_width()))
+    _show(json.dumps(plan.to_dict(), indent=2) + "\n" if options.json else plan.table(_width(100)))
     return 0 if plan.fits else 1
 
 
@@ -215,7 +221,11 @@ def _sweep(options: argparse.Namespace) -> int:
     with redirect_stdout(sys.stderr):
         points = list(sweep(_request(options), axes))
     fitting = [p.plan for p in points if p.plan is not None and p.plan.fits]
-    _show(json.dumps([_point(point) for point in points], indent=2) + "\n" if options.json else sweep_text(points))
+    _show(
+        json.dumps([_point(point) for point in points], indent=2) + "\n"
+        if options.json
+        else sweep_text(points, _width(110))
+    )
     if options.picture:
         _save("picture", options.picture, sweep_svg(points))
     if options.write:

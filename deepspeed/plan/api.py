@@ -83,8 +83,8 @@ def plan(
         disk=disk,
         headroom=headroom,
     )
-    if rank is not None and not 0 <= rank < machine.ranks:
-        raise DeepSpeedConfigError(f"plan(rank={rank}): expected 0 to {machine.ranks - 1}")
+    if rank is not None and rank not in range(machine.ranks):
+        raise DeepSpeedConfigError(f"plan(rank={rank!r}): expected a whole number from 0 to {machine.ranks - 1}")
     request = Request(
         source=model_source(model, inputs),
         config=read_config(config),
@@ -117,13 +117,13 @@ def make_machine(
 ) -> Machine:
     """Puts the machine of :func:`plan` together; arguments as there."""
     for name, rate in {"flops": flops, "link": link, "host_link": host_link, "network": network, "disk": disk}.items():
-        if rate is not None and not 0 < rate < math.inf:
+        if rate is not None and not (isinstance(rate, (int, float)) and 0 < rate < math.inf):
             raise DeepSpeedConfigError(
-                f"{name}: expected {'operations' if name == 'flops' else 'bytes'} per second above 0, found {rate}"
+                f"{name}: expected {'operations' if name == 'flops' else 'bytes'} per second above 0, found {rate!r}"
             )
-    if headroom is not None and not 0 <= headroom < 1:
+    if headroom is not None and not (isinstance(headroom, (int, float)) and 0 <= headroom < 1):
         raise DeepSpeedConfigError(
-            f"headroom: expected a share of device memory from 0 to below 1 (0.05 is 5 %), found {headroom}"
+            f"headroom: expected a share of device memory from 0 to below 1 (0.05 is 5 %), found {headroom!r}"
         )
     own_memory = None if device_memory is None else read_bytes(device_memory, "device memory")
     if isinstance(device, Device):
@@ -153,5 +153,5 @@ def make_machine(
 
 def _refuse_below_one(**numbers: int) -> None:
     for name, value in numbers.items():
-        if value < 1:
-            raise DeepSpeedConfigError(f"plan({name}={value}): expected 1 or more")
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise DeepSpeedConfigError(f"plan({name}={value!r}): expected a whole number of 1 or more")

@@ -107,7 +107,7 @@ def find_device(name: str) -> Device:
     Raises:
         DeepSpeedConfigError: There is none.
     """
-    found = DEVICES.get(name.lower())
+    found = DEVICES.get(name.lower()) if isinstance(name, str) else None
     if found is None:
         raise DeepSpeedConfigError(
             f"device {name!r} is not in the table; choose one of {', '.join(DEVICES)}, or give the memory "

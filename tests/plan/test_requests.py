@@ -137,6 +137,32 @@ def test_a_transformers_configuration(tmp_path):
         plan(str(tmp_path))
 
 
+def test_arguments_without_sense():
+    for options, said in (
+        ({"nodes": "2"}, "whole number"),
+        ({"devices_per_node": True}, "whole number"),
+        ({"sequence_length": 0.5}, "whole number"),
+        ({"rank": 7}, "from 0 to 0"),
+        ({"device": None}, "not in the table"),
+        ({"device_memory": 80.0}, "no unit"),
+        ({"headroom": "5%"}, "share"),
+        ({"link": "fast"}, "bytes per second"),
+    ):
+        with pytest.raises(DeepSpeedConfigError, match=said):
+            plan(**options)
+
+
+def test_gathers_in_two_steps_are_planned_as_one():
+    zero = {"stage": 3, "mics_shard_size": 4}
+    plain, by_nodes = (
+        plan(config={**CONFIG, "zero_optimization": {**zero, **more}}, nodes=4, devices_per_node=2)
+        for more in ({}, {"mics_hierarchical_params_gather": True})
+    )
+    assert by_nodes.rehearsed.flow == plain.rehearsed.flow
+    assert any("two steps" in notice for notice in by_nodes.notices)
+    assert by_nodes.config["zero_optimization"]["mics_hierarchical_params_gather"] is True
+
+
 def test_traffic_between_and_inside_nodes():
     made = plan(nodes=4, devices_per_node=2)
     rows = {row.name: row for row in travels(made.rehearsed.flow, made.machine)}
