@@ -8,8 +8,6 @@ no tensors, no communication.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -88,19 +86,6 @@ class SegmentTable:
                 f"the segment table has no entry for a run of {getattr(run, 'numel', lambda: '?')()} elements; "
                 "attach_segments must be called again after the runs have changed"
             ) from None
-
-    def all_segments(self) -> Iterator[Segment]:
-        """Every segment of this rank."""
-        for segments in self.by_param.values():
-            yield from segments
-
-    def by_tensor(self) -> dict[int, list[tuple[int, Segment]]]:
-        """Tensor number to its local pieces as ``(id of run, segment)``, ordered by place in the tensor."""
-        pieces: dict[int, list[tuple[int, Segment]]] = defaultdict(list)
-        for run_id, segments in self.by_param.items():
-            for segment in segments:
-                pieces[segment.index].append((run_id, segment))
-        return {index: sorted(found, key=lambda item: item[1].tensor_start) for index, found in sorted(pieces.items())}
 
 
 def _problem(segment: Segment, position: int, num_tensors: int) -> str | None:

@@ -45,10 +45,8 @@ class MasterBucket:
         transport: Of the ranks that share it so, numbered as the layout is cut.
         rank: Position of this rank in that sharing.
         whole_tensors: Whether each run is one parameter in its shape.
-        is_sharded: Whether other ranks own other parts.
         flat: 1-D master.
         out: 1-D compute tensor that must receive the update, or None where ``flat`` is the compute tensor.
-        whole_tensors: Whether each run is one parameter in its shape.
         memory: Where ``flat`` and the optimizer state are.
         state_home: Where the optimizer state is at the moment.
         states: Away from the device: per-element states of the whole master, of which those of the runs are views.
@@ -285,11 +283,6 @@ class MasterBucket:
             if not bool(torch.isfinite(part).all()):
                 return fragment.tile
         return None
-
-    def release(self) -> None:
-        """Takes the master out of the books (the engine is destroyed)."""
-        if self.out is not None:
-            self._ledger.add(Kind.MASTER, self.home, -self.flat.numel() * self.flat.element_size())
 
 
 def split_state(state: dict[str, Any], old: MasterRun, new: MasterRun) -> dict[str, Any]:

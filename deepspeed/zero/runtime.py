@@ -16,7 +16,7 @@ from deepspeed.comm.axes import Grid, GridTransport
 from deepspeed.comm.transport import LocalTransport, Piece, Transport
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError, OffloadError, ShardedAccessError
 from deepspeed.logging import log_dist
-from deepspeed.zero.bucket import Bucket, State
+from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.filling import first_values
 from deepspeed.zero.formula import MemoryFormula
 from deepspeed.zero.gradient_bucket import GradientBucket
@@ -518,11 +518,6 @@ class ZeroRuntime:
         for bucket in self.buckets:
             if not bucket.layout.trainable and bucket.take_back_changes():
                 bucket.remember_values()
-
-    @property
-    def sharded_now(self) -> list[Bucket]:
-        """Buckets whose parameters are elsewhere at the moment."""
-        return [bucket for bucket in self.buckets if bucket.state is not State.FULL]
 
     def retire(self) -> None:
         """Another engine takes the model over: this one lets go of it and cannot be used any more."""

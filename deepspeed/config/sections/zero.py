@@ -97,9 +97,7 @@ class ZeroOptimization(Section):
     allgather_partitions: Bool = key(
         True, "Gather by all-gather rather than broadcasts.", no_effect="parameters are always published by all-gather"
     )
-    overlap_comm: Bool | None = key(
-        None, "Reduce gradients while backward still runs.", null_means="true at stage 3, false at stages 0 to 2"
-    )
+    overlap_comm: Bool | None = key(None, "Reduce gradients while backward still runs.", null_means="true")
     contiguous_gradients: Bool = key(True, "Copy gradients into one buffer as they come.", no_effect=_FLAT)
     round_robin_gradients: Bool = key(
         False,
