@@ -139,6 +139,7 @@ class CheckpointMethods:
         self._runtime.refuse_away("load_checkpoint")
         self._runtime.refuse_open_blocks("load_checkpoint")
         subject = self._settled_subject()
+        self._runtime.take_unfrozen()  # so that their masters and states are there to be filled
         options = LoadOptions(
             root=Path(load_dir),
             tag=None if tag is None else str(tag),

@@ -380,7 +380,7 @@ class ZeroRuntime:
             sync: False inside ``no_sync``: nothing is reduced.
         """
         assert not self.in_backward
-        self._take_unfrozen()
+        self.take_unfrozen()
         self.in_backward = True
         if self.reducer is not None:
             every = self.reducer.policy.every_micro_batch and not isinstance(self._channels.reduce, LocalTransport)
@@ -390,8 +390,8 @@ class ZeroRuntime:
         for bucket in self._sharded:
             bucket.show_shapes(True)
 
-    def _take_unfrozen(self) -> None:
-        """Parameters that were frozen when the engine was made and require gradients now.
+    def take_unfrozen(self) -> None:
+        """Parameters that were frozen when the engine was made and require gradients now. Every rank must call it.
 
         Nothing moves: their bucket gets a master and room for gradients, and the optimizer gets its runs.
         """

@@ -1,0 +1,46 @@
+"""A run that resumes where some parameters have been unfrozen goes on bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from deepspeed.engine import DeepSpeedEngine
+from tests.engine.support import SHARDED, engine_of, inputs, tower
+from tests.harness import assert_states_equal, run_ranks
+
+
+def make(stage: int, device: str) -> DeepSpeedEngine:
+    model = tower()
+    model.first.requires_grad_(False)
+    zero = {**SHARDED, "offload_optimizer": {"device": device}} if stage == 3 else {}
+    return engine_of(model, stage, zero=zero, bf16={"enabled": True})
+
+
+def train(engine: DeepSpeedEngine, *steps: int) -> list[torch.Tensor]:
+    for step in steps:
+        engine.backward(engine(inputs(step, dist.get_rank())))
+        engine.step()
+    return [master.flat.clone() for master in engine._runtime.masters]
+
+
+def resumed(folder: Path) -> None:
+    for stage, device in ((0, "none"), (3, "none"), (3, "cpu")):
+        engine = make(stage, device)
+        train(engine, 0)
+        engine.module.first.requires_grad_(True)
+        train(engine, 1, 2)
+        engine.save_checkpoint(folder, tag=f"{stage}{device}")
+        expected = train(engine, 3)
+        engine.destroy()
+        engine = make(stage, device)
+        engine.module.first.requires_grad_(True)
+        engine.load_checkpoint(folder, tag=f"{stage}{device}")  # before any backward
+        assert_states_equal(train(engine, 3), expected)
+        engine.destroy()
+
+
+def test_parameters_unfrozen_before_a_load(tmp_path: Path) -> None:
+    run_ranks(resumed, 2, tmp_path)
