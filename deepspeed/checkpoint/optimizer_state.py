@@ -96,6 +96,14 @@ class OptimizerFiller:
                     )
                 if needed is not None:
                     surplus |= have - needed
+        trained = {member for members in self._group_names for member in members}
+        idle = [name for name, entry in self._matches.items() if name not in trained and entry.states()]
+        if idle:
+            shown = ", ".join(repr(name) for name in idle[:5]) + (" ..." if len(idle) > 5 else "")
+            self.notes.append(
+                f"{len(idle)} parameters have saved masters and optimizer states, but are not trained here, so these "
+                f"are left out: {shown}. If they shall be, unfreeze them before load_checkpoint"
+            )
         if surplus:
             self.notes.append(f"{name} has no use for the saved optimizer states {_list(surplus)}; they are left out")
         if fresh and self._state.scalars:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
+from deepspeed.checkpoint import load
 from deepspeed.engine import DeepSpeedEngine
 from tests.engine.support import SHARDED, engine_of, inputs, tower
 from tests.harness import assert_states_equal, run_ranks
@@ -39,6 +41,11 @@ def resumed(folder: Path) -> None:
         engine.module.first.requires_grad_(True)
         engine.load_checkpoint(folder, tag=f"{stage}{device}")  # before any backward
         assert_states_equal(train(engine, 3), expected)
+        engine.destroy()
+        engine = make(stage, device)
+        with mock.patch.object(load, "log_dist") as said:
+            engine.load_checkpoint(folder, tag=f"{stage}{device}")
+        assert "2 parameters have saved masters" in said.call_args.args[0]
         engine.destroy()
 
 
