@@ -75,11 +75,6 @@ class Output:
         self._queued = sum(len(data) for _, data in self._queue)
 
     @property
-    def waiting_for(self) -> int | None:
-        """The descriptor that must become writable before more can be written."""
-        return self._queue[0][0] if self._queue else None
-
-    @property
     def is_full(self) -> bool:
         """Whether ranks should not be read for now."""
         return self._queued > _BACKLOG
