@@ -6,7 +6,8 @@ import base64
 import binascii
 import json
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import Any
@@ -34,6 +35,10 @@ class Document:
     problems: list[str] = field(default_factory=list)
 
 
+# The key of the value that begins at the end of a text.
+_KEY_BEFORE = re.compile(r"""["']?([\w.-]+)["']?\s*:\s*$""")
+
+
 class _Object:
     """A parsed object that still knows its pairs and where their values begin."""
 
@@ -47,18 +52,21 @@ class _PositionDecoder(HjsonDecoder):  # type: ignore[misc]
 
     The package hands every object to ``parse_object`` together with the function that reads one value; wrapping that
     function tells where each value begins, without a parser of our own.
+
+    Attributes:
+        unclosed: After an error, where the objects begin in whose middle it happened, outermost first.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.unclosed: list[int] = []
         self.parse_object = self._parse_object
         from hjson.decoder import make_scanner
 
         self.scan_once, self.scan_object_once = make_scanner(self)
 
-    @staticmethod
     def _parse_object(
-        state: Any, encoding: Any, strict: Any, scan: Any, _hook: Any, _pairs: Any, memo: Any, bare: bool = False
+        self, state: Any, encoding: Any, strict: Any, scan: Any, _hook: Any, _pairs: Any, memo: Any, bare: bool = False
     ) -> Any:
         starts: list[int] = []
 
@@ -66,7 +74,10 @@ class _PositionDecoder(HjsonDecoder):  # type: ignore[misc]
             starts.append(begin)
             return scan(text, begin)
 
-        return JSONObject(state, encoding, strict, scan_value, None, lambda pairs: _Object(pairs, starts), memo, bare)
+        self.unclosed.append(state[1])
+        made = JSONObject(state, encoding, strict, scan_value, None, lambda pairs: _Object(pairs, starts), memo, bare)
+        self.unclosed.pop()
+        return made
 
 
 def _line_of_key(text: str, value_start: int) -> int:
@@ -94,14 +105,31 @@ def _plain(value: Any, path: Path, text: str, document: Document, with_lines: bo
     return plain
 
 
+def _syntax_problem(text: str, error: HjsonDecodeError, unclosed: list[int]) -> str:
+    """What the decoder could not read, where, and what to change."""
+    braces = [start - 1 for start in unclosed if text[start - 1 : start] == "{"]
+    if braces and not text[error.pos :].strip():
+        begin = braces[-1]
+        line, key = text.count("\n", 0, begin) + 1, _KEY_BEFORE.search(text[:begin])
+        what = f"the object {key[1]} that begins there" if key else "the object that begins there"
+        return (
+            f"line {line}: {what} has no closing brace when the text ends; a brace on the same line behind a text "
+            "without quotation marks is part of that text"
+        )
+    # The decoder leaves the place of the offending character open in its messages.
+    message = error.msg.replace("%r", repr(text[error.pos : error.pos + 1]))
+    found = text[error.pos :].split("\n", 1)[0].strip()[:40]
+    what = f"found {found!r}" if found else "the text ends there"
+    return f"line {error.lineno}, column {error.colno}: {message[:1].lower()}{message[1:]}; {what}"
+
+
 def _read_text(text: str, name: str | None) -> Document:
     document = Document({}, name=name)
+    decoder = _PositionDecoder()
     try:
-        value = _PositionDecoder().decode(text)
+        value = decoder.decode(text)
     except HjsonDecodeError as error:
-        # The decoder leaves the place of the offending character open in its messages.
-        message = error.msg.replace("%r", repr(text[error.pos : error.pos + 1]))
-        raise configuration_error((f"line {error.lineno}, column {error.colno}: {message}",), name) from None
+        raise configuration_error((_syntax_problem(text, error, decoder.unclosed),), name) from None
     except (IndexError, RecursionError) as error:
         # The decoder runs off the end of the text on an unfinished comment or multi-line text.
         raise configuration_error((f"the text ends in the middle of a value or comment ({error})",), name) from None
@@ -148,11 +176,13 @@ def read_source(source: Any) -> Document:
     if isinstance(source, os.PathLike):
         path = FilePath(source)
         if not path.is_file():
-            raise configuration_error((f"there is no file {path}",), None)
+            raise configuration_error((_not_a_file(path),), None)
         return _read_file(path)
     if isinstance(source, str):
-        if _is_file(source):
+        if _is(FilePath.is_file, source):
             return _read_file(FilePath(source))
+        if _is(FilePath.is_dir, source):
+            raise configuration_error((_not_a_file(FilePath(source)),), None)
         return _read_base64(source)
     raise configuration_error(
         (
@@ -163,11 +193,15 @@ def read_source(source: Any) -> Document:
     )
 
 
-def _is_file(text: str) -> bool:
+def _is(test: Callable[[FilePath], bool], text: str) -> bool:
     try:
-        return FilePath(text).is_file()
+        return test(FilePath(text))
     except (OSError, ValueError):  # too long for a file name, or a null byte in it
         return False
+
+
+def _not_a_file(path: FilePath) -> str:
+    return f"{path} is a folder; give the path of a file in it" if path.is_dir() else f"there is no file {path}"
 
 
 def _read_file(path: FilePath) -> Document:

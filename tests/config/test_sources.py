@@ -113,6 +113,12 @@ def test_broken_syntax_is_named_with_the_file(tmp_path: Path, text: str) -> None
 def test_syntax_errors_name_the_line(tmp_path: Path) -> None:
     assert "line 3" in only_problem(write(tmp_path, '{\n"a": 1,\n]: 2}'), batch=False)
     assert "'q'" in only_problem(write(tmp_path, '{"a": "\\q"}'), batch=False)
+    unclosed = '{\n"a": {\n"b": {"c": 1},\n"d": 2\n'
+    assert "line 2: the object a that begins there has no closing brace" in only_problem(write(tmp_path, unclosed))
+    swallowed = '{\n"a": 3 "b": {"c": 1}}'  # an unquoted text runs to the end of its line
+    assert "line 1: the object that begins there has no closing brace" in only_problem(write(tmp_path, swallowed))
+    assert "column 6: expecting ':' delimiter; found '1}'" in only_problem(write(tmp_path, '{"a" 1}'))
+    assert f"{tmp_path} is a folder" in only_problem(str(tmp_path)) + only_problem(tmp_path)
 
 
 @pytest.mark.parametrize(
