@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch.distributed as torch_dist
 
 from deepspeed.comm import world
 from deepspeed.comm.place import DEFAULT_PORT, Place, find_place, free_port, local_rank_of
-from deepspeed.comm.startup import Facts, agree_on_config, agree_on_facts, own_facts, rank_map
+from deepspeed.comm.startup import Facts, agree_on_config, agree_on_facts, agree_on_model, own_facts, rank_map
 from deepspeed.comm.store import rendezvous_store
 from deepspeed.errors import CallOrderError, CommunicationError
 from deepspeed.logging import log_dist
@@ -181,16 +181,37 @@ def check_same_config(config: Mapping[str, Any] | Exception, group: Any = None) 
     Raises:
         DeepSpeedConfigError: A rank has another configuration, or could not read its own; the same on every rank.
     """
+    place = _comparing(group)
+    if place is not None:
+        agree_on_config(*place, config, default_timeout())
+    elif isinstance(config, Exception):
+        raise config
+
+
+def check_same_model(description: Sequence[str], group: Any = None) -> None:
+    """Compares the models of all ranks of ``group``. All of them must call it.
+
+    Args:
+        description: A line for everything that must be the same, beginning with its name and a colon.
+        group: The ranks; None: all.
+
+    Raises:
+        DivergenceError: A rank has another model; the same on every rank.
+    """
+    place = _comparing(group)
+    if place is not None:
+        agree_on_model(*place, description, default_timeout())
+
+
+def _comparing(group: Any) -> tuple[Any, str, int, int] | None:
+    """Store, topic, rank and number of ranks for a comparison; None where there is nobody to compare with."""
     # Ranks that are only played have nothing of their own to compare.
     store = rendezvous_store() if world.stand_in() is None else None
     size = world.size_of(group)
     if store is None or size == 1:
-        if isinstance(config, Exception):
-            raise config
-        return
+        return None
     members = "-".join(map(str, torch_dist.get_process_group_ranks(group)))
-    topic = f"{zlib.crc32(members.encode()):08x}"
-    agree_on_config(store, topic, torch_dist.get_rank(group), size, config, default_timeout())
+    return store, f"{zlib.crc32(members.encode()):08x}", torch_dist.get_rank(group), size
 
 
 def _ask_mpi_for_address() -> str | None:

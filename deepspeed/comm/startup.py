@@ -7,6 +7,7 @@ for; one that does not match is named on every rank.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import socket
@@ -17,7 +18,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
-from deepspeed.errors import CommunicationError, DeepSpeedConfigError
+from deepspeed.errors import CommunicationError, DeepSpeedConfigError, DivergenceError
 
 _SCOPE = "deepspeed/start"
 # How long rank 0 stays to see that everybody has read a bad verdict: the store may go with it.
@@ -167,7 +168,7 @@ def agree_on_config(
     Raises:
         DeepSpeedConfigError: A rank has another configuration, or could not read its own.
     """
-    place = f"rank {os.environ.get('RANK', rank)} (host {socket.gethostname()})"
+    place = _own_place(rank)
     if isinstance(config, Exception):
         mine: dict[str, Any] = {"place": place, "error": str(config)}
     else:
@@ -204,6 +205,68 @@ def _differences(values: Mapping[str, str], common: Mapping[str, str]) -> str:
     keys = [key for key in sorted({*values, *common}) if values.get(key) != common.get(key)]
     parts = [f"{key} {values.get(key, '(not set)')} instead of {common.get(key, '(not set)')}" for key in keys]
     return _listed(parts)
+
+
+def agree_on_model(
+    store: Any, topic: str, rank: int, world_size: int, description: Sequence[str], timeout: timedelta
+) -> None:
+    """Compares the models of all ranks. All of them must call it.
+
+    Ranks post digests; only where these differ do two of them post what they have.
+
+    Args:
+        store: A torch ``Store`` that all ranks share.
+        topic: Name of the group of ranks, the same on all.
+        rank: This rank in the group.
+        world_size: Its number of ranks.
+        description: A line for everything that must be the same, beginning with its name and a colon.
+        timeout: How long to wait for the others.
+
+    Raises:
+        DivergenceError: A rank has another model; the same on every rank.
+    """
+    text = "\n".join(description)
+    mine = {"place": _own_place(rank), "digest": hashlib.sha256(text.encode()).hexdigest()}
+    _, verdict = _exchange(store, f"model/{topic}", rank, world_size, json.dumps(mine), _compare_models, timeout)
+    if verdict is None:
+        return
+    common, odd = json.loads(verdict)
+    scope = f"{_SCOPE}/model/{topic}/lines"
+    if mine["digest"] in (common["digest"], odd["digest"]):
+        store.set(f"{scope}/{mine['digest']}", text)  # the same from every rank that has it
+    keys = [f"{scope}/{each['digest']}" for each in (common, odd)]
+    store.wait(keys, timeout)
+    usual, other = ([*store.get(key).decode().splitlines()] for key in keys)
+    store.add(f"{scope}/read", 1)
+    if rank == 0:
+        _wait_for_readers(store, f"{scope}/read", world_size)
+    raise DivergenceError(
+        f"the model differs between the ranks: {odd['place']} has {_first_difference(other, usual)}, {common['place']} "
+        f"has {_first_difference(usual, other)}. Build the same model on every rank, and freeze the same parameters"
+    )
+
+
+def _own_place(rank: int) -> str:
+    return f"rank {os.environ.get('RANK', rank)} (host {socket.gethostname()})"
+
+
+def _compare_models(posts: list[str]) -> str | None:
+    """A rank of the majority and one that has another model, as JSON; None if there is none."""
+    ranks = [json.loads(post) for post in posts]
+    digests = [each["digest"] for each in ranks]
+    common = ranks[digests.index(max(digests, key=lambda each: (digests.count(each), each == digests[0])))]
+    odd = next((each for each in ranks if each["digest"] != common["digest"]), None)
+    return None if odd is None else json.dumps([common, odd])
+
+
+def _first_difference(lines: Sequence[str], others: Sequence[str]) -> str:
+    """What ``lines`` say where they first leave ``others``."""
+    place = next((i for i, pair in enumerate(zip(lines, others, strict=False)) if pair[0] != pair[1]), None)
+    if place is None:
+        place = min(len(lines), len(others))
+    if place < len(lines):
+        return lines[place]
+    return f"nothing after {lines[-1].partition(':')[0] if lines else 'the start'}"
 
 
 def _exchange(

@@ -19,6 +19,7 @@ from deepspeed.comm.transport import Transport
 from deepspeed.config import ParsedConfig, parse
 from deepspeed.config.compared import compared_values
 from deepspeed.config.sections.root import Root
+from deepspeed.engine.alike import model_lines
 from deepspeed.engine.compiling import gathers_between_pieces, refuse_whole_graphs
 from deepspeed.engine.optimizers import (
     choose_optimizer,
@@ -178,6 +179,8 @@ def build_parts(client: Client, config: Any, distributed_port: int, dist_init_re
         client.model_parameters,
         on_host=placement.master_home is not Home.DEVICE,
     )
+    groups = group_indices(torch_optimizer)
+    comm.check_same_model(model_lines(client.model, precision, torch_optimizer, groups), dp_group)
     _check_trains(placement, torch_optimizer)
     _check_updates_in_files(placement, torch_optimizer)
     channels = _channels(placement, dp_group, device, by_nodes=_gathers_by_nodes(root))
@@ -187,7 +190,7 @@ def build_parts(client: Client, config: Any, distributed_port: int, dist_init_re
         client.model,
         _options(root, placement, precision, device, dp_world_size, torch_optimizer, homes),
         channels,
-        group_indices(torch_optimizer),
+        groups,
     )
     precision.cast_buffers(client.model, device)
     _spread_buffers(client.model, channels.everyone)

@@ -14,7 +14,7 @@ import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.place import free_port
 from deepspeed.comm.startup import Facts, compare_facts, rank_map
-from deepspeed.errors import CommunicationError, DeepSpeedConfigError
+from deepspeed.errors import CommunicationError, DeepSpeedConfigError, DivergenceError
 from tests.harness import run_ranks
 
 FACTS = Facts("a", 1, 0, "cuda", 4, "1.0", "nccl")
@@ -111,3 +111,42 @@ def test_a_rank_with_another_configuration_is_named_on_all_ranks():
     assert "optimizer.params.lr 0.2 instead of 0.1" in first[1]
     assert "train_batch_size: 5 does not fit" in second[2] and second[2].startswith("the configuration cannot be used")
     assert first[2].startswith("the configuration cannot be used on every rank: rank 1 (host ") and "5 does" in first[2]
+
+
+def models():
+    """Models that only one rank has, one after the other, then a common one."""
+    odd = dist.get_rank() == 1
+    told = []
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+
+    def build(width=4, layers=2, frozen=False, tied=False):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers)))
+        model[0].weight.requires_grad = not frozen
+        if tied:
+            model[1].weight = model[0].weight
+        return model, torch.optim.Adam(model.parameters())
+
+    for own in ({"width": 6}, {"layers": 3}, {"frozen": True}, {"tied": True}):
+        model, optimizer = build(**(own if odd else {}))
+        started = time.monotonic()
+        with pytest.raises(DivergenceError) as raised:
+            deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        told.append(str(raised.value))
+        assert time.monotonic() - started < 10
+    model, optimizer = build()
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    engine.destroy()
+    return told
+
+
+def test_a_rank_with_another_model_is_named_on_all_ranks():
+    first, second = run_ranks(models, 2)
+    assert first == second
+    wider, deeper, frozen, tied = first
+    assert "has 0.weight: shape (6, 6), float32, trained, in param group 0, rank 0" in wider
+    assert "has 0.weight: shape (4, 4)" in wider and "Build the same model on every rank" in wider
+    assert wider.startswith("the model differs between the ranks: rank 1 (host ")
+    assert "has 2.weight: shape (4, 4)" in deeper and "has optimizer: Adam" in deeper
+    assert "0.weight: shape (4, 4), float32, frozen, in param group 0" in frozen
+    assert "has 1.weight: the same parameter as 0.weight" in tied
