@@ -7,11 +7,15 @@ rendezvous store, and reads the others' posts. If it waits for a transfer that t
 waits for one that it has not issued, neither can ever go on: that is certain, however stale the post is, because the
 other's wait needs a transfer that this rank has not issued even now. The same holds for a circle of more ranks, which
 takes several groups (``comm.axes``): then each waits for the next one. Being late is never an error.
+
+A rank whose program ends posts that as its last word, so that one that still waits for it can say so.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
+import re
 import threading
 import time
 import weakref
@@ -72,8 +76,11 @@ class Watch:
         self._issued: dict[str, int] = defaultdict(int)
         self._awaited: Awaited | None = None
         self._verdict: str | None = None
+        self._farewell: str | None = None  # of a rank that this one waited for
+        self._patience = _GRACE
         self._thread: threading.Thread | None = None
         self.outside: Any = None
+        atexit.register(_say_farewell, weakref.ref(self))
 
     def stop(self) -> None:
         """Ends the watching thread: the group is gone."""
@@ -115,7 +122,7 @@ class Watch:
         try:
             blocking()
         except RuntimeError as error:
-            raise self._explain(error, label) from error
+            raise self._explain(error, self._awaited) from error
         finally:
             self._awaited = None
 
@@ -130,10 +137,11 @@ class Watch:
             self._verdict = self._look(awaited)
         except RuntimeError:
             return False  # the store went with the rank that held it; the waiting thread sees the broken connection
-        if self._verdict is not None:
+        in_vain = self._verdict is not None or self._farewell is not None
+        if in_vain:
             for abort in self.aborts.values():
                 abort()
-        return self._verdict is None
+        return not in_vain
 
     def _look(self, awaited: Awaited) -> str | None:
         """Posts what this rank waits for; returns the verdict if some ranks and this one wait in vain."""
@@ -147,10 +155,10 @@ class Watch:
         self._store.set(self._key(self._rank), json.dumps(mine))
         if self._store.check([self._key(_VERDICT)]):
             return self._read(_VERDICT)
-        posts: dict[int, dict[str, Any]] = {self._rank: mine}
-        for rank in range(self._size):
-            if rank != self._rank and self._store.check([self._key(rank)]):
-                posts[rank] = json.loads(self._read(rank))
+        posts = {self._rank: mine, **self._posts()}
+        self._farewell = _farewell_of(awaited, posts)
+        if self._farewell is not None:
+            return None
         circle = circle_through(self._rank, posts)
         if not circle:
             return None
@@ -165,19 +173,73 @@ class Watch:
         value = self._store.get(self._key(name))
         return value.decode() if isinstance(value, bytes) else str(value)
 
-    def _explain(self, error: RuntimeError, label: str) -> Exception:
-        """A failed wait: by a verdict, this rank's or another's, or by something else."""
-        deadline = time.monotonic() + _GRACE
-        while self._verdict is None and time.monotonic() < deadline:
+    def _posts(self) -> dict[int, dict[str, Any]]:
+        """The newest words of the other ranks that have said any."""
+        others = (rank for rank in range(self._size) if rank != self._rank and self._store.check([self._key(rank)]))
+        return {rank: json.loads(self._read(rank)) for rank in others}
+
+    def _explain(self, error: RuntimeError, awaited: Awaited) -> Exception:
+        """A failed wait: by a verdict of any rank, by the end of a rank's program, or by something else."""
+        deadline = time.monotonic() + self._patience
+        self._patience = 0.0  # what is broken stays broken; later waits need not be patient too
+        gone = ""
+        while self._verdict is None and self._farewell is None:
             try:
                 if self._store.check([self._key(_VERDICT)]):
                     self._verdict = self._read(_VERDICT)
+                else:
+                    self._farewell = _farewell_of(awaited, self._posts())
             except RuntimeError:
-                break  # the store is gone: rank 0 died
+                gone = " (rank 0 is gone, with the store that it held)"
+                break
+            if time.monotonic() >= deadline:
+                break
             time.sleep(0.05)
         if self._verdict is not None:
             return DivergenceError(self._verdict)
-        return CommunicationError(f"waiting for {label} failed; a peer has probably died or timed out: {error}")
+        if self._farewell is not None:
+            return CommunicationError(self._farewell)
+        return CommunicationError(
+            f"waiting for {awaited.label} failed; a peer has probably died or timed out{gone}: {_plain(error)}"
+        )
+
+    def say_farewell(self) -> None:
+        """Posts that this rank's program has ended."""
+        if self._is_over or self._size == 1:
+            return
+        self._is_over = True
+        try:
+            self._store.set(self._key(self._rank), json.dumps({"has_left": True, "issued": dict(self._issued)}))
+        except RuntimeError:
+            return  # the store went with the rank that held it: nobody is left to read this
+
+
+def _say_farewell(reference: weakref.ref[Watch]) -> None:
+    watch = reference()
+    if watch is not None:
+        watch.say_farewell()
+
+
+def _farewell_of(awaited: Awaited, posts: dict[int, dict[str, Any]]) -> str | None:
+    """What to say if a rank has left without issuing what is waited for."""
+    left = [
+        rank
+        for rank in awaited.members
+        if posts.get(rank, {}).get("has_left") and posts[rank]["issued"].get(awaited.channel, 0) < awaited.index
+    ]
+    if not left:
+        return None
+    who = f"rank {left[0]} has" if len(left) == 1 else f"ranks {', '.join(map(str, left))} have"
+    return (
+        f"{who} ended while this rank waits for {awaited.label}. If no error is shown there, that program came to its "
+        "end too early: every rank must make the same calls, so look for a loop over fewer batches, a skipped step or "
+        "an early exit"
+    )
+
+
+def _plain(error: RuntimeError) -> str:
+    """The backend's words without its source lines and advice."""
+    return re.sub(r"^\[\S+:\d+\] ", "", str(error)).split(" This is typically caused")[0]
 
 
 def _watching(reference: weakref.ref[Watch]) -> None:
@@ -218,7 +280,11 @@ def _lacking(rank: int, posts: dict[int, dict[str, Any]]) -> Iterator[int]:
     """Ranks that have not issued what ``rank`` waits for, and wait themselves."""
     awaited = posts[rank]
     for other in awaited["members"]:
-        if other != rank and other in posts and posts[other]["issued"].get(awaited["channel"], 0) < awaited["index"]:
+        if (
+            other != rank
+            and "members" in posts.get(other, {})
+            and posts[other]["issued"].get(awaited["channel"], 0) < awaited["index"]
+        ):
             yield other
 
 
