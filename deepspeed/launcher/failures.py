@@ -30,6 +30,8 @@ _REPORT_START = re.compile(
 _TORCH_LABEL = re.compile(rb"^\[rank\d+\]:\s?")
 _FRAME = re.compile(rb"^\s*File \"(?P<file>.*)\", line (?P<line>\d+)(, in (?P<function>.*))?")
 _EXCEPTION = re.compile(rb"^[A-Za-z_][\w.]*(:|$)")
+_NUMBERED = re.compile(rb"^\s+\d+\. ")  # an error that lists several problems goes on so
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))).encode() + b"/"
 # Errors that a rank gets because another one is gone.
 _LOST_PEER = re.compile(
     rb"Connection (closed|reset) by peer|Broken pipe|Connection refused|CommunicationError|DistNetworkError|"
@@ -38,6 +40,7 @@ _LOST_PEER = re.compile(
 )
 _KEPT_LINES = 400
 _CLIPPED_BYTES = 240
+_CLIPPED_CAUSE_BYTES = 600
 # A traceback older than this at the end of its rank was survived, and is not the reason.
 _FRESH_SECONDS = 30.0
 # A native error within so many lines after an exception happened while the interpreter was shutting down.
@@ -134,8 +137,8 @@ class Report:
     """What a traceback says.
 
     Attributes:
-        exception: Its exception line, such as ``b"ValueError: no"``.
-        place: File, line and function of its innermost frame.
+        exception: Its exception line, such as ``b"ValueError: no"``, and the numbered lines that go on with it.
+        place: File, line and function of its innermost frame outside installed packages; if none is, of its innermost.
         is_native: Whether it is the last word of native code, not a Python exception.
     """
 
@@ -144,8 +147,8 @@ class Report:
     is_native: bool = False
 
 
-def _clip(text: bytes) -> bytes:
-    return text if len(text) <= _CLIPPED_BYTES else text[:_CLIPPED_BYTES] + b"..."
+def _clip(text: bytes, most: int = _CLIPPED_BYTES) -> bytes:
+    return text if len(text) <= most else text[:most] + b"..."
 
 
 def describe(lines: list[bytes]) -> Report | None:
@@ -159,21 +162,30 @@ def describe(lines: list[bytes]) -> Report | None:
     found_at = 0
     inside = False
     frame: str | None = None
+    own_frame: str | None = None  # the user's line that led there
     for number, raw in enumerate(lines):
         text = _TORCH_LABEL.sub(b"", raw)
         if b"Traceback (most recent call last):" in text:
-            inside, frame = True, None
+            inside, frame, own_frame = True, None, None
         elif match := _FRAME.match(text):
             where = f"{os.path.basename(match['file'].decode(errors='replace'))}:{int(match['line'])}"
             function = match["function"]
             frame = f"{where} in {function.decode(errors='replace')}" if function else where
+            own_frame = own_frame if _is_library(match["file"]) else frame
             inside = True
         elif text.startswith((b"Fatal Python error:", b"terminate called")):
             if found is None or number - found_at > _SHUTDOWN_LINES:
                 found = Report(text.strip(), None, is_native=True)
         elif inside and text[:1].strip() and _EXCEPTION.match(text):
-            found, found_at, inside = Report(text.strip(), frame), number, False
+            found, found_at, inside = Report(text.strip(), own_frame or frame), number, False
+        elif found is not None and not inside and not found.is_native and _NUMBERED.match(text):
+            found = dataclasses.replace(found, exception=found.exception + b" " + text.strip())
     return found
+
+
+def _is_library(file: bytes) -> bool:
+    """Whether a file belongs to an installed package or to this one: not where a user looks first."""
+    return file.startswith((b"<", _PACKAGE)) or b"/site-packages/" in file or b"/dist-packages/" in file
 
 
 @dataclass
@@ -242,7 +254,7 @@ class RankState:
         if self.refusal is not None:
             return f"could not be started: {self.refusal}"
         report = self.report
-        words = _clip(report.exception).decode(errors="replace") if report else ""
+        words = _clip(report.exception, _CLIPPED_CAUSE_BYTES).decode(errors="replace") if report else ""
         if report and report.place:
             words += f" ({report.place})"
         if self.status is not None and self.status < 0:

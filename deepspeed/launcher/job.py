@@ -400,6 +400,9 @@ class Job:
             stopped = len([s for s in self._states.values() if s.rank != first.rank and s.status != 0])
             if self._must_report(first):
                 lines.append(first.sentence)
+                early = [state.rank for state in self._states.values() if state.status == 0]
+                if first.lost_a_peer and early:
+                    lines.append(f"rank(s) {', '.join(map(str, early))} ended with exit code 0, while others waited")
                 whose = "the other ranks" if first.rank in self._states else f"the ranks of host {self._host}"
                 others = f"; {whose} ({stopped}) were stopped" if stopped else ""
                 lines.append(f"exit code {first.exit_code}{others}")

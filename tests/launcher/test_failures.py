@@ -78,6 +78,18 @@ def fail(state, at, status=1):
             "b.py:1 in f",
         ),
         (
+            [
+                *TRACEBACK[:1],
+                b'  File "/job/train.py", line 7, in main',
+                b'  File "/venv/lib/python3.11/site-packages/torch/nn/x.py", line 3, in call',
+                b"a.b.ConfigError: cannot be used; 2 problems:",
+                b"  1. lr: found -1",
+                b"  2. stage: found 9",
+            ],
+            b"a.b.ConfigError: cannot be used; 2 problems: 1. lr: found -1 2. stage: found 9",
+            "train.py:7 in main",
+        ),
+        (
             [b"Fatal Python error: Segmentation fault", b"", b'  File "x.py", line 1 in <module>'],
             b"Fatal Python error: Segmentation fault",
             None,
