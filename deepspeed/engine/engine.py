@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -82,6 +83,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Compile
         self._accumulates_from = 0  # ``micro_steps`` from which on the present accumulation steps are counted
         self._sync = True
         self._managed_backward = False
+        self._has_run_backward = False  # since the last update
         self._in_forward = False  # of this engine; a whole training step may be part of it
         self._scaled_losses = 0
         self._saw_unscaled_backward = False
@@ -166,6 +168,8 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Compile
                 "an `optimizer` section with trainable model_parameters"
             )
         self._runtime.refuse_away("engine.backward", "lp_params", "lp_grads")
+        if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
+            raise CallOrderError(f"engine.backward: {_not_a_loss(loss)}")
         if loss.numel() != 1 and kwargs.get("gradient") is None:
             raise CallOrderError(
                 f"engine.backward: the loss has shape {tuple(loss.shape)}; expected one element. Reduce it (mean or "
@@ -202,6 +206,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Compile
         """A backward has begun: by ``engine.backward``, or seen at the outputs of forward."""
         if self._runtime.in_backward or self._runtime.reducer is None:
             return
+        self._has_run_backward = True
         self._runtime.begin_backward(
             boundary=self.is_gradient_accumulation_boundary(), sync=self._sync and self.enable_backward_allreduce
         )
@@ -265,6 +270,13 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Compile
             raise CallOrderError("engine.step: called inside no_sync; leave it before the update")
         self._step_applied = False
         if self.is_gradient_accumulation_boundary():
+            if not self._has_run_backward:
+                log_dist_once(
+                    "engine.step: no backward has run since the last update, so there are no gradients; the update is "
+                    "counted, and the schedule advances. Call engine.backward(loss) before each engine.step()",
+                    level=logging.WARNING,
+                )
+            self._has_run_backward = False
             self._progress.before("step")
             self._update(lr_kwargs)
             self._progress.after("step")
@@ -397,7 +409,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Compile
         """A loader that gives each rank its share of ``dataset``."""
         from deepspeed.data import DeepSpeedDataLoader
 
-        return DeepSpeedDataLoader(
+        loader = DeepSpeedDataLoader(
             dataset=dataset,
             batch_size=batch_size or self._batch.micro_batch_size,
             pin_memory=pin_memory and self._parts.device.type != "cpu",
@@ -409,6 +421,14 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Compile
             drop_last=self._root.dataloader_drop_last,
             shuffle=route == "train",
         )
+        if isinstance(dataset, Sized) and len(loader) == 0:
+            log_dist(
+                f"the data loader gives no batch: the dataset has {len(dataset)} sample(s) for {self.dp_world_size} "
+                f"rank(s) with batches of {loader.batch_size}"
+                + (", and dataloader_drop_last leaves out what does not fill one" if len(dataset) else ""),
+                level=logging.WARNING,
+            )
+        return loader
 
     @property
     def param_names(self) -> dict[nn.Parameter, str]:
@@ -503,3 +523,13 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Compile
             if self._stopped_gc:
                 self._stopped_gc = False
                 last_first.callback(gc.enable)
+
+
+def _not_a_loss(loss: Any) -> str:
+    """What is wrong with a loss that nothing can be trained by."""
+    if not isinstance(loss, torch.Tensor):
+        return f"expected the loss as a tensor, found {type(loss).__name__}; pass the element of it that is the loss"
+    return (
+        "the loss does not require a gradient, so it depends on no trained parameter. Compute it from what "
+        "engine(...) returned, without detach() or torch.no_grad(), and see that some parameter has requires_grad"
+    )

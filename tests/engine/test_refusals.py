@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from deepspeed.engine import initialize
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
+from deepspeed.logging import logger
 from tests.engine.support import adamw, engine_of, inputs, tower
 from tests.harness import run_ranks
 from tests.zero.reading import full_masters
@@ -162,3 +164,37 @@ def _complex() -> None:
 
 def test_trained_complex_parameters_are_refused_by_name() -> None:
     run_ranks(_complex, 1)
+
+
+def _mistakes() -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    engine = engine_of(tower(), 3, dataloader_drop_last=True)
+    loss = engine(inputs(0))
+    with pytest.raises(CallOrderError, match="expected the loss as a tensor, found tuple"):
+        engine.backward((loss, None))
+    with pytest.raises(CallOrderError, match="the loss does not require a gradient"):
+        engine.backward(loss.detach())
+    engine.backward(loss)
+    engine.step()
+    assert said == []
+    before = {name: value.clone() for name, value in full_masters(engine).items()}
+    engine.step()
+    engine.step()
+    assert [text.split(";")[0] for text in said] == [
+        "engine.step: no backward has run since the last update, so there are no gradients"
+    ]
+    assert all(torch.equal(value, before[name]) for name, value in full_masters(engine).items())
+    assert len(engine.deepspeed_io([1, 2, 3, 4])) == 2
+    assert len(said) == 1
+    assert len(engine.deepspeed_io([1])) == len(engine.deepspeed_io([])) == 0
+    assert "has 1 sample(s) for 1 rank(s) with batches of 2, and dataloader_drop_last" in said[1]
+    assert said[2].endswith("the dataset has 0 sample(s) for 1 rank(s) with batches of 2")
+    logger.removeHandler(handler)
+    return said
+
+
+def test_mistakes_in_the_loop_are_named():
+    assert len(run_ranks(_mistakes, 1)[0]) == 3
