@@ -41,13 +41,20 @@ def write_all(descriptor: int, data: memoryview) -> None:
         data = data[os.write(descriptor, data) :]
 
 
+def _name_file(error: BaseException, path: Path) -> None:
+    """Lets an error of the system say which file it is about: writes know only a descriptor."""
+    if isinstance(error, OSError) and error.filename is None:
+        error.filename = str(path)
+
+
 @contextlib.contextmanager
 def unsynced_file(path: Path) -> Iterator[int]:
     """A descriptor of a new file, for :func:`sync_and_close` to finish; removed when the block does not end well."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
     try:
         yield descriptor
-    except BaseException:
+    except BaseException as error:
+        _name_file(error, path)
         os.close(descriptor)
         with contextlib.suppress(OSError):
             os.unlink(path)
@@ -69,7 +76,8 @@ def new_file(path: Path) -> Iterator[int]:
         yield descriptor
     try:
         sync_and_close(descriptor)
-    except BaseException:
+    except BaseException as error:
+        _name_file(error, path)
         with contextlib.suppress(OSError):
             os.unlink(path)
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -87,8 +88,17 @@ def _tell(error: Exception) -> str:
         return str(error)
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
-        return f"{where}{error.strerror or error}"
+        return f"{where}{error.strerror or error}{_remedy(error)}"
     return f"{type(error).__name__}: {error}"
+
+
+def _remedy(error: OSError) -> str:
+    """What to change where a disk refuses to take more."""
+    if error.errno == errno.EFBIG:
+        return "; a limit on the size of files is in force: raise it (ulimit -f)"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "; make room, or save to another disk"
+    return ""
 
 
 def _report(doing: str, failed: list[tuple[int, str]], size: int) -> str:
