@@ -1,6 +1,6 @@
 """Command-line tools beside the launcher, one module each, named in ``[project.scripts]`` of pyproject.toml.
 
 :mod:`.report` and :mod:`.facts` (``ds_report``), :mod:`.plan` (``ds_plan``), :mod:`.inspect_checkpoint`
-(``ds_inspect``), :mod:`.io_speed` (``ds_io``), :mod:`.elastic` (``ds_elastic``), :mod:`.ssh` (``ds_ssh``);
-:mod:`.later` stands in for commands to come. :mod:`.command` is how all of them, and the launcher's, end.
+(``ds_inspect``), :mod:`.io_speed` (``ds_io``), :mod:`.nvme_tune` (``ds_nvme_tune``), :mod:`.bench` (``ds_bench``),
+:mod:`.elastic` (``ds_elastic``), :mod:`.ssh` (``ds_ssh``). :mod:`.command` is how all of them, and the launcher's, end.
 """

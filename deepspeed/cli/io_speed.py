@@ -57,31 +57,33 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument("--folder", type=Path, default=Path(), help="folder on the disk to measure (default: here)")
-    parser.add_argument("--io_size", type=_size, default=_size("512M"), help="bytes of the file (default 512M)")
+    parser.add_argument("--io_size", type=size_of, default=size_of("512M"), help="bytes of the file (default 512M)")
     parser.add_argument(
-        "--block_size", type=_size, default=_DEFAULTS.block_size, help="bytes of a request (aio.block_size)"
+        "--block_size", type=size_of, default=_DEFAULTS.block_size, help="bytes of a request (aio.block_size)"
     )
     parser.add_argument(
-        "--queue_depth", type=_count, default=_DEFAULTS.queue_depth, help="requests in flight (aio.queue_depth)"
+        "--queue_depth", type=count_of, default=_DEFAULTS.queue_depth, help="requests in flight (aio.queue_depth)"
     )
     parser.add_argument(
-        "--io_parallel", type=_count, default=_DEFAULTS.threads, help="factor on that (aio.intra_op_parallelism)"
+        "--io_parallel", type=count_of, default=_DEFAULTS.threads, help="factor on that (aio.intra_op_parallelism)"
     )
-    parser.add_argument("--loops", type=_count, default=3, help="passes; the fastest counts (default 3)")
+    parser.add_argument("--loops", type=count_of, default=3, help="passes; the fastest counts (default 3)")
     parser.add_argument("--read", action="store_true", help="reads only")
     parser.add_argument("--no_fio", action="store_true", help="leave fio out")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return parser.parse_args(args)
 
 
-def _size(text: str) -> int:
+def size_of(text: str) -> int:
+    """A number of bytes as command lines write it: ``1048576``, ``512M``, ``1G``."""
     match = re.fullmatch(r"(\d+)([KMGT]?)(i?B)?", text.strip().upper())
     if match is None or int(match[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; expected a number such as 1048576, 512M or 1G")
     return int(match[1]) * _UNITS[match[2]]
 
 
-def _count(text: str) -> int:
+def count_of(text: str) -> int:
+    """A number from 1."""
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no count; expected 1 or more")
     return int(text)

@@ -1,0 +1,121 @@
+"""How fast collectives are between the present ranks: what ``ds_bench`` shows."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from deepspeed import comm
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.connect import create_transport
+from deepspeed.comm.recorder import bandwidths
+from deepspeed.comm.transport import Reduction, Transport
+
+_ALIGNED = 64  # elements; slices begin at multiples of it, as in the engine's buckets
+_KEY = 9
+
+
+@dataclass(frozen=True)
+class CollectiveSpeed:
+    """One operation at one size.
+
+    Attributes:
+        operation: Its name.
+        nbytes: Bytes of the whole buffer, on each rank.
+        seconds: Median over the trials of the slowest rank's time.
+        algorithm_gbps: Gigabits of the buffer per second.
+        bus_gbps: Gigabits per second that pass each rank's link, by the usual definition.
+    """
+
+    operation: str
+    nbytes: int
+    seconds: float
+    algorithm_gbps: float
+    bus_gbps: float
+
+
+Call = Callable[[torch.Tensor, Transport], object]
+
+
+def _slice(full: torch.Tensor) -> torch.Tensor:
+    return full.chunk(comm.get_world_size())[comm.get_rank()]
+
+
+def _reduce_scatter(full: torch.Tensor, _transport: Transport) -> None:
+    comm.reduce_scatter_tensor(torch.empty_like(_slice(full)), full)
+
+
+def _pair(full: torch.Tensor, _transport: Transport) -> None:
+    """From rank 0 to rank 1; the others wait for the next trial."""
+    if comm.get_rank() == 0:
+        comm.send(full, 1)
+    elif comm.get_rank() == 1:
+        comm.recv(full, 0)
+
+
+def _engine_gather(full: torch.Tensor, transport: Transport) -> None:
+    transport.all_gather(full, key=_KEY, label="the benchmark").wait()
+
+
+def _engine_reduce_scatter(full: torch.Tensor, transport: Transport) -> None:
+    mine = torch.empty(_slice(full).shape, dtype=torch.float32, device=full.device)
+    how = Reduction(scale=1.0, key=_KEY + 1, label="the benchmark", limit=full.numel())
+    transport.reduce_scatter(full, mine, how).wait()
+
+
+OPERATIONS: dict[str, Call] = {
+    "all_reduce": lambda full, _: comm.all_reduce(full),
+    "all_gather": lambda full, _: comm.all_gather_into_tensor(full, _slice(full).clone()),
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": lambda full, _: comm.all_to_all_single(torch.empty_like(full), full),
+    "broadcast": lambda full, _: comm.broadcast(full, 0),
+    "pt2pt": _pair,
+    "all_gather of the engine": _engine_gather,
+    "reduce_scatter of the engine": _engine_reduce_scatter,
+}
+"""Calls by name; those of the engine are what ZeRO uses, which on gloo are forms of its own."""
+
+
+def measure_collectives(
+    operations: list[str], nbytes: int, dtype: torch.dtype, *, warmups: int = 5, trials: int = 20
+) -> list[CollectiveSpeed]:
+    """Times operations between all ranks of the process group. Every rank must call it alike.
+
+    Args:
+        operations: Of :data:`OPERATIONS`.
+        nbytes: Size of the buffer, rounded up so that it can be cut into equal slices.
+        dtype: Of its elements.
+        warmups: Calls before the first that counts; they open connections and touch memory.
+        trials: Calls that count.
+
+    Returns:
+        A row per operation, the same on every rank.
+    """
+    accelerator = get_accelerator()
+    device = torch.device(accelerator.current_device_name())
+    ranks = comm.get_world_size()
+    whole = ranks * _ALIGNED
+    numel = max(-(-nbytes // dtype.itemsize // whole), 1) * whole
+    full = torch.zeros(numel, dtype=dtype, device=device)
+    transport = create_transport(device=device)
+    rows = []
+    for name in operations:
+        slowest = []
+        for trial in range(warmups + trials):
+            comm.barrier()
+            accelerator.synchronize()
+            start = time.perf_counter()
+            OPERATIONS[name](full, transport)
+            accelerator.synchronize()
+            mine = torch.tensor([time.perf_counter() - start], device=device)
+            comm.all_reduce(mine, op=comm.ReduceOp.MAX)
+            if trial >= warmups:
+                slowest.append(float(mine))
+        seconds = statistics.median(slowest)
+        size = numel * dtype.itemsize
+        rows.append(CollectiveSpeed(name, size, seconds, *bandwidths(name, size, seconds, ranks)))
+    return rows
