@@ -22,12 +22,14 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from deepspeed.errors import CommunicationError, DivergenceError
 
 _PERIOD = 0.2  # seconds between looks at the store, and the shortest wait worth one
 _GRACE = 5.0  # seconds in which a broken connection may still turn out to be a divergence
+_FAREWELL = timedelta(seconds=1)  # the longest a program's end may take longer for it
 _VERDICT = "verdict"
 
 
@@ -209,6 +211,7 @@ class Watch:
             return
         self._is_over = True
         try:
+            self._store.set_timeout(_FAREWELL)  # a store of files whose folder is gone waits for it to come back
             self._store.set(self._key(self._rank), json.dumps({"has_left": True, "issued": dict(self._issued)}))
         except RuntimeError:
             return  # the store went with the rank that held it: nobody is left to read this
