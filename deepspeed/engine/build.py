@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
@@ -145,6 +146,12 @@ def build_parts(client: Client, config: Any, distributed_port: int, dist_init_re
     if not isinstance(client.model, nn.Module):
         raise DeepSpeedConfigError(
             f"initialize(model=...): expected a torch.nn.Module, found {type(client.model).__name__}"
+        )
+    lazy = [name for name, parameter in client.model.named_parameters() if is_lazy(parameter)]
+    if lazy:
+        raise DeepSpeedConfigError(
+            f"initialize(model=...): {', '.join(repr(name) for name in lazy[:5])} have no shape yet, as their modules "
+            "are lazy; run one batch through the model before initialize"
         )
     if not comm.is_initialized():
         if dist_init_required is False:

@@ -198,3 +198,8 @@ def _mistakes() -> list[str]:
 
 def test_mistakes_in_the_loop_are_named():
     assert len(run_ranks(_mistakes, 1)[0]) == 3
+
+
+def test_lazy_modules_are_refused_by_name() -> None:
+    with pytest.raises(DeepSpeedConfigError, match="'0.weight', '0.bias' have no shape yet.*one batch"):
+        initialize(model=torch.nn.Sequential(torch.nn.LazyLinear(3)), config={"train_batch_size": 1})
