@@ -109,6 +109,12 @@ def _check_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
                     f"{number}); list it once"
                 )
             seen.add(id(parameter))
+            if parameter.requires_grad and parameter.is_complex():
+                raise DeepSpeedConfigError(
+                    f"optimizer: parameter {known[id(parameter)]!r} (param group {number}) is {parameter.dtype}; "
+                    "expected a real dtype, in which gradients are combined and masters kept. Make the parameter real "
+                    "(torch.view_as_real of the weight) and use torch.view_as_complex in forward, or freeze it"
+                )
 
 
 def needs_whole_tensors(optimizer: torch.optim.Optimizer, placement: Placement, root: Root) -> bool:

@@ -7,17 +7,19 @@ bucket to N * 64.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from deepspeed.zero.layout import BucketLayout, ModelLayout
 from deepspeed.zero.placement import BucketPlacement, Home, Placement
 
-_ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int8": 1, "uint8": 1}
+_BITS = re.compile(r"[a-z]+(\d+)")
 
 
 def itemsize(dtype: str) -> int:
     """Bytes per element of a dtype by name."""
-    return _ITEMSIZE.get(dtype, 4)
+    bits = _BITS.match(dtype)
+    return max(int(bits[1]) // 8, 1) if bits is not None else 1  # bool
 
 
 class MemoryFormula:
