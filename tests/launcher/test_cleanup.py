@@ -58,7 +58,10 @@ def launch(tmp_path):
         started.append(launcher)
         return launcher
 
+    # Under nohup the launcher inherits that hang-ups are ignored, and rightly keeps to it.
+    inherited = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield start
+    signal.signal(signal.SIGHUP, inherited)
     for launcher in started:
         launcher.kill_all()
 
