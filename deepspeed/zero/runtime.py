@@ -206,12 +206,6 @@ class ZeroRuntime:
 
         def entry(name: str, parameter: nn.Parameter) -> UnitTile:
             group = param_groups.get(id(parameter), -1)
-            if group >= 0 and parameter.is_complex():
-                raise DeepSpeedConfigError(
-                    f"initialize: the parameter {name!r} of dtype {parameter.dtype} is in param group {group}, but "
-                    "gradients are summed as real numbers. Keep it as torch.view_as_real of it, or take it out of the "
-                    "optimizer"
-                )
             dtype = str(dtype_of(name, parameter)).removeprefix("torch.")
             return UnitTile(Tile(name, full_shape(parameter), group), dtype, parameter.requires_grad and group >= 0)
 
@@ -417,6 +411,11 @@ class ZeroRuntime:
 
     def _train(self, bucket: Bucket) -> MasterBucket:
         assert self.reducer is not None
+        if bucket.dtype.is_complex:
+            raise DeepSpeedConfigError(
+                f"the frozen parameters of {bucket.label} are {bucket.dtype} and cannot be trained from now on: "
+                "expected a real dtype, in which gradients are combined and masters kept. Keep requires_grad false"
+            )
         bucket.layout = replace(bucket.layout, trainable=True)
         buckets = tuple(b.layout for b in self.buckets)
         self.layout = replace(self.layout, buckets=buckets)

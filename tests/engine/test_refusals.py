@@ -155,17 +155,6 @@ def test_no_optimizer_at_all():
             run_ranks(_without_optimizer, 1, stage)
 
 
-def _complex() -> None:
-    model = tower()
-    model.phase = torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))
-    with pytest.raises(DeepSpeedConfigError, match=r"'phase' of dtype torch.complex64.*view_as_real"):
-        engine_of(model, 1, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-def test_trained_complex_parameters_are_refused_by_name() -> None:
-    run_ranks(_complex, 1)
-
-
 def _mistakes() -> list[str]:
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)

@@ -47,6 +47,10 @@ def _dtypes():
             DeepSpeedConfigError, match=r"parameter 'turn' \(param group 0\) is torch.complex64; expected"
         ):
             engine_of(Turned(True), stage)
+    engine = engine_of(Turned(False), 3)
+    engine.module.turn.requires_grad_(True)
+    with pytest.raises(DeepSpeedConfigError, match="complex64 and cannot be trained from now on"):
+        engine.backward(engine(inputs(0, rank())))
 
 
 def test_unusual_dtypes_stay_as_they_are_and_complex_ones_are_not_trained():
