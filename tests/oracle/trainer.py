@@ -121,7 +121,7 @@ class ReferenceTrainer:
             for waiting in self._waiting:
                 if name in waiting:  # a rank that did not use the parameter counts as zero
                     total += waiting[name]
-            _add(self._combined, name, total / self.ranks)
+            _add(self._combined, name, total * (1 / self.ranks))  # as the ranks do, to the last bit
         self._waiting = [{} for _ in range(self.ranks)]
 
     def step(self) -> None:
