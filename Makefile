@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # The transformers that is kept working beside the pinned one: an environment over the first, in `make test-all` only.
 OLDER := 5.17.0
 OLDER_VENV := .venv-transformers-$(OLDER)
-OLDER_TESTS := tests/ecosystem/accelerate tests/ecosystem/peft tests/ecosystem/transformers tests/construction/test_transformers.py
+OLDER_TESTS := tests/ecosystem/accelerate tests/ecosystem/peft tests/ecosystem/transformers tests/construction/test_transformers*.py
 
 # One thread per process: ranks and test workers share the cores.
 TEST_ENV := OMP_NUM_THREADS=1

@@ -6,7 +6,8 @@ included. When the outermost ``__init__`` of a module returns, the module's own 
 module above it returns, when the context ends, or in ``deepspeed.initialize``.
 
 Code of the model may go on using parameters that are sharded already, such as a last pass over all weights that scales
-some of them. Every rank runs that code, so the parameter is gathered for it, and rank 0's values count afterwards.
+some of them. Every rank runs that code, so the parameter is gathered for it, and rank 0's values count afterwards. Such
+a pass may also follow when the context has ended (``serving_all_ranks``).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from deepspeed.zero.gathered import GatheredBlock
 from deepspeed.zero.holder import address_of
 from deepspeed.zero.patches import Patch
 from deepspeed.zero.provisional import shard_parameters
+from deepspeed.zero.sharded_parameter import showing_wholes
 from deepspeed.zero.untouched import is_untouched, untouched
 
 _built: weakref.WeakKeyDictionary[Transport, int] = weakref.WeakKeyDictionary()
@@ -118,9 +120,7 @@ class Construction:
 
     def drop(self) -> None:
         """The context ends with an exception; the other ranks may be anywhere, so nothing is sent."""
-        for _, block in self._open:
-            block.give_back(restore=False)
-        self._open.clear()
+        self.drop_open()
         self._seen.clear()
 
     # -- uses of parameters that are sharded already -----------------------------------------------------------------
@@ -133,10 +133,15 @@ class Construction:
             together: All that the running operation needs; others are given back first.
 
         Returns:
-            False once the context has ended.
+            False where it may not be: once the context has ended, but for :func:`serving_all_ranks`.
         """
-        if self not in _active or is_untouched():
+        if is_untouched():
             return False
+        if self not in _active:
+            if _served is None:
+                return False
+            if self not in _served:
+                _served.append(self)
         with untouched():
             needed = {id(other) for other in together}
             self._close(lambda other: id(other) not in needed and not _has_views(other))
@@ -151,6 +156,12 @@ class Construction:
         """Gives back what :meth:`gather` made full; rank 0's values count."""
         with untouched():
             self._close(lambda other: True)
+
+    def drop_open(self) -> None:
+        """Gives back what :meth:`gather` made full without sending anything: changes are lost."""
+        for _, block in self._open:
+            block.give_back(restore=False)
+        self._open.clear()
 
     def _close(self, is_done: Callable[[torch.nn.Parameter], bool]) -> None:
         kept = []
@@ -179,6 +190,8 @@ def _has_views(parameter: torch.nn.Parameter) -> bool:
 
 _active: list[Construction] = []
 _class_patches: list[Patch] = []
+_served: list[Construction] | None = None
+"""Ended constructions whose parameters were gathered inside ``serving_all_ranks``; None outside."""
 
 
 def enter(construction: Construction) -> None:
@@ -218,6 +231,30 @@ def suspended() -> Iterator[None]:
             for patch in construction.patches:
                 patch.apply()
         _active = waiting
+
+
+@contextmanager
+def serving_all_ranks() -> Iterator[None]:
+    """Inside, parameters of contexts that have ended show their shapes and are gathered when they are used.
+
+    For code of a model that every rank runs; rank 0's values count afterwards. Parameters of an engine are left to it.
+    """
+    global _served
+    if _served is not None:
+        yield
+        return
+    _served = []
+    try:
+        with showing_wholes():
+            yield
+        for construction in _served:
+            construction.close_open()
+    except BaseException:
+        for construction in _served:
+            construction.drop_open()
+        raise
+    finally:
+        _served = None
 
 
 def _wrap_classes() -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.utils._device
 
 from deepspeed.zero.gathered import GatheredParameters
+from deepspeed.zero.model_library import is_building, is_building_from_config, recorded_initialiser
 from deepspeed.zero.patches import Patch
 from deepspeed.zero.sharded_parameter import ShardedParameter
 from deepspeed.zero.untouched import is_untouched, untouched
@@ -51,9 +52,11 @@ def zero_wrapper_for_fp_tensor_constructor(
             if not _builds_on_meta():  # an inner context asks for no memory at all
                 kwargs["device"] = target_device
         made = fn(*args, **kwargs)
-        if target_fp_dtype is not None and made.is_floating_point() and made.dtype != target_fp_dtype:
-            return _cast(made, target_fp_dtype)
-        return made
+        if target_fp_dtype is None or not made.is_floating_point() or made.dtype == target_fp_dtype:
+            return made
+        if fn is _orig_torch_arange and is_building():
+            return made
+        return _cast(made, target_fp_dtype)
 
     return construct
 
@@ -121,20 +124,29 @@ def _legacy_constructor(dtype: torch.dtype | None, device: torch.device | None) 
 def initialiser_patches() -> list[Patch]:
     """Initialisers of ``torch.nn.init`` that look at the shape before they touch a value gather a sharded tensor."""
     found = []
-    for name in ("xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "kaiming_normal_", "orthogonal_", "eye_"):
-        found.append(Patch(torch.nn.init, name, _gathering(getattr(torch.nn.init, name))))
-    for name in ("dirac_", "sparse_", "trunc_normal_", "uniform_", "normal_", "constant_", "ones_", "zeros_"):
-        found.append(Patch(torch.nn.init, name, _gathering(getattr(torch.nn.init, name))))
+    for place in (torch.nn.init, torch.nn.modules.activation, torch.nn.modules.transformer):
+        for name in _INITIALISERS:
+            if hasattr(place, name):
+                found.append(Patch(place, name, _gathering(getattr(place, name), recorded_initialiser(name))))
     return found
 
 
-def _gathering(fn: Callable[..., Any]) -> Callable[..., Any]:
+_INITIALISERS = (
+    "xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "kaiming_normal_", "orthogonal_", "eye_", "dirac_",
+    "sparse_", "trunc_normal_", "uniform_", "normal_", "constant_", "ones_", "zeros_",
+)  # fmt: skip
+
+
+def _gathering(fn: Callable[..., Any], recorded: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Gathers for ``fn``, or for the function in whose place ``fn`` is while it should work all the same."""
+
     @functools.wraps(fn)
     def initialise(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        run = recorded if recorded is not None and is_building_from_config() else fn
         if not isinstance(tensor, ShardedParameter):
-            return fn(tensor, *args, **kwargs)
+            return run(tensor, *args, **kwargs)
         with GatheredParameters(tensor, modifier_rank=0):
-            fn(tensor, *args, **kwargs)
+            run(tensor, *args, **kwargs)
         return tensor
 
     return initialise

@@ -19,6 +19,7 @@ from deepspeed.logging import log_dist
 from deepspeed.zero import construction
 from deepspeed.zero.construction import Construction
 from deepspeed.zero.constructors import constructor_patches, initialiser_patches
+from deepspeed.zero.model_library import serve_passes
 from deepspeed.zero.views import DeepSpeedTensorOverride
 
 _EVERYTHING = frozenset(DeepSpeedTensorOverride)
@@ -114,6 +115,7 @@ class Init:
 
     def __enter__(self) -> Init:
         if self._construction is not None:
+            serve_passes()
             self._construction.patches = [
                 *constructor_patches(self.dtype, self._device, self._overrides),
                 *initialiser_patches(),

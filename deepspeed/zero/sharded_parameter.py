@@ -10,7 +10,8 @@ parameter has the class it was made with, ``torch.nn.Parameter`` as a rule, and 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch._C import DisableTorchFunctionSubclass
 from deepspeed.errors import ShardedAccessError
 from deepspeed.logging import warn_once
 from deepspeed.zero.holder import Address, address_of
+from deepspeed.zero.untouched import is_untouched
 
 # Names of functions that read no values: they see the empty tensor, as the ecosystem expects.
 _METADATA = frozenset(
@@ -65,6 +67,10 @@ _METADATA = frozenset(
         "untyped_storage",
     }
 )
+# The part of them that differs between the empty tensor and the whole.
+_MEASURES = frozenset(
+    {"shape", "ndim", "nbytes", "size", "dim", "ndimension", "numel", "nelement", "__len__", "stride"}
+)
 _COMPUTED_PROPERTIES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
 # Module.to() and its kin call these on every parameter; to the present dtype they change nothing.
 _CONVERSIONS = frozenset({"to", "cpu", "cuda", "xpu", "float", "double", "half", "bfloat16"})
@@ -85,13 +91,14 @@ def _operate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
             return func(*args, **kwargs)
         if attribute == "data":
             return _guarded_data(args[0]) if name == "__get__" else _refuse_data(*args)
+    if _showing_wholes and (attribute or name) in _MEASURES and not is_untouched():
+        if address_of(args[0]) is not None:
+            return func(_whole_of(args[0]), *args[1:], **kwargs)
     if name in _METADATA and attribute not in _COMPUTED_PROPERTIES:
         with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-    if name in _LIKE and args and (address := address_of(args[0])) is not None:
-        with DisableTorchFunctionSubclass():
-            whole = args[0].new_empty(address.shape, device="meta", requires_grad=False)
-        return func(whole, *args[1:], **{"device": args[0].device, **kwargs})
+    if name in _LIKE and args and address_of(args[0]) is not None:
+        return func(_whole_of(args[0]), *args[1:], **{"device": args[0].device, **kwargs})
     if name in _CONVERSIONS and _keeps_dtype(func, args, kwargs):
         return args[0]
     needed = _sharded_in((args, kwargs))
@@ -99,6 +106,28 @@ def _operate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         if not _gather(parameter, needed):
             raise ShardedAccessError(_refusal(address_of(parameter), name or repr(func)))
     return func(*args, **kwargs)
+
+
+def _whole_of(parameter: torch.Tensor) -> torch.Tensor:
+    """A tensor with the shape and dtype of all of a parameter, and without values."""
+    address = address_of(parameter)
+    assert address is not None, "a sharded parameter has an address"
+    with DisableTorchFunctionSubclass():
+        return parameter.new_empty(address.shape, device="meta", requires_grad=False)
+
+
+_showing_wholes = False
+
+
+@contextmanager
+def showing_wholes() -> Iterator[None]:
+    """Inside, ``shape``, ``numel`` and their kin of sharded parameters tell of the whole, not of the empty tensor."""
+    global _showing_wholes
+    before, _showing_wholes = _showing_wholes, True
+    try:
+        yield
+    finally:
+        _showing_wholes = before
 
 
 class ShardedParameter(torch.nn.Parameter):

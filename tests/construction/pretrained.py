@@ -78,6 +78,19 @@ def patchtst_config(**more: Any) -> Any:
     return PatchTSTConfig(**{**sizes, **more})
 
 
+def wav2vec2_config(**more: Any) -> Any:
+    from transformers import Wav2Vec2Config
+
+    sizes = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "conv_dim": (8, 8), "conv_stride": (5, 2), "conv_kernel": (10, 3), "num_feat_extract_layers": 2,
+        "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2, "mask_time_prob": 0.0,
+        "classifier_proj_size": 16, "num_labels": 3, "layerdrop": 0.0, "hidden_dropout": 0.0,
+        "attention_dropout": 0.0, "activation_dropout": 0.0, "feat_proj_dropout": 0.0, "final_dropout": 0.0,
+    }  # fmt: skip
+    return Wav2Vec2Config(**{**sizes, **more})
+
+
 @contextmanager
 def zero3_switched_on(config: dict[str, Any]):
     """What ``TrainingArguments(deepspeed=config)`` does for ``from_pretrained`` and ``from_config``."""
