@@ -82,7 +82,7 @@ class GridTransport(Transport):
         self.watch = everyone.watch
 
     def rank_at(self, position: int) -> int:
-        """The rank in the whole group of the rank at ``position``."""
+        """See the class this one derives from."""
         along_shards, along_replicas = divmod(position, self.replicas_axis.size)
         return along_replicas * self.shard_axis.size + along_shards
 

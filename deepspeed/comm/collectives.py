@@ -177,7 +177,7 @@ def all_to_all_single(
     async_op: bool = False,
 ) -> Handle:
     """Sends the *r*-th part of ``tensor`` to rank *r*; what arrives lies in ``output`` in order of the senders."""
-    return torch_dist.all_to_all_single(
+    return operations().all_to_all_single(
         output, tensor, output_split_sizes, input_split_sizes, group=group, async_op=async_op
     )
 

@@ -21,6 +21,26 @@ def add_over_ranks(tensor: Tensor, group: object | None) -> None:
     comm.all_reduce(tensor, group=group)
 
 
+def exchange_parts(
+    incoming: Tensor, outgoing: Tensor, numels: tuple[list[int], list[int]], kept: int, group: object
+) -> None:
+    """Sends a part of ``outgoing`` to each rank and fills ``incoming`` with what they send; a collective.
+
+    Args:
+        incoming: 1-D; the parts in the order of the ranks they come from.
+        outgoing: 1-D; the parts in the order of the ranks they are for.
+        numels: Elements from each rank, elements for each rank.
+        kept: Of those, how many this rank sends to itself.
+        group: The process group.
+    """
+    from deepspeed import comm
+    from deepspeed.comm.counters import traffic
+
+    traffic.record_asked("all_to_all", outgoing.numel() * outgoing.element_size())
+    traffic.record_ran("all_to_all", (outgoing.numel() - kept) * outgoing.element_size())
+    comm.all_to_all_single(incoming, outgoing, *numels, group=group)
+
+
 def exchange_device(params: Iterable[Tensor], group: object | None) -> torch.device:
     """The device of the tensors that a collective over ``group`` needs.
 

@@ -1,13 +1,16 @@
 """Which pieces of which tensors a flat run holds.
 
 Optimizers see 1-D runs. Most do not care where one tensor ends and the next begins; LAMB (a norm per tensor) and
-Muon (a matrix at a time) do, and learn it from the :class:`SegmentTable` handed to ``attach_segments``. Pure data:
-no tensors, no communication.
+Muon (a matrix at a time) do, and learn it from the :class:`SegmentTable` handed to ``attach_segments``. It also says
+what the other ranks hold (:class:`SharedTensor`), so that nobody needs to ask them. Pure data: no tensors, no
+communication.
 """
 
 from __future__ import annotations
 
+import bisect
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -51,6 +54,53 @@ class Segment:
 
 
 @dataclass(frozen=True)
+class SharedTensor:
+    """One tensor of a flat buffer that is cut over ranks; the same on all of them.
+
+    The ranks are meant by position, the order in which they share the buffer.
+
+    Attributes:
+        name: The tensor's name, for messages.
+        index: The tensor's number, as of its segments.
+        shape: Full shape of the tensor, as the model has it.
+        param_group: Index of the param group of the runs that hold it.
+        start: First element within the buffer.
+        bounds: Where in the buffer the part of each position starts, ascending, and where that of the last ends. For
+            equal parts a ``range``, which takes no room however many there are.
+    """
+
+    name: str
+    index: int
+    shape: tuple[int, ...]
+    param_group: int
+    start: int
+    bounds: Sequence[int]
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    def holders(self) -> range:
+        """The positions from the first that holds elements of it to the last."""
+        if not self.numel:
+            return range(0)
+        first = bisect.bisect_right(self.bounds, self.start) - 1
+        return range(first, bisect.bisect_left(self.bounds, self.start + self.numel, lo=first))
+
+    def held_by(self, position: int) -> tuple[int, int]:
+        """First and last-plus-one element of the flattened tensor that a position has; equal if it has none."""
+        first, last = self.bounds[position] - self.start, self.bounds[position + 1] - self.start
+        start = min(max(first, 0), self.numel)
+        return start, max(start, min(last, self.numel))
+
+    def numel_at(self, position: int) -> int:
+        """Elements that a position has."""
+        start, stop = self.held_by(position)
+        return stop - start
+
+
+@dataclass(frozen=True)
 class SegmentTable:
     """All segments of this rank's runs.
 
@@ -58,11 +108,17 @@ class SegmentTable:
         by_param: ``id(run tensor)`` to its segments, in ascending order of ``start``. Gaps are padding.
         num_tensors: Number of tensors on all ranks together.
         group: The process group over which tensors are cut; None when every tensor is whole on this rank.
+        shared: Every tensor that has a param group, in ascending order of ``index``.
+        ranks: The rank in the group of each position.
+        position: That of this rank.
     """
 
     by_param: dict[int, tuple[Segment, ...]]
     num_tensors: int
     group: object | None = None
+    shared: tuple[SharedTensor, ...] = ()
+    ranks: Sequence[int] = range(1)
+    position: int = 0
 
     def __post_init__(self) -> None:
         for segments in self.by_param.values():

@@ -93,6 +93,9 @@ class _PlayedOperations:
     def all_reduce(self, tensor: torch.Tensor, **_options: Any) -> _Arrived:
         return _Arrived()
 
+    def all_to_all_single(self, output: torch.Tensor, tensor: torch.Tensor, *_numels: Any, **_options: Any) -> _Arrived:
+        return _Arrived()
+
     def __getattr__(self, name: str) -> Any:
         raise NotYetSupportedError(
             f"plan: {name} between ranks is not played; keep it out of the model, or plan on one device"

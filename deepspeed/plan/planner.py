@@ -13,10 +13,10 @@ from typing import Any
 from deepspeed.config import parse
 from deepspeed.config.batch import ACCUMULATION, MICRO, TOTAL
 from deepspeed.config.source import read_source
-from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
+from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.plan.devices import Machine
 from deepspeed.plan.models import ModelSource, Workload, checkpoint_blocks
-from deepspeed.plan.rehearsal import Part, Rehearsed, kept_by_forward, rehearse
+from deepspeed.plan.rehearsal import Part, Rehearsed, heaviest_rank, kept_by_forward, rehearse
 from deepspeed.plan.times import lower_bounds, travels
 from deepspeed.zero.placement import Home
 
@@ -33,7 +33,8 @@ class Request:
         micro_batch: Samples per forward and rank; None: the configuration's.
         checkpointing: Repeated blocks keep their inputs only.
         kind: Kind of device: ``cpu``, or one with memory of its own.
-        rank: The rank that is played; None: any but the first, which has more to do while the engine is built.
+        rank: The rank that is played; None: the one whose optimizer needs most memory, where they differ (Muon), else
+            any but the first, which has more to do while the engine is built.
     """
 
     source: ModelSource
@@ -208,12 +209,6 @@ def make_plan(request: Request, *, compare: bool = True) -> Plan:
     config, notices = _with_batch(request)
     ranks = request.machine.ranks
     parsed = parse(config, dp_world_size=ranks)
-    named = parsed.root.optimizer.type if parsed.root.optimizer is not None else None
-    if ranks > 1 and named == "Muon" and stage_of(config) > 0:
-        raise NotYetSupportedError(
-            "plan: optimizer.type Muon hands matrices from rank to rank in a sharded update, after the ranks have told "
-            "each other what they hold; a rehearsal plays one of them. Plan with AdamW, or at stage 0"
-        )
     notices += parsed.notices
     assert parsed.batch is not None
     section = config.get("optimizer")
@@ -236,6 +231,10 @@ def make_plan(request: Request, *, compare: bool = True) -> Plan:
         kind=request.kind,
         autocast=parsed.root.torch_autocast.enabled,
     )
+    named = parsed.root.optimizer.type if parsed.root.optimizer is not None else None
+    if named == "Muon" and request.rank is None and ranks > 1 and stage_of(config) > 0:
+        part = replace(part, rank=heaviest_rank(_workload(request), part))
+        notices.append(f"Muon: rank {part.rank} is planned, which orthogonalises the largest matrix")
     found = rehearse(_workload(request), part)
     activations = {request.checkpointing: found.activations}
     if compare:

@@ -29,6 +29,7 @@ from deepspeed.logging import quiet
 from deepspeed.offload.disk import disk_is
 from deepspeed.offload.pinned import host_memory_from
 from deepspeed.ops.chunks import drop_scratch
+from deepspeed.ops.muon import Muon
 from deepspeed.plan import decoder
 from deepspeed.plan.flow import Flow
 from deepspeed.plan.memory import META, Moment, Peak
@@ -106,6 +107,12 @@ def kept_by_forward(workload: Workload, part: Part) -> int:
     """Bytes that forward keeps for backward, and nothing else; raises what the engine raises."""
     with _stage(part) as (count, disk):
         return _Run(workload, part, count, disk).kept_by_forward()
+
+
+def heaviest_rank(workload: Workload, part: Part) -> int:
+    """The rank that needs most memory, as far as its optimizer says so; else the one of ``part``."""
+    with _stage(part) as (count, disk):
+        return _Run(workload, part, count, disk).heaviest_rank()
 
 
 @contextmanager
@@ -197,6 +204,14 @@ class _Run:
         finally:
             engine.destroy()
         return self._activations
+
+    def heaviest_rank(self) -> int:
+        """Builds the engine."""
+        engine, _ = self._ready()
+        optimizer = engine._updater.optimizer
+        rank = optimizer.heaviest_rank if isinstance(optimizer, Muon) else None
+        engine.destroy()
+        return self._part.rank if rank is None else rank
 
     def _ready(self) -> tuple[Any, Inputs]:
         """The engine and a micro-batch."""

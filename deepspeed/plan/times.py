@@ -3,7 +3,9 @@
 A collective over nodes of g devices each cannot do with less than this: what a node does not hold must come in through
 its network, once, divided among its devices; what a device does not hold must come over its link from its neighbours,
 where that is shorter. So a gather of B bytes costs each device B (nodes - 1) / nodes / g from the network and
-B (g - 1) / g from the node; a reduce-scatter the same the other way; an all-reduce counts as both.
+B (g - 1) / g from the node; a reduce-scatter the same the other way; an all-reduce counts as both. An exchange
+between all (all_to_all) may have all its partners on the same node: what a device sends to others passes its link, or
+its network where it is alone on its node.
 """
 
 from __future__ import annotations
@@ -36,16 +38,15 @@ class Travel:
 def travels(flow: Flow, machine: Machine) -> list[Travel]:
     """The collectives of a step."""
     nodes, devices = machine.nodes, machine.devices_per_node
-    return [
-        Travel(
-            name,
-            calls,
-            nbytes,
-            inside=nbytes * (devices - 1) // devices,
-            between=nbytes * (nodes - 1) // nodes // devices,
-        )
-        for name, (calls, nbytes) in sorted(flow.asked.items())
-    ]
+    found = []
+    for name, (calls, nbytes) in sorted(flow.asked.items()):
+        if name == "all_to_all":
+            sent = flow.ran[name][1]
+            inside, between = (sent, 0) if devices > 1 else (0, sent)
+        else:
+            inside, between = nbytes * (devices - 1) // devices, nbytes * (nodes - 1) // nodes // devices
+        found.append(Travel(name, calls, nbytes, inside, between))
+    return found
 
 
 def lower_bounds(flow: Flow, machine: Machine) -> dict[str, float]:

@@ -8,14 +8,14 @@ weight decay, no momentum, no step count), so a flat update must skip it too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from deepspeed.comm.transport import Transport
-from deepspeed.ops.segments import Segment, SegmentTable
+from deepspeed.ops.segments import Segment, SegmentTable, SharedTensor
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.intervals import Part, part_of
 from deepspeed.zero.layout import BucketLayout, Fragment, Run
@@ -305,25 +305,33 @@ def segment_table(masters: list[MasterBucket], group: Any) -> SegmentTable:
         group: The process group over which masters are cut, or None where they are whole.
     """
     by_param: dict[int, tuple[Segment, ...]] = {}
+    shared: list[SharedTensor] = []
     first = 0
     for master in masters:
         for run in master.runs:
-            segments = []
-            for fragment in master.fragments:
-                start = fragment.slice_start
-                if run.span.start <= start < run.span.stop:
-                    tile = master.layout.tiles[fragment.tile]
-                    offset = start - run.span.start
-                    segments.append(
-                        Segment(
-                            name=tile.name,
-                            index=first + fragment.tile,
-                            start=offset,
-                            stop=offset + fragment.numel,
-                            tensor_start=fragment.tile_start,
-                            shape=tile.shape,
-                        )
-                    )
-            by_param[id(run.param)] = tuple(segments)
+            by_param[id(run.param)] = tuple(_segments(master, run, first))
+        shared += _shared_tensors(master.layout, first)
         first += len(master.layout.tiles)
-    return SegmentTable(by_param=by_param, num_tensors=first, group=group)
+    if group is None or not masters:
+        return SegmentTable(by_param, first, group, tuple(shared))
+    transport = masters[0].transport
+    ranks = tuple(transport.rank_at(position) for position in range(transport.size))
+    return SegmentTable(by_param, first, group, tuple(shared), ranks, transport.rank)
+
+
+def _segments(master: MasterBucket, run: MasterRun, first: int) -> Iterator[Segment]:
+    """What a run holds; ``first`` is the number of the bucket's first tensor."""
+    for fragment in master.fragments:
+        start = fragment.slice_start - run.span.start
+        if 0 <= start < run.span.numel:
+            tile = master.layout.tiles[fragment.tile]
+            index, stop = first + fragment.tile, start + fragment.numel
+            yield Segment(tile.name, index, start, stop, fragment.tile_start, tile.shape)
+
+
+def _shared_tensors(layout: BucketLayout, first: int) -> Iterator[SharedTensor]:
+    """The trained tensors of a bucket; ``first`` is the number of its first one."""
+    bounds = range(0, layout.numel + 1, max(layout.slice_numel, 1))
+    for number, (tile, start) in enumerate(zip(layout.tiles, layout.starts, strict=True)):
+        if tile.param_group >= 0 and tile.numel:
+            yield SharedTensor(tile.name, first + number, tile.shape, tile.param_group, start, bounds)

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from deepspeed import comm
-from deepspeed.ops.segments import Segment, SegmentTable
+from deepspeed.ops.segments import Segment, SegmentTable, SharedTensor
 
 ALIGNMENT = 64
 
@@ -64,9 +64,6 @@ def use_threaded_collectives(monkeypatch):
         total = sum(group.exchange("all_reduce", tensor.clone(), tensor.numel()))
         tensor.copy_(total)
 
-    def all_gather_object(object_list, obj, group=None):
-        object_list[:] = group.exchange("all_gather_object", obj, 0)
-
     def all_to_all_single(output, tensor, output_split_sizes=None, input_split_sizes=None, group=None):
         parts = group.exchange("all_to_all_single", tensor.clone().split(input_split_sizes), tensor.numel())
         received = [part[group.rank] for part in parts]
@@ -74,11 +71,8 @@ def use_threaded_collectives(monkeypatch):
         output.copy_(torch.cat(received))
 
     monkeypatch.setattr(comm, "all_reduce", all_reduce)
-    monkeypatch.setattr(comm, "all_gather_object", all_gather_object)
     monkeypatch.setattr(comm, "all_to_all_single", all_to_all_single)
     monkeypatch.setattr(comm, "get_backend", lambda group=None: "gloo")
-    monkeypatch.setattr(comm, "get_rank", lambda group=None: group.rank)
-    monkeypatch.setattr(comm, "get_world_size", lambda group=None: group.world_size)
 
 
 class Layout:
@@ -116,7 +110,14 @@ class Layout:
         return tuple(found)
 
     def table(self, run, rank, group):
-        return SegmentTable({id(run): self.segments(rank)}, len(self.shapes), group)
+        ranks = range(self.world_size)
+        return SegmentTable({id(run): self.segments(rank)}, len(self.shapes), group, self.shared(), ranks, rank)
+
+    def shared(self):
+        return tuple(
+            SharedTensor(f"t{index}", index, shape, 0, start, self.bounds)
+            for index, (start, shape) in enumerate(zip(self.starts, self.shapes, strict=True))
+        )
 
     def tensors(self, runs):
         whole = torch.cat(list(runs))

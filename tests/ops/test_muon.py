@@ -10,8 +10,8 @@ from deepspeed.ops.adam import FusedAdam
 from deepspeed.ops.flat import supports_flat_update
 from deepspeed.ops.muon import Muon, set_optimizer_flags
 from deepspeed.ops.muon.newton_schulz import orthogonalize
-from deepspeed.ops.muon.plan import Piece, plan_rounds
-from deepspeed.ops.segments import Segment, SegmentTable
+from deepspeed.ops.muon.plan import plan_rounds
+from deepspeed.ops.segments import Segment, SegmentTable, SharedTensor
 from tests.harness import run_ranks
 from tests.ops.fragments import Layout, ThreadedGroup, use_threaded_collectives
 
@@ -210,49 +210,102 @@ def test_a_rank_without_gradient_takes_part_unchanged(monkeypatch):
     assert moved[0] > 0 and moved[1] == 0
 
 
-def pieces_of(layout):
-    return [
-        [Piece(s.index, s.tensor_start, s.tensor_stop, s.shape, s.name) for s in layout.segments(rank)]
-        for rank in range(layout.world_size)
-    ]
+def planned(layout, round_numel=1 << 30):
+    return plan_rounds(layout.shared(), layout.world_size, round_numel)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
 def test_owners_are_balanced(world_size):
-    layout = Layout([(64, 64)] * 28, world_size)
-    (planned,) = plan_rounds(pieces_of(layout), 1 << 30)
-    load = [len(owned) for owned in planned.owned]
+    (found,) = planned(Layout([(64, 64)] * 28, world_size))
+    load = [len(found.owned_by(position)) for position in range(world_size)]
     assert max(load) - min(load) <= 1
 
 
 def test_matrices_that_lie_on_one_rank_are_shared_out():
-    layout = Layout([(64, 64)] * 8, 2, [0])
-    (planned,) = plan_rounds(pieces_of(layout), 1 << 30)
-    assert [len(owned) for owned in planned.owned] == [4, 4]
+    (found,) = planned(Layout([(64, 64)] * 8, 2, [0]))
+    assert [len(found.owned_by(position)) for position in range(2)] == [4, 4]
 
 
 def test_uncut_balanced_matrices_do_not_travel():
-    layout = Layout([(64, 64)] * 8, 2)
-    (planned,) = plan_rounds(pieces_of(layout), 1 << 30)
-    assert planned.send_numels(0)[1] == planned.send_numels(1)[0] == 0
+    (found,) = planned(Layout([(64, 64)] * 8, 2))
+    assert all(piece.peer == position for position in range(2) for piece in found.sent_by(position))
 
 
 def test_rounds_are_bounded():
-    rounds = plan_rounds(pieces_of(Layout([(64, 64)] * 8, 2)), 2 * 64 * 64)
-    assert [sum(len(owned) for owned in planned.owned) for planned in rounds] == [2, 2, 2, 2]
+    rounds = planned(Layout([(64, 64)] * 8, 2), 2 * 64 * 64)
+    assert [len(found.owners) for found in rounds] == [2, 2, 2, 2]
 
 
-@pytest.mark.parametrize(
-    ("pieces", "message"),
-    [
-        ([[Piece(0, 0, 10, (4, 5), "w")], []], "hold 10 of its 20"),
-        ([[Piece(0, 0, 10, (4, 5), "w")], [Piece(0, 5, 20, (4, 5), "w")]], "by no rank or by two"),
-        ([[Piece(0, 0, 20, (20,), "b")]], "b has shape .*use_muon=False"),
-    ],
-)
-def test_tables_that_do_not_fit_are_refused(pieces, message):
-    with pytest.raises(ValueError, match=message):
-        plan_rounds(pieces, 1 << 30)
+@pytest.mark.parametrize("cuts", [None, [0, 0], [640, 640], [320, 1024]])
+def test_what_is_sent_is_what_is_received(cuts):
+    """Every rank finds out alone; together the pieces make up each matrix once."""
+    layout = Layout(SHAPES, 3, cuts)
+    (found,) = planned(layout)
+    sent = {(p.tensor.index, p.start, p.stop, at, p.peer) for at in range(3) for p in found.sent_by(at)}
+    received = {(p.tensor.index, p.start, p.stop, p.peer, at) for at in range(3) for p in found.received_by(at)}
+    assert sent == received
+    for index, shape in enumerate(SHAPES):
+        parts = sorted((start, stop) for number, start, stop, *_ in sent if number == index)
+        assert parts[0][0] == 0 and parts[-1][1] == math.prod(shape)
+        assert all(before[1] == after[0] for before, after in zip(parts, parts[1:], strict=False))
+
+
+def owners_by_trying_all(tensors, world_size):
+    """The rule of ``deepspeed.ops.muon.plan``, by looking at every rank for every matrix."""
+    load, owners = [0] * world_size, {}
+    fair = sum(tensor.numel for tensor in tensors) / world_size
+    for tensor in sorted(tensors, key=lambda tensor: (-tensor.numel, tensor.index)):
+        share = [tensor.numel_at(position) for position in range(world_size)]
+        best = min(range(world_size), key=lambda position: (-share[position], load[position], position))
+        if load[best] and load[best] + tensor.numel > fair:
+            best = min(range(world_size), key=lambda position: (load[position], -share[position], position))
+        load[best] += tensor.numel
+        owners[tensor.index] = best
+    return owners
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8, 40, 100])
+def test_owners_are_those_of_the_whole_search(world_size):
+    generator = torch.Generator().manual_seed(world_size)
+    shapes = [tuple(torch.randint(2, 90, (2,), generator=generator).tolist()) for _ in range(40)] + [(64, 64)] * 20
+    layout = Layout(shapes, world_size)
+    (found,) = planned(layout)
+    assert {tensor.index: owner for tensor, owner in found.owners} == owners_by_trying_all(layout.shared(), world_size)
+
+
+def test_placement_at_many_ranks_costs_little():
+    """One matrix in ten thousand ranks and ten thousand matrices in ten ranks: what is looked at grows with neither."""
+    looked_at = 0
+
+    class Counting(SharedTensor):
+        def held_by(self, position):
+            nonlocal looked_at
+            looked_at += 1
+            return super().held_by(position)
+
+    for world_size, count in ((10_000, 50), (10, 5_000)):
+        slice_numel = 64 * 64 * count // world_size // 64 * 64 + 64
+        bounds = range(0, slice_numel * world_size + 1, slice_numel)
+        tensors = [Counting(f"t{i}", i, (64, 64), 0, 64 * 64 * i, bounds) for i in range(count)]
+        looked_at = 0
+        (found,) = plan_rounds(tensors, world_size, 1 << 60)
+        found.sent_by(world_size // 2)
+        found.received_by(world_size // 2)
+        assert looked_at <= 6 * count + world_size
+
+
+def test_vectors_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"b has shape .*use_muon=False"):
+        plan_rounds([SharedTensor("b", 0, (20,), 0, 0, range(0, 65, 64))], 1, 1 << 30)
+
+
+def test_runs_that_do_not_fit_the_table_are_refused():
+    run = torch.nn.Parameter(torch.ones(64))
+    optimizer = Muon([{"params": [run], "use_muon": True}])
+    shared = (SharedTensor("w", 0, (8, 16), 0, 0, range(0, 129, 64)),)
+    segments = (Segment("w", 0, 0, 64, 64, (8, 16)),)
+    with pytest.raises(ValueError, match=r"tensor 0 .* hold the elements \(64, 128\), .* says \(0, 64\)"):
+        optimizer.attach_segments(SegmentTable({id(run): segments}, 1, None, shared, range(2), 0))
 
 
 class Model(torch.nn.Module):

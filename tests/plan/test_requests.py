@@ -171,6 +171,24 @@ def test_traffic_between_and_inside_nodes():
     assert rows["reduce_scatter"].nbytes == gather.nbytes, "stage 1 moves its parameters once each way"
 
 
+def test_muon_at_many_ranks():
+    """Planned is the rank that has most to do; it sends its slice to the owners and the matrices back."""
+    config = {**CONFIG, "optimizer": {"type": "Muon", "params": {"lr": 1e-4}}}
+    made = plan(config=config, nodes=8192, devices_per_node=8)
+    exchanges, nbytes = made.rehearsed.flow.asked["all_to_all"]
+    largest = 64 * 256 * 4
+    assert exchanges == 2 and nbytes >= largest
+    idle = plan(config=config, nodes=8192, devices_per_node=8, rank=65535)
+    assert idle.rehearsed.flow.asked["all_to_all"] == (2, 0)
+    assert any("largest matrix" in notice for notice in made.notices) and not idle.notices
+    assert made.rehearsed.flow.flops > idle.rehearsed.flow.flops
+    for nodes, devices in ((1, 2), (2, 1)):
+        few = plan(config=config, nodes=nodes, devices_per_node=devices)
+        row = next(row for row in travels(few.rehearsed.flow, few.machine) if row.name == "all_to_all")
+        sent = few.rehearsed.flow.ran["all_to_all"][1]
+        assert 0 < sent < row.nbytes and (row.inside, row.between) == ((sent, 0) if nodes == 1 else (0, sent))
+
+
 def test_offloaded_states_are_on_the_host_and_page_locked():
     zero = {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": True}, "offload_param": {"device": "cpu"}}
     made = plan(config={**CONFIG, "zero_optimization": {**zero, "stage3_param_persistence_threshold": 0}})

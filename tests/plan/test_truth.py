@@ -7,6 +7,7 @@ import pytest
 from tests.harness import run_ranks
 from tests.plan.cells import OFFLOADS, STAGES, Cell, assert_true, measure, planned
 
+MUON = (("optimizer", {"type": "Muon", "params": {"lr": 1e-3}}),)
 AUTOCAST = (("torch_autocast", {"enabled": True, "dtype": "bfloat16"}),)
 VARIANTS = [
     Cell(0, accumulation=2),
@@ -44,7 +45,7 @@ def _compare(cells, ranks, folder):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_stages(ranks, tmp_path):
-    _compare(STAGES, ranks, tmp_path)
+    _compare([*STAGES, *(Cell(stage, more=MUON) for stage in range(4))], ranks, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,15 @@ orthogonalised there, and the fragments are sent back: two exchanges per round.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deepspeed.ops.exchange import exchange_device
-from deepspeed.ops.muon.plan import Piece, Round, plan_rounds
+from deepspeed.ops.exchange import exchange_device, exchange_parts
+from deepspeed.ops.muon.plan import Piece, Round, heaviest_position, plan_rounds
 from deepspeed.ops.segments import Segment, SegmentTable
 
 #: Elements per rank and round: bounds each of the two exchange buffers at 256 MiB of fp32.
@@ -29,46 +29,84 @@ class _Location:
     segment: Segment
 
 
+class _Tour:
+    """One round as this rank takes part in it.
+
+    Attributes:
+        sent: Its pieces, in the order in which they lie in the send buffer.
+        received: Pieces of the matrices it orthogonalises, in the order in which they lie in the receive buffer.
+        send_numels: Elements for each rank.
+        receive_numels: Elements from each rank.
+        kept: Elements from this rank for itself.
+    """
+
+    def __init__(self, planned: Round, table: SegmentTable) -> None:
+        def by_rank(piece: Piece) -> tuple[int, int]:
+            return table.ranks[piece.peer], piece.tensor.index
+
+        self.sent = sorted(planned.sent_by(table.position), key=by_rank)
+        self.received = sorted(planned.received_by(table.position), key=by_rank)
+        self.send_numels = self._numels(self.sent, table)
+        self.receive_numels = self._numels(self.received, table)
+        self.kept = self.send_numels[table.ranks[table.position]]
+
+    @staticmethod
+    def _numels(pieces: list[Piece], table: SegmentTable) -> list[int]:
+        numels = [0] * len(table.ranks)
+        for piece in pieces:
+            numels[table.ranks[piece.peer]] += piece.numel
+        return numels
+
+
 class FragmentExchange:
     """Gathers and returns the matrices of a segment table.
 
-    Every rank of the table's group must construct it together.
+    Every rank of the table's group must construct it with the same matrices; nothing is exchanged for that.
+
+    Attributes:
+        heaviest_rank: The rank in the group that needs most memory for a step; None without matrices.
 
     Args:
         table: Which matrix pieces the runs hold.
         runs: The runs of the matrix groups.
+        groups: Indices of the matrix groups.
 
     Raises:
-        ValueError: The same on every rank: a tensor that is no matrix, or pieces that do not make up whole matrices.
+        ValueError: The same on every rank: a tensor that is no matrix. On this rank: the runs do not hold what the
+            table says of its position.
     """
 
-    def __init__(self, table: SegmentTable, runs: list[Tensor]) -> None:
+    def __init__(self, table: SegmentTable, runs: list[Tensor], groups: Collection[int]) -> None:
         self._group = table.group
         self._device = exchange_device(runs, table.group)
         self._locations = {
-            (segment.index, segment.tensor_start): _Location(run, segment)
-            for run in runs
-            for segment in table.of(run)
-            if segment.numel
+            segment.index: _Location(run, segment) for run in runs for segment in table.of(run) if segment.numel
         }
-        mine = [
-            Piece(segment.index, segment.tensor_start, segment.tensor_stop, segment.shape, segment.name)
-            for segment in (location.segment for location in self._locations.values())
-        ]
-        held = [mine]
-        self._rank = 0
-        if table.group is not None:
-            from deepspeed import comm
+        matrices = [tensor for tensor in table.shared if tensor.param_group in groups]
+        planned = plan_rounds(matrices, len(table.ranks), ROUND_NUMEL_PER_RANK * len(table.ranks))
+        self._tours = [_Tour(members, table) for members in planned]
+        heaviest = heaviest_position(planned)
+        self.heaviest_rank = None if heaviest is None else table.ranks[heaviest]
+        self._check_locations()
 
-            self._rank = comm.get_rank(group=table.group)
-            held = [[] for _ in range(comm.get_world_size(group=table.group))]
-            comm.all_gather_object(held, mine, group=table.group)
-        self._rounds = plan_rounds(held, ROUND_NUMEL_PER_RANK * len(held))
+    def _check_locations(self) -> None:
+        wanted = {piece.tensor.index: (piece.start, piece.stop) for tour in self._tours for piece in tour.sent}
+        present = {
+            index: (location.segment.tensor_start, location.segment.tensor_stop)
+            for index, location in self._locations.items()
+        }
+        wrong = sorted(index for index in wanted.keys() | present.keys() if wanted.get(index) != present.get(index))
+        if wrong:
+            raise ValueError(
+                f"Muon: of tensor {wrong[0]} the runs of the matrix groups hold the elements {present.get(wrong[0])}, "
+                f"but the segment table says {wanted.get(wrong[0])}; attach_segments must be called again after the "
+                "runs have changed"
+            )
 
     @property
     def owned(self) -> list[int]:
         """The numbers of the matrices this rank orthogonalises."""
-        return sorted(index for planned in self._rounds for index in planned.owned[self._rank])
+        return sorted({piece.tensor.index for tour in self._tours for piece in tour.received})
 
     def step(
         self,
@@ -83,44 +121,37 @@ class FragmentExchange:
             orthogonalize: Matrix in its full shape to matrix.
             apply: ``(run, elements, orthogonalised update, full shape)``: changes the weights.
         """
-        for planned in self._rounds:
-            self._run_round(planned, update_of, orthogonalize, apply)
+        for tour in self._tours:
+            self._run(tour, update_of, orthogonalize, apply)
 
-    def _run_round(self, planned: Round, update_of: Any, orthogonalize: Any, apply: Any) -> None:
-        send_numels, receive_numels = planned.send_numels(self._rank), planned.receive_numels(self._rank)
-        outgoing = torch.empty(sum(send_numels), dtype=torch.float32, device=self._device)
-        sent = list(zip(planned.sent_by(self._rank), _views(outgoing, planned.sent_by(self._rank)), strict=True))
-        for piece, view in sent:
-            location = self._locations[piece.index, piece.start]
+    def _run(self, tour: _Tour, update_of: Any, orthogonalize: Any, apply: Any) -> None:
+        pieces = torch.empty(sum(tour.send_numels), dtype=torch.float32, device=self._device)
+        for piece, view in zip(tour.sent, _views(pieces, tour.sent), strict=True):
+            location = self._locations[piece.tensor.index]
             view.copy_(update_of(location.run, slice(location.segment.start, location.segment.stop)))
 
-        incoming = self._exchange(outgoing, send_numels, receive_numels)
-        received = planned.received_by(self._rank)
-        self._orthogonalize_all(list(zip(received, _views(incoming, received), strict=True)), orthogonalize)
+        matrices = pieces if self._group is None else pieces.new_empty(sum(tour.receive_numels))
+        self._exchange(matrices, pieces, (tour.receive_numels, tour.send_numels), tour.kept)
+        self._orthogonalize_all(list(zip(tour.received, _views(matrices, tour.received), strict=True)), orthogonalize)
+        self._exchange(pieces, matrices, (tour.send_numels, tour.receive_numels), tour.kept)
 
-        returned = self._exchange(incoming, receive_numels, send_numels)
-        for (piece, _), view in zip(sent, _views(returned, [piece for piece, _ in sent]), strict=True):
-            location = self._locations[piece.index, piece.start]
-            apply(location.run, slice(location.segment.start, location.segment.stop), view, piece.shape)
+        for piece, view in zip(tour.sent, _views(pieces, tour.sent), strict=True):
+            location = self._locations[piece.tensor.index]
+            apply(location.run, slice(location.segment.start, location.segment.stop), view, piece.tensor.shape)
 
-    def _exchange(self, outgoing: Tensor, send_numels: list[int], receive_numels: list[int]) -> Tensor:
-        if self._group is None:
-            return outgoing
-        from deepspeed import comm
-
-        incoming = outgoing.new_empty(sum(receive_numels))
-        comm.all_to_all_single(incoming, outgoing, receive_numels, send_numels, group=self._group)
-        return incoming
+    def _exchange(self, incoming: Tensor, outgoing: Tensor, numels: tuple[list[int], list[int]], kept: int) -> None:
+        if self._group is not None:
+            exchange_parts(incoming, outgoing, numels, kept, self._group)
 
     @staticmethod
     def _orthogonalize_all(pieces: list[tuple[Piece, Tensor]], orthogonalize: Callable[[Tensor], Tensor]) -> None:
         """Puts each matrix together, orthogonalises it, and writes the result back over its pieces."""
         by_matrix: dict[int, list[tuple[Piece, Tensor]]] = {}
         for piece, view in pieces:
-            by_matrix.setdefault(piece.index, []).append((piece, view))
+            by_matrix.setdefault(piece.tensor.index, []).append((piece, view))
         for parts in by_matrix.values():
             parts.sort(key=lambda part: part[0].start)
-            shape = parts[0][0].shape
+            shape = parts[0][0].tensor.shape
             flat = orthogonalize(torch.cat([view for _, view in parts]).view(shape)).reshape(-1)
             for piece, view in parts:
                 view.copy_(flat[piece.start : piece.stop])

@@ -114,13 +114,14 @@ class Muon(torch.optim.Optimizer):
     def attach_segments(self, table: SegmentTable) -> None:
         """Says which tensors the parameters (1-D runs) hold. Call again after the runs have changed.
 
-        Every rank of ``table.group`` must call it together: the ranks tell one another what they hold.
+        Every rank of ``table.group`` must call it with its own table; they need not do it at the same time.
 
         Args:
-            table: The pieces; each matrix must be covered exactly once over the group.
+            table: The pieces, and how the tensors are cut over the group.
 
         Raises:
-            ValueError: On every rank alike: a tensor of a matrix group is no matrix, or is not covered.
+            ValueError: On every rank alike: a tensor of a matrix group is no matrix. On this rank: the runs do not hold
+                what the table says they do.
             KeyError: A parameter is not in the table.
         """
         settings = self._part_defaults[True]
@@ -131,8 +132,14 @@ class Muon(torch.optim.Optimizer):
                         f"Muon: {name} must be the same in all groups when matrices are cut over ranks, but one has "
                         f"{group[name]!r} and the optimizer {settings[name]!r}"
                     )
-        runs = [param for group in self.param_groups if group["use_muon"] for param in group["params"]]
-        self._exchange = FragmentExchange(table, runs)
+        groups = [index for index, group in enumerate(self.param_groups) if group["use_muon"]]
+        runs = [param for index in groups for param in self.param_groups[index]["params"]]
+        self._exchange = FragmentExchange(table, runs, groups)
+
+    @property
+    def heaviest_rank(self) -> int | None:
+        """The rank in the group of the segment table that needs most memory for a step; None if all are alike."""
+        return None if self._exchange is None else self._exchange.heaviest_rank
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads like torch, but keeps fp32 state of 16-bit parameters."""

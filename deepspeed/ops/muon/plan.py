@@ -1,26 +1,31 @@
 """Who orthogonalises which matrix, and what travels to get it there. Pure arithmetic, equal on all ranks.
 
+Every rank knows how the tensors are cut (``SharedTensor``), so every rank can say who holds what, and nothing has to
+be exchanged to agree. Ranks are meant by position here, in the order in which the buffers are cut.
+
 A matrix that lies wholly on one rank stays there if that rank has room; one that is cut goes to the rank that holds
 most of it. No rank gets more than its fair share of elements, within one matrix. Matrices are handled in rounds, so
-that the buffers are bounded.
+that the buffers are bounded. The cost grows with the matrices and the logarithm of the ranks, beside one number per
+rank and round.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+from deepspeed.ops.segments import SharedTensor
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements ``[start, stop)`` of the flattened matrix number ``index``, held by one rank."""
+    """Elements ``[start, stop)`` of the flattened ``tensor``, which travel from or to the rank at position ``peer``."""
 
-    index: int
+    tensor: SharedTensor
     start: int
     stop: int
-    shape: tuple[int, ...]
-    name: str
+    peer: int
 
     @property
     def numel(self) -> int:
@@ -33,114 +38,135 @@ class Round:
     """Matrices handled together.
 
     Attributes:
-        owned: Per rank, the numbers of the matrices it orthogonalises, ascending.
-        pieces: Per holding rank and owning rank, what the first has of the second's matrices, in the order sent.
+        owners: Each matrix with the position of the rank that orthogonalises it, in the order of their numbers.
     """
 
-    owned: tuple[tuple[int, ...], ...]
-    pieces: tuple[tuple[tuple[Piece, ...], ...], ...]
+    owners: tuple[tuple[SharedTensor, int], ...]
 
-    def send_numels(self, rank: int) -> list[int]:
-        """Elements that ``rank`` sends to each rank."""
-        return [sum(piece.numel for piece in pieces) for pieces in self.pieces[rank]]
+    def owned_by(self, position: int) -> list[SharedTensor]:
+        """The matrices that a rank orthogonalises."""
+        return [tensor for tensor, owner in self.owners if owner == position]
 
-    def receive_numels(self, rank: int) -> list[int]:
-        """Elements that ``rank`` receives from each rank."""
-        return [sum(piece.numel for piece in pieces[rank]) for pieces in self.pieces]
+    def sent_by(self, position: int) -> list[Piece]:
+        """What a rank holds of each matrix; ``peer`` is the owner."""
+        return [
+            Piece(tensor, *tensor.held_by(position), owner)
+            for tensor, owner in self.owners
+            if tensor.numel_at(position)
+        ]
 
-    def sent_by(self, rank: int) -> list[Piece]:
-        """The pieces in the order in which ``rank`` lays them into its send buffer."""
-        return [piece for pieces in self.pieces[rank] for piece in pieces]
+    def received_by(self, position: int) -> list[Piece]:
+        """What the ranks hold of the matrices that a rank orthogonalises; ``peer`` is the holder."""
+        return [
+            Piece(tensor, *tensor.held_by(holder), holder)
+            for tensor in self.owned_by(position)
+            for holder in tensor.holders()
+            if tensor.numel_at(holder)
+        ]
 
-    def received_by(self, rank: int) -> list[Piece]:
-        """The pieces in the order in which they lie in the receive buffer of ``rank``."""
-        return [piece for pieces in self.pieces for piece in pieces[rank]]
 
-
-def plan_rounds(held: Sequence[Sequence[Piece]], round_numel: int) -> list[Round]:
+def plan_rounds(tensors: Iterable[SharedTensor], world_size: int, round_numel: int) -> list[Round]:
     """Plans the exchange.
 
     Args:
-        held: Per rank, its pieces.
+        tensors: The matrices, with the same numbers on all ranks.
+        world_size: Ranks that share them.
         round_numel: Elements, over all ranks, that one round should not exceed (a single matrix may).
 
     Raises:
-        ValueError: A matrix is not covered exactly once, or has fewer than 2 dimensions.
+        ValueError: A tensor has fewer than 2 dimensions.
     """
-    world_size = len(held)
-    shapes: dict[int, tuple[int, ...]] = {}
-    share: dict[int, list[int]] = {}
-    by_rank: list[dict[int, list[Piece]]] = [{} for _ in range(world_size)]
-    for rank, pieces in enumerate(held):
-        for piece in sorted(pieces, key=lambda piece: (piece.index, piece.start)):
-            shapes[piece.index] = piece.shape
-            share.setdefault(piece.index, [0] * world_size)[rank] += piece.numel
-            by_rank[rank].setdefault(piece.index, []).append(piece)
-    _check_coverage(held)
-
-    rounds = []
-    for members in _rounds_of_indices(shapes, round_numel):
-        owner = _assign_owners(members, shapes, share, world_size)
-        owned = tuple(tuple(sorted(i for i in members if owner[i] == rank)) for rank in range(world_size))
-        travelling = tuple(
-            tuple(
-                tuple(piece for index in owned[target] for piece in by_rank[source].get(index, ()))
-                for target in range(world_size)
+    members = list(tensors)
+    for tensor in members:
+        if len(tensor.shape) < 2:
+            raise ValueError(
+                f"Muon orthogonalises matrices, but {tensor.name} has shape {tensor.shape}; put it in a group with "
+                "use_muon=False"
             )
-            for source in range(world_size)
-        )
-        rounds.append(Round(owned, travelling))
-    return rounds
+    return [_with_owners(together, world_size) for together in _rounds_of(members, round_numel)]
 
 
-def _rounds_of_indices(shapes: dict[int, tuple[int, ...]], round_numel: int) -> list[list[int]]:
+def heaviest_position(rounds: Iterable[Round]) -> int | None:
+    """Whose buffers are largest: the owner of the largest matrix, of several the one with most beside it in the round.
+
+    Returns:
+        Its position; None without matrices.
+    """
+    heaviest = (0, 0, 0)
+    for planned in rounds:
+        largest: dict[int, int] = defaultdict(int)
+        total: dict[int, int] = defaultdict(int)
+        for tensor, owner in planned.owners:
+            largest[owner] = max(largest[owner], tensor.numel)
+            total[owner] += tensor.numel
+        heaviest = max(heaviest, *((largest[owner], total[owner], -owner) for owner in total))
+    return -heaviest[2] if heaviest[0] else None
+
+
+def _rounds_of(tensors: list[SharedTensor], round_numel: int) -> list[list[SharedTensor]]:
     """Largest matrices first, so that those of one round are alike and balance well."""
-    rounds: list[list[int]] = []
+    rounds: list[list[SharedTensor]] = []
     filled = 0
-    for index in sorted(shapes, key=lambda index: (-math.prod(shapes[index]), index)):
-        numel = math.prod(shapes[index])
-        if not rounds or filled + numel > round_numel:
+    for tensor in sorted(tensors, key=lambda tensor: (-tensor.numel, tensor.index)):
+        if not rounds or filled + tensor.numel > round_numel:
             rounds.append([])
             filled = 0
-        rounds[-1].append(index)
-        filled += numel
+        rounds[-1].append(tensor)
+        filled += tensor.numel
     return rounds
 
 
-def _assign_owners(
-    members: list[int], shapes: dict[int, tuple[int, ...]], share: dict[int, list[int]], world_size: int
-) -> dict[int, int]:
+def _with_owners(members: list[SharedTensor], world_size: int) -> Round:
     """The rank with the largest part, unless that would give it more than its share; then the least loaded."""
-    load = [0] * world_size
-    fair = sum(math.prod(shapes[index]) for index in members) / world_size
-    owner = {}
-    for index in members:
-        numel = math.prod(shapes[index])
-        best = max(range(world_size), key=lambda rank: (share[index][rank], -load[rank], -rank))
-        if load[best] and load[best] + numel > fair:
-            best = min(range(world_size), key=lambda rank: (load[rank], -share[index][rank], rank))
-        owner[index] = best
-        load[best] += numel
-    return owner
+    loads = _Loads(world_size)
+    fair = sum(tensor.numel for tensor in members) / world_size
+    owners = []
+    for tensor in members:
+        holders = tensor.holders()
+        candidates = []  # the first holder, the last, the best of those between, whose parts are equal; the best of all
+        for positions in (holders[:1], holders[1:-1], holders[-1:], range(world_size)):
+            if positions:
+                load, position = loads.least(positions)
+                candidates.append((load, -tensor.numel_at(position), position))
+        load, _, owner = min(candidates, key=lambda candidate: (candidate[1], candidate[0], candidate[2]))
+        if load and load + tensor.numel > fair:
+            _, _, owner = min(candidates)
+        loads.add(owner, tensor.numel)
+        owners.append((tensor, owner))
+    return Round(tuple(sorted(owners, key=lambda entry: entry[0].index)))
 
 
-def _check_coverage(held: Sequence[Sequence[Piece]]) -> None:
-    reached: dict[int, int] = {}
-    ordered = sorted((piece for pieces in held for piece in pieces), key=lambda piece: (piece.index, piece.start))
-    last: dict[int, Piece] = {}
-    for piece in ordered:
-        if len(piece.shape) < 2:
-            raise ValueError(
-                f"Muon orthogonalises matrices, but {piece.name} has shape {piece.shape}; put it in a "
-                "group with use_muon=False"
-            )
-        if piece.start != reached.get(piece.index, 0):
-            raise ValueError(
-                f"{piece.name}: elements {reached.get(piece.index, 0)} to {piece.start} are held by no "
-                "rank or by two; the segment tables of the ranks do not fit together"
-            )
-        reached[piece.index] = piece.stop
-        last[piece.index] = piece
-    for index, piece in last.items():
-        if reached[index] != math.prod(piece.shape):
-            raise ValueError(f"{piece.name}: the ranks hold {reached[index]} of its {math.prod(piece.shape)} elements")
+class _Loads:
+    """Elements by position, all 0 at first; finds the least of a range in logarithmic time.
+
+    A binary tree in a list: the leaves are the positions, a node is the least of the two below. Load and position are
+    one number, so that of equal loads the first position is the least.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._tree = [0] * size + list(range(size))
+        for node in range(size - 1, 0, -1):
+            self._tree[node] = min(self._tree[2 * node], self._tree[2 * node + 1])
+
+    def add(self, position: int, numel: int) -> None:
+        """Adds to the load of one position."""
+        node = self._size + position
+        self._tree[node] += numel * self._size
+        while node > 1:
+            node //= 2
+            self._tree[node] = min(self._tree[2 * node], self._tree[2 * node + 1])
+
+    def least(self, positions: range) -> tuple[int, int]:
+        """Load and position of the least loaded of consecutive positions, of equals the first."""
+        first, last = self._size + positions[0], self._size + positions[-1] + 1
+        least = self._tree[first]
+        while first < last:
+            if first % 2:
+                least = min(least, self._tree[first])
+                first += 1
+            if last % 2:
+                last -= 1
+                least = min(least, self._tree[last])
+            first, last = first // 2, last // 2
+        return divmod(least, self._size)
