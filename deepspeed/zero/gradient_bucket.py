@@ -218,9 +218,16 @@ class GradientBucket:
         """Whether gradients of this rank wait for a reduction that has not been started."""
         return self._accumulator is not None
 
-    def start_reduction(self) -> None:
-        """FILLING (packed) or an unreduced sum -> REDUCING."""
+    def start_reduction(self, *, as_sum: bool) -> None:
+        """FILLING (packed) or an unreduced sum -> REDUCING.
+
+        Args:
+            as_sum: Some rank may have a sum of earlier micro-batches; then what travels has the dtype of sums on every
+                rank, also on one that has none in this bucket. Equal on all ranks.
+        """
         self._added = True  # counted from the start: when it is finished depends on the peers, and ranks must agree
+        if as_sum and self._accumulator is None and not self._is_local:
+            self.accumulate_locally()
         if self._accumulator is not None:
             source = self._take_accumulator()
         else:

@@ -83,7 +83,7 @@ class GradientReducer:
         self._in_flight: deque[GradientBucket] = deque()
         self.is_open = False
         self._reduce_now = False
-        self._has_local_sums = False  # equal on all ranks, unlike which buckets have one
+        self._has_local_sums = False  # of earlier backwards; equal on all ranks, unlike which buckets have one
         self._hooks: dict[tuple[int, int], RemovableHandle] = {}
         self._ledger = ledger
         self.listen(range(len(self.buckets)))
@@ -191,7 +191,7 @@ class GradientReducer:
             if not (self._may_block() or self._in_flight[0].will_arrive()):
                 break
             self._in_flight.popleft().finish_reduction()
-        self.buckets[position].start_reduction()
+        self.buckets[position].start_reduction(as_sum=self._has_local_sums)
         self._in_flight.append(self.buckets[position])
 
     def end(self) -> None:
@@ -272,7 +272,6 @@ class GradientReducer:
             self._combine(range(len(self.buckets)))
 
     def _reduce_local_sums(self) -> None:
-        self._has_local_sums = False
         self._has_partial_sums = self._combination is not None
         mine = [gradients.has_unreduced_sum for gradients in self.buckets]
         rows = self._transport.everyone.gather_small(
@@ -285,6 +284,7 @@ class GradientReducer:
                 gradients.pack()
             self._send(position)
         self._drain()
+        self._has_local_sums = False
 
     def clear(self) -> None:
         """Frees all gradients."""

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.engine.support import WIDTH, adamw, engine_of, inputs, rank
+from tests.engine.support import WIDTH, Tower, adamw, engine_of, inputs, rank
 from tests.harness import assert_states_equal, run_ranks
 from tests.zero.reading import full_masters
 
@@ -96,3 +96,37 @@ def test_inner_choices_differ_between_ranks(stage):
 
 def test_with_default_limits():
     run_ranks(_train, 2, 3, {}, timeout=30)
+
+
+class LeavingOut(Tower):
+    """Passes over one of its units on request."""
+
+    def forward(self, x, leaves_out):
+        x = self.first(x.to(self.first.bias.dtype))
+        for index, layer in enumerate(self.layers):
+            if not (leaves_out and index == 2):
+                x = layer(x)
+        return self.last(x).float().square().mean()
+
+
+def _leave_out_early(stage, settles):
+    """In the first of two micro-batches rank 1 has no gradient in a whole bucket; in the second everybody has."""
+    torch.manual_seed(3)
+    engine = engine_of(LeavingOut(), stage, accumulation=2, bf16={"enabled": True}, zero={"reduce_bucket_size": 200})
+    for step in range(2):
+        for micro in range(2):
+            if settles:  # no backward is the last one, so that the update reduces the sums
+                engine.set_gradient_accumulation_boundary(False)
+            engine.backward(engine(inputs(step, micro, rank()), rank() == 1 and micro == 0))
+            if settles:
+                engine.set_gradient_accumulation_boundary(micro == 1)
+            engine.step()
+    return full_masters(engine)
+
+
+def test_a_bucket_without_a_sum_travels_as_those_with_one():
+    """Sums are fp32 and gradients bf16: ranks that sent different ones killed each other."""
+    truth = run_ranks(_leave_out_early, 2, 2, False)[0]
+    for stage in (0, 1):
+        assert_states_equal(run_ranks(_leave_out_early, 2, stage, False)[0], truth, rtol=1e-2, atol=1e-3)
+    assert_states_equal(run_ranks(_leave_out_early, 2, 1, True)[0], truth, rtol=1e-2, atol=1e-3)
