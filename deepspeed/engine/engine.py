@@ -281,6 +281,8 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Compile
             self._update(lr_kwargs)
             self._progress.after("step")
             self._report_step()
+        else:
+            self._runtime.reducer.end_micro_step()  # type: ignore[union-attr]
         self.micro_steps += 1
 
     def _update(self, lr_kwargs: dict[str, Any] | None) -> None:
@@ -518,7 +520,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Compile
                 last_first.callback(self._updater.destroy)
             last_first.callback(self._runtime.destroy)
             if not self._runtime.is_retired:
-                last_first.callback(self._runtime.drop_open_work)
+                last_first.callback(self._runtime.drop_open_work, together=False)
             last_first.callback(self._close_checkpoints)
             if self._stopped_gc:
                 self._stopped_gc = False

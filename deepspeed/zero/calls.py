@@ -31,9 +31,10 @@ def compare_calls(transport: Transport, words: str, numbers: Sequence[int] = ())
     """
     transport = transport.everyone
     digest = zlib.crc32(words.encode())
-    mine = torch.tensor([digest, *numbers], dtype=torch.int64)
-    rows = transport.gather_small(mine, channel="call", label=words).tolist()
-    if any(row[0] != digest for row in rows):
+    # One number by itself: different calls have different numbers of them to tell.
+    mine = torch.tensor([digest], dtype=torch.int64)
+    digests = transport.gather_small(mine, channel="call", label=words)
+    if bool((digests != digest).any()):
         text = words.encode()[:_WORDS].ljust(_WORDS, b"\0")
         texts = transport.gather_small(
             torch.frombuffer(bytearray(text), dtype=torch.uint8).to(torch.int64), channel="call", label=words
@@ -44,4 +45,27 @@ def compare_calls(transport: Transport, words: str, numbers: Sequence[int] = ())
             + "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(said))
             + ". Nothing was moved. Call it on every rank of the group, with the same parameters"
         )
-    return [row[1:] for row in rows]
+    if not numbers:
+        return [[] for _ in digests]
+    told = transport.gather_small(torch.tensor(numbers, dtype=torch.int64), channel="call", label=words)
+    return told.tolist()
+
+
+def agree_to_go_on(transport: Transport, where: str, is_mixed: bool) -> bool:
+    """After an exception in work that ranks share: makes sure that it left all of them at the same point.
+
+    Otherwise a rank that begins anew would answer to what the others still expect of the work that it gave up.
+
+    Args:
+        transport: Of the group, or of a part of it.
+        where: The point, in words.
+        is_mixed: See ``GradientReducer.is_mixed``.
+
+    Returns:
+        Whether ``is_mixed`` holds on any rank.
+
+    Raises:
+        DivergenceError: Some rank did not fail, or elsewhere; raised on every rank.
+    """
+    rows = compare_calls(transport, f"agreement to go on after an exception in {where}", [is_mixed])
+    return any(row[0] for row in rows)

@@ -84,7 +84,7 @@ class GradientBucket:
         self._rounds = 0
         self._squares: Squares | None = None  # of the result, where they were taken as it was made
         self._is_last = False
-        self._had_sum = self._added = False
+        self._had_sum = self._had_local_sum = self._added = False
         # Sums over ranks are fp32, and fp64 where the gradient is.
         is_double = bucket.dtype == torch.float64
         self._sum_dtype = torch.float64 if is_double else torch.float32
@@ -174,28 +174,37 @@ class GradientBucket:
         self.state = GradientState.IDLE
         sums = (self._result, self._accumulator, self._partial)
         self._had_sum = any(buffer is not None for buffer in sums)
+        self._had_local_sum = self._accumulator is not None
         self._added = False
         self._used_before = list(self.used)
 
-    @property
-    def is_mixed(self) -> bool:
-        """Whether this backward's gradient has been added to a sum that was there before it."""
-        return self._added and self._had_sum
+    def is_mixed(self, *, reduced: bool) -> bool:
+        """Whether this backward's gradient has been added to a sum that was there before it.
 
-    def drop_backward(self, *, everything: bool) -> None:
+        Args:
+            reduced: The backward was one that reduces; the others touch nothing but this rank's own sum.
+        """
+        return self._added and (self._had_sum if reduced else self._had_local_sum)
+
+    def drop_backward(self, *, reduced: bool, with_sum: bool) -> None:
         """After an exception in backward: throws away what it delivered.
 
         Args:
-            everything: Throw away the sum of earlier micro-batches too.
+            reduced: As of :meth:`is_mixed`.
+            with_sum: Throw away the sum of earlier micro-batches that it was to be added to.
         """
         for parameter in self.bucket.params:
             parameter.grad = None
-        if everything or (self._added and not self._had_sum):
+        if reduced and (with_sum or (self._added and not self._had_sum)):
             self.clear()
             return
+        if self._accumulator is not None and (with_sum or not self._had_local_sum):
+            self._accumulator.free()
+            self._accumulator = None
         if self._result is not self._flat:
             self._flat.free()
-        self.used = list(self._used_before)
+        is_empty = self._result is None and self._accumulator is None and self._partial is None
+        self.used = [False] * len(self.used) if is_empty else list(self._used_before)
         self.begin_backward()
 
     # -- accumulating and reducing -----------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from deepspeed.comm.transport import Transport
-from deepspeed.logging import log_dist
+from deepspeed.logging import logger
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.gradient_bucket import GradientBucket
 from deepspeed.zero.landing import Landing
@@ -243,24 +243,51 @@ class GradientReducer:
         )
         return [int(position) for position in rows[0].tolist()]
 
-    def drop(self) -> None:
+    @property
+    def is_reducing(self) -> bool:
+        """Whether a backward is open that other ranks reduce with this one."""
+        return self.is_open and self._reduce_now
+
+    @property
+    def num_sent(self) -> int:
+        """Reductions that the open backward has started."""
+        return self._cursor
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether a part of the open backward has been added to sums of earlier micro-batches."""
+        return any(gradients.is_mixed(reduced=self._reduce_now) for gradients in self.buckets)
+
+    def drop(self, *, with_sums: bool) -> None:
         """After an exception in backward: throws away what the backward has delivered.
 
-        Sums of earlier micro-batches stay, unless a part of this backward has been added to them already; then they
-        cannot be taken apart again and all go.
+        A backward that reduces is dropped by all ranks together; any other by this rank alone, whose own sums are the
+        only ones it concerns.
+
+        Args:
+            with_sums: Throw away what earlier micro-batches of this update left, because a part of this backward has
+                been added to it (:attr:`is_mixed`, on any rank) and cannot be taken out again.
         """
         self._drain()
-        is_mixed = any(gradients.is_mixed for gradients in self.buckets)
-        if is_mixed:
-            log_dist(
-                "gradients of the failed backward were already added to those of earlier micro-batches, so the sum of "
-                "this step starts again from zero"
+        if with_sums:
+            logger.warning(
+                "gradients of the failed backward were already added to those of earlier micro-batches, so %s of this "
+                "update starts again from zero",
+                "the sum" if self._reduce_now else "this rank's own sum",
             )
         for gradients in self.buckets:
-            gradients.drop_backward(everything=is_mixed)
-        self._has_local_sums = self._has_local_sums and not is_mixed
-        self._has_partial_sums = any(gradients.has_partial_sum for gradients in self.buckets)
+            gradients.drop_backward(reduced=self._reduce_now, with_sum=with_sums)
+        if self._reduce_now:
+            self._has_local_sums = self._has_local_sums and not with_sums
+            self._has_partial_sums = any(gradients.has_partial_sum for gradients in self.buckets)
+        else:
+            self._has_local_sums = True  # of ranks on which this backward went well
         self.is_open = False
+
+    def end_micro_step(self) -> None:
+        """A micro-step without an update is over: ranks may have sums of it, also where this one ran no backward."""
+        if not self.policy.every_micro_batch:
+            self._has_local_sums = True
 
     # -- the update's side -------------------------------------------------------------------------------------------
 

@@ -307,8 +307,9 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         ranks = self._shard_ranks
         if any(digest != digests[rank // ranks * ranks] for rank, digest in enumerate(digests)):
             raise DivergenceError(
-                "ranks gathered parameters in different orders since the last step (checksums by rank: "
-                f"{[int(d) for d in digests]}); nothing was updated. Every rank must run the same modules"
+                "ranks ran different numbers of forwards and backwards since the last step, or gathered parameters in "
+                f"different orders (checksums by rank: {[int(d) for d in digests]}); nothing was updated. Every rank "
+                "must run the same modules, for as many micro-batches"
             )
         # Each element counts once: masters are cut over all ranks, over the first of several groups, or not at all.
         owners = rows.shape[0] if self._placement.spread_master else self._shard_ranks

@@ -17,6 +17,7 @@ from deepspeed.comm.transport import LocalTransport, Piece, Transport
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError, OffloadError, ShardedAccessError
 from deepspeed.logging import log_dist
 from deepspeed.zero.bucket import Bucket
+from deepspeed.zero.calls import agree_to_go_on
 from deepspeed.zero.filling import first_values
 from deepspeed.zero.formula import MemoryFormula
 from deepspeed.zero.gradient_bucket import GradientBucket
@@ -442,14 +443,18 @@ class ZeroRuntime:
         for bucket in self._sharded:
             bucket.show_shapes(False)
 
-    def drop_open_work(self) -> bool:
+    def drop_open_work(self, *, together: bool = True) -> bool:
         """After an exception left a forward or backward open: throws away what is half done.
+
+        Args:
+            together: The ranks go on with this model; False: this one is leaving, and asks nobody.
 
         Returns:
             Whether there was anything.
 
         Raises:
             CallOrderError: Another engine has taken the model over.
+            DivergenceError: Other ranks did not fail, or not at the same point; raised there too.
         """
         if self.is_retired:
             raise CallOrderError(
@@ -458,14 +463,30 @@ class ZeroRuntime:
             )
         was_open = self.in_backward or self.schedule.in_segment or self.hooks.in_forward
         if was_open:
+            is_mixed = self.reducer is not None and self.reducer.is_open and self.reducer.is_mixed
+            if together and self._peers_rely_on_open_work:
+                is_mixed = agree_to_go_on(self._channels.everyone, self._describe_open_work(), is_mixed)
             self.schedule.drop()
             self._channels.gather.confirms = False
             if self.reducer is not None and self.reducer.is_open:
-                self.reducer.drop()
+                self.reducer.drop(with_sums=is_mixed)
             self.in_backward = False
             self.hooks.abandon()
             self._hide_shapes()
         return was_open
+
+    @property
+    def _peers_rely_on_open_work(self) -> bool:
+        """Whether what an exception left open has transfers that other ranks take part in."""
+        gathers = bool(self._sharded) and self._channels.gather.size > 1
+        reduces = self.reducer is not None and self.reducer.is_reducing
+        return self._channels.everyone.size > 1 and (gathers or reduces)
+
+    def _describe_open_work(self) -> str:
+        if not self.in_backward:
+            return f"a forward, after {self.schedule.num_issued} gathers"
+        sent = self.reducer.num_sent if self.reducer is not None else 0
+        return f"a backward, after {self.schedule.num_issued} gathers and {sent} reductions"
 
     def _stray_gradient(self) -> None:
         if self.on_stray_backward is not None:

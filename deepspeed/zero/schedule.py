@@ -89,6 +89,11 @@ class GatherSchedule:
         return self._situation[0] if self._situation else ""
 
     @property
+    def num_issued(self) -> int:
+        """Gathers that the open segment has asked for."""
+        return len(self._issued)
+
+    @property
     def knows_orders(self) -> bool:
         """Whether some segment has been recorded."""
         return bool(self._orders)

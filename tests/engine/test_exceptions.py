@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from deepspeed.errors import DivergenceError
+from deepspeed.utils import safe_get_full_grad
 from tests.engine.support import Tower, engine_of, inputs, rank, tower
 from tests.harness import assert_states_equal, run_ranks
 from tests.zero.reading import full_masters
@@ -32,7 +34,7 @@ class FusedTower(Tower):
     fails_forward = False
 
     def forward(self, x):
-        x = self.first(x)
+        x = self.first(x.to(self.first.bias.dtype))
         for index, layer in enumerate(self.layers):
             x = layer(x)
             if index == 1:
@@ -130,6 +132,74 @@ def _fail_in_the_second_micro_batch(stage, overlap):
 def test_earlier_micro_batches(stage, overlap):
     """The failed one never counts. Where its finished buckets are in the sum already, the sum starts from zero."""
     run_ranks(_fail_in_the_second_micro_batch, 2, stage, overlap)
+
+
+def _train_with_a_failing_rank(stage, failing_micro, where, after, **config):
+    """In step 2 rank 1 alone fails, and repeats its micro-batch or leaves it out. Masters after 4 steps."""
+    torch.manual_seed(3)
+    model = FusedTower()
+    engine = engine_of(model, stage, accumulation=2, zero={**_ZERO, "reduce_bucket_size": 256}, **config)
+    for step in range(4):
+        for micro in range(2):
+            fails = step == 2 and micro == failing_micro and rank() == 1
+            if fails:
+                _fail(engine, model, where, False)
+            if not fails or after == "repeat":
+                engine.backward(engine(inputs(step, micro, rank())))
+            engine.step()
+    return full_masters(engine)
+
+
+def _one_rank_repeats(stage):
+    undisturbed = _train(stage, 2, None, "backward", False)
+    assert_states_equal(_train_with_a_failing_rank(stage, 0, "backward", "repeat"), undisturbed)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_one_rank_may_repeat_what_had_not_travelled(stage):
+    run_ranks(_one_rank_repeats, 2, stage)
+
+
+def _one_rank_is_refused(*how, **config):
+    with pytest.raises(DivergenceError) as caught:
+        _train_with_a_failing_rank(*how, **config)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_one_rank_cannot_repeat_what_others_have_a_part_in(stage):
+    """All ranks raise: the sums and slices that the others wait for will never come. They waited for ever."""
+    wheres = ("backward", "forward") if stage == 3 else ("backward",)
+    for where in wheres:
+        for said in run_ranks(_one_rank_is_refused, 2, stage, 1 if stage == 0 else 0, where, "repeat", timeout=20):
+            assert "ranks took different branches and wait for each other" in said
+            if where == "backward":  # a failed forward has taken part in the rest of its gathers
+                assert "rank 1 waits for agreement to go on after an exception in a backward, after " in said
+
+
+def test_one_rank_that_leaves_a_micro_batch_out_is_found():
+    """Also in 16 bit, where it has no sum of the dtype that the others send."""
+    for said in run_ranks(_one_rank_is_refused, 2, 1, 0, "forward", "leave out", bf16={"enabled": True}):
+        assert "different numbers of forwards and backwards" in said
+
+
+def _fails_inside_no_sync():
+    """It throws away this rank's own sum at most, not what earlier micro-batches reduced."""
+    model = FusedTower()
+    engine = engine_of(model, 2, accumulation=4, zero={**_ZERO, "reduce_bucket_size": 256})
+    for micro in range(2):  # the first one learns the order, so that later ones pack on the way
+        engine.backward(engine(inputs(micro, rank())))
+        engine.step()
+    reduced = [safe_get_full_grad(parameter) for parameter in model.parameters()]
+    with engine.no_sync():
+        _fail(engine, model, "backward", False)
+        engine(inputs(2, rank()))
+    found = [safe_get_full_grad(parameter) for parameter in model.parameters()]
+    assert all(torch.equal(one, other) for one, other in zip(found, reduced, strict=True))
+
+
+def test_a_failure_inside_no_sync_keeps_what_was_reduced():
+    run_ranks(_fails_inside_no_sync, 2)
 
 
 def _step_after_failure():

@@ -35,7 +35,7 @@ def leaves_nothing() -> None:
         assert gc.isenabled()
     engine = engine_of(tower(), 1)
     closed = []
-    engine._runtime.drop_open_work = lambda: closed.append("work") or 1 / 0
+    engine._runtime.drop_open_work = lambda **_: closed.append("work") or 1 / 0
     engine._parts.homes.close = lambda: closed.append("homes")
     with pytest.raises(ZeroDivisionError):
         engine.destroy()

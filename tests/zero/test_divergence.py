@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from deepspeed.errors import DivergenceError
+from deepspeed.utils import safe_get_full_fp32_param
 from tests.engine.support import Layer, adamw, engine_of, inputs, rank
 from tests.harness import run_ranks
 from tests.zero.reading import full_masters
@@ -154,3 +155,17 @@ def _together():
 
 def test_all_ranks_may_change_their_route_together():
     run_ranks(_together, 2)
+
+
+def _different_calls():
+    """A listing that tells something of every parameter, against a call for one of them."""
+    engine = engine_of(Forked(), 3, zero=LIMITS["nothing ahead"])
+    with pytest.raises(DivergenceError, match=r"rank 0: iter_full\('param'\); rank 1: safe_get_full_fp32_param of "):
+        if rank() == 0:
+            next(engine.iter_full("param"))
+        else:
+            safe_get_full_fp32_param(engine.layers[0].rise.weight)
+
+
+def test_calls_with_different_numbers_of_numbers():
+    run_ranks(_different_calls, 2)
