@@ -89,6 +89,8 @@ def shared_transport(
 
 
 _watches: dict[int, tuple[Any, Watch]] = {}
+_watched: dict[str, int] = {}
+"""How many groups of the same ranks have had a watch: what one of them posts must not be taken for the other's word."""
 
 
 def _watch_of(group: Any, ranks: list[int], rank: int, abort: Callable[[], None]) -> Watch:
@@ -99,7 +101,9 @@ def _watch_of(group: Any, ranks: list[int], rank: int, abort: Callable[[], None]
             del _watches[key]
     known = _watches.get(id(group))
     if known is None or known[0] is not group:
-        scope = f"deepspeed/{'-'.join(map(str, ranks)) if len(ranks) <= 8 else hash(tuple(ranks))}"
+        members = "-".join(map(str, ranks)) if len(ranks) <= 8 else str(hash(tuple(ranks)))
+        _watched[members] = _watched.get(members, 0) + 1
+        scope = f"deepspeed/{members}/{_watched[members]}"
         known = (group, Watch(rendezvous_store(), scope, rank, len(ranks), abort))
         _watches[id(group)] = known
     return known[1]

@@ -79,7 +79,7 @@ class _GlooReduce:
         self._flat = flat
         self._out = out
         self._whole = whole
-        self._ticket = transport.issue("reduce")
+        self._ticket = transport.issue("reduce", how.key)
         transport.reductions += 1
         self._number = transport.reductions
         # A rank holds (size - 1) foreign copies of the elements that are on the wire.
@@ -192,7 +192,7 @@ class GlooTransport(Transport):
 
     def gather_slices(self, flat: torch.Tensor, key: int, channel: str, label: str) -> Work:
         """The gather itself, not counted as asked for."""
-        ticket = self.issue(channel)
+        ticket = self.issue(channel, key)
         length = flat.numel() // self.size
         mine = self.my_slice(flat)
         peers = [(self.rank + step) % self.size for step in range(1, self.size)]

@@ -47,8 +47,10 @@ class NativeTransport(Transport):
 
     name = "native"
 
-    def _work(self, work: Any, channel: str, label: str, finish: Callable[[], None] | None, keep: Any) -> Work:
-        return NativeWork(work, self, self.issue(channel), label, finish, keep)
+    def _work(
+        self, work: Any, channel: str, key: int, label: str, finish: Callable[[], None] | None, keep: Any
+    ) -> Work:
+        return NativeWork(work, self, self.issue(channel, key), label, finish, keep)
 
     @timed("all_gather_into_tensor")
     def all_gather(self, flat: torch.Tensor, *, key: int, label: str) -> Work:
@@ -59,7 +61,7 @@ class NativeTransport(Transport):
             return DoneWork()
         traffic.record_ran("all_gather_into_tensor", nbytes // self.size)
         work = self.group._allgather_base(flat, self.my_slice(flat))
-        return self._work(work, "gather", label, None, flat)
+        return self._work(work, "gather", key, label, None, flat)
 
     @timed("reduce_scatter_tensor")
     def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, how: Reduction) -> Work:
@@ -72,7 +74,7 @@ class NativeTransport(Transport):
         target = out if out.dtype == flat.dtype else torch.empty_like(self.my_slice(flat))
         work = self.group._reduce_scatter_base(target, flat)
         finish = functools.partial(scaled_sum, [target], out, how.scale, how.visit)
-        return self._work(work, "reduce", how.label, finish, (flat, out))
+        return self._work(work, "reduce", how.key, how.label, finish, (flat, out))
 
     @timed("all_reduce")
     def all_reduce(self, flat: torch.Tensor, out: torch.Tensor, how: Reduction) -> Work:
@@ -84,7 +86,7 @@ class NativeTransport(Transport):
         traffic.record_ran("all_reduce", 2 * nbytes)
         work = self.group.allreduce([flat])
         finish = functools.partial(scaled_sum, [flat], out, how.scale, how.visit)
-        return self._work(work, "reduce", how.label, finish, (flat, out))
+        return self._work(work, "reduce", how.key, how.label, finish, (flat, out))
 
     def gather_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> torch.Tensor:
         """See the class this one derives from."""

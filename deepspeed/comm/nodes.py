@@ -107,7 +107,7 @@ class _GlooGatherByNodes:
         self._slices = flat.split(length)
         self._key = key
         self._label = label
-        self._ticket = transport.issue("gather")
+        self._ticket = transport.issue("gather", key)
         far, near = nodes.counterparts(rank), nodes.neighbours(rank)
         self._from_far = [transport.receive(self._slices[peer], peer, key) for peer in far]
         # A neighbour sends its own slice, then those of its counterparts in rank order; one key keeps that order.
@@ -233,7 +233,7 @@ class NativeByNodes(NativeTransport):
             for node in flat.view(count, width * length):
                 works.append(self._near.group._allgather_base(node, node.narrow(0, place * length, length)))
                 traffic.record_ran("all_gather_into_tensor inside nodes", nbytes)
-        return NativeWork(_Together(works), self, self.issue("gather"), label, None, (flat, crossed))
+        return NativeWork(_Together(works), self, self.issue("gather", key), label, None, (flat, crossed))
 
     @contextmanager
     def _behind(self, device: torch.device) -> Iterator[None]:

@@ -161,10 +161,10 @@ class Transport:
         """A number for one more engine on this group; equal on all ranks if all make their engines together."""
         return self.watch.next_owner() if self.watch is not None else 0
 
-    def issue(self, channel: str) -> tuple[str, int]:
-        """Counts a transfer on one of this engine's channels."""
+    def issue(self, channel: str, key: int | None = None) -> tuple[str, int]:
+        """Counts a transfer on one of this engine's channels; ``key`` as of ``Watch.issue``."""
         full_name = f"{self.owner}/{self.scope}{channel}"
-        return full_name, self.watch.issue(full_name) if self.watch is not None else 0
+        return full_name, self.watch.issue(full_name, key) if self.watch is not None else 0
 
     def guard(self, blocking: Callable[[], Any], ticket: tuple[str, int], label: str) -> None:
         """Runs a blocking wait for the transfer ``ticket``, supervised."""

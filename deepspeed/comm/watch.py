@@ -6,7 +6,9 @@ ranks. A rank that has waited for a while posts what it waits for, and how far i
 rendezvous store, and reads the others' posts. If it waits for a transfer that the other has not issued, while the other
 waits for one that it has not issued, neither can ever go on: that is certain, however stale the post is, because the
 other's wait needs a transfer that this rank has not issued even now. The same holds for a circle of more ranks, which
-takes several groups (``comm.axes``): then each waits for the next one. Being late is never an error.
+takes several groups (``comm.axes``): then each waits for the next one. And if number *i* of a channel is one transfer
+here and another one there, the ranks have parted already, though each has issued something under that number: transfers
+have keys, which are posted too. Being late is never an error.
 
 A rank whose program ends posts that as its last word, so that one that still waits for it can say so.
 """
@@ -31,6 +33,7 @@ _PERIOD = 0.2  # seconds between looks at the store, and the shortest wait worth
 _GRACE = 5.0  # seconds in which a broken connection may still turn out to be a divergence
 _FAREWELL = timedelta(seconds=1)  # the longest a program's end may take longer for it
 _VERDICT = "verdict"
+_REMEMBERED = 4096  # latest transfers of a channel whose keys are known
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ class Watch:
         self._owners = 0
         self._is_over = False
         self._issued: dict[str, int] = defaultdict(int)
+        self._keys: dict[str, dict[int, int]] = defaultdict(dict)  # of a channel's latest transfers, by number
         self._awaited: Awaited | None = None
         self._verdict: str | None = None
         self._farewell: str | None = None  # of a rank that this one waited for
@@ -93,10 +97,20 @@ class Watch:
         self._owners += 1
         return self._owners - 1
 
-    def issue(self, channel: str) -> int:
-        """Counts a transfer that this rank takes part in now; returns its number on the channel."""
+    def issue(self, channel: str, key: int | None = None) -> int:
+        """Counts a transfer that this rank takes part in now; returns its number on the channel.
+
+        Args:
+            channel: Of the transfer.
+            key: Equal on all ranks for this transfer; None: its number says all there is to say.
+        """
         self._issued[channel] += 1
-        return self._issued[channel]
+        index = self._issued[channel]
+        if key is not None:
+            keys = self._keys[channel]
+            keys[index] = key
+            keys.pop(index - _REMEMBERED, None)
+        return index
 
     def wait(
         self, blocking: Callable[[], Any], channel: str, index: int, label: str, members: tuple[int, ...] | None = None
@@ -153,6 +167,7 @@ class Watch:
             "members": awaited.members,
             "label": awaited.label,
             "issued": dict(self._issued),
+            "key": self._key_of(awaited.channel, awaited.index),
         }
         self._store.set(self._key(self._rank), json.dumps(mine))
         if self._store.check([self._key(_VERDICT)]):
@@ -161,12 +176,24 @@ class Watch:
         self._farewell = _farewell_of(awaited, posts)
         if self._farewell is not None:
             return None
-        circle = circle_through(self._rank, posts)
+        circle = circle_through(self._rank, posts) or self._parted_from(posts)
         if not circle:
             return None
         verdict = _sentence({rank: posts[rank]["label"] for rank in circle})
         self._store.set(self._key(_VERDICT), verdict)
         return verdict
+
+    def _key_of(self, channel: str, index: int) -> int | None:
+        keys = self._keys.get(channel)
+        return None if keys is None else keys.get(index)
+
+    def _parted_from(self, posts: dict[int, dict[str, Any]]) -> list[int]:
+        """This rank and another one that waits for something else under a number that this one has used."""
+        for rank, post in posts.items():
+            theirs, mine = post.get("key"), self._key_of(post.get("channel", ""), post.get("index", 0))
+            if theirs is not None and mine is not None and theirs != mine:
+                return [rank, self._rank]
+        return []
 
     def _key(self, name: object) -> str:
         return f"{self._scope}/watch/{name}"

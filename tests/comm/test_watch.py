@@ -1,4 +1,4 @@
-"""A rank that waits for one whose program has ended is told so, at once."""
+"""Ranks that wait in vain are told so, at once: for one whose program has ended, or which does something else."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import time
 import pytest
 import torch.distributed as torch_dist
 
+from deepspeed.comm.connect import create_transport
 from deepspeed.comm.watch import Watch
-from deepspeed.errors import CommunicationError
+from deepspeed.errors import CommunicationError, DivergenceError
+from tests.harness import run_ranks
 
 BROKEN = "[/src/gloo/pair.cc:553] Connection closed by peer [10.0.0.1]:99. This is typically caused by bad luck."
 
@@ -53,3 +55,48 @@ def test_a_broken_connection_is_explained_by_the_farewell_or_in_plain_words_and_
     other.say_farewell()
     with pytest.raises(CommunicationError, match="rank 1 has ended"):
         mine.wait(broken, "gathers", 1, "the gather of a")
+
+
+def test_one_number_for_two_transfers():
+    """Both have issued something under the number that the other waits for, but not the same."""
+    aborted, (mine, other) = pair_of_watches()
+    for watch, key in ((mine, 7), (other, 8)):
+        assert watch.issue("gathers", 5) == 1
+        assert watch.issue("gathers", key) == 2
+
+    def wait():
+        assert aborted.wait(5), "nobody aborted the wait"
+        broken()
+
+    said = []
+
+    def wait_for_the_other_one():
+        with pytest.raises(DivergenceError) as raised:
+            other.wait(wait, "gathers", 2, "the gather of b")
+        said.append(str(raised.value))
+
+    thread = threading.Thread(target=wait_for_the_other_one)
+    thread.start()
+    with pytest.raises(DivergenceError) as raised:
+        mine.wait(wait, "gathers", 2, "the gather of a")
+    thread.join()
+    assert "rank 0 waits for the gather of a; rank 1 waits for the gather of b" in str(raised.value)
+    assert said == [str(raised.value)]
+
+
+def test_only_the_latest_keys_are_kept():
+    watch = pair_of_watches()[1][0]
+    for number in range(1, 5001):
+        assert watch.issue("gathers", number * 3) == number
+    assert len(watch._keys["gathers"]) < 5000 and watch._key_of("gathers", 5000) == 15000
+
+
+def _same_ranks_in_two_groups():
+    scopes = [create_transport(group).watch._scope for group in (None, torch_dist.new_group([0, 1]))]
+    assert len(set(scopes)) == 2, scopes
+    return scopes
+
+
+def test_groups_of_the_same_ranks_do_not_read_each_others_posts():
+    first, second = run_ranks(_same_ranks_in_two_groups, 2)
+    assert first == second

@@ -169,3 +169,20 @@ def _different_calls():
 
 def test_calls_with_different_numbers_of_numbers():
     run_ranks(_different_calls, 2)
+
+
+def _one_more_evaluation():
+    """Its gathers match the others' training forward; then one goes backward and the other forward, in known orders."""
+    torch.manual_seed(3)
+    engine = engine_of(Forked(), 3, zero={"stage3_param_persistence_threshold": 0, **LIMITS["everything ahead"]})
+    with pytest.raises(DivergenceError, match="rank 0 waits for the gather of .*; rank 1 waits for the gather of "):
+        for step in range(4):
+            for _ in range(2 if step == 3 and rank() == 1 else 1):
+                with torch.no_grad():
+                    engine(inputs(step, rank()), range(4))
+            engine.backward(engine(inputs(step, rank()), range(4)))
+            engine.step()
+
+
+def test_one_rank_evaluates_once_more():
+    run_ranks(_one_more_evaluation, 2, timeout=20)
