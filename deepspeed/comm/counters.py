@@ -62,12 +62,23 @@ class TrafficCounter:
 class WaitClock:
     """Seconds that this process's thread was blocked in waits for other ranks, while ``is_running``.
 
-    Off by default: two readings of the clock per wait are cheap, but nobody reads the result.
+    It runs while somebody reads it: two readings of the clock per wait are cheap, but not free.
     """
 
     def __init__(self) -> None:
         self.is_running = False
         self.seconds = 0.0
+        self._readers = 0
+
+    def start(self) -> None:
+        """One reader more."""
+        self._readers += 1
+        self.is_running = True
+
+    def stop(self) -> None:
+        """One reader less."""
+        self._readers -= 1
+        self.is_running = self._readers > 0
 
 
 waiting = WaitClock()

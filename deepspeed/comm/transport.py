@@ -173,7 +173,7 @@ class Transport:
             blocking()
         else:
             self.watch.wait(blocking, *ticket, label, self.members)
-        if waiting.is_running:
+        if begun:
             waiting.seconds += time.perf_counter() - begun
 
     def my_slice(self, flat: torch.Tensor) -> torch.Tensor:

@@ -515,6 +515,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Compile
         """Takes all hooks from the model and frees buffers. May be called in any state, more than once."""
         with ExitStack() as last_first:  # each of them, also after one that failed because another rank has died
             last_first.callback(self.monitor.close)
+            last_first.callback(self._progress.close)
             last_first.callback(self._parts.homes.close)
             if self._updater is not None:
                 last_first.callback(self._updater.destroy)

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -70,13 +73,20 @@ class ProgressLog:
         self.is_silent = not (speaks and (monitor.writes or self._every or self._breakdown))
         self._watches = SynchronizedWallClockTimer()
         self.timers: SynchronizedWallClockTimer | NoopTimer = self._watches if self._breakdown else NoopTimer()
+        self._stop_clock: Callable[[], Any] | None = None
         if self._breakdown:
-            waiting.is_running = True
+            waiting.start()
+            self._stop_clock = weakref.finalize(self, waiting.stop)  # also where nobody closes this
         self._loss: torch.Tensor | None = None
         self._waited_before = 0.0
         self._waited = dict.fromkeys(PHASES, 0.0)  # seconds of this update
         self._report = _Interval(time.perf_counter())
         self._since_update: float | None = None
+
+    def close(self) -> None:
+        """Nothing is timed any more. May be called twice."""
+        if self._stop_clock is not None:
+            self._stop_clock()
 
     # -- phases ------------------------------------------------------------------------------------------------------
 

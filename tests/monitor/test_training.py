@@ -86,7 +86,6 @@ def _write_curves(stage, folder, precision):
     curves = _curves(Path(folder) / f"rank{rank()}")
     norm, lr, scale = engine.get_global_grad_norm(), engine.get_lr(), engine.optimizer.loss_scaler
     engine.destroy()
-    waiting.is_running = False
     return losses, curves, norm, lr, float(scale.loss_scale) if scale is not None else None
 
 
@@ -129,6 +128,7 @@ def test_loss_scale_is_an_event_under_fp16(tmp_path):
 
 
 def _say(backward, fp16):
+    readers = waiting._readers
     with _Lines() as lines:
         engine = engine_of(
             tower(),
@@ -143,8 +143,10 @@ def _say(backward, fp16):
         started = list(lines)
         lines.clear()
         losses = _train(engine, 4, backward)
+    assert waiting._readers == readers + (rank() == 0)
     engine.destroy()
-    waiting.is_running = False
+    engine.destroy()
+    assert waiting._readers == readers, "the clock goes on without a reader"
     return started, lines, losses
 
 
