@@ -45,8 +45,12 @@ class CheckpointMethods:
     _parts: EngineParts
     _runtime: ZeroRuntime
     _precision: PrecisionPolicy
-    _accumulation_steps: int
     _accumulates_from: int
+
+    if TYPE_CHECKING:
+
+        @property
+        def _micro_steps_since_update(self) -> int: ...
 
     def save_checkpoint(
         self,
@@ -79,7 +83,7 @@ class CheckpointMethods:
             CheckpointError: Some rank could not write; the same on all ranks.
         """
         self._check_plain("save_checkpoint")
-        if (self.micro_steps - self._accumulates_from) % self._accumulation_steps:
+        if self._micro_steps_since_update:
             log_dist_once(
                 "save_checkpoint in the middle of gradient accumulation: gradients are not saved, so a resumed run "
                 "lacks those of the micro-batches since the last update and begins its accumulation anew"
