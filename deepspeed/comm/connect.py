@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.gloo import GlooTransport
 from deepspeed.comm.native import NativeTransport
 from deepspeed.comm.store import is_alive, rendezvous_store
@@ -25,7 +26,8 @@ def create_transport(
     Args:
         group: A torch process group; None is the default group. Without an initialised process group the result is the
             transport of one rank.
-        device: Where the buffers live; a group with several backends is used through the one of this device.
+        device: Where the buffers live; a group with several backends is used through the one of this device. None: the
+            host, or the accelerator's current device where the backend is none of the host's.
         timeout: Time limit of the communicator that is made where order matters (not gloo), so that the transfers of
             two transports do not wait for each other.
     """
@@ -43,7 +45,8 @@ def create_transport(
     if backend == "gloo":
         transport: Transport = GlooTransport(group, rank, size)
     else:
-        transport = NativeTransport(dist.new_group(ranks, timeout=timeout, backend=backend), rank, size)
+        alone = dist.new_group(ranks, timeout=timeout, backend=backend)
+        transport = NativeTransport(alone, rank, size, device or torch.device(get_accelerator().current_device_name()))
     transport.ranks = tuple(ranks)
     transport.watch = _watch_of(group, ranks, rank, transport.abort)
     return transport
@@ -57,8 +60,12 @@ def part_of_transport(everyone: Transport, group: Any, scope: str) -> Transport:
         group: The torch process group, of the same backend and for this transport alone where order matters.
         scope: Name of the group, unique among those of ``everyone``.
     """
-    kind = GlooTransport if isinstance(everyone, GlooTransport) else NativeTransport
-    transport = kind(group, dist.get_rank(group), dist.get_world_size(group))
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    transport: Transport
+    if isinstance(everyone, NativeTransport):
+        transport = NativeTransport(group, rank, size, everyone.device)
+    else:
+        transport = GlooTransport(group, rank, size)
     transport.ranks = tuple(dist.get_process_group_ranks(group))
     transport.scope = f"{scope}/"
     transport.members = tuple(everyone.ranks.index(rank) for rank in transport.ranks)

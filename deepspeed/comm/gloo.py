@@ -33,7 +33,9 @@ _SMALL_TAG = 1 << 30
 _ABORT_TAG = _SMALL_TAG - 1
 
 
-class _GlooGather:
+class GlooGather:
+    """A gather on its way: sends and receives of slices."""
+
     def __init__(
         self,
         transport: GlooTransport,
@@ -51,6 +53,7 @@ class _GlooGather:
         self._confirmations = confirmations
 
     def wait(self) -> None:
+        """See ``Work``."""
         works, self._works = self._works, []
         for work in works:
             self._transport.guard(work.wait, self._ticket, self._label)
@@ -58,7 +61,7 @@ class _GlooGather:
         self._confirmations = []
 
     def will_arrive(self) -> bool:
-        """See the class this one derives from."""
+        """See ``Work``."""
         return not self._works
 
 
@@ -202,7 +205,7 @@ class GlooTransport(Transport):
         if channel == "gather":
             confirmations, more = self.exchange_confirmations(peers, key)
             works += more
-        return _GlooGather(self, works, flat, ticket, label, confirmations)
+        return GlooGather(self, works, flat, ticket, label, confirmations)
 
     def exchange_confirmations(self, peers: list[int], key: int) -> tuple[list[tuple[int, torch.Tensor]], list[Any]]:
         """Tells ``peers`` along with the gather ``key`` how many reductions this rank has started, while ``confirms``.

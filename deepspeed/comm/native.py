@@ -43,9 +43,20 @@ class NativeWork:
 
 
 class NativeTransport(Transport):
-    """The backend's own collectives. Calls must be made in the same order on all ranks of the group."""
+    """The backend's own collectives. Calls must be made in the same order on all ranks of the group.
+
+    Args:
+        group: The torch process group.
+        rank: This rank in it.
+        size: Ranks in it.
+        device: What the backend reads and writes; small exchanges pass through it.
+    """
 
     name = "native"
+
+    def __init__(self, group: Any, rank: int, size: int, device: torch.device) -> None:
+        super().__init__(group, rank, size)
+        self.device = device
 
     def _work(
         self, work: Any, channel: str, key: int, label: str, finish: Callable[[], None] | None, keep: Any
@@ -90,12 +101,16 @@ class NativeTransport(Transport):
 
     def gather_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> torch.Tensor:
         """See the class this one derives from."""
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else tensor.device
-        mine = tensor.to(device)
-        rows = torch.empty((self.size, tensor.numel()), dtype=tensor.dtype, device=device)
-        work = self.group._allgather_base(rows.view(-1), mine)
-        self.guard(work.wait, self.issue(channel), label)
-        return rows.to(tensor.device)
+        rows = torch.empty((self.size, tensor.numel()), dtype=tensor.dtype, device=self.device)
+        told = torch.empty_like(rows, device=tensor.device)
+        work = self.group._allgather_base(rows.view(-1), tensor.to(self.device))
+
+        def land() -> None:
+            work.wait()
+            told.copy_(rows)  # on a device it is this that blocks, not the line above
+
+        self.guard(land, self.issue(channel), label)
+        return told
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """See the class this one derives from."""

@@ -16,7 +16,7 @@ import torch
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.counters import traffic
-from deepspeed.comm.gloo import GlooTransport
+from deepspeed.comm.gloo import GlooGather, GlooTransport
 from deepspeed.comm.native import NativeTransport, NativeWork
 from deepspeed.comm.place import ranks_per_node
 from deepspeed.comm.recorder import timed
@@ -97,28 +97,27 @@ def ask_for_nodes(everyone: Transport, environ: Mapping[str, str], shard_size: i
     return nodes_under([(row[0], row[1]) for row in rows], range(shard_size))
 
 
-class _GlooGatherByNodes:
-    """A gather on its way; what comes from other nodes is handed on by ``hand_on``."""
+class _GlooGatherByNodes(GlooGather):
+    """A gather in two steps; what comes from other nodes is handed on by ``hand_on``."""
 
     def __init__(self, transport: GlooByNodes, flat: torch.Tensor, key: int, label: str) -> None:
         nodes, rank = transport.nodes, transport.rank
         length = flat.numel() // transport.size
-        self._transport = transport
+        ticket = transport.issue("gather", key)
+        self._nodes = nodes
         self._slices = flat.split(length)
         self._key = key
-        self._label = label
-        self._ticket = transport.issue("gather", key)
         far, near = nodes.counterparts(rank), nodes.neighbours(rank)
         self._from_far = [transport.receive(self._slices[peer], peer, key) for peer in far]
         # A neighbour sends its own slice, then those of its counterparts in rank order; one key keeps that order.
-        self._works = [
+        works = [
             transport.receive(self._slices[source], peer, key)
             for peer in near
             for source in (peer, *nodes.counterparts(peer))
         ]
-        self._works += [transport.send(self._slices[rank], peer, key) for peer in (*far, *near)]
-        self._confirmations, works = transport.exchange_confirmations(sorted((*far, *near)), key)
-        self._works += works
+        works += [transport.send(self._slices[rank], peer, key) for peer in (*far, *near)]
+        confirmations, more = transport.exchange_confirmations(sorted((*far, *near)), key)
+        super().__init__(transport, works + more, flat, ticket, label, confirmations)
         owe(self)
 
     @property
@@ -134,22 +133,14 @@ class _GlooGatherByNodes:
             transport.guard(work.wait, self._ticket, self._label)
         self._works += [
             transport.send(self._slices[source], peer, self._key)
-            for peer in transport.nodes.neighbours(transport.rank)
-            for source in transport.nodes.counterparts(transport.rank)
+            for peer in self._nodes.neighbours(transport.rank)
+            for source in self._nodes.counterparts(transport.rank)
         ]
 
     def wait(self) -> None:
         """See ``Work``."""
         catch_up(self)
-        works, self._works = self._works, []
-        for work in works:
-            self._transport.guard(work.wait, self._ticket, self._label)
-        self._transport.note_confirmations(self._confirmations)
-        self._confirmations = []
-
-    def will_arrive(self) -> bool:
-        """See ``Work``."""
-        return not self._works
+        super().wait()
 
 
 class GlooByNodes(GlooTransport):
@@ -206,7 +197,7 @@ class NativeByNodes(NativeTransport):
     """
 
     def __init__(self, plain: NativeTransport, nodes: Nodes, far: NativeTransport, near: NativeTransport) -> None:
-        super().__init__(plain.group, plain.rank, plain.size)
+        super().__init__(plain.group, plain.rank, plain.size, plain.device)
         self.take_place_of(plain)
         self.nodes = nodes
         self._far = far

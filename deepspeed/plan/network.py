@@ -123,8 +123,11 @@ class PlayedWorld:
         members = range(self.size) if ranks is None else ranks
         if len(members) == 1:
             return LocalTransport()
-        group: Any = _PeerGroup() if self.backend == "gloo" else _CollectiveGroup()
-        kind = _PlayedGloo if self.backend == "gloo" else _PlayedNative
-        made = kind(group, members.index(self.rank), len(members))
+        place = members.index(self.rank), len(members)
+        made: Transport
+        if self.backend == "gloo":
+            made = _PlayedGloo(_PeerGroup(), *place)
+        else:
+            made = _PlayedNative(_CollectiveGroup(), *place, device or torch.device("cpu"))
         made.ranks = tuple(members)
         return made

@@ -73,8 +73,8 @@ def _native(plain):
         [dist.new_group(ranks) for ranks in axis][index]
         for axis, index in ((replica_ranks(4, 2), rank() % 2), (sharing_ranks(4, 2), rank() // 2))
     ]
-    far, near = (NativeTransport(group, dist.get_rank(group), 2) for group in groups)
-    native = NativeTransport(plain.group, plain.rank, 4)
+    far, near = (NativeTransport(group, dist.get_rank(group), 2, torch.device("cpu")) for group in groups)
+    native = NativeTransport(plain.group, plain.rank, 4, torch.device("cpu"))
     native.take_place_of(plain)
     return NativeByNodes(native, Nodes(2, 2), far, near)
 
