@@ -153,17 +153,22 @@ class _TimedTransfer:
 def timed(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorates a transport's method that starts a transfer of ``flat``, so that the log sees it.
 
+    The method has a parameter ``label``, or one ``how`` that has a label.
+
     Args:
         name: The name to record it under, that of the collective in :mod:`deepspeed.comm`.
     """
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(method)
+
         @functools.wraps(method)
         def wrapper(self: Any, flat: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if not log.wants(name, False):
                 return method(self, flat, *args, **kwargs)
             size, device = num_bytes(flat), flat.device
-            what = kwargs["label"] if "label" in kwargs else args[-1].label  # a gather, or a Reduction
+            arguments = signature.bind(self, flat, *args, **kwargs).arguments
+            what = arguments["label"] if "label" in arguments else arguments["how"].label
             _settle(device)
             start = time.perf_counter()
 

@@ -16,6 +16,7 @@ A rank whose program ends posts that as its last word, so that one that still wa
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import re
 import threading
@@ -86,11 +87,13 @@ class Watch:
         self._patience = _GRACE
         self._thread: threading.Thread | None = None
         self.outside: Any = None
-        atexit.register(_say_farewell, weakref.ref(self))
+        self._at_exit = functools.partial(_say_farewell, weakref.ref(self))
+        atexit.register(self._at_exit)
 
     def stop(self) -> None:
-        """Ends the watching thread: the group is gone."""
+        """Ends the watching thread, and says nothing at the program's end: the group is gone."""
         self._is_over = True
+        atexit.unregister(self._at_exit)
 
     def next_owner(self) -> int:
         """Counts the engines of this group from 0."""

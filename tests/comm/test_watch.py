@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 
@@ -100,3 +101,14 @@ def _same_ranks_in_two_groups():
 def test_groups_of_the_same_ranks_do_not_read_each_others_posts():
     first, second = run_ranks(_same_ranks_in_two_groups, 2)
     assert first == second
+
+
+def test_a_watch_that_is_stopped_says_nothing_at_the_end(monkeypatch):
+    entries = []
+    monkeypatch.setattr(atexit, "register", entries.append)
+    monkeypatch.setattr(atexit, "unregister", entries.remove)
+    _, watches = pair_of_watches()
+    assert len(entries) == 2
+    for watch in watches:
+        watch.stop()
+    assert entries == []
