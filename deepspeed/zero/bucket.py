@@ -6,7 +6,7 @@ A resident bucket (stages below 3, persistent buckets, a group of one rank) is a
 ============  ==========================================  =======================================
 state         what the model's parameters hold            memory alive
 ============  ==========================================  =======================================
-SHARDED       an empty tensor, class ShardedParameter     the shard
+SHARDED       no values, class ShardedParameter           the shard
 GATHERING     the same                                    the shard and the full buffer
 FULL          views of the full buffer, plain Parameter   the shard and the full buffer
 ============  ==========================================  =======================================
@@ -94,6 +94,7 @@ class Bucket(Holder):
         self._views = self.full.views(layout.starts, [tile.shape for tile in layout.tiles])
         self._empties = [torch.empty(0, dtype=dtype, device=device) for _ in params] if is_sharded else []
         self._shapes = [_shape_only(tile.shape, dtype, device) for tile in layout.tiles if is_sharded]
+        self._placeholders = self._empties
         if is_sharded:
             ledger.add(Kind.COMPUTE, memory.home, layout.slice_numel * dtype.itemsize)
             self.shard = memory.empty(layout.slice_numel, dtype, f"the parameters {self.label}")
@@ -208,8 +209,8 @@ class Bucket(Holder):
     def reshard(self) -> None:
         """FULL -> SHARDED: takes the values from the parameters and frees the full buffer."""
         assert self.state is State.FULL and self.is_sharded, f"{self!r}: only a FULL sharded bucket can be resharded"
-        for parameter, empty in self._not_lent(zip(self.params, self._empties, strict=True)):
-            mark_sharded(parameter, empty)
+        for parameter, placeholder in self._not_lent(zip(self.params, self._placeholders, strict=True)):
+            mark_sharded(parameter, placeholder)
         self.full.free()
         self.is_kept = False
         self.state = State.SHARDED
@@ -224,18 +225,19 @@ class Bucket(Holder):
         self.state = State.SHARDED
 
     def show_shapes(self, shown: bool) -> None:
-        """While sharded: lets the parameters have their shape without memory, for a backward.
+        """Decides what sharded parameters look like: empty, or of their shape (without memory, over a NaN).
 
-        Autograd compares a gradient with its parameter, and not every parameter is gathered for its backward (an
-        embedding's is not).
+        Inside a forward or backward they have their shape. Autograd compares a gradient with the shape that the
+        parameter had when it entered the graph, and programs read shapes before they use the values; not every
+        parameter is gathered there (an embedding's is not for its backward, one that goes to a custom autograd function
+        not before its first use inside it).
         """
-        if self.state is State.FULL or not any(parameter.requires_grad for parameter in self.params):
+        self._placeholders = self._shapes if shown else self._empties
+        if self.state is State.FULL:
             return
         with torch._C.DisableTorchFunctionSubclass():
-            for parameter, data in self._not_lent(
-                zip(self.params, self._shapes if shown else self._empties, strict=True)
-            ):
-                parameter.data = data
+            for parameter, placeholder in self._not_lent(zip(self.params, self._placeholders, strict=True)):
+                parameter.data = placeholder
 
     # -- single parameters -------------------------------------------------------------------------------------------
 
@@ -258,7 +260,7 @@ class Bucket(Holder):
         if self.state is State.FULL:
             mark_full(parameter, self._views[tile], self._classes[tile])
         else:
-            mark_sharded(parameter, self._empties[tile])
+            mark_sharded(parameter, self._placeholders[tile])
 
     def view(self, tile: int) -> torch.Tensor:
         """The place of a parameter in the full buffer, in its shape; only while FULL."""
@@ -377,5 +379,8 @@ class Bucket(Holder):
 
 
 def _shape_only(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of ``shape`` over one element of memory."""
-    return torch.empty(1, dtype=dtype, device=device).as_strided(shape, [0] * len(shape))
+    """A tensor of ``shape`` over one element of memory, which spoils every result that it reaches."""
+    element = torch.zeros(1, dtype=dtype, device=device)
+    if dtype.is_floating_point or dtype.is_complex:
+        element.fill_(float("nan"))
+    return element.as_strided(shape, [0] * len(shape))

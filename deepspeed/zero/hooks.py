@@ -110,7 +110,8 @@ class ForwardHooks:
                 self._hook(module, self._enter_entry, self._leave_entry)
 
     def _hook(self, module: nn.Module, enter: Callable[[], None], leave: Callable[[], None]) -> None:
-        self.handles.append(module.register_forward_pre_hook(_ScopeHook(enter)))
+        # First of all: the user's own hooks find the module's parameters full.
+        self.handles.append(module.register_forward_pre_hook(_ScopeHook(enter), prepend=True))
         self.handles.append(module.register_forward_hook(_ScopeHook(leave), always_call=True))
 
     def remove(self) -> None:
@@ -291,8 +292,6 @@ class ForwardHooks:
         if bucket in self._recomputed:
             return  # what recomputation saved are bare views; the next unit, or the end of backward, frees it
         bucket.reshard()
-        if not bucket.layout.trainable:
-            bucket.show_shapes(True)  # a parameter outside the optimizer may still get its gradient
 
 
 def _entries(root: nn.Module, units: dict[nn.Module, list[Bucket]]) -> list[nn.Module]:

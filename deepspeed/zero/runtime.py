@@ -382,8 +382,6 @@ class ZeroRuntime:
             self.reducer.begin(reduce_now=sync and (boundary or every), is_last=boundary)
         self._channels.gather.confirms = True
         self.schedule.begin("backward")
-        for bucket in self._sharded:
-            bucket.show_shapes(True)
 
     def take_unfrozen(self) -> None:
         """Parameters that were frozen when the engine was made and require gradients now. Every rank must call it.
@@ -435,13 +433,8 @@ class ZeroRuntime:
         self._channels.gather.confirms = False
         if self.reducer is not None:
             self.reducer.end()
-        self._hide_shapes()
-        self.in_backward = False
-
-    def _hide_shapes(self) -> None:
         self.hooks.free_all()
-        for bucket in self._sharded:
-            bucket.show_shapes(False)
+        self.in_backward = False
 
     def drop_open_work(self, *, together: bool = True) -> bool:
         """After an exception left a forward or backward open: throws away what is half done.
@@ -472,7 +465,6 @@ class ZeroRuntime:
                 self.reducer.drop(with_sums=is_mixed)
             self.in_backward = False
             self.hooks.abandon()
-            self._hide_shapes()
         return was_open
 
     @property

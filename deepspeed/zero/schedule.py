@@ -116,6 +116,7 @@ class GatherSchedule:
         self._order = self._orders.get(self._situation)
         self._issued = []
         self._agreement.begin_segment(kind)
+        self._show_shapes(True)
 
     def end(self) -> None:
         """Closes the segment: takes part in what was skipped, and agrees on the order if it was recorded."""
@@ -130,6 +131,7 @@ class GatherSchedule:
         keeps = self._kept_after_forward if self._situation[0] == "forward" else frozenset()
         self._situation = None
         self._forget_announced()
+        self._show_shapes(False)
         for bucket in self._buckets.values():
             if bucket.state is State.GATHERING and bucket.index in keeps:
                 bucket.finish_gather()  # this rank skipped it, but what is gathered must be equal on all ranks
@@ -140,9 +142,14 @@ class GatherSchedule:
         """Forgets an open segment after an exception; its order is not learned."""
         self._situation = None
         self._forget_announced()
+        self._show_shapes(False)
         for bucket in self._buckets.values():
             if bucket.state is State.GATHERING:
                 bucket.abandon_gather()
+
+    def _show_shapes(self, shown: bool) -> None:
+        for bucket in self._buckets.values():
+            bucket.show_shapes(shown)
 
     def _announce(self) -> None:
         """Shards that have to be read from a slow home are read one step before their gather."""
