@@ -24,7 +24,7 @@ import torch
 from deepspeed.comm.axes import GridTransport
 from deepspeed.comm.transport import DoneWork, Transport, Work, transfer_key
 from deepspeed.errors import CallOrderError
-from deepspeed.logging import logger
+from deepspeed.logging import logger, warn_once
 from deepspeed.zero.holder import Holder, State, set_address
 from deepspeed.zero.layout import BucketLayout
 from deepspeed.zero.placement import Home
@@ -191,6 +191,7 @@ class Bucket(Holder):
         for parameter, view, kind in self._not_lent(zip(self.params, self._views, self._classes, strict=True)):
             mark_full(parameter, view, kind)
         self.state = State.FULL
+        self.remember_values()
 
     def repeat_gather(self) -> None:
         """FULL -> FULL: takes part in a gather that only other ranks need; the same values arrive."""
@@ -209,6 +210,7 @@ class Bucket(Holder):
     def reshard(self) -> None:
         """FULL -> SHARDED: takes the values from the parameters and frees the full buffer."""
         assert self.state is State.FULL and self.is_sharded, f"{self!r}: only a FULL sharded bucket can be resharded"
+        self.keep_writes()
         for parameter, placeholder in self._not_lent(zip(self.params, self._placeholders, strict=True)):
             mark_sharded(parameter, placeholder)
         self.full.free()
@@ -259,6 +261,7 @@ class Bucket(Holder):
         """See the class this one derives from."""
         if self.state is State.FULL:
             mark_full(parameter, self._views[tile], self._classes[tile])
+            self.remember_value(tile)
         else:
             mark_sharded(parameter, self._placeholders[tile])
 
@@ -324,20 +327,47 @@ class Bucket(Holder):
         self._publishes += 1
         return transfer_key(self.transport.owner, self.index, _GATHER, self._publishes)
 
+    # -- what others write -------------------------------------------------------------------------------------------
+
     def remember_values(self) -> None:
-        """Notes address and version of every resident parameter, so that a user's write is seen at the next step."""
-        if not self.is_sharded:
+        """Notes address and version of every parameter that is full, so that a write by others is seen later."""
+        if self.state is State.FULL:
             self._fingerprints = [(p.data_ptr(), p._version) for p in self.params]
 
     def changed_params(self) -> list[int]:
-        """Indices of resident parameters that something wrote to or detached since :meth:`remember_values`."""
-        if self.is_sharded:
+        """Indices of full parameters that something wrote to or detached since :meth:`remember_values`.
+
+        What is written through ``parameter.data`` is not seen: torch counts no version there. Those that have values of
+        their own at the moment are not asked.
+        """
+        if self.state is not State.FULL:
             return []
         return [
             index
-            for index, (parameter, seen) in enumerate(zip(self.params, self._fingerprints, strict=True))
+            for index, (parameter, seen) in self._not_lent(
+                enumerate(zip(self.params, self._fingerprints, strict=True))
+            )
             if (parameter.data_ptr(), parameter._version) != seen
         ]
+
+    def keep_writes(self) -> None:
+        """FULL: what a forward wrote into its sharded parameters reaches the shard and the master.
+
+        Each rank keeps its own part of its own values; nothing is communicated, as only some ranks may have written.
+        """
+        for tile in self.changed_params():
+            parameter = self.params[tile]
+            self._check_shape(tile)
+            part = self.part(tile)
+            if part is not None:
+                self.keep_part(tile, part, parameter.data.reshape(-1)[part.tile_start : part.tile_stop])
+            self.remember_value(tile)
+            warn_once(
+                "written-in-forward",
+                f"parameter {self.layout.tiles[tile].name!r} was written to inside a forward or backward. It is sharded "
+                "(ZeRO stage 3): every rank keeps its part of what it wrote itself, so all ranks must write the same "
+                "values (Embedding(max_norm=...) does so for rows that all of them look up)",
+            )
 
     def take_back_changes(self) -> list[int]:
         """Indices of resident parameters that something wrote to; those that were detached are back in the buffer."""
@@ -353,7 +383,7 @@ class Bucket(Holder):
 
     def remember_value(self, index: int) -> None:
         """As :meth:`remember_values`, for one parameter."""
-        if not self.is_sharded and self._fingerprints:
+        if self.state is State.FULL:
             parameter = self.params[index]
             self._fingerprints[index] = (parameter.data_ptr(), parameter._version)
 
@@ -364,18 +394,22 @@ class Bucket(Holder):
             Whether it had been detached (its storage was not the bucket's).
         """
         parameter, view = self.params[index], self._views[index]
-        if parameter.shape != view.shape:
-            raise CallOrderError(
-                f"parameter {self.layout.tiles[index].name!r} was given the shape {tuple(parameter.shape)} after "
-                f"deepspeed.initialize; expected {tuple(view.shape)}, as its place in the flat buffer cannot change. "
-                "Resize a model before initialize, or initialize it again"
-            )
+        self._check_shape(index)
         if parameter.data_ptr() == view.data_ptr():
             return False
         with torch.no_grad():
             view.copy_(parameter.data)
         parameter.data = view
         return True
+
+    def _check_shape(self, index: int) -> None:
+        found, expected = tuple(self.params[index].shape), self.layout.tiles[index].shape
+        if found != expected:
+            raise CallOrderError(
+                f"parameter {self.layout.tiles[index].name!r} was given the shape {found} after deepspeed.initialize; "
+                f"expected {expected}, as its place in the flat buffer cannot change. Resize a model before "
+                "initialize, or initialize it again"
+            )
 
 
 def _shape_only(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -180,6 +180,7 @@ class GatheredBlock:
                 holder.finish_gather()
                 self._whole.append(holder)
             if holder.state is State.FULL:
+                holder.keep_writes()  # of a forward around the block; what the block writes is the block's
                 holder.pin()
                 self._pinned.append(holder)
         lending: list[Entry] = []
@@ -274,6 +275,8 @@ class GatheredBlock:
             loan = self._end_loan(address)
             if loan is not None and restore:
                 self._restore(parameter, address, loan)
+            if loan is not None and isinstance(address.holder, Bucket) and address.holder.is_sharded:
+                address.holder.remember_value(address.tile)
         for parameter, address in self._lent:
             if self._end_loan(address) is not None:
                 address.holder.take_back(address.tile, parameter)
@@ -340,7 +343,7 @@ class GatheredBlock:
         if pieces:
             self._transport.move(pieces, label=f"the changes of {_label(self._entries)}")
         for holder, tile, part, values in arriving:
-            _keep_part(holder, tile, part, values)
+            holder.keep_part(tile, part, values)
         for parameter, address in [*self._present, *self._lent]:
             if self._stays_full(address):
                 keep_full(address, parameter.data)
@@ -431,14 +434,6 @@ def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     return torch.equal(left.contiguous().view(-1).view(torch.uint8), right.contiguous().view(-1).view(torch.uint8))
 
 
-def _keep_part(holder: Holder, tile: int, part: Part, values: torch.Tensor) -> None:
-    """Writes this rank's part of a parameter into the shard and, where it differs, into the master."""
-    master = holder.owner.master_of(holder) if holder.owner is not None else None
-    if master is not None:
-        master.adopt(tile, values, part.tile_start)
-    holder.read_part(part).copy_(values)
-
-
 def keep_full(address: Address, values: torch.Tensor) -> None:
     """Takes new values of one parameter, equal on all ranks, into whatever keeps them on this rank.
 
@@ -500,6 +495,6 @@ def partition(params: Iterable[torch.Tensor], *, keep_values: bool) -> None:
             if keep_values:
                 part = holder.part(address.tile)
                 if part is not None:
-                    _keep_part(holder, address.tile, part, parameter.data.reshape(-1)[part.tile_start : part.tile_stop])
+                    holder.keep_part(address.tile, part, parameter.data.reshape(-1)[part.tile_start : part.tile_stop])
             del holder.loans[address.tile]
             holder.take_back(address.tile, parameter)  # type: ignore[arg-type]

@@ -91,6 +91,19 @@ class Holder:
         """A view of this rank's part in the shard."""
         return self.shard[part.slice_start : part.slice_start + part.numel]
 
+    def keep_part(self, tile: int, part: Part, values: torch.Tensor) -> None:
+        """Writes this rank's part of a parameter into the shard and, where it differs, into the master.
+
+        Args:
+            tile: Index of the parameter.
+            part: This rank's part of it.
+            values: 1-D, of that part.
+        """
+        master = self.owner.master_of(self) if self.owner is not None else None
+        if master is not None:
+            master.adopt(tile, values, part.tile_start)
+        self.read_part(part).copy_(values)
+
     def lend(self, tile: int, parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
         """Makes one parameter full with values in a tensor of its own, in the parameter's shape."""
         raise NotImplementedError

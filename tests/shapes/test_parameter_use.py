@@ -7,9 +7,11 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils import weight_norm as old_weight_norm
 
-from tests.engine.support import WIDTH, Layer, inputs
+from deepspeed.utils import safe_get_full_fp32_param
+from deepspeed.zero import GatheredParameters
+from tests.engine.support import WIDTH, Layer, engine_of, inputs, rank
 from tests.harness import run_ranks
-from tests.shapes.support import compare
+from tests.shapes.support import LIMITS, compare
 
 
 def _loss(model, step, of):
@@ -96,3 +98,45 @@ def _used():
 
 def test_borrowed_hooked_and_parametrized_weights():
     run_ranks(_used, 2, timeout=100)
+
+
+class Writing(nn.Module):
+    """Forwards that write into parameters: rows of limited norm, a weight kept in bounds, one assigned anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(5, WIDTH, max_norm=0.8)
+        self.bounded = nn.Linear(WIDTH, WIDTH)
+        self.fixed = nn.Linear(WIDTH, WIDTH)
+        self.last = Layer()
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.bounded.weight.clamp_(-0.2, 0.2)  # of another module, not gathered yet
+        self.fixed.weight.data = self.fixed.weight.detach() * 0 + 0.125
+        x = x + self.rows(torch.arange(5, device=x.device)).sum(0)
+        return self.last(self.fixed(self.bounded(x))).square().mean()
+
+
+def _written():
+    compare(Writing, _loss)
+    engine = engine_of(Writing(), 3, bf16={"enabled": True}, zero=LIMITS["all sharded"])
+    weight = engine.module.bounded.weight
+    before = safe_get_full_fp32_param(weight)
+    with torch.no_grad():
+        engine(inputs(0, rank()).bfloat16())
+    after = safe_get_full_fp32_param(weight)
+    bound = before.bfloat16().float().clamp(-0.2, 0.2).bfloat16().float()
+    inside = before.bfloat16().float() == bound
+    assert inside.any() and not inside.all()
+    assert torch.equal(after, torch.where(inside, before, bound))  # precise where nothing was written
+    assert all(torch.equal(p, after.bfloat16()) for n, p in engine.iter_full("param") if n == "bounded.weight")
+    # A block around the forward drops what is written inside it, a block inside keeps what was written before.
+    with GatheredParameters(list(engine.module.parameters())), torch.no_grad():
+        weight.fill_(3)
+        engine(inputs(0, rank()).bfloat16())
+    assert torch.equal(safe_get_full_fp32_param(weight), after)
+
+
+def test_what_a_forward_writes_is_kept():
+    run_ranks(_written, 2, timeout=100)
