@@ -16,10 +16,13 @@ Only the methods below change the state; each asserts where it comes from.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
+from itertools import compress
 from typing import TypeVar
 
 import torch
+from torch.autograd.graph import increment_version
 
 from deepspeed.comm.axes import GridTransport
 from deepspeed.comm.transport import DoneWork, Transport, Work, transfer_key
@@ -270,6 +273,10 @@ class Bucket(Holder):
         assert self.state is State.FULL, f"{self!r}: the full buffer is not there"
         return self._views[tile]
 
+    def tile_at(self, offset: int) -> int:
+        """The parameter that holds an element of the full buffer."""
+        return bisect_right(self.layout.starts, offset) - 1
+
     def pin(self) -> None:
         """Keeps the bucket FULL until :meth:`unpin`."""
         assert self.state is State.FULL
@@ -327,6 +334,14 @@ class Bucket(Holder):
         self._publishes += 1
         return transfer_key(self.transport.owner, self.index, _GATHER, self._publishes)
 
+    def note_update(self, updated: list[bool]) -> None:
+        """Counts an update of parameters as a write, so that a backward through their former values is an error.
+
+        Args:
+            updated: Whether it changed each parameter.
+        """
+        increment_version(list(compress(self.params, updated)))
+
     # -- what others write -------------------------------------------------------------------------------------------
 
     def remember_values(self) -> None:
@@ -344,9 +359,7 @@ class Bucket(Holder):
             return []
         return [
             index
-            for index, (parameter, seen) in self._not_lent(
-                enumerate(zip(self.params, self._fingerprints, strict=True))
-            )
+            for index, (parameter, seen) in self._not_lent(enumerate(zip(self.params, self._fingerprints, strict=True)))
             if (parameter.data_ptr(), parameter._version) != seen
         ]
 
@@ -364,9 +377,9 @@ class Bucket(Holder):
             self.remember_value(tile)
             warn_once(
                 "written-in-forward",
-                f"parameter {self.layout.tiles[tile].name!r} was written to inside a forward or backward. It is sharded "
-                "(ZeRO stage 3): every rank keeps its part of what it wrote itself, so all ranks must write the same "
-                "values (Embedding(max_norm=...) does so for rows that all of them look up)",
+                f"parameter {self.layout.tiles[tile].name!r} was written to inside a forward or backward. It is "
+                "sharded (ZeRO stage 3): every rank keeps its part of what it wrote itself, so all ranks must write "
+                "the same values (Embedding(max_norm=...) does so for rows that all of them look up)",
             )
 
     def take_back_changes(self) -> list[int]:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch.autograd import graph
 
+from deepspeed.errors import CallOrderError
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.storage import storage_key
 
@@ -30,16 +31,28 @@ from deepspeed.zero.storage import storage_key
 class Handle:
     """A saved view of a bucket. Counts itself among the bucket's live handles until it dies."""
 
-    __slots__ = ("_on_death", "bucket", "offset", "size", "stride")
+    __slots__ = ("_on_death", "bucket", "offset", "size", "stride", "tile", "version")
 
     @torch.compiler.disable(recursive=False)
     def __init__(self, bucket: Bucket, tensor: torch.Tensor, on_death: Callable[[Bucket], None]) -> None:
         self.bucket = bucket
-        self.offset = tensor.storage_offset()
+        self.offset = int(tensor.storage_offset())
         self.size = tensor.size()
         self.stride = tensor.stride()
+        self.tile = bucket.tile_at(self.offset)
+        self.version = bucket.params[self.tile]._version
         self._on_death = on_death
         bucket.live_handles += 1
+
+    def refuse_if_stale(self) -> None:
+        """Raises where the parameter has changed since it was saved, which torch sees for plain tensors only."""
+        version = self.bucket.params[self.tile]._version
+        if version != self.version:
+            raise CallOrderError(
+                f"backward needs parameter {self.bucket.layout.tiles[self.tile].name!r} as the forward saw it, but it "
+                f"was changed since (version {self.version} then, {version} now): by an update, or by something that "
+                "wrote into it. Call backward before that, or run the forward again"
+            )
 
     @torch.compiler.disable(recursive=False)
     def __del__(self) -> None:
@@ -119,6 +132,7 @@ class SavedTensorHooks:
         if not isinstance(packed, Handle):
             return packed
         self._demand(packed.bucket)
+        packed.refuse_if_stale()
         return torch.as_strided(packed.bucket.full.tensor, packed.size, packed.stride, packed.offset)
 
     def bucket_of(self, tensor: torch.Tensor) -> Bucket | None:

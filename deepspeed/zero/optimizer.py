@@ -391,6 +391,8 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
                 if any(flags):
                     master.publish()
                     self._start_publish(master, publishing)
+        for master, flags in zip(self._masters, used, strict=True):
+            master.bucket.note_update(flags)
         self._finish_publishing(publishing)
 
     def _cut_runs(self, used: list[list[bool]]) -> None:

@@ -1,0 +1,32 @@
+"""A backward through values that have changed since their forward is an error, as with plain torch."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine.support import engine_of, inputs, rank, tower
+from tests.harness import run_ranks
+
+LIMITS = ({}, {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0})
+
+
+def _stale():
+    for stage, zero in ((0, {}), (2, {}), *((3, limits) for limits in LIMITS)):
+        engine = engine_of(tower(), stage, zero=zero)
+        for _ in range(2):
+            early = engine(inputs(0, rank()))
+            engine.backward(engine(inputs(1, rank())))
+            engine.step()
+            with pytest.raises(RuntimeError, match=r"changed since|modified by an inplace operation"):
+                engine.backward(early)
+        engine.backward(engine(inputs(2, rank())))  # the engine is as good as before
+        engine.step()
+        early = engine(inputs(3, rank()))
+        engine.backward(early, retain_graph=True)  # twice through the same graph, as nothing has changed
+        engine.backward(early)
+        engine.step()
+        engine.destroy()
+
+
+def test_a_backward_after_the_update_of_its_weights():
+    run_ranks(_stale, 2, timeout=60)
