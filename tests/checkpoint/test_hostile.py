@@ -268,3 +268,21 @@ def test_round_trip_of_a_manifest(original):
     manifest = Manifest.read(original)
     assert Manifest.decode(manifest.encode(), "here") == manifest
     assert all(isinstance(entry, SavedFile) for entry in manifest.files)
+
+
+@pytest.mark.parametrize("name", ["../../outside", "{outside}", "a/../../../outside", "", ".."])
+def test_a_parameter_name_that_leads_out_of_a_universal_checkpoint(tmp_path, name):
+    outside, folder = tmp_path / "outside", tmp_path / "tag"
+    (folder / "zero" / "a").mkdir(parents=True)
+    outside.mkdir()
+    torch.save({"param": torch.ones(2)}, outside / "fp32.pt")
+    states = {"module": {}, "param_shapes": [{name.format(outside=outside): torch.Size([2])}], "buffer_names": []}
+    torch.save(states, folder / "mp_rank_00_model_states.pt")
+    with pytest.raises(CheckpointError, match="leads out of the folder"):
+        open_source(folder)
+
+
+def test_a_file_name_that_claims_countless_ranks(tmp_path):
+    (tmp_path / "zero_pp_rank_99999999999_mp_rank_00_model_states.pt").touch()
+    with pytest.raises(CheckpointError, match=r"rank\(s\) 0, 1, 2, 3, 4, 5, 6, 7, \.\.\. are missing"):
+        open_source(tmp_path)

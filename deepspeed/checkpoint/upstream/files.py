@@ -8,6 +8,7 @@ from __future__ import annotations
 import pickle
 import re
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from deepspeed.errors import CheckpointError
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _ZERO_MODEL = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _OPTIM = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+_NAMED = 8  # missing ranks that a message lists
 _OTHERS = {
     re.compile(r"layer_\d+-.*model_states\.pt"): "a pipeline's",
     re.compile(r"(layer_\d+_)?expert_\d+_.*|expp_rank_.*"): "a mixture of experts'",
@@ -178,7 +180,10 @@ def _only_first(path: Path, model_parallel_rank: int) -> None:
 
 
 def _by_rank(folder: Path, files: dict[int, Path], what: str) -> tuple[Path, ...]:
-    missing = sorted(set(range(max(files, default=-1) + 1)) - set(files))
-    if missing:
-        raise CheckpointError(f"{folder}: the {what} files of rank(s) {', '.join(map(str, missing))} are missing")
+    missing = (rank for rank in range(max(files, default=-1) + 1) if rank not in files)
+    named = list(islice(missing, _NAMED + 1))  # a file name may claim any number of ranks
+    if named:
+        more = ", ..." if len(named) > _NAMED else ""
+        ranks = ", ".join(map(str, named[:_NAMED]))
+        raise CheckpointError(f"{folder}: the {what} files of rank(s) {ranks}{more} are missing")
     return tuple(files[rank] for rank in sorted(files))

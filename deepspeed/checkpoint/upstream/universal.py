@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -61,6 +61,11 @@ def _common_scalars(rest: Mapping[str, Any]) -> dict[str, Any]:
 def _take_parameter(
     folder: Path, content: Content, name: str, shape: tuple[int, ...], common: dict[str, Any], trust: bool
 ) -> None:
+    parts = PurePosixPath(name).parts
+    if not parts or ".." in parts or name.startswith("/") or "\0" in name:
+        raise CheckpointError(
+            f"{folder}: parameter name {name!r} leads out of the folder; the files were made to harm, or are damaged"
+        )
     home = folder / "zero" / name
     if not home.is_dir():
         raise CheckpointError(f"{home} is missing; the checkpoint is not complete")
