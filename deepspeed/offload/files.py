@@ -86,6 +86,7 @@ class FileMemory(Memory):
         self._writing: deque[tuple[int, torch.Tensor, Transfer]] = deque()
         self._ahead: dict[int, tuple[torch.Tensor, Transfer]] = {}
         self._buffer_nbytes = 0
+        self._ledger: Ledger | None = None
 
     @property
     def tensor_device(self) -> torch.device:
@@ -94,7 +95,7 @@ class FileMemory(Memory):
 
     @property
     def file(self) -> BlockFile:
-        """The file; only after :meth:`open`."""
+        """The file; only after :meth:`empty` or an :meth:`open` that announced something."""
         assert self._file is not None
         return self._file
 
@@ -111,9 +112,12 @@ class FileMemory(Memory):
         Raises:
             OffloadError: The folder or file cannot be made, the disk is too small, or a buffer.
         """
+        self._ledger = ledger
+        if tensors:
+            self._create(tensors, ledger)
+
+    def _create(self, tensors: Sequence[tuple[int, int]], ledger: Ledger) -> None:
         settings = self._settings
-        if not tensors:
-            return
         nbytes = sum(round_to_pages(numel * itemsize) for numel, itemsize in tensors)
         self._buffer_nbytes = round_to_pages(self._buffer_bytes(tensors))
         self._directory = open_folder(settings.parent, rank=settings.rank, purpose=settings.purpose)
@@ -137,6 +141,9 @@ class FileMemory(Memory):
         if nbytes == 0:
             return torch.empty(0, dtype=dtype)
         whole = round_to_pages(nbytes)
+        if self._file is None:  # nothing was trained before
+            assert self._ledger is not None, "open comes first"
+            self._create([(numel, dtype.itemsize)], self._ledger)
         file = self.file
         if self._reserved < whole:
             file.grow(whole - self._reserved)
