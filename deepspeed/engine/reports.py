@@ -28,7 +28,7 @@ def memory_rows(
     if optimizer is not None:
         optimizer.count_state()
     host_is_device = runtime.host_is_device
-    formula = MemoryFormula(runtime.layout, runtime.placement, host_is_device=host_is_device)
+    formula = MemoryFormula(runtime.layout, runtime.placement, host_is_device=host_is_device, placed=runtime.placed)
     states = _states_per_element(optimizer)
     rows = [
         (Kind.COMPUTE, Home.DEVICE, *formula.compute()),

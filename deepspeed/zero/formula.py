@@ -30,12 +30,20 @@ class MemoryFormula:
         placement: The ZeRO row.
         host_is_device: The model computes in host memory, so that fp32 compute parameters in either home can be their
             own masters.
+        placed: Where each bucket is, if some began to be trained after the others; None: where the placement puts them.
     """
 
-    def __init__(self, layout: ModelLayout, placement: Placement, *, host_is_device: bool = False) -> None:
+    def __init__(
+        self,
+        layout: ModelLayout,
+        placement: Placement,
+        *,
+        host_is_device: bool = False,
+        placed: Sequence[BucketPlacement] | None = None,
+    ) -> None:
         self._layout = layout
         self._placement = placement
-        self._placed = placement.of_buckets(layout)
+        self._placed = placement.of_buckets(layout) if placed is None else tuple(placed)
         self._ranks = layout.world_size
         self._host_is_device = host_is_device
 

@@ -27,7 +27,8 @@ Stages 0 and 2 are these two rows with one neighbour.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from deepspeed.zero.layout import ModelLayout
@@ -158,3 +159,23 @@ class Placement:
                 host += bucket.slice_numel
             placed.append(BucketPlacement(is_sharded, param_home, master_home))
         return tuple(placed)
+
+    def of_unfrozen(
+        self, layout: ModelLayout, placed: Sequence[BucketPlacement], index: int
+    ) -> tuple[BucketPlacement, ...]:
+        """The placements once a bucket is trained that was frozen; the others stay where they are.
+
+        Its master leaves the device if those that are there have not reached their share.
+
+        Args:
+            layout: In which it is trainable already.
+            placed: The placements until now.
+            index: Of the bucket.
+        """
+        trained = moved = 0
+        for bucket, at in zip(layout.buckets, placed, strict=True):
+            if bucket.trainable:
+                trained += bucket.numel
+                moved += bucket.numel if at.master_home is not Home.DEVICE else 0
+        home = self.master_home if moved < self.offloaded_share * trained else Home.DEVICE
+        return (*placed[:index], replace(placed[index], master_home=home), *placed[index + 1 :])

@@ -418,8 +418,7 @@ class ZeroRuntime:
         bucket.layout = replace(bucket.layout, trainable=True)
         buckets = tuple(b.layout for b in self.buckets)
         self.layout = replace(self.layout, buckets=buckets)
-        placed = self.placement.of_buckets(self.layout)[bucket.index]  # where offload wants what is trained
-        self.placed = (*self.placed[: bucket.index], placed, *self.placed[bucket.index + 1 :])
+        self.placed = self.placement.of_unfrozen(self.layout, self.placed, bucket.index)
         with torch.no_grad(), torch.inference_mode(False):
             master = self._make_master(bucket, bucket.shard if bucket.is_sharded else bucket.full.tensor)
         self._late.append(len(self.reducer.buckets))

@@ -138,23 +138,24 @@ def test_refusals_name_the_key() -> None:
         deepspeed.DeepSpeedConfig(config(2, offload_optimizer={"device": "nvme"}))
 
 
-def unfrozen_late(every: list[dict[str, Any]], home: str) -> None:
-    """A bucket larger than those that were trained from the start goes where these are."""
+def unfrozen_late(every: list[dict[str, Any]], homes: set[str], everything: bool = False) -> None:
+    """A bucket larger than those that were trained from the start (if any were) goes where it belongs."""
     results = []
     for settings in every:
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(512, 300), torch.nn.Linear(300, 8))
-        model[0].requires_grad_(False)
+        frozen = model if everything else model[0]
+        frozen.requires_grad_(False)
         engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=settings)[0]
-        for step in range(3):
+        for step in range(1 if everything else 0, 3):
             if step == 1:
-                model[0].requires_grad_(True)
+                frozen.requires_grad_(True)
             batch = torch.randn(2, 512, generator=torch.Generator().manual_seed(step + 10 * dist.get_rank()))
             engine.backward(engine(batch.to(engine._runtime.buckets[0].dtype)).float().square().mean())
             engine.step()
         results.append(collect(engine, []))
         if settings is not every[0]:
-            assert {master.home.value for master in engine._runtime.masters} == {home}
+            assert {master.home.value for master in engine._runtime.masters} == homes
             wrong = [row for row in results[-1].rows if row[1] != row[2]]
             assert not wrong, wrong
         engine.destroy()
@@ -166,4 +167,9 @@ def unfrozen_late(every: list[dict[str, Any]], home: str) -> None:
 def test_a_bucket_that_is_unfrozen_late(device: str, tmp_path: Path) -> None:
     plain = config(3, precision="bf16")
     moved = config(3, precision="bf16", **offload(device, "none", tmp_path), sub_group_size=1 << 20)
-    run_ranks(unfrozen_late, 2, [plain, moved], {"cpu": "host", "nvme": "file"}[device])
+    home = {"cpu": "host", "nvme": "file"}[device]
+    run_ranks(unfrozen_late, 2, [plain, moved], {home})
+    run_ranks(unfrozen_late, 2, [plain, moved], {home}, everything=True)
+    if device == "cpu":  # what is unfrozen comes first in the model, but what is there has its share already
+        moved["zero_optimization"]["offload_optimizer"]["ratio"] = 0.01
+        run_ranks(unfrozen_late, 2, [plain, moved], {home, "device"})
