@@ -5,6 +5,7 @@ to give weights their first values. The pass of a model that is not sharded is r
 a weight is full when it is its turn: no more than that is done here. The variant that transformers has for ZeRO stage 3
 gathers a module's own weights (in newer versions its children's too) and lets only rank 0 run the model's code. It
 cannot serve code that writes to weights further down, and buffers that the code fills stay empty on the other ranks.
+Tying weights is such a pass too: it makes the bias of a head as long as the weight that the head gets.
 
 The passes leave some weights to the constructors, such as the two of a convolution under ``weight_norm``. All the same
 ``from_config`` switches torch's initialisers off when ZeRO stage 3 is on, and these weights would be uninitialised
@@ -17,10 +18,12 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from deepspeed.zero.construction import serving_all_ranks
+from deepspeed.zero.patches import Patch
 
 _INITIALISERS = "transformers.initialization"
 _MODELS = "transformers.modeling_utils"
@@ -53,11 +56,11 @@ def serve_passes() -> None:
     """Makes the passes find full weights from now on, if transformers has been imported; may be called again."""
     kind: Any = getattr(sys.modules.get(_MODELS), "PreTrainedModel", None)
     integration: Any = sys.modules.get(_ZERO)
-    original = getattr(kind, "initialize_weights", None)
-    if original is None or hasattr(original, _SERVED):
-        return
-    kind.initialize_weights = _served(original)
-    if hasattr(integration, "initialize_weights_zero3"):
+    for name in ("initialize_weights", "_adjust_bias"):
+        original = getattr(kind, name, None)
+        if original is not None and not hasattr(original, _SERVED):
+            setattr(kind, name, _served(original))
+    if hasattr(kind, "initialize_weights") and hasattr(integration, "initialize_weights_zero3"):
         integration.initialize_weights_zero3 = _initialize_weights
 
 
@@ -66,12 +69,23 @@ _SERVED = "_ds_served"
 
 def _served(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def initialize_weights(*args: Any, **kwargs: Any) -> Any:
-        with serving_all_ranks():
+    def serve(*args: Any, **kwargs: Any) -> Any:
+        with serving_all_ranks(), _stage_3_unmentioned():
             return original(*args, **kwargs)
 
-    setattr(initialize_weights, _SERVED, True)
-    return initialize_weights
+    setattr(serve, _SERVED, True)
+    return serve
+
+
+@contextmanager
+def _stage_3_unmentioned() -> Iterator[None]:
+    """Inside, models find stage 3 off: where it is on, some let rank 0 alone compute a table."""
+    patch = Patch(sys.modules[_ZERO], "_hf_deepspeed_config_weak_ref", None)
+    patch.apply()
+    try:
+        yield
+    finally:
+        patch.revert()
 
 
 def _initialize_weights(model: Any) -> None:

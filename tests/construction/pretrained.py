@@ -60,6 +60,16 @@ def mixtral_config(**more: Any) -> Any:
     return MixtralConfig(**{**sizes, **more})
 
 
+def bert_config(**more: Any) -> Any:
+    from transformers import BertConfig
+
+    sizes = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "vocab_size": 97, "max_position_embeddings": 24,
+    }  # fmt: skip
+    return BertConfig(**{**sizes, **more})
+
+
 def distilbert_config(**more: Any) -> Any:
     from transformers import DistilBertConfig
 

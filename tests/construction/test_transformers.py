@@ -17,7 +17,7 @@ from tests.harness import run_ranks
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-CASES = ["gpt2", "llama", "t5", "vit", "mixtral"]
+CASES = ["gpt2", "llama", "t5", "vit", "mixtral", "bert"]
 
 
 def _case(name):
@@ -27,6 +27,7 @@ def _case(name):
     transformers.utils.logging.disable_progress_bar()
     kind = {
         "t5": transformers.AutoModelForSeq2SeqLM, "vit": transformers.AutoModelForImageClassification,
+        "bert": transformers.AutoModelForMaskedLM,
     }.get(name, transformers.AutoModelForCausalLM)  # fmt: skip
     return kind, getattr(models, f"{name}_config")()
 

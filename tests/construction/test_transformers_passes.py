@@ -21,6 +21,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from transformers import (
+    BertForMaskedLM,
+    DistilBertModel,
     GPT2LMHeadModel,
     LlamaForCausalLM,
     PreTrainedConfig,
@@ -76,6 +78,8 @@ class OddModel(PreTrainedModel):
 CASES = {
     "gpt2": (GPT2LMHeadModel, models.gpt2_config),
     "llama": (LlamaForCausalLM, models.llama_config),
+    "bert": (BertForMaskedLM, models.bert_config),  # a bias is fitted to the tied weight
+    "distilbert": (DistilBertModel, lambda: models.distilbert_config(sinusoidal_pos_embds=True)),  # rank 0's table
     "t5": (T5ForConditionalGeneration, models.t5_config),
     "wav2vec2": (Wav2Vec2ForSequenceClassification, models.wav2vec2_config),
     "odd": (OddModel, OddConfig),
