@@ -53,6 +53,7 @@ class NativeTransport(Transport):
     """
 
     name = "native"
+    needs_one_order = True
 
     def __init__(self, group: Any, rank: int, size: int, device: torch.device) -> None:
         super().__init__(group, rank, size)

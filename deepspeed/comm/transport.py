@@ -112,6 +112,8 @@ class Transport:
     """Moves slices inside one group.
 
     Attributes:
+        needs_one_order: Transfers must be issued in one order on all ranks, also between transports: see "Two NCCL
+            communicators" in docs/design/zero.md.
         group: The torch process group, or None for the transport of one rank.
         rank: This rank in the group.
         size: Ranks in the group.
@@ -123,6 +125,7 @@ class Transport:
     """
 
     name = "local"
+    needs_one_order = False
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
         self.group = group

@@ -23,7 +23,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from deepspeed.comm.transport import Transport
-from deepspeed.logging import logger
+from deepspeed.logging import log_dist, logger
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.gradient_bucket import GradientBucket
 from deepspeed.zero.landing import Landing
@@ -49,6 +49,7 @@ class GradientReducer:
         on_packed: Called when a bucket's gradients have left the parameters.
         on_stray: Called when a gradient arrives while no backward is open.
         may_block: Whether this rank owes its peers no gather, so that it may wait for their part of a reduction.
+        needs_one_order: Gathers run during backward, and all ranks must issue them and reductions in one order.
     """
 
     def __init__(
@@ -63,8 +64,11 @@ class GradientReducer:
         on_stray: Callable[[], None],
         may_block: Callable[[], bool],
         combination: Combination | None = None,
+        needs_one_order: bool = False,
     ) -> None:
         self.policy = policy
+        self._overlaps = policy.overlap
+        self._needs_one_order = needs_one_order
         self._combination = combination
         self._combine_now = False
         self._has_partial_sums = False  # equal on all ranks
@@ -161,7 +165,7 @@ class GradientReducer:
     def _complete(self, position: int) -> None:
         """Every gradient of a bucket is there; it is packed now unless more may come."""
         self._completed.append(position)
-        if self._order is None or self.buckets[position].repeats or not self.policy.overlap:
+        if self._order is None or self.buckets[position].repeats or not self._overlaps:
             return
         self._pack(position)
         if self._reduce_now:
@@ -288,6 +292,18 @@ class GradientReducer:
         """A micro-step without an update is over: ranks may have sums of it, also where this one ran no backward."""
         if not self.policy.every_micro_batch:
             self._has_local_sums = True
+
+    def note_uneven(self) -> None:
+        """Some ranks had no gradient of a parameter that others had one of. Every rank must call it.
+
+        Such a rank holds a bucket back until its backward is over, while others have sent theirs between two gathers.
+        """
+        if self._needs_one_order and self._overlaps:
+            self._overlaps = False
+            log_dist(
+                "some parameters are used on some ranks only: from now on gradients are reduced at the end of each "
+                "backward, so that all ranks issue gathers and reductions in one order"
+            )
 
     # -- the update's side -------------------------------------------------------------------------------------------
 

@@ -315,6 +315,8 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         owners = rows.shape[0] if self._placement.spread_master else self._shard_ranks
         total = rows[: owners if self._placement.shard_master else 1, 0].sum().item()
         merged = _unpack_flags(rows[:, 2:], len(flags))
+        if bool((rows[:, 2:] != rows[0, 2:]).any()):
+            self._reducer.note_uneven()
         used, position = [], 0
         for gradients in self._reducer.buckets:
             count = len(gradients.used)

@@ -179,6 +179,7 @@ class ZeroRuntime:
                 on_stray=self._stray_gradient,
                 may_block=lambda: self.schedule.expects_no_gather,
                 combination=self._combination(),
+                needs_one_order=bool(sharded) and channels.gather.needs_one_order,
             )
         self.on_stray_backward: Callable[[], None] | None = None
         self._without_owner: set[int] = set()

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from deepspeed.comm.gloo import GlooTransport
 from tests.engine.support import WIDTH, Tower, adamw, engine_of, inputs, rank
 from tests.harness import assert_states_equal, run_ranks
 from tests.zero.reading import full_masters
@@ -130,3 +131,29 @@ def test_a_bucket_without_a_sum_travels_as_those_with_one():
     for stage in (0, 1):
         assert_states_equal(run_ranks(_leave_out_early, 2, stage, False)[0], truth, rtol=1e-2, atol=1e-3)
     assert_states_equal(run_ranks(_leave_out_early, 2, 1, True)[0], truth, rtol=1e-2, atol=1e-3)
+
+
+def _reduces_at_the_end():
+    """As if the backend needed one order; what is sent while the backward runs."""
+    torch.manual_seed(3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GlooTransport, "needs_one_order", True)
+        engine = engine_of(ChooserTower(), 3, zero=NOTHING_AHEAD)
+    reducer = engine._runtime.reducer
+    sent, end = [], reducer.end
+
+    def counting_end():
+        sent.append(reducer.num_sent)
+        end()
+
+    reducer.end = counting_end
+    even = [2] * 8
+    for step, choices in enumerate([even, even, [rank()] * 8, even]):
+        engine.backward(engine(inputs(step, rank()), choices))
+        engine.step()
+    return sent
+
+
+def test_one_order_of_gathers_and_reductions_once_ranks_differ():
+    for sent in run_ranks(_reduces_at_the_end, 2):
+        assert sent[0] == 0 and sent[1] > 0 and sent[3] == 0, sent
