@@ -128,6 +128,7 @@ class PlayedWorld:
         if self.backend == "gloo":
             made = _PlayedGloo(_PeerGroup(), *place)
         else:
-            made = _PlayedNative(_CollectiveGroup(), *place, device or torch.device("cpu"))
+            # Small exchanges tell values, which only the host has in a rehearsal.
+            made = _PlayedNative(_CollectiveGroup(), *place, torch.device("cpu"))
         made.ranks = tuple(members)
         return made
