@@ -57,22 +57,30 @@ class Peak:
     moment: Moment = Moment()
 
 
-@dataclass(slots=True)
-class _Storage:
-    """One storage that is alive."""
+class _Storage(weakref.ref[Any]):
+    """One storage that is alive.
 
-    reference: Any
-    nbytes: int  # counted as other; 0 where a ledger answers for it
-    home: Home
-    pinned: int = 0  # bytes of locked pages
+    Attributes:
+        key: See ``storage_key``.
+        nbytes: Counted as other; 0 where a ledger answers for it.
+        books: Of the home where it is.
+        pinned: Bytes of locked pages.
+    """
+
+    __slots__ = ("books", "key", "nbytes", "pinned")
+    key: int
+    nbytes: int
+    books: _Books
+    pinned: int
 
 
 class _Books:
     """What is alive in one home, and the most there was."""
 
-    __slots__ = ("booked", "kinds", "other", "peak")
+    __slots__ = ("booked", "home", "kinds", "other", "peak")
 
-    def __init__(self) -> None:
+    def __init__(self, home: Home) -> None:
+        self.home = home
         self.kinds: dict[Kind, int] = defaultdict(int)
         self.booked = self.other = 0  # sum of kinds; bytes of no kind
         self.peak = Peak()
@@ -97,12 +105,26 @@ class MemoryCount(TorchDispatchMode):
         self._device_type = device_type
         self._alive: dict[int, _Storage] = {}
         self._off_device = 0  # storages that are alive elsewhere
-        self._books = {home: _Books() for home in Home}
+        self._books = {home: _Books(home) for home in Home}
+        self._on_device = self._books[Home.DEVICE]
         self._compared = (self._books[Home.DEVICE], self._books[Home.HOST])
         self.moment = Moment()
         self._moment_of_last_change = self.moment
         self.pinned = self.most_pinned = 0
         self.copied_down = self.copied_up = 0
+        count = weakref.ref(self)
+
+        def died(storage: _Storage) -> None:
+            alive = count()
+            if alive is not None:
+                alive._forget(storage)
+
+        self._died = died
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: torch need not switch its compiler off and on again around each operation; none is traced here."""
+        return False
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -136,19 +158,21 @@ class MemoryCount(TorchDispatchMode):
     def look(self) -> None:
         """Compares what is alive with the peaks.
 
-        It is done before each change, when an entry of a ledger and the storage that it stands for have both been seen.
+        It is done before something goes, when an entry of a ledger and the storage that it stands for have both been
+        seen; while more and more comes there is no peak.
         """
         for books in self._compared:
             total = books.booked + books.other
             if total > books.peak.nbytes:
                 books.peak = Peak(total, dict(books.kinds), books.other, self._moment_of_last_change)
-        self._moment_of_last_change = self.moment
 
     # -- what ledgers say --------------------------------------------------------------------------------------------
 
     def booked(self, kind: Kind, home: Home, nbytes: int) -> None:
         """See ``Auditor``."""
-        self.look()
+        if nbytes < 0:
+            self.look()
+        self._moment_of_last_change = self.moment
         books = self._books[home]
         books.kinds[kind] += nbytes
         books.booked += nbytes
@@ -157,9 +181,9 @@ class MemoryCount(TorchDispatchMode):
         """See ``Auditor``."""
         found = self._alive.get(storage_key(tensor))
         if found is None:
-            self._register(tensor.untyped_storage(), Home.DEVICE, 0)
+            self._register(tensor.untyped_storage(), self._on_device, 0)
             return
-        self._books[found.home].other -= found.nbytes
+        found.books.other -= found.nbytes
         found.nbytes = 0
 
     # -- what operations make ----------------------------------------------------------------------------------------
@@ -167,11 +191,11 @@ class MemoryCount(TorchDispatchMode):
     def note(self, tensor: torch.Tensor, home: Home, pinned: bool) -> None:
         """Says that the storage of ``tensor`` is in another home than the device."""
         storage = tensor.untyped_storage()
-        found = self._alive.get(storage._cdata) or self._register(storage, Home.DEVICE, 0)
-        self._books[found.home].other -= found.nbytes
-        self._off_device += (home is not Home.DEVICE) - (found.home is not Home.DEVICE)
-        found.home = home
-        self._books[home].other += found.nbytes
+        found = self._alive.get(storage._cdata) or self._register(storage, self._on_device, 0)
+        found.books.other -= found.nbytes
+        self._off_device += (home is not Home.DEVICE) - (found.books is not self._on_device)
+        found.books = self._books[home]
+        found.books.other += found.nbytes
         if pinned:
             found.pinned = storage.nbytes()
             self.pinned += found.pinned
@@ -180,38 +204,40 @@ class MemoryCount(TorchDispatchMode):
     def home_of(self, tensor: torch.Tensor) -> Home:
         """Where a tensor is."""
         found = self._alive.get(storage_key(tensor))
-        return Home.DEVICE if found is None else found.home
+        return Home.DEVICE if found is None else found.books.home
 
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool | None]:
         """Runs one operation.
 
         Returns:
-            (its result, whether that is known to share no storage with the arguments).
+            (its result, whether that is tensors with storage of their own; None: not known).
         """
-        return func(*args, **kwargs), False
+        return func(*args, **kwargs), None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        result, is_new = self.run(func, args, kwargs)
-        for tensor in (result,) if type(result) is torch.Tensor else tensors_of(result):
-            if tensor.device.type != self._device_type or tensor.layout is not torch.strided:
-                continue
-            storage = tensor.untyped_storage()
-            key = storage._cdata
-            if key not in self._alive and (is_new or not any(_is_over(key, t) for t in tensors_of((args, kwargs)))):
-                self.look()
-                self._register(storage, self._home_of_result(args), storage.nbytes())
+        result, is_new = self.run(func, args, kwargs or {})
+        if is_new or is_new is None:
+            for tensor in (result,) if type(result) is torch.Tensor else tensors_of(result):
+                if is_new or self._shows_new_storage(tensor, args, kwargs):
+                    storage = tensor.untyped_storage()
+                    self._register(storage, self._books_of_result(args), storage.nbytes())
         if self._off_device and func is torch.ops.aten.copy_.default:
             self._count_copy(args[0], args[1])
         return result
 
-    def _home_of_result(self, args: tuple[Any, ...]) -> Home:
+    def _shows_new_storage(self, tensor: torch.Tensor, args: Any, kwargs: Any) -> bool:
+        if tensor.device.type != self._device_type or tensor.layout is not torch.strided:
+            return False
+        key = storage_key(tensor)
+        return key not in self._alive and not any(_is_over(key, other) for other in tensors_of((args, kwargs)))
+
+    def _books_of_result(self, args: tuple[Any, ...]) -> _Books:
         if not self._off_device:
-            return Home.DEVICE
+            return self._on_device
         homes = {self.home_of(t) for t in tensors_of(args) if t.dim() and t.layout is torch.strided}
-        return Home.HOST if homes and Home.DEVICE not in homes else Home.DEVICE
+        return self._books[Home.HOST] if homes and Home.DEVICE not in homes else self._on_device
 
     def _count_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         to, origin = self.home_of(target), self.home_of(source)
@@ -221,29 +247,23 @@ class MemoryCount(TorchDispatchMode):
         elif origin is Home.HOST and to is Home.DEVICE:
             self.copied_up += nbytes
 
-    def _register(self, storage: Any, home: Home, nbytes: int) -> _Storage:
-        key = storage._cdata
-        count = weakref.ref(self)
-
-        def died(_reference: Any) -> None:
-            alive = count()
-            if alive is not None:
-                alive._forget(key)
-
-        made = self._alive[key] = _Storage(weakref.ref(storage, died), nbytes, home)
-        self._off_device += home is not Home.DEVICE
-        self._books[home].other += nbytes
+    def _register(self, storage: Any, books: _Books, nbytes: int) -> _Storage:
+        made = _Storage(storage, self._died)
+        made.key, made.nbytes, made.books, made.pinned = storage._cdata, nbytes, books, 0
+        self._alive[made.key] = made
+        self._off_device += books is not self._on_device
+        books.other += nbytes
+        self._moment_of_last_change = self.moment
         return made
 
-    def _forget(self, key: int) -> None:
-        found = self._alive.pop(key, None)
-        if found is None:
-            return
-        self._off_device -= found.home is not Home.DEVICE
-        self.pinned -= found.pinned
-        if found.nbytes:
+    def _forget(self, storage: _Storage) -> None:
+        del self._alive[storage.key]
+        self._off_device -= storage.books is not self._on_device
+        self.pinned -= storage.pinned
+        if storage.nbytes:
             self.look()
-            self._books[found.home].other -= found.nbytes
+            self._moment_of_last_change = self.moment
+            storage.books.other -= storage.nbytes
 
 
 def _is_over(key: int, tensor: torch.Tensor) -> bool:

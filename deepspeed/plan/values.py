@@ -37,6 +37,7 @@ class Rehearsal(MemoryCount):
         self._kind = kind
         self.flops = 0
         self.shapes = KnownShapes(_arithmetic)
+        self._answers: dict[int, tuple[Any, Any]] = {}  # by id: operations are hashed by a function of Python
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -44,16 +45,19 @@ class Rehearsal(MemoryCount):
         with super().counting(), _attention_of(self._kind):
             yield
 
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool | None]:
         """Computes the shapes of one operation, or answers it; see the class this one derives from."""
-        answer = _answer_to(func)
+        operation = id(func)
+        if operation not in self._answers:
+            self._answers[operation] = (_answer_to(func), func)
+        answer = self._answers[operation][0]
         if answer is not None:
             found = answer(self, args, kwargs)
             if found is not NotImplemented:
-                return found, False
-        made = self.shapes.run(func, args, kwargs)
-        self.flops += made.flops
-        return made.result, made.is_new
+                return found, None
+        result, flops, is_new = self.shapes.run(func, args, kwargs)
+        self.flops += flops
+        return result, is_new
 
 
 def _arithmetic(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
@@ -61,7 +65,6 @@ def _arithmetic(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 
 
-@functools.cache
 def _answer_to(func: Any) -> Any:
     name = func._schema.name
     if name.startswith(("aten::_fused_", "aten::_foreach_")) and name.endswith("_") and not func._schema.returns:
