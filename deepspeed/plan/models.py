@@ -292,29 +292,68 @@ def _usual_inputs(model: nn.Module, micro_batch: int, sequence_length: int) -> d
 # -- activation checkpointing ------------------------------------------------------------------------------------------
 
 
-def checkpoint_blocks(model: nn.Module) -> None:
-    """Lets every repeated block keep its inputs only, and run again during backward.
+class BlockCheckpointing:
+    """Lets every repeated block keep its inputs only, and run again during backward; and takes it back.
 
     A model of transformers does it itself; elsewhere the children of each ``ModuleList`` are the blocks.
 
     Raises:
         DeepSpeedConfigError: There is no repeated block.
     """
-    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # transformers' new name and old
-    enable = next((found for name in names if callable(found := getattr(model, name, None))), None)
-    if enable is not None:
-        model.train()
-        enable()
-        return
-    blocks = [
-        b for m in model.modules() if isinstance(m, nn.ModuleList) for b in m if next(b.parameters(), None) is not None
-    ]
-    if not blocks:
-        raise DeepSpeedConfigError(
-            f"activation checkpointing: {type(model).__name__} has no repeated blocks (children of a ModuleList); call "
-            "deepspeed.checkpointing.checkpoint in its forward instead"
-        )
-    from torch.utils.checkpoint import checkpoint
 
-    for block in blocks:
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._blocks: list[nn.Module] = []
+        if self._own("enable") is not None:
+            return
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        self._blocks = [block for blocks in lists for block in blocks if next(block.parameters(), None) is not None]
+        if not self._blocks:
+            raise DeepSpeedConfigError(
+                f"activation checkpointing: {type(model).__name__} has no repeated blocks (children of a ModuleList); "
+                "call deepspeed.checkpointing.checkpoint in its forward instead"
+            )
+
+    def on(self) -> None:
+        """From now on.
+
+        Raises:
+            DeepSpeedConfigError: The model refuses.
+        """
+        if self._own("enable") is not None:
+            self._model.train()
+            self._call_own("enable")
+            return
+        from torch.utils.checkpoint import checkpoint
+
+        for block in self._blocks:
+            checkpointed = functools.partial(checkpoint, block.forward, use_reentrant=False)
+            block.forward = checkpointed  # type: ignore[method-assign]
+
+    def off(self) -> None:
+        """As before :meth:`on`.
+
+        Raises:
+            DeepSpeedConfigError: The model cannot do that.
+        """
+        if self._own("enable") is not None:
+            self._call_own("disable")
+            return
+        for block in self._blocks:
+            block.forward = block.forward.args[0]  # type: ignore[method-assign, attr-defined]
+
+    def _own(self, verb: str) -> Any:
+        """The model's own method: transformers' new name or old."""
+        names = (f"activation_checkpointing_{verb}", f"gradient_checkpointing_{verb}")
+        return next((found for name in names if callable(found := getattr(self._model, name, None))), None)
+
+    def _call_own(self, verb: str) -> None:
+        method = self._own(verb)
+        try:
+            if method is None:
+                raise AttributeError(f"it has no gradient_checkpointing_{verb}")
+            method()
+        except Exception as error:  # whatever the model's own code raises
+            raise DeepSpeedConfigError(
+                f"activation checkpointing: {type(self._model).__name__} cannot {verb} it: {error}"
+            ) from error

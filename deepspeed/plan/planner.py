@@ -15,8 +15,8 @@ from deepspeed.config.batch import ACCUMULATION, MICRO, TOTAL
 from deepspeed.config.source import read_source
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.plan.devices import Machine
-from deepspeed.plan.models import ModelSource, Workload, checkpoint_blocks
-from deepspeed.plan.rehearsal import Part, Rehearsed, heaviest_rank, kept_by_forward, rehearse
+from deepspeed.plan.models import BlockCheckpointing, ModelSource, Workload
+from deepspeed.plan.rehearsal import Part, Rehearsed, heaviest_rank, rehearse
 from deepspeed.plan.times import lower_bounds, travels
 from deepspeed.zero.placement import Home
 
@@ -235,14 +235,18 @@ def make_plan(request: Request, *, compare: bool = True) -> Plan:
     if named == "Muon" and request.rank is None and ranks > 1 and stage_of(config) > 0:
         part = replace(part, rank=heaviest_rank(_workload(request), part))
         notices.append(f"Muon: rank {part.rank} is planned, which orthogonalises the largest matrix")
-    found = rehearse(_workload(request), part)
-    activations = {request.checkpointing: found.activations}
+    made, other_setting = _workload(request), None
     if compare:
-        other = replace(request, checkpointing=not request.checkpointing)
         try:
-            activations[other.checkpointing] = kept_by_forward(_workload(other), part)
+            checkpointing = BlockCheckpointing(made.model)
+            other_setting = checkpointing.off if request.checkpointing else checkpointing.on
         except DeepSpeedConfigError as error:
             notices.append(str(error))
+    found = rehearse(made, part, other_setting)
+    activations = {request.checkpointing: found.activations}
+    if found.other_activations is not None:
+        activations[not request.checkpointing] = found.other_activations
+    notices += found.notices
     return Plan(
         request=request,
         config=config,
@@ -258,7 +262,7 @@ def make_plan(request: Request, *, compare: bool = True) -> Plan:
 def _workload(request: Request) -> Workload:
     made = request.source.build()
     if request.checkpointing:
-        checkpoint_blocks(made.model)
+        BlockCheckpointing(made.model).on()
     return made
 
 

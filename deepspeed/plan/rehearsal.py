@@ -11,9 +11,9 @@ import copy
 import gc
 import os
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -83,6 +83,8 @@ class Rehearsed:
         file_bytes: Size of the rank's files.
         flow: What the step moved and computed.
         init_peak: Highest sum on the device while the engine was built.
+        other_activations: Bytes that forward keeps with the other setting of activation checkpointing; None: not known.
+        notices: Why it is not known.
     """
 
     parameters: int
@@ -95,18 +97,20 @@ class Rehearsed:
     file_bytes: int
     flow: Flow
     init_peak: int
+    other_activations: int | None = None
+    notices: list[str] = field(default_factory=list)
 
 
-def rehearse(workload: Workload, part: Part) -> Rehearsed:
-    """Builds the engine and runs it; raises what the engine raises."""
+def rehearse(workload: Workload, part: Part, other_setting: Callable[[], None] | None = None) -> Rehearsed:
+    """Builds the engine and runs it; raises what the engine raises.
+
+    Args:
+        workload: What runs.
+        part: How.
+        other_setting: Changes whether the model checkpoints its activations, for one more forward at the end.
+    """
     with _stage(part) as (count, disk):
-        return _Run(workload, part, count, disk).result()
-
-
-def kept_by_forward(workload: Workload, part: Part) -> int:
-    """Bytes that forward keeps for backward, and nothing else; raises what the engine raises."""
-    with _stage(part) as (count, disk):
-        return _Run(workload, part, count, disk).kept_by_forward()
+        return _Run(workload, part, count, disk).result(other_setting)
 
 
 def heaviest_rank(workload: Workload, part: Part) -> int:
@@ -127,6 +131,10 @@ def _stage(part: Part) -> Iterator[tuple[Rehearsal, PlayedDisk]]:
     collects = gc.isenabled()
     books = copy.deepcopy((traffic.asked, traffic.ran))
     local_rank = os.environ.pop("LOCAL_RANK", None)
+    # What was there before need not be looked through when the engine has its garbage collected at the end.
+    freezes = gc.get_freeze_count() == 0
+    if freezes:
+        gc.freeze()
     set_accelerator(device)
     drop_scratch(META)
     try:
@@ -144,6 +152,8 @@ def _stage(part: Part) -> Iterator[tuple[Rehearsal, PlayedDisk]]:
             os.environ["LOCAL_RANK"] = local_rank
         if collects:
             gc.enable()
+        if freezes:
+            gc.unfreeze()
 
 
 class _Run:
@@ -158,8 +168,8 @@ class _Run:
         self._names = {module: name for name, module in workload.model.named_modules()}
         self._stack: list[str] = []
 
-    def result(self) -> Rehearsed:
-        """Runs everything."""
+    def result(self, other_setting: Callable[[], None] | None) -> Rehearsed:
+        """Runs everything; see :func:`rehearse`."""
         count, model = self._count, self._workload.model
         self._enter("initialize")
         parameters = sum(p.numel() for p in model.parameters())
@@ -178,10 +188,17 @@ class _Run:
                 self._activations = 0
                 flows = self._step(engine, inputs, self._steps)
             count.look()
-            ledger = engine._runtime.ledger
-            kinds = {(kind, home): ledger.peak(kind, home) for kind in Kind for home in Home}
+            found = self._found(engine, parameters, trained, init_peak, flows)
+            if other_setting is not None:
+                with self._own_errors_named():
+                    self._add_other_activations(found, engine, inputs, other_setting)
         finally:
             engine.destroy()
+        return found
+
+    def _found(self, engine: Any, parameters: int, trained: int, init_peak: int, flows: list[Flow]) -> Rehearsed:
+        count, ledger = self._count, engine._runtime.ledger
+        kinds = {(kind, home): ledger.peak(kind, home) for kind in Kind for home in Home}
         return Rehearsed(
             parameters=parameters,
             trained=trained,
@@ -195,15 +212,18 @@ class _Run:
             init_peak=init_peak,
         )
 
-    def kept_by_forward(self) -> int:
-        """Runs one forward."""
-        engine, inputs = self._ready()
+    def _add_other_activations(
+        self, found: Rehearsed, engine: Any, inputs: Inputs, other_setting: Callable[[], None]
+    ) -> None:
         try:
-            with self._own_errors_named():
-                self._forward(engine, inputs)
-        finally:
-            engine.destroy()
-        return self._activations
+            other_setting()
+        except DeepSpeedConfigError as error:
+            found.notices.append(str(error))
+            return
+        self._enter("forward")
+        self._activations = 0
+        self._forward(engine, inputs)
+        found.other_activations = self._activations
 
     def heaviest_rank(self) -> int:
         """Builds the engine."""

@@ -13,7 +13,7 @@ from deepspeed.ops.chunks import drop_scratch
 from deepspeed.plan import DecoderShape
 from deepspeed.plan.decoder import Decoder
 from deepspeed.plan.memory import MemoryCount
-from deepspeed.plan.models import checkpoint_blocks
+from deepspeed.plan.models import BlockCheckpointing
 from deepspeed.zero.placement import Home
 from deepspeed.zero.storage import Kind
 
@@ -96,7 +96,7 @@ def _measure(cell: Cell, folder: str) -> dict[str, Any]:
     drop_scratch(torch.device("cpu"))
     model = Decoder(SHAPE)
     if cell.checkpointing:
-        checkpoint_blocks(model)
+        BlockCheckpointing(model).on()
     count = MemoryCount("cpu")
     with count.counting():
         engine = deepspeed.initialize(model=model, config=cell.config(folder))[0]

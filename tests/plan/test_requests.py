@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import pytest
@@ -366,3 +367,48 @@ def test_only_the_answer_is_printed_and_files_are_whole(tmp_path, capsys, monkey
     assert main(arguments) == 2
     assert "disk full" in capsys.readouterr().err
     assert target.read_text() == "old" and list(tmp_path.iterdir()) == [target]
+
+
+class RefusesCheckpointing(nn.Module):
+    supports = True
+
+    def __init__(self):
+        super().__init__()
+        self.pair = Pair()
+
+    def forward(self, x, target):
+        return self.pair(x, target)
+
+    def gradient_checkpointing_enable(self):
+        if not self.supports:
+            raise ValueError("no support for it")
+
+
+def refuses_checkpointing(supports):
+    def build():
+        made = RefusesCheckpointing()
+        made.supports = supports
+        return made, lambda samples, _tokens: (torch.zeros(samples, 8), torch.zeros(samples, 1))
+
+    return build
+
+
+def test_activations_are_told_for_both_settings_of_checkpointing():
+    """Whichever is planned; the other one takes one more forward of the same engine."""
+    both = functools.partial(plan, compare_checkpointing=True)
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+    for model in (SHAPE, transformers.LlamaConfig(vocab_size=100, **sizes)):
+        for stage in (1, 3):
+            config = {**CONFIG, "zero_optimization": {"stage": stage}}
+            off, on = (both(model, config, activation_checkpointing=setting) for setting in (False, True))
+            assert on.activations == off.activations and set(on.activations) == {True, False}
+            assert on.activations[True] < on.activations[False]
+    made = both(refuses_checkpointing(False))
+    assert set(made.activations) == {False}
+    assert any("RefusesCheckpointing cannot enable it: no support for it" in notice for notice in made.notices)
+    made = both(refuses_checkpointing(True), activation_checkpointing=True)
+    assert set(made.activations) == {True}
+    assert any("has no gradient_checkpointing_disable" in notice for notice in made.notices)
+    with pytest.raises(DeepSpeedConfigError, match="cannot enable it: no support for it"):
+        plan(refuses_checkpointing(False), activation_checkpointing=True)
