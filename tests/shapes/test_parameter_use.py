@@ -140,3 +140,20 @@ def _written():
 
 def test_what_a_forward_writes_is_kept():
     run_ranks(_written, 2, timeout=100)
+
+
+def _written_in_groups(folder):
+    homes = {"device": "nvme", "nvme_path": folder}
+    compare(
+        Writing,
+        _loss,
+        steps=2,
+        stages=[
+            (3, {**LIMITS["all sharded"], "zero_hpz_partition_size": 2}),
+            (3, {**LIMITS["all sharded"], "offload_param": homes, "offload_optimizer": homes}),
+        ],
+    )
+
+
+def test_what_a_forward_writes_is_kept_by_groups_and_in_files(tmp_path):
+    run_ranks(_written_in_groups, 4, str(tmp_path), timeout=100)
