@@ -56,11 +56,13 @@ def serve_passes() -> None:
     """Makes the passes find full weights from now on, if transformers has been imported; may be called again."""
     kind: Any = getattr(sys.modules.get(_MODELS), "PreTrainedModel", None)
     integration: Any = sys.modules.get(_ZERO)
+    if not hasattr(kind, "initialize_weights") or hasattr(kind, _SERVED):
+        return
     for name in ("initialize_weights", "_adjust_bias"):
-        original = getattr(kind, name, None)
-        if original is not None and not hasattr(original, _SERVED):
-            setattr(kind, name, _served(original))
-    if hasattr(kind, "initialize_weights") and hasattr(integration, "initialize_weights_zero3"):
+        if hasattr(kind, name):
+            setattr(kind, name, _served(getattr(kind, name)))
+    setattr(kind, _SERVED, True)
+    if hasattr(integration, "initialize_weights_zero3"):
         integration.initialize_weights_zero3 = _initialize_weights
 
 
@@ -73,7 +75,6 @@ def _served(original: Callable[..., Any]) -> Callable[..., Any]:
         with serving_all_ranks(), _stage_3_unmentioned():
             return original(*args, **kwargs)
 
-    setattr(serve, _SERVED, True)
     return serve
 
 
