@@ -65,7 +65,7 @@ def _headline(plan: Plan) -> Text:
         f"{plan.request.source.name}: {found.parameters:,} parameters, {found.trained:,} trained, sequences of "
         f"{plan.request.sequence_length:,} tokens",
         f"{machine.ranks:,} ranks: {machine.nodes:,} x {machine.devices_per_node} {machine.device.name} with "
-        f"{machine.device_memory / 1e9:,.0f} GB",
+        f"{_as_sold(machine.device_memory)}",
         describe(plan),
         *(f"note: {notice}" for notice in plan.notices),
     ]
@@ -170,3 +170,8 @@ def _verdict(plan: Plan) -> Text:
             host = f", {in_words(other.host_bytes)} of host memory per node" if other.host_bytes else ""
             lines.append(f"  - {change}: {in_words(other.device_bytes)} on the device{host}{seconds}")
     return Text("\n" + "\n".join(lines))
+
+
+def _as_sold(nbytes: int) -> str:
+    """Bytes in powers of ten."""
+    return f"{nbytes / 1e9:,.4g} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:,.4g} MB"

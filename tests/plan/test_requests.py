@@ -393,6 +393,13 @@ def refuses_checkpointing(supports):
     return build
 
 
+@pytest.mark.parametrize(
+    ("given", "said"), [("80GB", "with 80 GB"), ("1.5GB", "with 1.5 GB"), ("6MB", "with 6 MB"), ("1.5TB", "1,500 GB")]
+)
+def test_the_memory_of_a_device_is_told_as_given(given, said):
+    assert said in plan(device="other", device_memory=given, suggest=False).table()
+
+
 def test_activations_are_told_for_both_settings_of_checkpointing():
     """Whichever is planned; the other one takes one more forward of the same engine."""
     both = functools.partial(plan, compare_checkpointing=True)
