@@ -203,8 +203,10 @@ class GatheredBlock:
         tensors = []
         for _, address in entries:
             holder = address.holder
-            flat = torch.empty(address.numel, dtype=holder.dtype, device=holder.device)
-            tensors.append(flat)
+            # Made in its shape: a view would hold its base, and then look as if the program still held a view.
+            tensor = torch.empty(address.shape, dtype=holder.dtype, device=holder.device)
+            tensors.append(tensor)
+            flat = tensor.view(-1)
             for part in tile_parts(holder.layout, address.tile):
                 place = flat[part.tile_start : part.tile_stop]
                 if part.rank == self._transport.rank:
@@ -212,8 +214,7 @@ class GatheredBlock:
                 pieces.append(Piece(part.rank, None, place))
         if entries:
             self._transport.move(pieces, label=f"the values of {_label(entries)}")
-        for (parameter, address), flat in zip(entries, tensors, strict=True):
-            tensor = flat.view(address.shape)
+        for (parameter, address), tensor in zip(entries, tensors, strict=True):
             loan = address.holder.loans[address.tile]
             loan.tensor = tensor
             address.holder.lend(address.tile, parameter, tensor)

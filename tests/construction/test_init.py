@@ -40,6 +40,7 @@ def _plain(ranks):
         if ranks > 1:
             assert model.blocks[0].qkv.weight.shape == (0,)
             assert model.blocks[0].qkv.weight.ds_shape == (18, 6)
+            assert odd.ScalesOneByOne().full_at_once == 1  # what was used before is given back
     assert torch.zeros(2).dtype == torch.float32
     found = full_values(model)
     assert same_everywhere(found)
