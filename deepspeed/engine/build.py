@@ -36,10 +36,10 @@ from deepspeed.offload.homes import OffloadHomes, open_homes, placement_of
 from deepspeed.ops.flat import supports_flat_update
 from deepspeed.precision.policy import PrecisionPolicy, create_loss_scaler
 from deepspeed.schedulers import build_scheduler
+from deepspeed.zero.access.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.zero.layout import Limits
 from deepspeed.zero.leaf import mark_leaf_modules
 from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3
-from deepspeed.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.zero.placement import Home, Placement
 from deepspeed.zero.reduction_policy import ReductionPolicy
 from deepspeed.zero.runtime import Channels, RuntimeOptions, ZeroRuntime

@@ -26,9 +26,9 @@ from deepspeed.engine.queries import EngineQueries
 from deepspeed.engine.reports import memory_rows, precision_rows, state_text
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.logging import log_dist, log_dist_once, logger
+from deepspeed.zero.access.whole_buckets import iter_full
 from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer
 from deepspeed.zero.runtime import ZeroRuntime
-from deepspeed.zero.sources import iter_full
 
 
 class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, CompileMethods, OffloadMethods, nn.Module):

@@ -11,7 +11,7 @@ import torch
 from deepspeed.engine.build import Client, build_parts
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
-from deepspeed.zero.construction import suspended
+from deepspeed.zero.construction.modules import suspended
 from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer
 
 

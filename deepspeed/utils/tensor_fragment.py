@@ -11,4 +11,4 @@ _NAMES = (
     "safe_update_full_grad_vectorized"
 ).split()
 
-__getattr__, __dir__, __all__ = lazy_names(__name__, dict.fromkeys(_NAMES, "deepspeed.zero.access"))
+__getattr__, __dir__, __all__ = lazy_names(__name__, dict.fromkeys(_NAMES, "deepspeed.zero.access.states"))

@@ -1,8 +1,8 @@
 """What keeps the values of parameters while they are sharded, and the address of each parameter in it.
 
 A *holder* is an engine's bucket (``zero.bucket``) or a provisional one, made by ``zero.Init`` before there is an engine
-(``zero.provisional``). Every parameter that has a holder knows its *address*: the holder and the tile. Whoever wants
-to read, gather or move a parameter starts from there.
+(``zero.construction.provisional``). Every parameter that has a holder knows its *address*: the holder and the tile.
+Whoever wants to read, gather or move a parameter starts from there.
 """
 
 from __future__ import annotations

@@ -16,9 +16,12 @@ from deepspeed.comm.axes import Grid, GridTransport
 from deepspeed.comm.transport import LocalTransport, Piece, Transport
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError, OffloadError, ShardedAccessError
 from deepspeed.logging import log_dist
+from deepspeed.zero.access.views import install_views, mark_module
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.calls import agree_to_go_on
-from deepspeed.zero.filling import first_values
+from deepspeed.zero.construction.filling import first_values
+from deepspeed.zero.construction.materialize import Materializer
+from deepspeed.zero.construction.provisional import note_freed
 from deepspeed.zero.formula import MemoryFormula
 from deepspeed.zero.gradient_bucket import GradientBucket
 from deepspeed.zero.gradients import GradientReducer
@@ -28,16 +31,13 @@ from deepspeed.zero.landing import Landing
 from deepspeed.zero.layout import Limits, ModelLayout, Tile, UnitTile, model_layout
 from deepspeed.zero.leaf import get_z3_leaf_modules
 from deepspeed.zero.masters import MasterBucket
-from deepspeed.zero.materialize import Materializer
 from deepspeed.zero.placement import Home, Placement
 from deepspeed.zero.places import Places
-from deepspeed.zero.provisional import note_freed
 from deepspeed.zero.reduction_policy import Combination, ReductionPolicy
 from deepspeed.zero.schedule import GatherLimits, GatherSchedule
 from deepspeed.zero.sharded_parameter import ShardedParameter, note_placeholders
 from deepspeed.zero.storage import Ledger, Memory
 from deepspeed.zero.units import Unit, find_units
-from deepspeed.zero.views import install_views, mark_module
 
 
 @dataclass(frozen=True)

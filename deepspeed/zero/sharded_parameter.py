@@ -154,7 +154,7 @@ class ShardedParameter(torch.nn.Parameter):
         if id(self) not in memo:
             address = address_of(self)
             assert address is not None, "a sharded parameter has an address"
-            from deepspeed.zero.provisional import copy_sharded  # made of this class
+            from deepspeed.zero.construction.provisional import copy_sharded  # made of this class
 
             memo[id(self)] = copy_sharded(self, address, memo)
         return memo[id(self)]

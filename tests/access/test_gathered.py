@@ -12,8 +12,8 @@ import torch.distributed as dist
 import deepspeed
 from deepspeed.comm.counters import counted
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError, DivergenceError, ShardedAccessError
-from deepspeed.zero.access import safe_get_full_fp32_param
-from deepspeed.zero.gathered import GatheredParameters
+from deepspeed.zero.access.gathered import GatheredParameters
+from deepspeed.zero.access.states import safe_get_full_fp32_param
 from tests.access.support import Model, batch, build, train
 from tests.harness import run_ranks
 

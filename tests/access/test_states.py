@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from deepspeed.comm.counters import counted
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError, DivergenceError
-from deepspeed.zero import access
+from deepspeed.zero.access import states as access
 from tests.access.support import Model, batch, build, reference, reference_backward, train
 from tests.harness import run_ranks
 

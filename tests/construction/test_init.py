@@ -178,7 +178,7 @@ def _nested():
         with Init(dtype=torch.float32):
             inner = nn.Linear(3, 3)
         again = nn.Linear(3, 3)
-        with deepspeed.zero.construction.suspended():
+        with deepspeed.zero.construction.modules.suspended():
             ordinary = nn.Linear(3, 3)
         last = nn.Linear(3, 3)
     for module, dtype in (

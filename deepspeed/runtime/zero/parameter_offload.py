@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from deepspeed.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.zero.access.parameter_offload import DeepSpeedZeRoOffload
 
 __all__ = ["DeepSpeedZeRoOffload"]

@@ -16,8 +16,8 @@ __getattr__, __dir__, __all__ = lazy_names(
         "ZeroParamType": "deepspeed.zero",
         "register_external_parameter": "deepspeed.zero",
         "unregister_external_parameter": "deepspeed.zero",
-        "zero_wrapper_for_fp_tensor_constructor": "deepspeed.zero.constructors",
-        "_orig_torch_arange": "deepspeed.zero.constructors",
+        "zero_wrapper_for_fp_tensor_constructor": "deepspeed.zero.construction.constructors",
+        "_orig_torch_arange": "deepspeed.zero.construction.constructors",
     },
 )
 __all__ += ["get_accelerator"]

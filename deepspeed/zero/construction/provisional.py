@@ -2,7 +2,7 @@
 
 It has the shape of an engine's bucket, one flat layout cut over the ranks, but no buffer for full values and no life of
 its own: parameters become full only in ``GatheredParameters``. ``deepspeed.initialize`` moves the values into the
-final buckets (``zero.filling``). A copied sharded parameter lives in such a bucket too.
+final buckets (``zero.construction.filling``). A copied sharded parameter lives in such a bucket too.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch
 
 from deepspeed.accelerator.host_allocator import Trimmer
 from deepspeed.comm.transport import Piece, Transport
+from deepspeed.zero.access.views import install_views
 from deepspeed.zero.calls import compare_calls
 from deepspeed.zero.holder import Address, Gatherer, Holder, State, set_address
 from deepspeed.zero.intervals import tile_parts
 from deepspeed.zero.layout import BucketLayout, Tile, bucket_layout
 from deepspeed.zero.sharded_parameter import mark_full, mark_sharded, plain_class, remember_class
 from deepspeed.zero.untouched import untouched
-from deepspeed.zero.views import install_views
 
 _trimmer = Trimmer()
 _indices = itertools.count(1 << 20)  # apart from those of engines' buckets, beside which copies are sorted

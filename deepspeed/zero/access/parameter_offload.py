@@ -17,8 +17,8 @@ from deepspeed import comm
 from deepspeed.comm.connect import create_transport
 from deepspeed.config import parse
 from deepspeed.errors import CallOrderError, NotYetSupportedError
-from deepspeed.zero.gathered import GatheredParameters
-from deepspeed.zero.init import local_device
+from deepspeed.zero.access.gathered import GatheredParameters
+from deepspeed.zero.construction.init import local_device
 from deepspeed.zero.landing import Landing
 from deepspeed.zero.layout import Limits
 from deepspeed.zero.placement import Placement

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from deepspeed.comm.transport import Piece, Transport
-from deepspeed.zero.gathered import GatheredBlock
+from deepspeed.zero.access.gathered import GatheredBlock
 from deepspeed.zero.holder import Address, address_of
 from deepspeed.zero.intervals import moves, part_of, tile_parts
 from deepspeed.zero.layout import BucketLayout

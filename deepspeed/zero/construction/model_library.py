@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from deepspeed.zero.construction import serving_all_ranks
-from deepspeed.zero.patches import Patch
+from deepspeed.zero.construction.modules import serving_all_ranks
+from deepspeed.zero.construction.patches import Patch
 
 _INITIALISERS = "transformers.initialization"
 _MODELS = "transformers.modeling_utils"

@@ -16,11 +16,11 @@ from deepspeed.comm.connect import shared_transport
 from deepspeed.config import ParsedConfig, parse
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.logging import log_dist
-from deepspeed.zero import construction
-from deepspeed.zero.construction import Construction
-from deepspeed.zero.constructors import constructor_patches, initialiser_patches
-from deepspeed.zero.model_library import serve_passes
-from deepspeed.zero.views import DeepSpeedTensorOverride
+from deepspeed.zero.access.views import DeepSpeedTensorOverride
+from deepspeed.zero.construction import modules as construction
+from deepspeed.zero.construction.constructors import constructor_patches, initialiser_patches
+from deepspeed.zero.construction.model_library import serve_passes
+from deepspeed.zero.construction.modules import Construction
 
 _EVERYTHING = frozenset(DeepSpeedTensorOverride)
 

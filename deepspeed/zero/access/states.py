@@ -17,14 +17,14 @@ import torch
 
 from deepspeed.comm.transport import Piece
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
+from deepspeed.zero.access.gathered import keep_full
+from deepspeed.zero.access.whole_buckets import DTYPES, bucket_source
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.calls import compare_calls
-from deepspeed.zero.gathered import keep_full
 from deepspeed.zero.holder import Address, address_of
 from deepspeed.zero.intervals import tile_parts
 from deepspeed.zero.masters import MasterBucket, MasterRun
 from deepspeed.zero.runtime import ZeroRuntime
-from deepspeed.zero.sources import DTYPES, bucket_source
 from deepspeed.zero.untouched import untouched
 
 _NOTHING, _ELEMENTS, _SCALAR, _UNKNOWN = range(4)

@@ -62,7 +62,7 @@ class GatheredParameters:
             return
         found = _unique(params)
         if fwd_module is not None:
-            from deepspeed.zero.external import register_external_parameter
+            from deepspeed.zero.access.external import register_external_parameter
 
             for parameter in found:
                 if isinstance(parameter, torch.nn.Parameter):

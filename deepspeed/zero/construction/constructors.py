@@ -15,12 +15,12 @@ from typing import Any
 import torch
 import torch.utils._device
 
-from deepspeed.zero.gathered import GatheredParameters
-from deepspeed.zero.model_library import is_building, is_building_from_config, recorded_initialiser
-from deepspeed.zero.patches import Patch
+from deepspeed.zero.access.gathered import GatheredParameters
+from deepspeed.zero.access.views import DeepSpeedTensorOverride
+from deepspeed.zero.construction.model_library import is_building, is_building_from_config, recorded_initialiser
+from deepspeed.zero.construction.patches import Patch
 from deepspeed.zero.sharded_parameter import ShardedParameter
 from deepspeed.zero.untouched import is_untouched, untouched
-from deepspeed.zero.views import DeepSpeedTensorOverride
 
 _orig_torch_arange = torch.arange
 """The object that the wrapper gets for ``torch.arange``; replacements of the wrapper recognise it by identity."""

@@ -24,10 +24,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from deepspeed.comm.transport import Transport
-from deepspeed.zero.gathered import GatheredBlock
+from deepspeed.zero.access.gathered import GatheredBlock
+from deepspeed.zero.construction.patches import Patch
+from deepspeed.zero.construction.provisional import shard_parameters
 from deepspeed.zero.holder import address_of
-from deepspeed.zero.patches import Patch
-from deepspeed.zero.provisional import shard_parameters
 from deepspeed.zero.sharded_parameter import showing_wholes
 from deepspeed.zero.untouched import is_untouched, untouched
 

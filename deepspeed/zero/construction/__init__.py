@@ -1,0 +1,1 @@
+"""Building sharded models: ``zero.Init``, first values, and moving them into an engine's buckets."""
