@@ -1,4 +1,4 @@
-"""Checkpoints, as methods of the engine; the work is done by :mod:`deepspeed.checkpoint`."""
+"""What an engine has to say about its checkpoints; the work is done by :mod:`deepspeed.checkpoint`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from deepspeed.checkpoint.export import full_state_dict, write_weights
-from deepspeed.checkpoint.load import LoadOptions, load, load_by, load_state_dict
+from deepspeed.checkpoint.load import Loaded, LoadOptions, load, load_by, load_state_dict
 from deepspeed.checkpoint.save import SaveOptions, Saver
-from deepspeed.checkpoint.subject import COUNTERS, Subject
+from deepspeed.checkpoint.subject import Subject
 from deepspeed.checkpoint.weights_file import parse_size
 from deepspeed.errors import CallOrderError, NotYetSupportedError
 from deepspeed.logging import log_dist, log_dist_once
@@ -21,36 +19,34 @@ from deepspeed.logging import log_dist, log_dist_once
 if TYPE_CHECKING:
     from deepspeed.config.sections.root import Root
     from deepspeed.engine.build import EngineParts
-    from deepspeed.precision.policy import PrecisionPolicy
-    from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer
     from deepspeed.zero.runtime import ZeroRuntime
 
-_PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
+class EngineCheckpoints:
+    """Saving and loading of one engine.
 
-class CheckpointMethods:
-    """Mixin of the engine: saving and loading."""
+    Args:
+        parts: Of the engine.
+        subject: Gives the engine's present state.
+        resume: Told what was loaded, for the engine to go on from there.
+        sums_are_open: Whether micro-steps have run since the last update.
+    """
 
-    module: torch.nn.Module
-    _updater: DeepSpeedZeroOptimizer | None
-    lr_scheduler: Any
-    training_dataloader: Any
-    config: dict[str, Any]
-    local_rank: int
-    micro_steps: int
-    global_steps: int
-    loaded_checkpoint_dp_world_size: int | None
-    loaded_checkpoint_mp_world_size: int | None
-    _root: Root
-    _parts: EngineParts
-    _runtime: ZeroRuntime
-    _precision: PrecisionPolicy
-    _accumulates_from: int
-
-    if TYPE_CHECKING:
-
-        @property
-        def _micro_steps_since_update(self) -> int: ...
+    def __init__(
+        self,
+        parts: EngineParts,
+        *,
+        subject: Callable[[], Subject],
+        resume: Callable[[Loaded], None],
+        sums_are_open: Callable[[], bool],
+    ) -> None:
+        self._parts = parts
+        self._root: Root = parts.parsed.root
+        self._runtime: ZeroRuntime = parts.runtime
+        self._subject = subject
+        self._resume = resume
+        self._sums_are_open = sums_are_open
+        self._made_saver: Saver | None = None
 
     def save_checkpoint(
         self,
@@ -83,21 +79,22 @@ class CheckpointMethods:
             CheckpointError: Some rank could not write; the same on all ranks.
         """
         self._check_plain("save_checkpoint")
-        if self._micro_steps_since_update:
+        if self._sums_are_open():
             log_dist_once(
                 "save_checkpoint in the middle of gradient accumulation: gradients are not saved, so a resumed run "
                 "lacks those of the micro-batches since the last update and begins its accumulation anew"
             )
+        subject = self._subject()
         settings = self._root.checkpoint
         options = SaveOptions(
             root=Path(save_dir),
-            tag=f"global_step{self.global_steps}" if tag is None else tag,
+            tag=f"global_step{subject.counters['global_steps']}" if tag is None else tag,
             client_state=dict(client_state or {}),
             save_latest=save_latest,
             exclude_frozen=exclude_frozen_parameters,
             in_background=settings.async_save if async_save is None else async_save,
         )
-        self._saver.save(self._subject(), options)
+        self._saver.save(subject, options)
         return True
 
     def load_checkpoint(
@@ -158,16 +155,10 @@ class CheckpointMethods:
         loaded = load(subject, options, self._saver.exchange)
         if loaded is None:
             return None, None
-        for name, value in loaded.counters.items():
-            setattr(self, name, value)
-        self._accumulates_from = self.micro_steps
-        if self._updater is not None:
-            self._updater.steps = self.global_steps
-        self.loaded_checkpoint_dp_world_size = loaded.world_size
-        self.loaded_checkpoint_mp_world_size = 1
+        self._resume(loaded)
         return str(loaded.folder), loaded.client_state
 
-    def _close_checkpoints(self) -> None:
+    def close(self) -> None:
         """Waits for a save in the background and gives the channel of checkpoints back."""
         self._saver.close()
 
@@ -291,10 +282,9 @@ class CheckpointMethods:
 
     @property
     def _saver(self) -> Saver:
-        saver = self.__dict__.get("_checkpoint_saver")
-        if saver is None:
-            saver = self.__dict__["_checkpoint_saver"] = Saver(self._parts.dp_group)
-        return saver
+        if self._made_saver is None:
+            self._made_saver = Saver(self._parts.dp_group)
+        return self._made_saver
 
     def _check_plain(self, call: str) -> None:
         if self._parts.client.mpu is not None and self._parts.client.mpu.get_model_parallel_world_size() > 1:
@@ -309,23 +299,3 @@ class CheckpointMethods:
         subject = self._subject()
         subject.settle()
         return subject
-
-    def _subject(self) -> Subject:
-        from deepspeed import __version__
-
-        return Subject(
-            model=self.module,
-            runtime=self._runtime,
-            optimizer=self._updater,
-            lr_scheduler=self.lr_scheduler,
-            dataloader=self.training_dataloader,
-            counters={name: getattr(self, name) for name in COUNTERS},
-            config=self.config,
-            settings=self._root.checkpoint,
-            precision=_PRECISIONS.get(self._precision.compute_dtype, "fp32"),  # type: ignore[arg-type]
-            stage=self._root.zero_optimization.stage,
-            dp_world_size=self._parts.dp_world_size,
-            local_rank=self.local_rank,
-            version=__version__,
-            use_fp32_weights=self._root.zero_optimization.load_from_fp32_weights,
-        )

@@ -14,11 +14,18 @@ from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.zero.placement import Placement
 
 
-class CompileMethods:
-    """Mixin of the engine: ``compile`` and ``is_compiled``."""
+class EngineCompile:
+    """Compiles the model of one engine.
 
-    module: nn.Module
-    _parts: Any
+    Args:
+        module: The model.
+        gathers_between: Whether there are gathers between compiled pieces, see :func:`gathers_between_pieces`.
+    """
+
+    def __init__(self, module: nn.Module, gathers_between: bool) -> None:
+        self._module = module
+        self._gathers_between = gathers_between
+        self.is_done = False
 
     def compile(
         self,
@@ -45,17 +52,12 @@ class CompileMethods:
                 "not have; leave them out"
             )
         arguments = dict(compile_kwargs or {})
-        if arguments.get("fullgraph") and gathers_between_pieces(self._parts.placement, self._parts.dp_world_size):
-            raise DeepSpeedConfigError(_whole_graph("engine.compile(compile_kwargs=...)", self.module))
+        if arguments.get("fullgraph") and self._gathers_between:
+            raise DeepSpeedConfigError(_whole_graph("engine.compile(compile_kwargs=...)", self._module))
         if backend is not None:
             arguments["backend"] = backend
-        self.module.compile(**arguments)
-        self._is_compiled = True
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether :meth:`compile` was called."""
-        return self.__dict__.get("_is_compiled", False)
+        self._module.compile(**arguments)
+        self.is_done = True
 
 
 def gathers_between_pieces(placement: Placement, ranks: int) -> bool:

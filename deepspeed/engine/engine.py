@@ -13,13 +13,16 @@ import torch
 from torch import nn
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.load import Loaded
+from deepspeed.checkpoint.subject import COUNTERS, Subject
 from deepspeed.config import ParsedConfig
 from deepspeed.engine.accessors import ConfigAccessors
 from deepspeed.engine.build import EngineParts
-from deepspeed.engine.checkpointing import CheckpointMethods
-from deepspeed.engine.compiling import CompileMethods
+from deepspeed.engine.checkpointing import EngineCheckpoints
+from deepspeed.engine.compiling import EngineCompile, gathers_between_pieces
 from deepspeed.engine.flops import ProfiledStep
-from deepspeed.engine.offloading import OffloadMethods
+from deepspeed.engine.forwarded import forwarded
+from deepspeed.engine.offloading import EngineOffload
 from deepspeed.engine.outputs import tensors_in
 from deepspeed.engine.progress import ProgressLog, StepFacts
 from deepspeed.engine.queries import EngineQueries
@@ -31,7 +34,7 @@ from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer
 from deepspeed.zero.runtime import ZeroRuntime
 
 
-class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, CompileMethods, OffloadMethods, nn.Module):
+class DeepSpeedEngine(ConfigAccessors, EngineQueries, nn.Module):
     """Wraps a model for training. Made by ``deepspeed.initialize``.
 
     Attributes unknown to the engine are those of the wrapped model.
@@ -92,6 +95,14 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Compile
         self._progress = ProgressLog(self._root, self.monitor, self.global_rank == 0)
         self.timers = self._progress.timers
         self._profiled = ProfiledStep(self._root.flops_profiler, self) if self._root.flops_profiler.enabled else None
+        self._checkpoints = EngineCheckpoints(
+            parts,
+            subject=self._subject,
+            resume=self._resume_from,
+            sums_are_open=lambda: self._micro_steps_since_update > 0,
+        )
+        self._compiling = EngineCompile(self.module, gathers_between_pieces(parts.placement, parts.dp_world_size))
+        self._offloading = EngineOffload(parts)
         self._runtime.on_stray_backward = self._open_backward
         self._runtime.optimizer = self._updater
         log_dist(self._summary())
@@ -464,7 +475,59 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Compile
         """Evaluation mode, for the model too."""
         return self.train(False)
 
+    compile = forwarded("_compiling", EngineCompile.compile)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether :meth:`compile` was called."""
+        return self._compiling.is_done
+
+    offload_states = forwarded("_offloading", EngineOffload.offload_states)
+    reload_states = forwarded("_offloading", EngineOffload.reload_states)
+
     # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    save_checkpoint = forwarded("_checkpoints", EngineCheckpoints.save_checkpoint)
+    load_checkpoint = forwarded("_checkpoints", EngineCheckpoints.load_checkpoint)
+    wait_for_checkpoint = forwarded("_checkpoints", EngineCheckpoints.wait_for_checkpoint)
+    save_16bit_model = forwarded("_checkpoints", EngineCheckpoints.save_16bit_model)
+    save_fp16_model = forwarded("_checkpoints", EngineCheckpoints.save_fp16_model)
+    load_module_state_dict = forwarded("_checkpoints", EngineCheckpoints.load_module_state_dict)
+    _zero3_consolidated_16bit_state_dict = forwarded(
+        "_checkpoints", EngineCheckpoints._zero3_consolidated_16bit_state_dict
+    )
+    _consolidated_16bit_state_dict = forwarded("_checkpoints", EngineCheckpoints._consolidated_16bit_state_dict)
+
+    def _subject(self) -> Subject:
+        """What a checkpoint of this moment holds."""
+        from deepspeed import __version__
+
+        return Subject(
+            model=self.module,
+            runtime=self._runtime,
+            optimizer=self._updater,
+            lr_scheduler=self.lr_scheduler,
+            dataloader=self.training_dataloader,
+            counters={name: getattr(self, name) for name in COUNTERS},
+            config=self.config,
+            settings=self._root.checkpoint,
+            precision=self._precision.name,
+            stage=self._root.zero_optimization.stage,
+            dp_world_size=self._parts.dp_world_size,
+            local_rank=self.local_rank,
+            version=__version__,
+            use_fp32_weights=self._root.zero_optimization.load_from_fp32_weights,
+        )
+
+    def _resume_from(self, loaded: Loaded) -> None:
+        """Goes on where the run that saved a checkpoint was; accumulation begins anew."""
+        for name, value in loaded.counters.items():
+            setattr(self, name, value)
+        self._accumulates_from = self.micro_steps
+        if self._updater is not None:
+            self._updater.steps = self.global_steps
+        self.loaded_checkpoint_dp_world_size = loaded.world_size
+        self.loaded_checkpoint_mp_world_size = 1
 
     def module_state_dict(
         self,
@@ -522,7 +585,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, CheckpointMethods, Compile
             last_first.callback(self._runtime.destroy)
             if not self._runtime.is_retired:
                 last_first.callback(self._runtime.drop_open_work, together=False)
-            last_first.callback(self._close_checkpoints)
+            last_first.callback(self._checkpoints.close)
             if self._stopped_gc:
                 self._stopped_gc = False
                 last_first.callback(gc.enable)

@@ -1,4 +1,4 @@
-"""Moving states off the device and back, as methods of the engine; the work is done by :mod:`deepspeed.offload`."""
+"""Moving an engine's states off the device and back; the work is done by :mod:`deepspeed.offload`."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Any
 from deepspeed.offload.states import StateMover
 
 if TYPE_CHECKING:
-    import torch
-
-    from deepspeed.zero.runtime import ZeroRuntime
+    from deepspeed.engine.build import EngineParts
 
 
-class OffloadMethods:
-    """Mixin of the engine: ``offload_states`` and ``reload_states``."""
+class EngineOffload:
+    """Moves the states of one engine.
 
-    basic_optimizer: torch.optim.Optimizer | None
-    _runtime: ZeroRuntime
+    Args:
+        parts: Of the engine.
+    """
+
+    def __init__(self, parts: EngineParts) -> None:
+        self._parts = parts
 
     def offload_states(
         self,
@@ -46,7 +48,7 @@ class OffloadMethods:
         """
         if str(getattr(device, "value", device)) != "cpu":
             raise ValueError(f"offload_states(device={device!r}): states move to host memory only; use 'cpu'")
-        StateMover(self._runtime, self.basic_optimizer).offload(include, pin=pin_memory, non_blocking=non_blocking)
+        self._mover().offload(include, pin=pin_memory, non_blocking=non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Brings back what :meth:`offload_states` moved; does nothing if that is nothing.
@@ -54,4 +56,7 @@ class OffloadMethods:
         Args:
             non_blocking: Queue the copies without waiting for each one; they are over when this method returns.
         """
-        StateMover(self._runtime, self.basic_optimizer).reload(non_blocking=non_blocking)
+        self._mover().reload(non_blocking=non_blocking)
+
+    def _mover(self) -> StateMover:
+        return StateMover(self._parts.runtime, self._parts.torch_optimizer)

@@ -54,6 +54,11 @@ class PrecisionPolicy:
     skip_non_finite: bool
     fp32_modules: tuple[str, ...] = ()
 
+    @property
+    def name(self) -> str:
+        """``fp16``, ``bf16``, or ``fp32`` where the model keeps its own dtype."""
+        return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(self.compute_dtype, "fp32")  # type: ignore[arg-type]
+
     @classmethod
     def from_config(cls, root: Root, accelerator: DeepSpeedAccelerator, model: nn.Module) -> PrecisionPolicy:
         """Reads the sections ``fp16``, ``bf16``, ``torch_autocast`` and ``data_types``."""

@@ -1,0 +1,25 @@
+"""Methods of the engine whose work a collaborator does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def forwarded(collaborator: str, method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """A method that calls ``method`` of one of its object's attributes; signature and documentation are those of it.
+
+    Args:
+        collaborator: Name of the attribute.
+        method: Of the collaborator's class.
+    """
+
+    @wraps(method)
+    def forward(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+        return method(getattr(self, collaborator), *args, **kwargs)
+
+    return forward
