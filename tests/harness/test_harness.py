@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -83,6 +85,26 @@ def test_global_state_is_restored():
     before = run_ranks(_observe, 2)
     run_ranks(_change_everything, 2)
     assert run_ranks(_observe, 2) == before
+
+
+class _Knot:
+    """Refers to itself, so only a collection frees it."""
+
+    last: weakref.ref[_Knot] | None = None
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def _leave_a_knot():
+    had_gone = _Knot.last is None or _Knot.last() is None
+    _Knot.last = weakref.ref(_Knot())
+    return had_gone, len(gc.get_objects()) < gc.get_freeze_count() / 10
+
+
+def test_what_a_run_left_is_collected_without_looking_through_all_modules():
+    with_modules_new = run_ranks(_leave_a_knot, 2)
+    assert [run_ranks(_leave_a_knot, 2) for _ in range(2)] == [with_modules_new] * 2 == [[(True, True)] * 2] * 2
 
 
 def test_env_is_for_one_run_and_backend_none_leaves_the_group_to_the_function():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
-import gc
 import os
 import pickle
 import signal
@@ -63,6 +62,7 @@ def main() -> None:
     torch.set_num_threads(1)
     state = ProcessState()
     state.restore()  # whatever it imports counts as starting up
+    state.collect()
     connection.send(("hello", None))
     while True:
         try:
@@ -137,7 +137,7 @@ def _clean_up(state: Any) -> None:
     # A group that failed to start leaves torch's count of groups, which names the next one, ahead of the peers'.
     dist.distributed_c10d._world.group_count = 0
     state.restore()
-    gc.collect()
+    state.collect()
 
 
 def _describe(error: BaseException, has_entered: bool) -> Raised:
