@@ -131,9 +131,9 @@ class FileUpdate(HostUpdate):
         }
         return Operands(staged.pop(""), operands.grad, staged, operands.out)
 
-    def store(self, piece: Piece, operands: Operands) -> None:
+    def store(self, piece: Piece, operands: Operands, updated: Sequence[slice]) -> None:
         """See the class this one derives from."""
-        super().store(piece, operands)
+        super().store(piece, operands, updated)
         current, self._current = self._current, None
         assert current is not None
         for buffer, tensor in zip(current.buffers, self._tensors_of(piece).values(), strict=False):

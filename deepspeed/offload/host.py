@@ -222,18 +222,19 @@ class HostUpdate(UpdateStrategy):
                 return buffer
         return page_buffer(nbytes, pin=self._pin)
 
-    def store(self, piece: Piece, operands: Operands) -> None:
+    def store(self, piece: Piece, operands: Operands, updated: Sequence[slice]) -> None:
         """See the class this one derives from."""
         master = piece.master
         if operands.out is None or master.writes_out_in_place:
             return
         assert master.out is not None
-        target = master.out[piece.start : piece.stop]
+        copied = CopyDone()
         if master.bucket.memory.home is Home.FILE:
-            master.bucket.memory.write(target, operands.out)
-            copied = CopyDone()
+            super().store(piece, operands, updated)
         else:
-            self._last = copied = self._up.copy(target, operands.out)
+            target = master.out[piece.start : piece.stop]
+            for part in self._complete(piece, operands, updated):
+                self._last = copied = self._up.copy(target[part], operands.out[part])
         whole = operands.out.untyped_storage()
         buffer = torch.empty(0, dtype=torch.uint8, device=operands.out.device).set_(whole)
         self._staging.append((buffer, copied))

@@ -91,12 +91,36 @@ class UpdateStrategy:
         out = master.out[piece.start : piece.stop]
         return out if master.writes_out_in_place else torch.empty_like(out, device=master.flat.device)
 
-    def store(self, piece: Piece, operands: Operands) -> None:
-        """Starts to take back what the kernel wrote into staging tensors."""
+    def store(self, piece: Piece, operands: Operands, updated: Sequence[slice]) -> None:
+        """Starts to take back what the kernel wrote into staging tensors.
+
+        Args:
+            piece: What was updated.
+            operands: Of it.
+            updated: The stretches of the piece that the kernel worked on; of the others a staging tensor for compute
+                parameters holds nothing.
+        """
         master = piece.master
         if operands.out is not None and not master.writes_out_in_place:
             assert master.out is not None
-            master.bucket.memory.write(master.out[piece.start : piece.stop], operands.out)
+            target = master.out[piece.start : piece.stop]
+            for part in self._complete(piece, operands, updated):
+                master.bucket.memory.write(target[part], operands.out[part])
+
+    def _complete(self, piece: Piece, operands: Operands, updated: Sequence[slice]) -> Sequence[slice]:
+        """The stretches of staged compute parameters that are to be stored.
+
+        Those that were updated; parameters without a gradient are left as they are. Only to a file the piece goes as a
+        whole, in whole pages, so what is missing is made from the master, which rounds to it.
+        """
+        if piece.master.bucket.memory.home is not Home.FILE or not updated:
+            return updated
+        assert operands.out is not None
+        starts = [0, *(part.stop for part in updated)]
+        for start, stop in zip(starts, [*(part.start for part in updated), piece.numel], strict=True):
+            if start < stop:
+                operands.out[start:stop].copy_(operands.master[start:stop])
+        return [slice(0, piece.numel)]
 
     def before_publish(self, master: MasterBucket) -> None:
         """All pieces of ``master`` were stored; its compute tensor is about to be sent to other ranks."""
@@ -142,8 +166,7 @@ class PieceUpdater:
             for piece in pieces:
                 strategy = self._strategies[piece.master.home]
                 operands = strategy.fetch(piece)
-                self._update(piece, operands, factor)
-                strategy.store(piece, operands)
+                strategy.store(piece, operands, self._update(piece, operands, factor))
                 if piece.is_last:
                     strategy.before_publish(piece.master)
                     publish(piece.master)
@@ -172,8 +195,10 @@ class PieceUpdater:
                     initial[number] = first_state(self._flat, self._optimizer.param_groups[number])
                 master.keep_state(run, self._optimizer.state[run.param], initial[number])
 
-    def _update(self, piece: Piece, operands: Operands, factor: float | None) -> None:
+    def _update(self, piece: Piece, operands: Operands, factor: float | None) -> list[slice]:
+        """Updates the runs that got gradients; returns the stretches of the piece that they fill."""
         master = piece.master
+        updated: list[slice] = []
         for run in master.runs:
             span = run.span
             start, stop = max(span.start, piece.start), min(span.stop, piece.stop)
@@ -196,6 +221,10 @@ class PieceUpdater:
             )
             if local is not state and "step" in local:
                 state["step"] = local["step"]  # a plain number is replaced, not changed in place
+            if updated and updated[-1].stop == part.start:
+                part = slice(updated.pop().start, part.stop)
+            updated.append(part)
+        return updated
 
 
 def first_state(flat: FlatUpdate, group: dict[str, Any]) -> dict[str, Any]:

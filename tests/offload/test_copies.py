@@ -39,7 +39,7 @@ class Elsewhere:
         self.patches = [
             mock.patch.object(homes.OffloadHomes, "__init__", init),
             mock.patch.object(MasterBucket, "writes_out_in_place", property(lambda self: self.out is None)),
-            mock.patch.object(MasterBucket, "_can_share", lambda self, compute: False),
+            mock.patch.object(MasterBucket, "_can_share", lambda self: False),
         ]
         for patch in self.patches:
             patch.start()
