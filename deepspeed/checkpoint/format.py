@@ -29,7 +29,8 @@ from typing import Any
 import torch
 
 from deepspeed.errors import CheckpointError
-from deepspeed.zero.layout import BucketLayout, Tile
+from deepspeed.zero.layout import BucketLayout
+from deepspeed.zero.tiles import Tile
 
 FORMAT = "deepspeed-checkpoint"
 VERSION = 1

@@ -14,6 +14,7 @@ SCRIPT_NAME = "zero_to_fp32.py"
 
 CARRIED = (
     "deepspeed.errors",
+    "deepspeed.zero.tiles",
     "deepspeed.zero.layout",
     "deepspeed.checkpoint.format",
     "deepspeed.checkpoint.directory",

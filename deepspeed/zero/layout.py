@@ -3,7 +3,7 @@
 Names used throughout the package:
 
 - A **tile** is the part of one logical parameter that this rank's model holds. Without tensor or expert parallelism the
-  tile is the whole parameter. (``Tile``)
+  tile is the whole parameter. (``zero.tiles``)
 - A **bucket** lays tiles of one dtype, trainability and process group end to end in one flat 1-D buffer. Every tile
   starts at a multiple of ``BLOCK`` elements and the whole is padded to a multiple of ``world_size * BLOCK``, so that
   no rank boundary ever cuts a block. (``BucketLayout``)
@@ -18,7 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import prod
+
+from deepspeed.zero.tiles import Tile
 
 BLOCK = 64
 """Elements per block: the unit of alignment, of rank boundaries, and of the gradient norm (see ``zero.norm``)."""
@@ -27,26 +28,6 @@ BLOCK = 64
 def round_up(numel: int, multiple: int) -> int:
     """The smallest multiple of ``multiple`` that is not below ``numel``."""
     return -(-numel // multiple) * multiple
-
-
-@dataclass(frozen=True)
-class Tile:
-    """One parameter as this rank's model holds it.
-
-    Attributes:
-        name: Qualified name in the model; unique.
-        shape: Shape of the tile in elements.
-        param_group: Index of the optimizer param group, or -1 for none (frozen, or no optimizer).
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    param_group: int = -1
-
-    @property
-    def numel(self) -> int:
-        """Elements."""
-        return prod(self.shape)
 
 
 @dataclass(frozen=True)

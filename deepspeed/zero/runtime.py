@@ -28,7 +28,7 @@ from deepspeed.zero.gradients import GradientReducer
 from deepspeed.zero.holder import address_of, full_shape
 from deepspeed.zero.hooks import ForwardHooks
 from deepspeed.zero.landing import Landing
-from deepspeed.zero.layout import Limits, ModelLayout, Tile, UnitTile, model_layout
+from deepspeed.zero.layout import Limits, ModelLayout, UnitTile, model_layout
 from deepspeed.zero.leaf import get_z3_leaf_modules
 from deepspeed.zero.masters import MasterBucket
 from deepspeed.zero.placement import Home, Placement
@@ -37,6 +37,7 @@ from deepspeed.zero.reduction_policy import Combination, ReductionPolicy
 from deepspeed.zero.schedule import GatherLimits, GatherSchedule
 from deepspeed.zero.sharded_parameter import ShardedParameter, note_placeholders
 from deepspeed.zero.storage import Ledger, Memory
+from deepspeed.zero.tiles import Tile
 from deepspeed.zero.units import Unit, find_units
 
 

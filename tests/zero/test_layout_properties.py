@@ -7,7 +7,8 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed.zero.layout import BLOCK, BucketLayout, Limits, ModelLayout, Tile, UnitTile, bucket_layout, model_layout
+from deepspeed.zero.layout import BLOCK, BucketLayout, Limits, ModelLayout, UnitTile, bucket_layout, model_layout
+from deepspeed.zero.tiles import Tile
 
 WORLD = st.integers(1, 9)
 SHAPES = st.one_of(

@@ -21,8 +21,9 @@ from deepspeed.zero.access.views import install_views
 from deepspeed.zero.calls import compare_calls
 from deepspeed.zero.holder import Address, Gatherer, Holder, State, set_address
 from deepspeed.zero.intervals import tile_parts
-from deepspeed.zero.layout import BucketLayout, Tile, bucket_layout
+from deepspeed.zero.layout import BucketLayout, bucket_layout
 from deepspeed.zero.sharded_parameter import mark_full, mark_sharded, plain_class, remember_class
+from deepspeed.zero.tiles import Tile
 from deepspeed.zero.untouched import untouched
 
 _trimmer = Trimmer()

@@ -1,0 +1,266 @@
+"""Parameters as this rank's model holds them, and which part of the logical parameter that is. Pure arithmetic.
+
+A **tile** is what one rank's model has of one logical parameter. As a rule that is all of it. Where a model is cut over
+ranks (tensor, expert), the tile's **part** names the logical parameter, its shape, and the **boxes** of it that lie in
+the tile: one for a cut of rows or columns; several where one tensor packs several (query, key and value; the halves of
+a gated MLP), where heads are uneven, or where experts are not side by side. Elements of a tile that lie in no box are
+padding (a vocabulary that was rounded up): they belong to no logical parameter.
+
+Boxes are all that is needed to find in one tiling what lies in another: :func:`spans`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+
+@dataclass(frozen=True)
+class Box:
+    """A box of a logical parameter, and where it lies in a tile.
+
+    Attributes:
+        whole: Its first index in every dimension of the logical parameter.
+        tile: The same of the tile.
+        shape: Its extents; none is 0.
+    """
+
+    whole: tuple[int, ...]
+    tile: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return prod(self.shape)
+
+    @property
+    def in_whole(self) -> tuple[slice, ...]:
+        """Indexes the logical parameter."""
+        return _slices(self.whole, self.shape)
+
+    @property
+    def in_tile(self) -> tuple[slice, ...]:
+        """Indexes the tile."""
+        return _slices(self.tile, self.shape)
+
+
+def _slices(first: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(low, low + extent) for low, extent in zip(first, shape, strict=True))
+
+
+@dataclass(frozen=True)
+class TilePart:
+    """What a tile is of its logical parameter.
+
+    Attributes:
+        name: Of the logical parameter; the same for all of its tiles.
+        global_shape: Its shape.
+        boxes: What of it lies in the tile; they do not overlap, neither there nor in the logical parameter.
+    """
+
+    name: str
+    global_shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+
+    @classmethod
+    def cut(cls, name: str, global_shape: tuple[int, ...], dim: int, intervals: Sequence[tuple[int, int]]) -> TilePart:
+        """The part of a tile that holds, one after the other along ``dim``, some intervals of it.
+
+        Args:
+            name: Of the logical parameter.
+            global_shape: Its shape.
+            dim: The dimension that is cut.
+            intervals: First and last-plus-one index; empty ones are left out.
+        """
+        boxes, place = [], 0
+        for low, high in intervals:
+            if low < high and 0 not in global_shape:
+                whole, tile = [0] * len(global_shape), [0] * len(global_shape)
+                whole[dim], tile[dim] = low, place
+                shape = (*global_shape[:dim], high - low, *global_shape[dim + 1 :])
+                boxes.append(Box(tuple(whole), tuple(tile), shape))
+            place += high - low
+        return cls(name, global_shape, tuple(boxes))
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One parameter as this rank's model holds it.
+
+    Attributes:
+        name: Qualified name in the model; unique.
+        shape: Shape of the tile in elements.
+        param_group: Index of the optimizer param group, or -1 for none (frozen, or no optimizer).
+        part: What it is of its logical parameter; None: all of it, under the same name.
+
+    Raises:
+        ValueError: The boxes do not fit the shapes, or overlap.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    param_group: int = -1
+    part: TilePart | None = None
+
+    def __post_init__(self) -> None:
+        if self.part is not None:
+            _check(self.name, self.shape, self.part)
+
+    @property
+    def numel(self) -> int:
+        """Elements, padding included."""
+        return prod(self.shape)
+
+    @property
+    def logical(self) -> str:
+        """Name of the logical parameter."""
+        return self.name if self.part is None else self.part.name
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        """Shape of the logical parameter."""
+        return self.shape if self.part is None else self.part.global_shape
+
+    @property
+    def boxes(self) -> tuple[Box, ...]:
+        """What of the logical parameter lies here."""
+        if self.part is not None:
+            return self.part.boxes
+        nowhere = (0,) * len(self.shape)
+        return (Box(nowhere, nowhere, self.shape),) if self.numel else ()
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether some elements belong to no logical parameter."""
+        return self.part is not None and sum(box.numel for box in self.part.boxes) < self.numel
+
+    def whole(self) -> Tile:
+        """The logical parameter as one tile."""
+        return self if self.part is None else Tile(self.part.name, self.part.global_shape, self.param_group)
+
+    def holds_same(self, other: Tile) -> bool:
+        """Whether two tiles of one logical parameter have every element at the same place."""
+        return self.shape == other.shape and (self.part == other.part or self.boxes == other.boxes)
+
+
+def _check(name: str, shape: tuple[int, ...], part: TilePart) -> None:
+    for box in part.boxes:
+        if not len(box.whole) == len(box.tile) == len(box.shape) == len(shape) == len(part.global_shape):
+            raise ValueError(
+                f"tile {name!r}: shape {shape}, logical shape {part.global_shape} and {box} must have equally many "
+                "dimensions"
+            )
+        for first, extents, what in ((box.whole, part.global_shape, "logical shape"), (box.tile, shape, "shape")):
+            if any(
+                low < 0 or size < 1 or low + size > full
+                for low, size, full in zip(first, box.shape, extents, strict=True)
+            ):
+                raise ValueError(f"tile {name!r}: {box} does not lie inside the {what} {extents}")
+    in_whole = first_overlap([(box.whole, box.shape) for box in part.boxes])
+    in_tile = first_overlap([(box.tile, box.shape) for box in part.boxes])
+    for pair, what in ((in_whole, "the logical parameter"), (in_tile, "the tile")):
+        if pair is not None:
+            raise ValueError(f"tile {name!r}: {part.boxes[pair[0]]} and {part.boxes[pair[1]]} overlap in {what}")
+
+
+Region = tuple[tuple[int, ...], tuple[int, ...]]
+"""First index and extent in every dimension."""
+
+
+def first_overlap(regions: Sequence[Region]) -> tuple[int, int] | None:
+    """Numbers of two regions of one tensor that have elements in common, or None.
+
+    Goes along the dimension in which they begin at most different places, so that cuts of one dimension cost no pairs.
+    """
+    if len(regions) < 2:
+        return None
+    dims = range(len(regions[0][0]))
+    axis = max(dims, key=lambda dim: len({first[dim] for first, _ in regions}), default=None)
+    if axis is None:
+        return 0, 1  # scalars
+    open_: list[int] = []
+    for number in sorted(range(len(regions)), key=lambda index: regions[index][0][axis]):
+        first, _ = regions[number]
+        open_ = [other for other in open_ if regions[other][0][axis] + regions[other][1][axis] > first[axis]]
+        for other in open_:
+            if _common(regions[other], regions[number]) is not None:
+                return other, number
+        open_.append(number)
+    return None
+
+
+def _common(one: Region, other: Region) -> Region | None:
+    """The region that lies in both."""
+    first = tuple(map(max, one[0], other[0]))
+    shape = tuple(
+        min(a + m, b + n) - low for a, m, b, n, low in zip(one[0], one[1], other[0], other[1], first, strict=True)
+    )
+    return (first, shape) if all(extent > 0 for extent in shape) else None
+
+
+class Span(NamedTuple):
+    """Elements that lie side by side in two flattened tiles.
+
+    Attributes:
+        start: The first in the one tile.
+        other_start: The first in the other.
+        numel: How many; never 0.
+    """
+
+    start: int
+    other_start: int
+    numel: int
+
+
+def spans(tile: Tile, start: int, stop: int, other: Tile) -> Iterator[Span]:
+    """Where what lies in elements ``[start, stop)`` of the flattened ``tile`` lies in the flattened ``other``.
+
+    Both are tiles of one logical parameter, cut in any way; what ``other`` does not have, and padding, is left out.
+    The spans of two boxes come in order.
+    """
+    if start < stop:
+        for mine in tile.boxes:
+            for theirs in other.boxes:
+                yield from _spans(mine, tile.shape, start, stop, theirs, other.shape)
+
+
+def _spans(
+    mine: Box, shape: tuple[int, ...], start: int, stop: int, theirs: Box, other_shape: tuple[int, ...]
+) -> Iterator[Span]:
+    common = _common((mine.whole, mine.shape), (theirs.whole, theirs.shape))
+    if common is None:
+        return
+    first, extents = common
+    strides, other_strides = _strides(shape), _strides(other_shape)
+    here = sum((f - w + t) * s for f, w, t, s in zip(first, mine.whole, mine.tile, strides, strict=True))
+    there = sum((f - w + t) * s for f, w, t, s in zip(first, theirs.whole, theirs.tile, other_strides, strict=True))
+    inner = len(extents)  # dimensions from here on are one run
+    length = 1
+    while inner:
+        inner -= 1
+        length *= extents[inner]
+        if not extents[inner] == shape[inner] == other_shape[inner]:
+            break
+
+    def walk(dim: int, here: int, there: int) -> Iterator[Span]:
+        if dim == inner:
+            low, high = max(here, start), min(here + length, stop)
+            if low < high:
+                yield Span(low, there + low - here, high - low)
+            return
+        stride, other_stride = strides[dim], other_strides[dim]
+        for index in range(max(0, (start - here) // stride), min(extents[dim], -((here - stop) // stride))):
+            yield from walk(dim + 1, here + index * stride, there + index * other_stride)
+
+    yield from walk(0, here, there)
+
+
+def _strides(shape: tuple[int, ...]) -> list[int]:
+    strides, step = [], 1
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= extent
+    return strides[::-1]
