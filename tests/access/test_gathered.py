@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ import torch.distributed as dist
 
 import deepspeed
 from deepspeed.comm.counters import counted
+from deepspeed.comm.transport import LocalTransport
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError, DivergenceError, ShardedAccessError
-from deepspeed.zero.access.gathered import GatheredParameters
+from deepspeed.zero.access.gathered import GatheredParameters, by_transport
 from deepspeed.zero.access.states import safe_get_full_fp32_param
+from deepspeed.zero.holder import Address
 from tests.access.support import Model, batch, build, train
 from tests.harness import run_ranks
 
@@ -324,3 +327,18 @@ def _two_models():
 
 def test_parameters_of_two_engines_in_one_block():
     run_ranks(_two_models, 2)
+
+
+def test_groups_of_equal_size_have_one_order_whoever_asks():
+    """Rank 0 shares one parameter with rank 1 and one with rank 2; a caller may name them in either order."""
+    entries = []
+    for scope, ranks in (("far/", (0, 2)), ("near/", (0, 1)), ("", (0, 3)), ("", (0, 1))):
+        transport = LocalTransport()
+        transport.scope, transport.ranks = scope, ranks
+        holder = SimpleNamespace(transport=transport, layout=SimpleNamespace(index=0))
+        entries.append((torch.nn.Parameter(torch.zeros(1)), Address(holder, 0, 0)))
+    orders = [[transport for transport, _ in by_transport(asked)] for asked in (entries, entries[::-1])]
+    assert orders[0] == orders[1]
+    assert [(found.scope, found.ranks) for found in orders[0]] == [
+        ("", (0, 1)), ("", (0, 3)), ("far/", (0, 2)), ("near/", (0, 1))
+    ]  # fmt: skip

@@ -122,7 +122,16 @@ def by_transport(entries: list[Entry]) -> list[tuple[Transport, list[Entry]]]:
         groups.setdefault(id(transport), (transport, []))[1].append(entry)
     for _, members in groups.values():
         members.sort(key=lambda entry: (entry[1].holder.layout.index, entry[1].tile))
-    return sorted(groups.values(), key=lambda group: (group[0].owner, group[0].size))
+    return sorted(groups.values(), key=lambda group: _place_in_order(group[0]))
+
+
+def _place_in_order(transport: Transport) -> tuple[int, str, tuple[int, ...]]:
+    """Decides which group comes first: groups of equal size too, and alike on ranks that are in different groups.
+
+    The scope is the name of the group among those of an engine. Groups that have none are told apart by their ranks, of
+    which every rank knows the order.
+    """
+    return transport.owner, transport.scope, transport.ranks
 
 
 class GatheredBlock:
