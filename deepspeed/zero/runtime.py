@@ -22,6 +22,7 @@ from deepspeed.zero.calls import agree_to_go_on
 from deepspeed.zero.construction.filling import first_values
 from deepspeed.zero.construction.materialize import Materializer
 from deepspeed.zero.construction.provisional import note_freed
+from deepspeed.zero.describe import refuse_dtensor
 from deepspeed.zero.formula import MemoryFormula
 from deepspeed.zero.gradient_bucket import GradientBucket
 from deepspeed.zero.gradients import GradientReducer
@@ -151,6 +152,8 @@ class ZeroRuntime:
         self.away: set[str] = set()
         self._channels = channels
         self._options = options
+        for name, parameter in model.named_parameters():
+            refuse_dtensor(name, parameter)
         self._retire_earlier_owners(model)
         self._materializer = Materializer(model, options.device)
         units = find_units(model, options.granularity)

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from deepspeed import zero
 from deepspeed.engine import initialize
-from deepspeed.errors import CallOrderError, DeepSpeedConfigError
+from deepspeed.errors import CallOrderError, DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.logging import logger
 from tests.engine.support import adamw, engine_of, inputs, tower
 from tests.harness import run_ranks
@@ -192,3 +193,26 @@ def test_mistakes_in_the_loop_are_named():
 def test_lazy_modules_are_refused_by_name() -> None:
     with pytest.raises(DeepSpeedConfigError, match="'0.weight', '0.bias' have no shape yet.*one batch"):
         initialize(model=torch.nn.Sequential(torch.nn.LazyLinear(3)), config={"train_batch_size": 1})
+
+
+def _cut_by_torch():
+    """One DTensor in the model, as parallelize_module leaves it behind."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    def cut(module):
+        whole = module.weight.detach()
+        module.weight = torch.nn.Parameter(distribute_tensor(whole, init_device_mesh("cpu", (1,)), [Shard(0)]))
+        return module
+
+    model = tower()
+    cut(model.layers[0].rise)
+    for stage in (0, 3):
+        with pytest.raises(NotYetSupportedError, match="'layers.0.rise.weight' is a DTensor"):
+            engine_of(model, stage)
+    with pytest.raises(NotYetSupportedError, match="is a DTensor"):
+        zero.Init(module=cut(torch.nn.Linear(3, 3)))
+
+
+def test_a_parameter_that_torch_has_cut_is_refused_by_name():
+    run_ranks(_cut_by_torch, 1)

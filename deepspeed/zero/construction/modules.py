@@ -27,6 +27,7 @@ from deepspeed.comm.transport import Transport
 from deepspeed.zero.access.gathered import GatheredBlock
 from deepspeed.zero.construction.patches import Patch
 from deepspeed.zero.construction.provisional import shard_parameters
+from deepspeed.zero.describe import refuse_dtensor
 from deepspeed.zero.holder import address_of
 from deepspeed.zero.sharded_parameter import showing_wholes
 from deepspeed.zero.untouched import is_untouched, untouched
@@ -101,6 +102,8 @@ class Construction:
             return
         count = _built[self.transport] = _built.get(self.transport, 0) + 1
         title = f"{type(module).__name__}#{count}"
+        for name, parameter in found.items():
+            refuse_dtensor(f"{title}.{name}", parameter)
         shard_parameters(
             list({id(p): p for p in found.values()}.values()),
             [f"{title}.{name}" for name in {id(p): name for name, p in found.items()}.values()],
