@@ -361,7 +361,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Throws away every gradient."""
         if self._runtime.reducer is not None:
-            self._runtime.reducer.clear()
+            self._runtime.reducer.zero_grad()
 
     def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
         """Reduces gradients that no boundary has reduced yet. Every rank must call it."""

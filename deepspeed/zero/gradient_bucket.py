@@ -125,6 +125,19 @@ class GradientBucket:
         self._missing -= 1
         return self._missing == 0
 
+    def note_unannounced(self) -> None:
+        """Counts gradients that no hook announced: weight steps of schedules set ``.grad`` by ``autograd.grad``."""
+        if self._missing == 0:
+            return
+        for index, parameter in enumerate(self.bucket.params):
+            if not self._arrived[index] and parameter.grad is not None and parameter.requires_grad:
+                self.arrive(index)
+
+    @property
+    def holds_unannounced(self) -> bool:
+        """Whether, between backwards, a parameter has a gradient that was never collected."""
+        return any(parameter.grad is not None and parameter.requires_grad for parameter in self.bucket.params)
+
     def pack(self) -> None:
         """Copies the gradients into the flat buffer and drops ``.grad``; absent ones count as zero."""
         grads: dict[int, torch.Tensor] = {}

@@ -204,7 +204,10 @@ class GradientReducer:
         order = self._order if self._order is not None else list(reversed(range(len(self.buckets))))
         for position in order:
             gradients = self.buckets[position]
-            if position not in self._packed and (self._reduce_now or gradients.has_arrivals):
+            if position in self._packed:
+                continue
+            gradients.note_unannounced()
+            if self._reduce_now or gradients.has_arrivals:
                 self._pack(position)
         if self._reduce_now:
             for position in order[self._cursor :]:
@@ -308,8 +311,17 @@ class GradientReducer:
     # -- the update's side -------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Reduces sums that no boundary has reduced yet (the optimizer's own ``step``, ``no_sync`` until the end)."""
-        if self._has_local_sums:
+        """Reduces sums that no boundary has reduced yet (the optimizer's own ``step``, ``no_sync`` until the end).
+
+        Gradients that were put into ``.grad`` since the last backward are such sums too.
+        """
+        unannounced = [gradients for gradients in self.buckets if gradients.holds_unannounced]
+        for gradients in unannounced:
+            gradients.begin_backward(is_last=True)
+            gradients.note_unannounced()
+            gradients.pack()
+            gradients.accumulate_locally()
+        if self._has_local_sums or unannounced:
             self._reduce_local_sums()
         if self._has_partial_sums:
             self._combine(range(len(self.buckets)))
@@ -318,7 +330,7 @@ class GradientReducer:
         self._has_partial_sums = self._combination is not None
         mine = [gradients.has_unreduced_sum for gradients in self.buckets]
         rows = self._transport.everyone.gather_small(
-            torch.tensor(mine, dtype=torch.int64), channel="step", label="the reduction of accumulated gradients"
+            torch.tensor(mine, dtype=torch.int64), channel="call", label="the reduction of accumulated gradients"
         )
         pending = torch.nonzero(rows.sum(dim=0)).view(-1).tolist()
         for position in pending:
@@ -328,6 +340,13 @@ class GradientReducer:
             self._send(position)
         self._drain()
         self._has_local_sums = False
+
+    def zero_grad(self) -> None:
+        """Throws away every gradient, those too that were put into ``.grad`` and are nowhere else."""
+        self.clear()
+        for gradients in self.buckets:
+            for parameter in gradients.bucket.params:
+                parameter.grad = None
 
     def clear(self) -> None:
         """Frees all gradients."""

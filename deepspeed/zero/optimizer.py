@@ -148,7 +148,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Throws away every gradient, reduced or not."""
-        self._reducer.clear()
+        self._reducer.zero_grad()
 
     def refresh_fp32_params(self) -> None:
         """Reads the masters again from the compute parameters (after they were loaded or written)."""
