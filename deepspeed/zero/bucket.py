@@ -19,7 +19,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from itertools import compress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd.graph import increment_version
@@ -28,6 +28,7 @@ from deepspeed.comm.axes import GridTransport
 from deepspeed.comm.transport import DoneWork, Transport, Work, transfer_key
 from deepspeed.errors import CallOrderError
 from deepspeed.logging import logger, warn_once
+from deepspeed.zero.construction.provisional import copy_sharded
 from deepspeed.zero.holder import Holder, State, set_address
 from deepspeed.zero.layout import BucketLayout
 from deepspeed.zero.placement import Home
@@ -267,6 +268,10 @@ class Bucket(Holder):
             self.remember_value(tile)
         else:
             mark_sharded(parameter, self._placeholders[tile])
+
+    def copy_parameter(self, tile: int, parameter: torch.nn.Parameter, memo: dict[int, Any]) -> torch.nn.Parameter:
+        """See the class this one derives from."""
+        return copy_sharded(self, tile, parameter, memo)
 
     def view(self, tile: int) -> torch.Tensor:
         """The place of a parameter in the full buffer, in its shape; only while FULL."""

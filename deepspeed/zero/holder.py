@@ -112,6 +112,10 @@ class Holder:
         """Undoes :meth:`lend`; the values of the lent tensor are dropped."""
         raise NotImplementedError
 
+    def copy_parameter(self, tile: int, parameter: torch.nn.Parameter, memo: dict[int, Any]) -> torch.nn.Parameter:
+        """``copy.deepcopy`` of a sharded parameter: one with the same values, in a holder of no engine."""
+        raise NotImplementedError
+
 
 _ADDRESS = "_ds_address"
 _numbers = itertools.count()

@@ -154,9 +154,7 @@ class ShardedParameter(torch.nn.Parameter):
         if id(self) not in memo:
             address = address_of(self)
             assert address is not None, "a sharded parameter has an address"
-            from deepspeed.zero.construction.provisional import copy_sharded  # made of this class
-
-            memo[id(self)] = copy_sharded(self, address, memo)
+            memo[id(self)] = address.holder.copy_parameter(address.tile, self, memo)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -20,6 +20,7 @@ import torch
 from deepspeed.comm.transport import Piece, Transport
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.logging import warn_once
+from deepspeed.zero.access.external import register_external_parameter
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.calls import compare_calls
 from deepspeed.zero.holder import Address, Holder, Loan, State, address_of
@@ -62,8 +63,6 @@ class GatheredParameters:
             return
         found = _unique(params)
         if fwd_module is not None:
-            from deepspeed.zero.access.external import register_external_parameter
-
             for parameter in found:
                 if isinstance(parameter, torch.nn.Parameter):
                     register_external_parameter(fwd_module, parameter)

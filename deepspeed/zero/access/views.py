@@ -17,6 +17,8 @@ from typing import Any
 import torch
 
 from deepspeed.zero.access.external import external_parameters
+from deepspeed.zero.access.gathered import gather_until_partition, partition
+from deepspeed.zero.construction.provisional import shard_parameters
 from deepspeed.zero.handles import bucket_of
 from deepspeed.zero.holder import Address, State, address_of
 from deepspeed.zero.sharded_parameter import ShardedParameter
@@ -124,8 +126,6 @@ def _all_gather(
     hierarchy: int = 0,
 ) -> None:
     """Makes parameters full until ``partition``; every rank must call it. Always whole and at once."""
-    from deepspeed.zero.access.gathered import gather_until_partition
-
     gather_until_partition(_asked(parameter, param_list))
 
 
@@ -138,15 +138,11 @@ def _partition(
     free_data: bool = True,
 ) -> None:
     """Ends what ``all_gather`` began; ``has_been_updated``: each rank keeps its part of its present values."""
-    from deepspeed.zero.access.gathered import partition
-
     partition(_asked(parameter, param_list), keep_values=has_been_updated)
 
 
 def _convert(parameter: torch.nn.Parameter, address: Address, param_list: Iterable[torch.nn.Parameter]) -> None:
     """Partitions further parameters as this one is."""
-    from deepspeed.zero.construction.provisional import shard_parameters
-
     holder = address.holder
     plain = [other for other in param_list if address_of(other) is None]
     names = [f"converted with {address.name}, {position}" for position in range(len(plain))]

@@ -25,6 +25,7 @@ from torch.nn.parameter import is_lazy
 
 from deepspeed.comm.transport import Transport
 from deepspeed.zero.access.gathered import GatheredBlock
+from deepspeed.zero.access.views import install_views
 from deepspeed.zero.construction.patches import Patch
 from deepspeed.zero.construction.provisional import shard_parameters
 from deepspeed.zero.describe import refuse_dtensor
@@ -100,6 +101,7 @@ class Construction:
         found = {name: p for name, p in module._parameters.items() if p is not None and _can_be_sharded(p)}
         if not found:
             return
+        install_views()
         count = _built[self.transport] = _built.get(self.transport, 0) + 1
         title = f"{type(module).__name__}#{count}"
         for name, parameter in found.items():

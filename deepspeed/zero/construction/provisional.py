@@ -17,9 +17,8 @@ import torch
 
 from deepspeed.accelerator.host_allocator import Trimmer
 from deepspeed.comm.transport import Piece, Transport
-from deepspeed.zero.access.views import install_views
 from deepspeed.zero.calls import compare_calls
-from deepspeed.zero.holder import Address, Gatherer, Holder, State, set_address
+from deepspeed.zero.holder import Gatherer, Holder, State, set_address
 from deepspeed.zero.intervals import tile_parts
 from deepspeed.zero.layout import BucketLayout, bucket_layout
 from deepspeed.zero.sharded_parameter import mark_full, mark_sharded, plain_class, remember_class
@@ -71,6 +70,10 @@ class ProvisionalBucket(Holder):
         if self.device.type == "cpu":
             note_freed(self.layout.tiles[tile].numel * self.dtype.itemsize)
 
+    def copy_parameter(self, tile: int, parameter: torch.nn.Parameter, memo: dict[int, Any]) -> torch.nn.Parameter:
+        """See the class this one derives from."""
+        return copy_sharded(self, tile, parameter, memo)
+
 
 class _Books:
     """Bytes of provisional shards of this process."""
@@ -102,13 +105,12 @@ def copy_of(holder: Holder) -> ProvisionalBucket:
     return made
 
 
-def copy_sharded(parameter: torch.nn.Parameter, address: Address, memo: dict[int, Any]) -> torch.nn.Parameter:
+def copy_sharded(holder: Holder, tile: int, parameter: torch.nn.Parameter, memo: dict[int, Any]) -> torch.nn.Parameter:
     """``copy.deepcopy`` of a sharded parameter: a sharded parameter with the same values.
 
     Parameters of one bucket that are copied together share the copy of the bucket. Needs no communication.
     """
     with untouched():
-        holder = address.holder
         if id(holder) not in memo:
             memo[id(holder)] = copy_of(holder)
         made = torch.nn.Parameter(
@@ -116,8 +118,8 @@ def copy_sharded(parameter: torch.nn.Parameter, address: Address, memo: dict[int
         )
         made.__class__ = plain_class(parameter)
         remember_class(made)
-        set_address(made, memo[id(holder)], address.tile)
-        memo[id(holder)].take_back(address.tile, made)
+        set_address(made, memo[id(holder)], tile)
+        memo[id(holder)].take_back(tile, made)
         return made
 
 
@@ -149,7 +151,6 @@ def shard_parameters(
         wanted = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
         kinds.setdefault(wanted, []).append((parameter, name))
     with untouched(), torch.no_grad():
-        install_views()
         described = [(name, tuple(p.shape), str(p.dtype)) for p, name in zip(params, names, strict=True)]
         compare_calls(transport, f"zero.Init shards {described}")
         for kind, members in kinds.items():
