@@ -1,7 +1,8 @@
 """Reading checkpoints that the original DeepSpeed wrote: stages 0 to 3, and its universal layout.
 
-``files`` finds and opens the files without running code, ``walks`` is the arithmetic of the flat partitions, ``source``
-puts both together as a :class:`~deepspeed.checkpoint.source.Source`.
+``files`` finds and opens the files without running code, ``walks`` is the arithmetic of the flat partitions,
+``partitioned`` and ``universal`` read a folder into a ``content``, and ``source`` shows that as a
+:class:`~deepspeed.checkpoint.source.Source`.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ import torch
 
 from deepspeed.checkpoint.format import COMPUTE, MASTER
 from deepspeed.checkpoint.source import TrainingState
+from deepspeed.checkpoint.upstream.content import Content, Values
 from deepspeed.checkpoint.upstream.files import DynamicLossScaler, Files, ZeroStage, find_files, load
-from deepspeed.checkpoint.upstream.source import Content, Values
 from deepspeed.checkpoint.upstream.walks import Shapes, stage_1_and_2, stage_3
 from deepspeed.errors import CheckpointError
 

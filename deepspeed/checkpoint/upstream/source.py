@@ -3,79 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from deepspeed.checkpoint.directory import Format
-from deepspeed.checkpoint.format import COMPUTE, MASTER, optimizer_kind
-from deepspeed.checkpoint.source import SavedBuffer, SavedParameter, TrainingState, Wanted
-from deepspeed.checkpoint.upstream.walks import Extent
+from deepspeed.checkpoint.format import COMPUTE, MASTER
+from deepspeed.checkpoint.source import SavedBuffer, SavedParameter, Wanted
+from deepspeed.checkpoint.upstream.content import Content
+from deepspeed.checkpoint.upstream.partitioned import read_partitioned
+from deepspeed.checkpoint.upstream.universal import read_universal
 from deepspeed.errors import CheckpointError
-
-
-@dataclass
-class Values:
-    """One kind of values of one parameter.
-
-    Attributes:
-        tensors: Flat tensors, by rank.
-        extents: Where the parameter lies in them.
-    """
-
-    tensors: Sequence[torch.Tensor]
-    extents: list[Extent]
-
-    @classmethod
-    def whole(cls, tensor: torch.Tensor) -> Values:
-        """A tensor that is there in one piece."""
-        return cls([tensor.detach().reshape(-1)], [Extent(0, tensor.numel(), 0, 0)] if tensor.numel() else [])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the elements."""
-        return self.tensors[0].dtype
-
-    def read(self, start: int, stop: int, out: torch.Tensor) -> bool:
-        """Copies elements; returns whether all were there."""
-        copied = 0
-        for extent in self.extents:
-            first, last = max(start, extent.start), min(stop, extent.start + extent.numel)
-            if first < last:
-                offset = extent.offset + first - extent.start
-                out[first - start : last - start].copy_(self.tensors[extent.rank][offset : offset + last - first])
-                copied += last - first
-        return copied == stop - start
-
-
-@dataclass
-class Content:
-    """What the readers of the several layouts find.
-
-    Attributes:
-        shapes: Of every parameter.
-        values: By kind and parameter.
-        frozen: Parameters that had no gradient.
-        buffers: Persistent buffers.
-        aliases: Further names of tied parameters.
-        state: Everything small.
-    """
-
-    state: TrainingState
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    values: dict[str, dict[str, Values]] = field(default_factory=dict)
-    frozen: set[str] = field(default_factory=set)
-    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)
-
-    def put(self, kind: str, name: str, values: Values) -> None:
-        """Notes values of a parameter."""
-        self.values.setdefault(kind, {})[name] = values
-
-    def put_state(self, state: str, name: str, values: Values) -> None:
-        """Notes a per-element optimizer state of a parameter."""
-        self.put(optimizer_kind(state), name, values)
 
 
 class UpstreamSource:
@@ -154,9 +92,6 @@ def open_upstream(
     Raises:
         CheckpointError: It is not complete, or not understood.
     """
-    from deepspeed.checkpoint.upstream.partitioned import read_partitioned
-    from deepspeed.checkpoint.upstream.universal import read_universal
-
     try:
         if kind is Format.UNIVERSAL:
             return UpstreamSource(folder, read_universal(folder, trust=trust))

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from deepspeed.checkpoint.format import COMPUTE, MASTER
+from deepspeed.checkpoint.upstream.content import Content, Values
 from deepspeed.checkpoint.upstream.files import find_files, load
 from deepspeed.checkpoint.upstream.partitioned import hyperparameters, scaler_state, take_frozen, training_state
-from deepspeed.checkpoint.upstream.source import Content, Values
 from deepspeed.errors import CheckpointError
 
 
