@@ -19,11 +19,13 @@ from rich.table import Table
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
 from deepspeed.plan.advice import advise
 from deepspeed.plan.api import make_machine
+from deepspeed.plan.configs import read_config
 from deepspeed.plan.decoder import DecoderShape
 from deepspeed.plan.devices import DEVICES
 from deepspeed.plan.models import model_source
 from deepspeed.plan.picture import sweep_svg
-from deepspeed.plan.planner import Request, make_plan, read_config
+from deepspeed.plan.planner import make_plan
+from deepspeed.plan.result import Request
 from deepspeed.plan.sweep import Point, read_axes, sweep, sweep_text
 
 _SIZES = ("layers", "hidden", "heads", "vocab")

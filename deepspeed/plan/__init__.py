@@ -2,7 +2,7 @@
 
 The real engine runs one step as rank *r* of *N* on tensors without values, and what it holds and moves is counted. Read
 ``rehearsal`` (the run), ``stage_set``, ``network``, ``values`` and ``autocasting`` (the world around it), ``memory``
-(the counting), ``known_shapes`` (why it is quick), then ``planner`` and ``show``.
+(the counting), ``known_shapes`` (why it is quick), then ``planner``, ``result`` and ``show``.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ __getattr__, __dir__, __all__ = lazy_names(
         "Device": "deepspeed.plan.devices",
         "Machine": "deepspeed.plan.devices",
         "DecoderShape": "deepspeed.plan.decoder",
-        "Plan": "deepspeed.plan.planner",
-        "Request": "deepspeed.plan.planner",
+        "Plan": "deepspeed.plan.result",
+        "Request": "deepspeed.plan.result",
         "plan": "deepspeed.plan.api",
     },
 )

@@ -9,7 +9,9 @@ from typing import Any
 
 from deepspeed.config.batch import ACCUMULATION
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
-from deepspeed.plan.planner import Plan, Request, changed, make_plan, stage_of
+from deepspeed.plan.configs import changed, stage_of
+from deepspeed.plan.planner import make_plan
+from deepspeed.plan.result import Plan, Request
 
 _WANTED = 3  # suggestions
 _MOST_PLANS = 16

@@ -8,9 +8,11 @@ from typing import Any
 
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.plan.advice import advise
+from deepspeed.plan.configs import read_config
 from deepspeed.plan.devices import Device, Machine, find_device, read_bytes
 from deepspeed.plan.models import model_source
-from deepspeed.plan.planner import Plan, Request, make_plan, read_config
+from deepspeed.plan.planner import make_plan
+from deepspeed.plan.result import Plan, Request
 
 
 def plan(

@@ -17,7 +17,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.plan.devices import Device, Machine
 from deepspeed.plan.models import ModelSource
-from deepspeed.plan.planner import Request, make_plan
+from deepspeed.plan.planner import make_plan
+from deepspeed.plan.result import Request
 from deepspeed.plan.states_only import states_of_layers, states_of_model
 from deepspeed.zero.placement import Home
 from deepspeed.zero.storage import Kind

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from deepspeed.plan.configs import stage_of
 from deepspeed.plan.devices import in_words
-from deepspeed.plan.planner import Plan, stage_of
 from deepspeed.plan.times import lower_bounds, travels
 from deepspeed.zero.placement import Home
 from deepspeed.zero.storage import Kind
+
+if TYPE_CHECKING:  # a plan shows itself with this module
+    from deepspeed.plan.result import Plan
 
 _ORDER = (
     Kind.COMPUTE,

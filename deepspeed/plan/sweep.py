@@ -12,8 +12,10 @@ from rich.text import Text
 
 from deepspeed.config.batch import ACCUMULATION, MICRO, TOTAL
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
+from deepspeed.plan.configs import changed
 from deepspeed.plan.devices import Machine, in_words
-from deepspeed.plan.planner import Plan, Request, changed, make_plan
+from deepspeed.plan.planner import make_plan
+from deepspeed.plan.result import Plan, Request
 from deepspeed.plan.show import as_text
 
 AXES = ("world", "stage", "offload", "micro_batch", "checkpointing")
