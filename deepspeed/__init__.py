@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepspeed.lazy import lazy_names
 from deepspeed.logging import log_dist, logger
+from deepspeed.release import VERSION
 
 if TYPE_CHECKING:
     from deepspeed.accelerator import get_accelerator as get_accelerator
@@ -34,8 +35,7 @@ if TYPE_CHECKING:
     from deepspeed.errors import DeepSpeedConfigError as DeepSpeedConfigError
     from deepspeed.precision.on_device import OnDevice as OnDevice
 
-__version__ = "1.0.0"
-version = __version__
+version = __version__ = VERSION
 __version_major__, __version_minor__, __version_patch__ = (int(part) for part in __version__.split("."))
 __git_hash__ = git_hash = "unknown"
 __git_branch__ = git_branch = "unknown"

@@ -21,6 +21,7 @@ from deepspeed.checkpoint.directory import LATEST_UNIVERSAL, Format, check_tag, 
 from deepspeed.checkpoint.format import MANIFEST, Manifest
 from deepspeed.checkpoint.upstream import UpstreamSource
 from deepspeed.errors import CheckpointError
+from deepspeed.release import VERSION
 
 _NOT_NEEDED = (
     "Conversion is no longer needed: load_checkpoint reads {input} directly, at any number of ranks and any "
@@ -39,8 +40,6 @@ def convert_folder(source: Path, target: Path) -> None:
         CheckpointError: ``source`` is no whole checkpoint.
         OSError: ``target`` cannot be written.
     """
-    from deepspeed import __version__
-
     kind = format_of(source)
     if kind is None:
         raise CheckpointError(f"{source} is not a checkpoint; pass the folder of one tag, such as .../global_step10")
@@ -52,7 +51,7 @@ def convert_folder(source: Path, target: Path) -> None:
         assert isinstance(opened, UpstreamSource)
         if not opened.state.scalars:
             sys.stdout.write(_NO_OPTIMIZER)
-        convert(opened, opened.state, root, tag, __version__)
+        convert(opened, opened.state, root, tag, VERSION)
     disk.replace_file(root / LATEST_UNIVERSAL, tag.encode())
 
 

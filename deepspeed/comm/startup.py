@@ -19,6 +19,7 @@ from datetime import timedelta
 from typing import Any
 
 from deepspeed.errors import CommunicationError, DeepSpeedConfigError, DivergenceError
+from deepspeed.release import VERSION
 
 _SCOPE = "deepspeed/start"
 # How long rank 0 stays to see that everybody has read a bad verdict: the store may go with it.
@@ -51,7 +52,6 @@ class Facts:
 
 def own_facts(local_rank: int, backend: str) -> Facts:
     """The facts of this process."""
-    import deepspeed
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
@@ -61,7 +61,7 @@ def own_facts(local_rank: int, backend: str) -> Facts:
         local_rank=local_rank,
         device=accelerator.device_name(),
         device_count=accelerator.device_count(),
-        version=deepspeed.__version__,
+        version=VERSION,
         backend=backend,
     )
 

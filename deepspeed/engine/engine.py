@@ -29,6 +29,7 @@ from deepspeed.engine.queries import EngineQueries
 from deepspeed.engine.reports import memory_rows, precision_rows, state_text
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.logging import log_dist, log_dist_once, logger
+from deepspeed.release import VERSION
 from deepspeed.zero.access.whole_buckets import iter_full
 from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer
 from deepspeed.zero.runtime import ZeroRuntime
@@ -500,8 +501,6 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, nn.Module):
 
     def _subject(self) -> Subject:
         """What a checkpoint of this moment holds."""
-        from deepspeed import __version__
-
         return Subject(
             model=self.module,
             runtime=self._runtime,
@@ -515,7 +514,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, nn.Module):
             stage=self._root.zero_optimization.stage,
             dp_world_size=self._parts.dp_world_size,
             local_rank=self.local_rank,
-            version=__version__,
+            version=VERSION,
             use_fp32_weights=self._root.zero_optimization.load_from_fp32_weights,
         )
 

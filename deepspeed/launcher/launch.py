@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import deepspeed
 from deepspeed.cli.command import run_command
 from deepspeed.errors import NotYetSupportedError
 from deepspeed.launcher.cores import share_cores
@@ -35,6 +34,7 @@ from deepspeed.launcher.ports import DEFAULT_PORT, PortClaim, claim_port
 from deepspeed.launcher.resources import LauncherError, decode_world_info
 from deepspeed.launcher.slurm import hosts_of_step
 from deepspeed.logging import logger, set_log_level_from_string
+from deepspeed.release import VERSION
 
 if TYPE_CHECKING:
     from deepspeed.launcher.supervisor import Worker
@@ -134,7 +134,7 @@ def _run(args: argparse.Namespace, world: World, hosts: list[list[int | str]]) -
     workers = _elastic_workers(args, world, hosts) if args.enable_elastic_training else _workers(args, world, hosts)
     link = None
     if len(world.sizes) > 1 and not args.enable_elastic_training:  # torch's agents have their own ways
-        me = Introduction(world.launcher, host, world.sizes, world.master_port, deepspeed.__version__)
+        me = Introduction(world.launcher, host, world.sizes, world.master_port, VERSION)
         link = Link(me, world.master_addr)
     return Job(
         workers,

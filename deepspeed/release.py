@@ -1,0 +1,5 @@
+"""The version of this package, for modules that must not import the root to know it."""
+
+from __future__ import annotations
+
+VERSION = "1.0.0"
