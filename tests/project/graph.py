@@ -14,19 +14,17 @@ PACKAGE = ROOT / "deepspeed"
 
 @dataclass(frozen=True)
 class Import:
-    """One import of a module by a module of the package.
+    """One import of a module by a module of the package, at its top or inside a function.
 
     Attributes:
         importer: Dotted name of the module with the statement.
         imported: Dotted name of the module it imports.
         line: Line of the statement.
-        eager: The statement runs when ``importer`` is imported (not inside a function).
     """
 
     importer: str
     imported: str
     line: int
-    eager: bool
 
     def __str__(self) -> str:
         return f"{path_of(self.importer).relative_to(ROOT)}:{self.line} imports {self.imported}"
@@ -58,16 +56,16 @@ def imports() -> tuple[Import, ...]:
 
 
 def _imports_of(module: str) -> Iterator[Import]:
-    for node, eager in _statements(tree_of(module).body, True):
+    for node in _statements(tree_of(module).body):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield Import(module, alias.name, node.lineno, eager)
+                yield Import(module, alias.name, node.lineno)
         elif isinstance(node, ast.ImportFrom):
             base = _base(module, node)
             for alias in node.names:
                 full = f"{base}.{alias.name}"
                 is_module = full in modules() or full == "torch.distributed"
-                yield Import(module, full if is_module else base, node.lineno, eager)
+                yield Import(module, full if is_module else base, node.lineno)
 
 
 def _base(module: str, node: ast.ImportFrom) -> str:
@@ -79,33 +77,32 @@ def _base(module: str, node: ast.ImportFrom) -> str:
     return ".".join(parts + ([node.module] if node.module else []))
 
 
-def _statements(body: list[ast.stmt], eager: bool) -> Iterator[tuple[ast.stmt, bool]]:
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
     for node in body:
-        yield node, eager
+        yield node
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            yield from _statements(node.orelse, eager)
+            yield from _statements(node.orelse)
             continue
-        inside = eager and not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
         for name in ("body", "orelse", "finalbody"):
-            yield from _statements(getattr(node, name, []), inside)
+            yield from _statements(getattr(node, name, []))
         for part in [*getattr(node, "handlers", []), *getattr(node, "cases", [])]:
-            yield from _statements(part.body, inside)
+            yield from _statements(part.body)
 
 
-def eager_edges() -> dict[str, set[str]]:
-    """Module -> modules of the package that importing it imports, packages on the way included."""
-    edges: dict[str, set[str]] = {module: set() for module in modules()}
+def edges() -> dict[str, set[str]]:
+    """Module -> modules of the package that it imports, inside functions too; packages on the way included."""
+    found: dict[str, set[str]] = {module: set() for module in modules()}
     for entry in imports():
-        if not entry.eager or entry.imported not in modules():
+        if entry.imported not in modules():
             continue
-        edges[entry.importer].add(entry.imported)
+        found[entry.importer].add(entry.imported)
         # `import a.b.c` also runs the __init__ of a and a.b, unless the importer lives in them (the root never counts).
         parts = entry.imported.split(".")
         for length in range(2, len(parts)):
             package = ".".join(parts[:length])
             if not (entry.importer + ".").startswith(package + "."):
-                edges[entry.importer].add(package)
-    return edges
+                found[entry.importer].add(package)
+    return found
 
 
 def cycles(edges: dict[str, set[str]]) -> list[list[str]]:
