@@ -167,9 +167,10 @@ class ZeroRuntime:
         self._materializer.finish()
         self._sharded = sharded = [bucket for bucket in self.buckets if bucket.is_sharded]
         self.agreement = Agreement(channels.gather, self._describe_bucket)
-        self.schedule = GatherSchedule(sharded, self.agreement, options.gathers)
+        leaves = self._leaves()
+        self.schedule = GatherSchedule(sharded, self.agreement, options.gathers, leaves.values())
         self.hooks = ForwardHooks(
-            model, self._sharded_units(units), sharded, self.schedule, in_backward=lambda: self.in_backward
+            model, self._sharded_units(units, leaves), sharded, self.schedule, in_backward=lambda: self.in_backward
         )
         self.reducer: GradientReducer | None = None
         if options.reduction is not None:
@@ -330,13 +331,22 @@ class ZeroRuntime:
         if bucket.is_partitioned:
             install_views()
 
-    def _sharded_units(self, units: list[Unit]) -> list[tuple[nn.Module, list[Bucket]]]:
-        found = []
+    def _leaves(self) -> dict[nn.Module, list[Bucket]]:
+        """The leaf modules with everything sharded that they use, tied weights of other units included."""
+        holders = {parameter: bucket for bucket in self._sharded for parameter in bucket.params}
+        found = {}
+        for module in get_z3_leaf_modules(self.model):
+            used = {holders[parameter] for parameter in module.parameters() if parameter in holders}
+            found[module] = sorted(used, key=lambda bucket: bucket.index)
+        return found
+
+    def _sharded_units(
+        self, units: list[Unit], leaves: dict[nn.Module, list[Bucket]]
+    ) -> list[tuple[nn.Module, list[Bucket]]]:
+        found = dict(leaves)
         for unit, indices in zip(units, self.layout.units, strict=True):
-            sharded = [self.buckets[index] for index in indices if self.buckets[index].is_sharded]
-            if sharded:
-                found.append((unit.module, sharded))
-        return [*self._holders_of_units(units), *found]
+            found.setdefault(unit.module, [self.buckets[i] for i in indices if self.buckets[i].is_sharded])
+        return [*self._holders_of_units(units), *((module, sharded) for module, sharded in found.items() if sharded)]
 
     def _holders_of_units(self, units: list[Unit]) -> list[tuple[nn.Module, list[Bucket]]]:
         """Modules between the root and the units: one called by itself (an encoder) is the outermost forward then."""

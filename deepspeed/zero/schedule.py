@@ -6,10 +6,14 @@ end that they stopped at the same place. From then on every rank *follows* the r
 that skips part of the order still takes part in the skipped gathers, because the others rely on its slices; a rank that
 wants something that the rest of the order does not hold *leaves* it, which all ranks must do alike (see
 ``comm.agreement``).
+
+In a backward the first use of any part of a leaf module gathers the whole of it, as its forward did: which part that is
+may differ between ranks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from deepspeed.comm.agreement import END_OF_SEGMENT, Agreement
@@ -46,10 +50,19 @@ class GatherSchedule:
         buckets: The sharded buckets of the model, in model order.
         agreement: Keeps the ranks together.
         limits: Sizes.
+        leaves: The buckets that each leaf module uses.
     """
 
-    def __init__(self, buckets: list[Bucket], agreement: Agreement, limits: GatherLimits) -> None:
+    def __init__(
+        self,
+        buckets: list[Bucket],
+        agreement: Agreement,
+        limits: GatherLimits,
+        leaves: Iterable[Iterable[Bucket]] = (),
+    ) -> None:
         self._buckets = {bucket.index: bucket for bucket in buckets}
+        self._leaf_of = _joined(leaves)
+        self._demanded_leaves: set[tuple[int, ...]] = set()  # of this backward
         self._agreement = agreement
         self._limits = limits
         self._orders: dict[Situation, list[int]] = {}
@@ -67,7 +80,8 @@ class GatherSchedule:
                 break
             kept.add(bucket.index)
             later += numel
-        return frozenset(kept)
+        # A leaf is kept whole or not at all: ranks that use what was kept would not ask for the rest.
+        return frozenset(index for index in kept if kept.issuperset(self._leaf_of.get(index, ())))
 
     def stays_after_forward(self, bucket: Bucket) -> bool:
         """Whether a training forward leaves ``bucket`` gathered for its backward."""
@@ -115,6 +129,7 @@ class GatherSchedule:
         self._situation = (kind, full)
         self._order = self._orders.get(self._situation)
         self._issued = []
+        self._demanded_leaves.clear()
         self._agreement.begin_segment(kind)
         self._show_shapes(True)
 
@@ -165,11 +180,25 @@ class GatherSchedule:
 
     def demand(self, bucket: Bucket) -> None:
         """Returns when ``bucket`` is FULL, with the next ones of the order on their way."""
+        if self._leaf_of and self.kind == "backward":
+            self._demand_leaf_of(bucket)
         if bucket.state is State.SHARDED:
             self._issue_up_to(bucket)
         if bucket.state is State.GATHERING:
             self._prefetch()
             bucket.finish_gather()
+
+    def _demand_leaf_of(self, bucket: Bucket) -> None:
+        """Makes a leaf FULL at the first use of it; what was FULL from the start may have been used up already."""
+        leaf = self._leaf_of.get(bucket.index)
+        if leaf is None or leaf in self._demanded_leaves:
+            return
+        assert self._situation is not None
+        self._demanded_leaves.add(leaf)
+        _, gathered = self._situation
+        for index in leaf:
+            if index not in gathered:
+                self.demand(self._buckets[index])
 
     def _issue_up_to(self, bucket: Bucket) -> None:
         if self._situation is None:
@@ -218,3 +247,15 @@ class GatherSchedule:
             self._issue(upcoming)
             ahead += numel
             live += numel
+
+
+def _joined(leaves: Iterable[Iterable[Bucket]]) -> dict[int, tuple[int, ...]]:
+    """By bucket the buckets, in model order, that are gathered with it; leaves that share one count as one leaf."""
+    found: list[set[int]] = []
+    for leaf in leaves:
+        joined = {bucket.index for bucket in leaf}
+        for other in [other for other in found if other & joined]:
+            joined |= other
+            found.remove(other)
+        found.append(joined)
+    return {index: tuple(sorted(joined)) for joined in found if len(joined) > 1 for index in joined}

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import deepspeed
 from deepspeed.errors import DeepSpeedConfigError
@@ -22,8 +27,9 @@ from deepspeed.utils.z3_leaf_module import (
     z3_leaf_parameter,
 )
 from deepspeed.zero.units import find_units
-from tests.engine.support import Layer, engine_of
-from tests.harness import run_ranks
+from tests.engine.support import Layer, adamw, engine_of, inputs, rank
+from tests.harness import assert_states_equal, run_ranks
+from tests.zero.reading import full_masters
 
 
 class Mixture(nn.Module):
@@ -105,3 +111,90 @@ def check_too_late() -> None:
 
 def test_too_late_is_said():
     run_ranks(check_too_late, 1)
+
+
+class Experts(nn.Module):
+    """A leaf of several buckets; which of its experts run is said from outside, for every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(9, 9)
+        self.experts = nn.ModuleList(Layer() for _ in range(4))
+
+    def forward(self, x: torch.Tensor, chosen: list[int], recomputed: bool) -> torch.Tensor:
+        x = x + torch.tanh(self.gate(x))
+        for index in chosen:
+            expert = self.experts[index]
+            x = x + (checkpoint(expert, x, use_reentrant=False) if recomputed else expert(x))
+        return x
+
+
+class Sparse(nn.Module):
+    """Two leaves with a layer between them; the last is called twice, and ``tied`` ones share weights."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.leaves = nn.ModuleList(Experts() for _ in range(2))
+        self.between = Layer()
+        if tied:
+            for ours, theirs in zip(self.leaves[1].experts, self.leaves[0].experts, strict=True):
+                ours.rise.weight = theirs.rise.weight
+
+    def forward(self, x: torch.Tensor, step: int, of_rank: int, recomputed: bool) -> torch.Tensor:
+        choose = torch.Generator().manual_seed(step * 31 + of_rank)
+        for leaf in (self.leaves[0], self.between, self.leaves[1], self.leaves[1]):
+            chosen = torch.randperm(4, generator=choose)[:2].tolist()
+            x = leaf(x) if leaf is self.between else leaf(x, chosen, recomputed)
+        return x.square().mean()
+
+
+def reference(tied: bool, ranks: int, steps: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(3)
+    model = Sparse(tied)
+    optimizer = adamw(model)
+    for step in range(steps):
+        grads: dict[str, torch.Tensor] = {}
+        for of_rank in range(ranks):
+            copied = copy.deepcopy(model)
+            copied(inputs(step, of_rank), step, of_rank, False).backward()
+            for name, parameter in copied.named_parameters():
+                if parameter.grad is not None:
+                    grads[name] = grads.get(name, 0) + parameter.grad
+        for name, parameter in model.named_parameters():
+            parameter.grad = grads[name] / ranks if name in grads else None
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+# Limits that leave a leaf gathered whole, in part or not at all after its forward, with gathers ahead and without.
+LIMITS: dict[str, dict[str, Any]] = {
+    "nothing ahead": {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0},
+    "everything ahead": {"stage3_max_reuse_distance": 0},
+    "kept in part": {"stage3_max_reuse_distance": 1500},
+    "few alive": {"stage3_prefetch_bucket_size": 400, "stage3_max_live_parameters": 700},
+}
+
+
+def check_uneven_leaves(limits: str, tied: bool, recomputed: bool) -> None:
+    torch.manual_seed(3)
+    zero = {"stage3_param_persistence_threshold": 0, "allgather_bucket_size": 200, **LIMITS[limits]}
+    engine = engine_of(Sparse(tied), 3, zero={**zero, "leaf_module": {"classes": ["Experts"]}})
+    assert sum(bucket.is_sharded for bucket in engine._runtime.buckets) >= 10
+    for step in range(3):
+        engine.backward(engine(inputs(step, rank()), step, rank(), recomputed))
+        engine.step()
+    assert_states_equal(full_masters(engine), reference(tied, dist.get_world_size(), 3), rtol=1e-4, atol=1e-5)
+    engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("limits", "tied", "recomputed"),
+    [
+        ("nothing ahead", False, False),
+        ("everything ahead", True, True),
+        ("kept in part", False, True),
+        ("few alive", True, False),
+    ],
+)
+def test_ranks_choose_different_parts_of_a_leaf_of_several_buckets(limits: str, tied: bool, recomputed: bool) -> None:
+    run_ranks(check_uneven_leaves, 2, limits, tied, recomputed)
