@@ -16,6 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.host_allocator import keep_freed_memory
 from deepspeed.comm.axes import create_grid, gathering_by_nodes
 from deepspeed.comm.connect import create_transport, warm_up
+from deepspeed.comm.mpu import Standing, standing
 from deepspeed.comm.transport import Transport
 from deepspeed.config import ParsedConfig, parse
 from deepspeed.config.compared import compared_values
@@ -77,9 +78,7 @@ class EngineParts:
     torch_optimizer: torch.optim.Optimizer | None
     device: torch.device
     channels: Channels
-    dp_group: Any
-    dp_rank: int
-    dp_world_size: int
+    standing: Standing
     local_rank: int
     global_rank: int
     world_size: int
@@ -160,9 +159,8 @@ def build_parts(client: Client, config: Any, distributed_port: int, dist_init_re
                 "first, or leave the argument out"
             )
         comm.init_distributed(distributed_port=distributed_port)
-    dp_group = client.mpu.get_data_parallel_group() if client.mpu is not None else None
-    dp_world_size, dp_rank = comm.get_world_size(dp_group), comm.get_rank(dp_group)
-    parsed = _parse_alike(config, dp_group, dp_world_size)
+    ranks = standing(client.mpu)
+    parsed = _parse_alike(config, ranks.zero_group, ranks.data_size)
     root = parsed.root
     if root.log_level:
         set_log_level_from_string(root.log_level)
@@ -174,10 +172,10 @@ def build_parts(client: Client, config: Any, distributed_port: int, dist_init_re
 
     local_rank = _local_rank(client.args)
     device = _device(local_rank)
-    placement = placement_of(root.zero_optimization, dp_world_size)
+    placement = placement_of(root.zero_optimization, ranks.zero_size)
     precision = PrecisionPolicy.from_config(root, get_accelerator(), client.model)
     _check_device_supports(precision)
-    if gathers_between_pieces(placement, dp_world_size):
+    if gathers_between_pieces(placement, ranks.zero_size):
         refuse_whole_graphs(client.model)
     torch_optimizer = choose_optimizer(
         root,
@@ -187,15 +185,15 @@ def build_parts(client: Client, config: Any, distributed_port: int, dist_init_re
         on_host=placement.master_home is not Home.DEVICE,
     )
     groups = group_indices(torch_optimizer)
-    comm.check_same_model(model_lines(client.model, precision, torch_optimizer, groups), dp_group)
+    comm.check_same_model(model_lines(client.model, precision, torch_optimizer, groups), ranks.zero_group)
     _check_trains(placement, torch_optimizer)
     _check_updates_in_files(placement, torch_optimizer)
-    channels = _channels(placement, dp_group, device, by_nodes=_gathers_by_nodes(root))
+    channels = _channels(placement, ranks.zero_group, device, by_nodes=_gathers_by_nodes(root))
     _mark_leaf_modules(root, client.model)
     homes = open_homes(root, placement, device, rank=comm.get_rank(), state_itemsizes=state_itemsizes(torch_optimizer))
     runtime = ZeroRuntime(
         client.model,
-        _options(root, placement, precision, device, dp_world_size, torch_optimizer, homes),
+        _options(root, placement, precision, device, ranks.data_size, torch_optimizer, homes),
         channels,
         groups,
     )
@@ -215,23 +213,21 @@ def build_parts(client: Client, config: Any, distributed_port: int, dist_init_re
         torch_optimizer=torch_optimizer,
         device=device,
         channels=channels,
-        dp_group=dp_group,
-        dp_rank=dp_rank,
-        dp_world_size=dp_world_size,
+        standing=ranks,
         local_rank=local_rank,
         global_rank=comm.get_rank(),
         world_size=comm.get_world_size(),
     )
 
 
-def _parse_alike(config: Any, dp_group: Any, dp_world_size: int) -> ParsedConfig:
+def _parse_alike(config: Any, group: Any, data_size: int) -> ParsedConfig:
     """Reads the configuration, and sees to it that all ranks have the same one."""
     try:
-        parsed = parse(config, dp_world_size=dp_world_size)
+        parsed = parse(config, dp_world_size=data_size)
     except DeepSpeedConfigError as error:
-        comm.check_same_config(error, dp_group)  # raises it here, and a word about it on the others
+        comm.check_same_config(error, group)  # raises it here, and a word about it on the others
         raise
-    comm.check_same_config(compared_values(parsed.root), dp_group)
+    comm.check_same_config(compared_values(parsed.root), group)
     return parsed
 
 

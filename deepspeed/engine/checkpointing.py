@@ -241,7 +241,8 @@ class EngineCheckpoints:
         """The full state dict in the compute dtype on rank 0, None elsewhere, at any stage. Every rank must call it."""
         self._check_plain("_consolidated_16bit_state_dict")
         self._runtime.refuse_away("_consolidated_16bit_state_dict", "lp_params")
-        return full_state_dict(self._settled_subject(), self._parts.dp_rank, exclude_frozen=exclude_frozen_parameters)
+        rank = self._parts.standing.zero_rank
+        return full_state_dict(self._settled_subject(), rank, exclude_frozen=exclude_frozen_parameters)
 
     def load_module_state_dict(
         self,
@@ -283,11 +284,11 @@ class EngineCheckpoints:
     @property
     def _saver(self) -> Saver:
         if self._made_saver is None:
-            self._made_saver = Saver(self._parts.dp_group)
+            self._made_saver = Saver(self._parts.standing.zero_group)
         return self._made_saver
 
     def _check_plain(self, call: str) -> None:
-        if self._parts.client.mpu is not None and self._parts.client.mpu.get_model_parallel_world_size() > 1:
+        if self._parts.standing.model_size > 1:
             raise NotYetSupportedError(f"{call}: model-parallel ranks cannot be saved and loaded in this release")
         if self._runtime.in_backward:
             raise CallOrderError(f"{call}: a backward is running; call it between steps")

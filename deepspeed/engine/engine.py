@@ -102,7 +102,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, nn.Module):
             resume=self._resume_from,
             sums_are_open=lambda: self._micro_steps_since_update > 0,
         )
-        self._compiling = EngineCompile(self.module, gathers_between_pieces(parts.placement, parts.dp_world_size))
+        self._compiling = EngineCompile(self.module, gathers_between_pieces(parts.placement, parts.standing.zero_size))
         self._offloading = EngineOffload(parts)
         self._runtime.on_stray_backward = self._open_backward
         self._runtime.optimizer = self._updater
@@ -430,7 +430,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, nn.Module):
             data_sampler=data_sampler,
             collate_fn=collate_fn or self.collate_fn,
             num_local_io_workers=num_local_io_workers,
-            data_parallel_rank=self._parts.dp_rank,
+            data_parallel_rank=self._parts.standing.data_rank,
             data_parallel_world_size=self.dp_world_size,
             drop_last=self._root.dataloader_drop_last,
             shuffle=route == "train",
@@ -512,7 +512,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, nn.Module):
             settings=self._root.checkpoint,
             precision=self._precision.name,
             stage=self._root.zero_optimization.stage,
-            dp_world_size=self._parts.dp_world_size,
+            dp_world_size=self._parts.standing.zero_size,
             local_rank=self.local_rank,
             version=VERSION,
             use_fp32_weights=self._root.zero_optimization.load_from_fp32_weights,
@@ -559,7 +559,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, nn.Module):
         sharded = sum(bucket.layout.used_numel for bucket in self._runtime.buckets if bucket.is_sharded)
         groups = "" if layout.replicas == 1 else f" in groups of {layout.world_size}"
         return (
-            f"ZeRO stage {self.zero_optimization_stage()} on {self.dp_world_size} rank(s){groups}: "  # type: ignore[attr-defined]
+            f"ZeRO stage {self.zero_optimization_stage()} on {self.seq_dp_world_size} rank(s){groups}: "  # type: ignore[attr-defined]
             f"{numel:,} parameters in {len(layout.buckets)} buckets, {sharded:,} of them sharded between uses; batch "
             f"{self.train_batch_size()} = {self._batch.micro_batch_size} x {self._accumulation_steps} x "
             f"{self.dp_world_size} (micro-batch x accumulation x ranks)"

@@ -23,40 +23,46 @@ class EngineQueries:
     @property
     def dp_world_size(self) -> int:
         """Data-parallel ranks."""
-        return self._parts.dp_world_size
+        return self._parts.standing.data_size
 
-    seq_dp_world_size = dp_world_size
+    @property
+    def seq_dp_world_size(self) -> int:
+        """Data- and sequence-parallel ranks together: those among which ZeRO shards."""
+        return self._parts.standing.zero_size
 
     @property
     def mp_world_size(self) -> int:
         """Model-parallel ranks."""
-        return 1 if self.mpu is None else int(self.mpu.get_model_parallel_world_size())
+        return self._parts.standing.model_size
 
     @property
     def sequence_parallel_size(self) -> int:
-        """Ranks that share a sequence: always 1."""
-        return 1
+        """Ranks that share a sequence."""
+        return self._parts.standing.sequence_size
 
     @property
     def data_parallel_group(self) -> Any:
         """The torch process group of the data-parallel ranks; None for the default group."""
-        return self._parts.dp_group
+        return self._parts.standing.data_group
 
-    seq_data_parallel_group = data_parallel_group
+    @property
+    def seq_data_parallel_group(self) -> Any:
+        """The torch process group among which ZeRO shards; None for the default group."""
+        return self._parts.standing.zero_group
 
     def get_data_parallel_rank(self) -> int:
         """This rank among the data-parallel ranks."""
-        return self._parts.dp_rank
+        return self._parts.standing.data_rank
 
     def get_model_parallel_rank(self) -> int:
         """This rank among the model-parallel ranks."""
-        return 0 if self.mpu is None else int(self.mpu.get_model_parallel_rank())
+        return 0 if self.mp_world_size == 1 else int(self.mpu.get_model_parallel_rank())
 
     get_tensor_parallel_rank = get_model_parallel_rank
 
-    def get_sequence_parallel_group(self) -> None:
-        """None: there is no sequence parallelism."""
-        return
+    def get_sequence_parallel_group(self) -> Any:
+        """The torch process group of the ranks that share a sequence; None where none do."""
+        return self._parts.standing.sequence_group
 
     # -- optimizer queries -------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from deepspeed import comm
 from deepspeed.comm.connect import create_transport
+from deepspeed.comm.mpu import zero_group
 from deepspeed.config import parse
 from deepspeed.errors import CallOrderError, NotYetSupportedError
 from deepspeed.zero.access.gathered import GatheredParameters
@@ -62,7 +63,7 @@ class DeepSpeedZeRoOffload:  # noqa: N801 - the public name
         model_persistence_threshold: Elements that may stay gathered in all.
         dp_process_group: Process group that shares the parameters; None: all processes.
         offload_param_config: Not supported here; the configuration given to ``initialize`` decides.
-        mpu: Model-parallel unit whose data-parallel group shares the parameters.
+        mpu: Model-parallel unit whose data-parallel group (with its sequence-parallel ranks) shares the parameters.
         **others: Further arguments of upstream are not supported.
 
     Attributes:
@@ -94,7 +95,7 @@ class DeepSpeedZeRoOffload:  # noqa: N801 - the public name
             parse(ds_config, purpose="zero_init")
         if not comm.is_initialized():
             comm.init_distributed()
-        group = mpu.get_data_parallel_group() if dp_process_group is None and mpu is not None else dp_process_group
+        group = zero_group(mpu) if dp_process_group is None and mpu is not None else dp_process_group
         device = local_device()
         gather, reduce = (create_transport(group, device=device, timeout=comm.default_timeout()) for _ in range(2))
         limits = Limits(persistence=param_persistence_threshold, model_persistence=model_persistence_threshold)

@@ -13,6 +13,7 @@ from torch import nn
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.connect import shared_transport
+from deepspeed.comm.mpu import zero_group
 from deepspeed.config import ParsedConfig, parse
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.logging import log_dist
@@ -50,7 +51,7 @@ class Init:
         enabled: False: do nothing.
         dtype: Of floating parameters; None: bf16 or fp16 as the configuration says, else fp32; without a configuration
             each keeps its own.
-        mpu: Model-parallel unit whose data-parallel group shares the parameters.
+        mpu: Model-parallel unit whose data-parallel group (with its sequence-parallel ranks) shares the parameters.
         zero_param_parallel_group: Not supported; ``zero_hpz_partition_size`` in the configuration makes the groups.
         zero_quantized_weights: Not supported yet.
         zero_quantized_nontrainable_weights: Not supported yet.
@@ -99,7 +100,7 @@ class Init:
             comm.init_distributed()
         group = data_parallel_group if data_parallel_group is not None else sequence_data_parallel_group
         if group is None and mpu is not None:
-            group = mpu.get_data_parallel_group()
+            group = zero_group(mpu)
         self._device = local_device()
         self._overrides = frozenset(tensor_overrides)
         self.dtype = dtype if dtype is not None else _configured_dtype(parsed)
