@@ -20,7 +20,6 @@ import deepspeed
 from deepspeed import comm
 from deepspeed.accelerator import DeepSpeedAccelerator, cpu_has_bf16, get_accelerator, host_memory
 from deepspeed.accelerator.cpu import CPUAccelerator
-from deepspeed.config.unavailable import missing_features
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.features import FEATURES
 from deepspeed.launcher.devices import usable_cores
@@ -55,8 +54,7 @@ class Facts:
         versions: Name and version of each piece of software.
         machine: Name and value of each property of this machine.
         usable: What can be used here.
-        missing: Public names that this release does not have: what they are for, and what to do instead.
-        missing_keys: Config features that this release does not have, and the keys that would switch them on.
+        missing: Features that this release does not have, and what to do instead.
         warnings: One sentence per thing that will hurt.
     """
 
@@ -64,7 +62,6 @@ class Facts:
     machine: list[tuple[str, str]]
     usable: list[Usable]
     missing: list[tuple[str, str]]
-    missing_keys: list[tuple[str, str]]
     warnings: list[str] = field(default_factory=list)
 
 
@@ -77,7 +74,7 @@ def collect() -> Facts:
         warnings.insert(0, f"{error}. This report goes on with the CPU.")
         accelerator = CPUAccelerator()
     missing = [(feature.title, feature.instead) for feature in FEATURES]
-    return Facts(_versions(), _machine(accelerator), _usable(accelerator), missing, _missing_keys(), warnings)
+    return Facts(_versions(), _machine(accelerator), _usable(accelerator), missing, warnings)
 
 
 def _versions() -> list[tuple[str, str]]:
@@ -209,13 +206,6 @@ def _triton(accelerator: DeepSpeedAccelerator) -> Usable:
 
 def _has_package(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
-
-
-def _missing_keys() -> list[tuple[str, str]]:
-    keys: dict[str, list[str]] = {}
-    for feature, key in missing_features():
-        keys.setdefault(feature, []).append(key)
-    return [(feature, "\n".join(names)) for feature, names in keys.items()]
 
 
 def _machine_warnings() -> Iterator[str]:

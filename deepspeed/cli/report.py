@@ -47,8 +47,7 @@ def show(facts: Facts, console: Console, *, features: bool = True, warnings: boo
     """
     # What matters most comes last, where a terminal stops.
     if features:
-        console.print(_pairs("Not in this release: parts of the interface, and what to do instead", facts.missing))
-        console.print(_pairs("Not in this release: what these config keys switch on", facts.missing_keys))
+        console.print(_pairs("Not in this release, and what to do instead", facts.missing))
     console.print(_pairs("Versions", facts.versions))
     console.print(_pairs("This machine", facts.machine))
     if features:

@@ -22,7 +22,7 @@ from deepspeed.config.sections.optimizer import (
 from deepspeed.config.sections.root import Root
 from deepspeed.config.sections.scheduler import OWN_SCHEDULERS, TORCH_SCHEDULERS, UNUSABLE_SCHEDULERS
 from deepspeed.config.suggest import CONFUSIONS, WRAPPERS
-from deepspeed.config.unavailable import UNAVAILABLE
+from deepspeed.features import FEATURES
 
 HEAD = """\
 # Configuration reference
@@ -163,7 +163,8 @@ def _lines() -> Iterable[str]:
     yield ""
     yield "Switching one of these on is refused by name; the key may stand in the file switched off."
     yield ""
-    yield from _two_columns(("Feature", "Key"), ((row.feature, f"`{row.key}`") for row in UNAVAILABLE))
+    missing = [(f"`{key.name}`", feature.heading) for feature in FEATURES for key in feature.keys]
+    yield from _two_columns(("Key", "Feature"), missing)
     yield "## Old names"
     yield ""
     yield "Each is translated, with one line in the log, and refused beside its present name."

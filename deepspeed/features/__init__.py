@@ -1,11 +1,12 @@
-"""Public names of features that this release does not have.
+"""Features that this release does not have: their public names, and the keys that would switch them on.
 
 Programs import names they may never use. Each such name can be imported, and raises one sentence
 (:class:`~deepspeed.errors.NotYetSupportedError`) when it is used: called, instantiated or subclassed. ``isinstance``
 against it is False.
 
-:data:`FEATURES` is the only list; the placeholders, ``docs/reference/missing-features.md`` and ``ds_report`` are made
-from it. ``python -m deepspeed.features [FILE]`` writes the page.
+:data:`FEATURES` is the only list; the placeholders, the refusals of a configuration (``config.unavailable``),
+``docs/reference/missing-features.md`` and ``ds_report`` are made from it. ``python -m deepspeed.features [FILE]``
+writes the page.
 """
 
 from __future__ import annotations

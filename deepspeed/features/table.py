@@ -1,8 +1,51 @@
-"""The list of what is missing: one :class:`Feature` per thing, with its public names by module."""
+"""The list of what is missing: one :class:`Feature` per thing, with its public names and its configuration keys.
+
+A feature that comes into being deletes its row here and nothing else.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Key:
+    """A configuration key that would switch a missing feature on. Its section may stand in the file switched off.
+
+    Attributes:
+        name: With dots.
+        switched_on: Whether a value of the key does; never asked about an absent section.
+        off: How to switch it off.
+        idle_at_stage_0: At ZeRO stage 0 the key means nothing and is let pass.
+    """
+
+    name: str
+    switched_on: Callable[[Any], bool]
+    off: str
+    idle_at_stage_0: bool = False
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """The key as a path."""
+        return tuple(self.name.split("."))
+
+
+def switch(name: str, *, idle_at_stage_0: bool = False) -> Key:
+    """A key that is true or false."""
+    off = "set it to false or leave the section out" if name.endswith(".enabled") else "set it to false"
+    return Key(name, lambda value: value is True, off, idle_at_stage_0)
+
+
+def section(name: str) -> Key:
+    """A section that switches a feature on by being there."""
+    return Key(name, lambda value: value is not None, "leave the section out")
+
+
+def degree(name: str, off: int = 1) -> Key:
+    """A number of ranks, on above 1."""
+    return Key(name, lambda value: value > 1, f"set it to {off}")
 
 
 @dataclass(frozen=True)
@@ -13,11 +56,18 @@ class Feature:
         title: What it is, as the subject of a sentence.
         instead: What to do today: one sentence.
         names: Its public names, by module.
+        keys: The configuration keys that would switch it on.
     """
 
     title: str
     instead: str
-    names: dict[str, str]
+    names: dict[str, str] = field(default_factory=dict)
+    keys: tuple[Key, ...] = ()
+
+    @property
+    def heading(self) -> str:
+        """The title with a capital."""
+        return self.title[0].upper() + self.title[1:]
 
     def full_names(self) -> list[str]:
         """Every name with its module, in the order of the table."""
@@ -26,6 +76,16 @@ class Feature:
     def sentence(self, name: str) -> str:
         """What using ``name`` raises."""
         return f"{name}: {self.title} is not supported yet. {self.instead}"
+
+    def refusal(self, key: Key, found: str) -> str:
+        """What a configuration with ``key`` switched on is told.
+
+        Args:
+            key: One of :attr:`keys`.
+            found: Its value as it shall be shown; empty: not at all.
+        """
+        value = f" ({found})" if found else ""
+        return f"{self.heading}{value} does not exist here yet; {key.off}. {self.instead}"
 
 
 FEATURES: tuple[Feature, ...] = (
@@ -46,7 +106,7 @@ FEATURES: tuple[Feature, ...] = (
         },
     ),
     Feature(
-        "mixture of experts",
+        "expert parallelism (MoE layers, AutoEP)",
         "Use the model's own expert layers; ZeRO shards their parameters like any others.",
         {
             "deepspeed.moe.layer": "MoE",
@@ -57,6 +117,7 @@ FEATURES: tuple[Feature, ...] = (
                 "split_params_into_different_moe_groups_for_optimizer configure_moe_param_groups"
             ),
         },
+        (switch("expert_parallel.enabled"),),
     ),
     Feature(
         "sequence parallelism",
@@ -73,11 +134,13 @@ FEATURES: tuple[Feature, ...] = (
                 "get_sequence_data_parallel_rank"
             ),
         },
+        (degree("sequence_parallel_size"),),
     ),
     Feature(
-        "tensor parallelism",
+        "tensor parallelism (AutoTP)",
         "Shard the model with ZeRO stage 3, or hand in an mpu object that describes your own tensor parallelism.",
         {"deepspeed": "tp_model_init set_autotp_mode"},
+        (degree("tensor_parallel.autotp_size", off=0), degree("tensor_parallel.tensor_parallel.tp_size")),
     ),
     Feature(
         "the inference engine",
@@ -94,6 +157,7 @@ FEATURES: tuple[Feature, ...] = (
         "the hybrid engine for training with generation",
         "Generate with the trained module itself.",
         {"deepspeed.runtime.hybrid_engine": "DeepSpeedHybridEngine"},
+        (switch("hybrid_engine.enabled"),),
     ),
     Feature(
         "the fused transformer layer",
@@ -109,11 +173,26 @@ FEATURES: tuple[Feature, ...] = (
         "model compression",
         "Quantise with torch.ao or prune with torch.nn.utils.prune.",
         {"deepspeed.compression": "init_compression redundancy_clean student_initialization"},
+        (
+            switch("compression_training.layer_reduction.enabled"),
+            switch("compression_training.weight_quantization.shared_parameters.enabled"),
+            switch("compression_training.activation_quantization.shared_parameters.enabled"),
+            switch("compression_training.sparse_pruning.shared_parameters.enabled"),
+            switch("compression_training.row_pruning.shared_parameters.enabled"),
+            switch("compression_training.channel_pruning.shared_parameters.enabled"),
+            switch("compression_training.head_pruning.shared_parameters.enabled"),
+        ),
+    ),
+    Feature(
+        "quantised weights and quantised training",
+        "Quantise with torch.ao.",
+        keys=(switch("weight_quantization.enabled"), switch("quantize_training.enabled"), switch("eigenvalue.enabled")),
     ),
     Feature(
         "autotuning",
-        "Choose the micro-batch size and the ZeRO stage by hand.",
+        "Compare stages and micro-batch sizes with ds_plan --sweep, which starts nothing.",
         {"deepspeed.autotuning": "Autotuner"},
+        (switch("autotuning.enabled"),),
     ),
     Feature(
         "an optimizer wrapper for each precision",
@@ -133,11 +212,18 @@ FEATURES: tuple[Feature, ...] = (
         "a file writer of its own for checkpoints",
         "Use engine.save_checkpoint, which writes in the background with checkpoint.async_save.",
         {"deepspeed.io": "FastFileWriter FastFileWriterConfig MockFileWriter PyFileWriter"},
+        (section("checkpoint.writer"),),
     ),
     Feature(
         "the DataStates checkpoint engine",
         "Use engine.save_checkpoint.",
         {"deepspeed.datastates.config": "DeepSpeedDataStatesConfig"},
+        (section("datastates_ckpt"),),
+    ),
+    Feature(
+        "the Nebula checkpoint engine",
+        "Use engine.save_checkpoint, which writes in the background with checkpoint.async_save.",
+        keys=(switch("nebula.enabled"),),
     ),
     Feature(
         "a pluggable checkpoint engine",
@@ -153,5 +239,67 @@ FEATURES: tuple[Feature, ...] = (
         "binding processes to cores",
         "Start the ranks with deepspeed --bind_cores_to_rank.",
         {"deepspeed.utils.numa": "get_numactl_cmd get_numa_cores"},
+    ),
+    Feature(
+        "SuperOffload",
+        "Use offload_optimizer with device cpu.",
+        keys=(switch("zero_optimization.offload_optimizer.super_offload", idle_at_stage_0=True),),
+    ),
+    Feature("ZenFlow", "Use offload_optimizer with device cpu.", keys=(section("zero_optimization.zenflow"),)),
+    Feature(
+        "quantised gathers (ZeRO++ qwZ)",
+        "Keep gathers among neighbouring ranks with zero_hpz_partition_size.",
+        keys=(
+            switch("zero_optimization.zero_quantized_weights"),
+            switch("zero_optimization.zero_quantized_nontrainable_weights"),
+        ),
+    ),
+    Feature(
+        "quantised reductions (ZeRO++ qgZ, LoCo)",
+        "Reduce in 16 bits with communication_data_type.",
+        keys=(
+            switch("zero_optimization.zero_quantized_gradients"),
+            section("zero_optimization.zeropp_loco_param"),
+        ),
+    ),
+    Feature(
+        "16-bit masters and optimizer state",
+        "Masters and optimizer state are fp32; offload_optimizer keeps them off the device.",
+        keys=(
+            switch("fp16.fp16_master_weights_and_grads"),
+            switch("bf16.bf16_master_weights_and_grads"),
+            switch("bf16.bf16_optimizer_states"),
+        ),
+    ),
+    Feature(
+        "mixed precision by Apex or MS-AMP",
+        "Use bf16, fp16 or torch_autocast.",
+        keys=(switch("amp.enabled"), switch("msamp.enabled")),
+    ),
+    Feature(
+        "sparse gradient reduction",
+        "Gradients of embeddings are reduced like all others.",
+        keys=(switch("sparse_gradients"),),
+    ),
+    Feature(
+        "block-sparse attention",
+        "Use torch.nn.attention.flex_attention.",
+        keys=(section("sparse_attention"),),
+    ),
+    Feature("DeepCompile", "Use engine.compile(), which needs none of it.", keys=(switch("compile.deepcompile"),)),
+    Feature(
+        "elastic batch sizes",
+        "Set the batch keys; a checkpoint can be read by any number of ranks.",
+        keys=(switch("elasticity.enabled"),),
+    ),
+    Feature(
+        "curriculum learning and token dropping",
+        "Order and cut the samples in the data loader.",
+        keys=(switch("data_efficiency.enabled"), switch("curriculum_learning.enabled")),
+    ),
+    Feature(
+        "progressive layer dropping",
+        "Drop layers in the model's own forward.",
+        keys=(switch("progressive_layer_drop.enabled"),),
     ),
 )

@@ -12,8 +12,9 @@ from deepspeed.config.findings import dotted
 from deepspeed.config.sections.root import Root
 from deepspeed.config.sections.zero import ZeroOptimization
 from deepspeed.config.suggest import CONFUSIONS, WRAPPERS, declared_paths
-from deepspeed.config.unavailable import UNAVAILABLE, missing_features, value_at
+from deepspeed.config.unavailable import value_at
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.features import FEATURES
 from tests.config.support import nest, only_problem, problems, read
 
 
@@ -369,25 +370,29 @@ SWITCHED_ON: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("row", UNAVAILABLE, ids=lambda row: row.key)
-def test_a_missing_feature_is_refused_when_enabled_and_accepted_when_not(row: Any) -> None:
-    value = SWITCHED_ON.get(row.key, True)
-    config = nest(row.path, value)
+KEYS = [(feature, key) for feature in FEATURES for key in feature.keys]
+
+
+@pytest.mark.parametrize(("feature", "key"), KEYS, ids=[key.name for _, key in KEYS])
+def test_a_missing_feature_is_refused_when_enabled_and_accepted_when_not(feature: Any, key: Any) -> None:
+    value = SWITCHED_ON.get(key.name, True)
+    config = nest(key.path, value)
     config.setdefault("zero_optimization", {}).setdefault("stage", 3)
     refusals = [each for each in problems(config) if "does not exist here yet" in each]
-    assert len(refusals) == 1 and refusals[0].startswith(f"{row.key}: {row.feature}")
-    default = value_at(Root(), row.path)
+    assert len(refusals) == 1 and refusals[0].startswith(f"{key.name}: {feature.heading}")
+    assert refusals[0].endswith(f"; {key.off}. {feature.instead}")
+    default = value_at(Root(), key.path)
     if default is not None:
-        off = nest(row.path, default)
+        off = nest(key.path, default)
         assert read(off).notices == []
-    elif row.key.endswith(".enabled"):
-        assert read(nest(row.path, False)).notices == []
+    elif key.name.endswith(".enabled"):
+        assert read(nest(key.path, False)).notices == []
 
 
-def test_the_list_of_missing_features() -> None:
-    listed = dict(missing_features())
-    assert len(listed) > 30 and all(key in declared_paths() for key in listed.values())
-    assert all(row.instead for row in UNAVAILABLE)
+def test_the_keys_of_missing_features_exist_and_occur_once() -> None:
+    names = [key.name for _, key in KEYS]
+    assert len(names) > 30 and len(names) == len(set(names))
+    assert set(names) <= set(declared_paths())
 
 
 def test_presence_forms() -> None:
