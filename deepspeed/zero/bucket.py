@@ -376,9 +376,9 @@ class Bucket(Holder):
         for tile in self.changed_params():
             parameter = self.params[tile]
             self._check_shape(tile)
-            part = self.part(tile)
-            if part is not None:
-                self.keep_part(tile, part, parameter.data.reshape(-1)[part.tile_start : part.tile_stop])
+            fragment = self.fragment(tile)
+            if fragment is not None:
+                self.keep_fragment(fragment, parameter.data.reshape(-1)[fragment.in_tile])
             self.remember_value(tile)
             warn_once(
                 "written-in-forward",

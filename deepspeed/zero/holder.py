@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from deepspeed.comm.transport import Transport
-from deepspeed.zero.intervals import Part, part_of
-from deepspeed.zero.layout import BucketLayout
+from deepspeed.zero.layout import BucketLayout, Fragment
 
 
 class State(Enum):
@@ -83,26 +82,21 @@ class Holder:
         self.gatherer: Gatherer | None = None
         self.owner: Any = None
 
-    def part(self, tile: int) -> Part | None:
-        """This rank's part of a tile, or None."""
-        return part_of(self.layout, tile, self.transport.rank)
+    def fragment(self, tile: int) -> Fragment | None:
+        """What this rank's slice has of a tile, or None."""
+        return self.layout.fragment(tile, self.transport.rank)
 
-    def read_part(self, part: Part) -> torch.Tensor:
-        """A view of this rank's part in the shard."""
-        return self.shard[part.slice_start : part.slice_start + part.numel]
-
-    def keep_part(self, tile: int, part: Part, values: torch.Tensor) -> None:
-        """Writes this rank's part of a parameter into the shard and, where it differs, into the master.
+    def keep_fragment(self, fragment: Fragment, values: torch.Tensor) -> None:
+        """Writes this rank's fragment of a parameter into the shard and, where it differs, into the master.
 
         Args:
-            tile: Index of the parameter.
-            part: This rank's part of it.
-            values: 1-D, of that part.
+            fragment: Of this rank.
+            values: 1-D, of that fragment.
         """
         master = self.owner.master_of(self) if self.owner is not None else None
         if master is not None:
-            master.adopt(tile, values, part.tile_start)
-        self.read_part(part).copy_(values)
+            master.adopt(fragment.tile, values, fragment.tile_start)
+        self.shard[fragment.in_slice].copy_(values)
 
     def lend(self, tile: int, parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
         """Makes one parameter full with values in a tensor of its own, in the parameter's shape."""

@@ -1,53 +1,11 @@
-"""Which rank owns which interval of a parameter, and what must travel when that changes. Pure arithmetic."""
+"""What must travel when the fragments of a tile change their owners. Pure arithmetic."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from deepspeed.zero.layout import BucketLayout
-
-
-@dataclass(frozen=True)
-class Part:
-    """An interval of one flattened tile on the rank that owns it.
-
-    Attributes:
-        rank: The owner.
-        tile_start: First element in the flattened tile.
-        slice_start: Where that element lies in the owner's slice.
-        numel: Length in elements; never 0.
-    """
-
-    rank: int
-    tile_start: int
-    slice_start: int
-    numel: int
-
-    @property
-    def tile_stop(self) -> int:
-        """One past the last element in the flattened tile."""
-        return self.tile_start + self.numel
-
-
-def tile_parts(layout: BucketLayout, tile: int) -> list[Part]:
-    """The owners of one tile, in order; together they cover it. A rank occurs at most once."""
-    start, numel, length = layout.starts[tile], layout.tiles[tile].numel, layout.slice_numel
-    parts = []
-    position = start
-    while position < start + numel:
-        rank = position // length
-        stop = min(start + numel, (rank + 1) * length)
-        parts.append(Part(rank, position - start, position - rank * length, stop - position))
-        position = stop
-    return parts
-
-
-def part_of(layout: BucketLayout, tile: int, rank: int) -> Part | None:
-    """What ``rank`` owns of one tile, or None."""
-    start, length = layout.starts[tile], layout.slice_numel
-    first, last = max(start, rank * length), min(start + layout.tiles[tile].numel, (rank + 1) * length)
-    return Part(rank, first - start, first - rank * length, last - first) if first < last else None
+from deepspeed.zero.layout import Fragment
 
 
 @dataclass(frozen=True)
@@ -69,12 +27,12 @@ class Move:
     numel: int
 
 
-def moves(old: Sequence[Part], new: Sequence[Part]) -> list[Move]:
-    """What travels when a tile that lies in the parts ``old`` shall lie in the parts ``new``.
+def moves(old: Sequence[Fragment], new: Sequence[Fragment]) -> list[Move]:
+    """What travels when a tile that lies in the fragments ``old`` shall lie in the fragments ``new``.
 
     Args:
-        old: Parts that cover the tile, in order.
-        new: Parts that cover the tile, in order.
+        old: Fragments that cover the tile, in order.
+        new: Fragments that cover the tile, in order.
     """
     found, first = [], 0
     for target in new:

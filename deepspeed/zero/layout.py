@@ -36,15 +36,32 @@ class Fragment:
 
     Attributes:
         tile: Index of the tile in its bucket.
+        rank: Whose slice.
         tile_start: First element of the interval in the flattened tile.
         slice_start: Where that element lies in the rank's slice.
         numel: Length in elements; never 0.
     """
 
     tile: int
+    rank: int
     tile_start: int
     slice_start: int
     numel: int
+
+    @property
+    def tile_stop(self) -> int:
+        """One past the last element in the flattened tile."""
+        return self.tile_start + self.numel
+
+    @property
+    def in_tile(self) -> slice:
+        """Indexes the flattened tile."""
+        return slice(self.tile_start, self.tile_start + self.numel)
+
+    @property
+    def in_slice(self) -> slice:
+        """Indexes whatever is aligned with the rank's slice."""
+        return slice(self.slice_start, self.slice_start + self.numel)
 
 
 @dataclass(frozen=True)
@@ -105,15 +122,21 @@ class BucketLayout:
         """As :meth:`slice_bounds`, of ``parts`` equal parts, a multiple of ``world_size`` that the padding allows."""
         return position * self.numel // parts, (position + 1) * self.numel // parts
 
+    def fragment(self, tile: int, rank: int) -> Fragment | None:
+        """What ``rank`` owns of one tile, or None."""
+        start, (lower, upper) = self.starts[tile], self.slice_bounds(rank)
+        first, last = max(start, lower), min(start + self.tiles[tile].numel, upper)
+        return Fragment(tile, rank, first - start, first - lower, last - first) if first < last else None
+
     def fragments(self, rank: int) -> tuple[Fragment, ...]:
         """What ``rank`` owns of each tile, in buffer order. Tiles that it does not touch are left out."""
-        lower, upper = self.slice_bounds(rank)
-        found = []
-        for index, (tile, start) in enumerate(zip(self.tiles, self.starts, strict=True)):
-            first, last = max(start, lower), min(start + tile.numel, upper)
-            if first < last:
-                found.append(Fragment(index, first - start, first - lower, last - first))
-        return tuple(found)
+        return tuple(part for tile in range(len(self.tiles)) if (part := self.fragment(tile, rank)) is not None)
+
+    def fragments_of(self, tile: int) -> list[Fragment]:
+        """What each rank owns of one tile, in order; together they cover it."""
+        start, numel = self.starts[tile], self.tiles[tile].numel
+        ranks = range(start // self.slice_numel, -(-(start + numel) // self.slice_numel)) if numel else range(0)
+        return [part for rank in ranks if (part := self.fragment(tile, rank)) is not None]
 
     def runs(self, rank: int) -> tuple[Run, ...]:
         """The runs of ``rank``'s slice, in order; stretches without a param group are left out."""
@@ -129,13 +152,6 @@ class BucketLayout:
             else:
                 found.append(Run(tile.param_group, first - lower, last - lower))
         return tuple(found)
-
-    def locate(self, offset: int) -> int | None:
-        """Index of the tile that holds element ``offset`` of the buffer, or None for padding."""
-        for index, (tile, start) in enumerate(zip(self.tiles, self.starts, strict=True)):
-            if start <= offset < start + tile.numel:
-                return index
-        return None
 
 
 def bucket_layout(

@@ -17,7 +17,6 @@ import torch
 from deepspeed.comm.transport import Transport
 from deepspeed.ops.segments import Segment, SegmentTable, SharedTensor
 from deepspeed.zero.bucket import Bucket
-from deepspeed.zero.intervals import Part, part_of
 from deepspeed.zero.layout import BucketLayout, Fragment, Run
 from deepspeed.zero.placement import Home
 from deepspeed.zero.storage import Kind, Ledger, Memory
@@ -218,20 +217,20 @@ class MasterBucket:
                 rank does not own is passed over.
             offset: See ``values``.
         """
-        part = self.part(tile)
-        if self.out is None or part is None:
+        fragment = self.fragment(tile)
+        if self.out is None or fragment is None:
             return
-        first, last = max(part.tile_start, offset), min(part.tile_stop, offset + values.numel())
+        first, last = max(fragment.tile_start, offset), min(fragment.tile_stop, offset + values.numel())
         if first >= last:
             return
-        start = part.slice_start + first - part.tile_start
+        start = fragment.slice_start + first - fragment.tile_start
         mine = self.flat[start : start + last - first]
         new = values[first - offset : last - offset].to(mine.device)
         mine.copy_(torch.where(new == mine.to(new.dtype), mine, new.to(mine.dtype)))
 
-    def part(self, tile: int) -> Part | None:
+    def fragment(self, tile: int) -> Fragment | None:
         """What this rank owns of the master of one parameter, or None."""
-        return part_of(self.layout, tile, self.rank)
+        return self.layout.fragment(tile, self.rank)
 
     def whole_tile(self, tile: int) -> torch.Tensor:
         """The master of one parameter in its shape, as a view; only where masters are not cut over ranks."""
@@ -279,8 +278,7 @@ class MasterBucket:
     def first_non_finite(self, gradient: torch.Tensor) -> int | None:
         """Index of the first tile whose part of ``gradient`` (aligned with the master) is not finite, or None."""
         for fragment in self.fragments:
-            part = gradient[fragment.slice_start : fragment.slice_start + fragment.numel]
-            if not bool(torch.isfinite(part).all()):
+            if not bool(torch.isfinite(gradient[fragment.in_slice]).all()):
                 return fragment.tile
         return None
 

@@ -51,6 +51,12 @@ def models(draw):
     return units, limits, draw(WORLD)
 
 
+def holders_of(bucket: BucketLayout, offset: int) -> list[int]:
+    """Tiles that hold an element of the buffer."""
+    places = enumerate(zip(bucket.starts, bucket.tiles, strict=True))
+    return [index for index, (start, tile) in places if start <= offset < start + tile.numel]
+
+
 @given(buckets())
 def test_every_element_is_owned_exactly_once(bucket: BucketLayout):
     owned: Counter[tuple[int, int]] = Counter()
@@ -104,7 +110,7 @@ def test_runs_cover_exactly_the_tiles_with_a_group(bucket: BucketLayout):
                 assert group_of.get(element, -1) == group
         used = {e for f in bucket.fragments(rank) for e in range(f.slice_start, f.slice_start + f.numel)}
         for element in set(group_of) - used:
-            assert bucket.locate(lower + element) is None, "what a run holds besides its tiles is padding"
+            assert not holders_of(bucket, lower + element), "what a run holds besides its tiles is padding"
 
 
 @given(buckets())
@@ -117,16 +123,11 @@ def test_runs_are_as_long_as_they_can_be(bucket: BucketLayout):
         assert len({run.param_group for run in runs}) == len(runs), "tiles of a group lie side by side"
 
 
-@given(buckets(), st.data())
-def test_locate(bucket: BucketLayout, data):
-    offset = data.draw(st.integers(0, max(bucket.numel - 1, 0)))
-    holders = [
-        index
-        for index, (start, tile) in enumerate(zip(bucket.starts, bucket.tiles, strict=True))
-        if start <= offset < start + tile.numel
-    ]
-    assert bucket.locate(offset) == (holders[0] if holders else None)
-    assert len(holders) <= 1
+@given(buckets())
+def test_fragments_of_a_tile_are_those_of_its_ranks(bucket: BucketLayout):
+    by_rank = [fragment for rank in range(bucket.world_size) for fragment in bucket.fragments(rank)]
+    for tile in range(len(bucket.tiles)):
+        assert bucket.fragments_of(tile) == [fragment for fragment in by_rank if fragment.tile == tile]
 
 
 @given(tiles(), WORLD, WORLD)

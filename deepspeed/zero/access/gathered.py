@@ -21,10 +21,11 @@ from deepspeed.comm.transport import Piece, Transport
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.logging import warn_once
 from deepspeed.zero.access.external import register_external_parameter
+from deepspeed.zero.assemble import assemble, scatter
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.calls import compare_calls
 from deepspeed.zero.holder import Address, Holder, Loan, State, address_of
-from deepspeed.zero.intervals import Part, tile_parts
+from deepspeed.zero.layout import Fragment
 from deepspeed.zero.untouched import untouched
 
 Entry = tuple[torch.nn.Parameter, Address]
@@ -207,21 +208,18 @@ class GatheredBlock:
 
     def _lend(self, entries: list[Entry]) -> None:
         """Brings the parts of the parameters together in tensors of their own."""
-        pieces: list[Piece] = []
+        parcels: list[Piece] = []
         tensors = []
         for _, address in entries:
             holder = address.holder
             # Made in its shape: a view would hold its base, and then look as if the program still held a view.
             tensor = torch.empty(address.shape, dtype=holder.dtype, device=holder.device)
             tensors.append(tensor)
-            flat = tensor.view(-1)
-            for part in tile_parts(holder.layout, address.tile):
-                place = flat[part.tile_start : part.tile_stop]
-                if part.rank == self._transport.rank:
-                    place.copy_(holder.read_part(part))
-                pieces.append(Piece(part.rank, None, place))
+            fragment = holder.fragment(address.tile)
+            mine = None if fragment is None else holder.shard[fragment.in_slice]
+            parcels += assemble(holder.layout, address.tile, self._transport.rank, mine, tensor.view(-1))
         if entries:
-            self._transport.move(pieces, label=f"the values of {_label(entries)}")
+            self._transport.move(parcels, label=f"the values of {_label(entries)}")
         for (parameter, address), tensor in zip(entries, tensors, strict=True):
             loan = address.holder.loans[address.tile]
             loan.tensor = tensor
@@ -332,8 +330,8 @@ class GatheredBlock:
     def _publish(self) -> None:
         """The modifier's values reach every rank that keeps them: everybody, or the owner of each part."""
         assert self._modifier is not None
-        pieces: list[Piece] = []
-        arriving: list[tuple[Holder, int, Part, torch.Tensor]] = []
+        parcels: list[Piece] = []
+        arriving: list[tuple[Holder, Fragment, torch.Tensor]] = []
         for parameter, address in [*self._present, *self._lent]:
             _back_in_place(parameter, address)
         group, modifier = divmod(self._modifier, self._transport.size)
@@ -341,18 +339,17 @@ class GatheredBlock:
         for parameter, address in [*self._present, *self._lent]:
             holder, values = address.holder, parameter.data.view(-1)
             if self._stays_full(address):
-                pieces.append(Piece(modifier, None, values))
+                parcels.append(Piece(modifier, None, values))
                 continue
-            for part in tile_parts(holder.layout, address.tile):
-                place = values[part.tile_start : part.tile_stop]
-                if part.rank == self._transport.rank:
-                    arriving.append((holder, address.tile, part, place))
-                if part.rank != modifier:
-                    pieces.append(Piece(modifier, part.rank, place))
-        if pieces:
-            self._transport.move(pieces, label=f"the changes of {_label(self._entries)}")
-        for holder, tile, part, values in arriving:
-            holder.keep_part(tile, part, values)
+            fragment = holder.fragment(address.tile)
+            place = None if fragment is None else values[fragment.in_tile]
+            if fragment is not None and place is not None:
+                arriving.append((holder, fragment, place))
+            parcels += scatter(holder.layout, address.tile, self._transport.rank, modifier, values, place)
+        if self._present or self._lent:  # every rank takes part, also one that has nothing to send or get
+            self._transport.move(parcels, label=f"the changes of {_label(self._entries)}")
+        for holder, fragment, values in arriving:
+            holder.keep_fragment(fragment, values)
         for parameter, address in [*self._present, *self._lent]:
             if self._stays_full(address):
                 keep_full(address, parameter.data)
@@ -367,8 +364,8 @@ class GatheredBlock:
         replicas = self._transport.replicas
         if replicas is not None and self._transport.rank == modifier:
             edited = [parameter.data.view(-1) for parameter, _ in [*self._present, *self._lent]]
-            pieces = [Piece(group, None, values) for values in edited]
-            replicas.move(pieces, label=f"the changes of {_label(self._entries)}")
+            parcels = [Piece(group, None, values) for values in edited]
+            replicas.move(parcels, label=f"the changes of {_label(self._entries)}")
 
     def _stays_full(self, address: Address) -> bool:
         """Whether every rank goes on using the full values after this block."""
@@ -430,11 +427,11 @@ def _was_edited(parameter: torch.nn.Parameter, address: Address, loan: Loan) -> 
     values = loan.backup if loan.backup is not None else _master_values(address)
     if values is not None:
         return not _same_bits(parameter.data, values)
-    part = address.holder.part(address.tile) if address.holder.is_sharded else None
-    if part is None:
+    fragment = address.holder.fragment(address.tile) if address.holder.is_sharded else None
+    if fragment is None:
         return False
-    mine = parameter.data.reshape(-1)[part.tile_start : part.tile_stop]
-    return not _same_bits(mine, address.holder.read_part(part).to(mine.device))
+    mine = parameter.data.reshape(-1)[fragment.in_tile]
+    return not _same_bits(mine, address.holder.shard[fragment.in_slice].to(mine.device))
 
 
 def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -456,9 +453,9 @@ def keep_full(address: Address, values: torch.Tensor) -> None:
     if master is not None:
         master.adopt(tile, flat, 0)
     if holder.is_sharded:
-        part = holder.part(tile)
-        if part is not None:
-            holder.read_part(part).copy_(flat[part.tile_start : part.tile_stop])
+        fragment = holder.fragment(tile)
+        if fragment is not None:
+            holder.shard[fragment.in_slice].copy_(flat[fragment.in_tile])
     if isinstance(holder, Bucket) and holder.state is State.FULL:
         view = holder.view(tile)
         if view.data_ptr() != values.data_ptr():
@@ -502,8 +499,8 @@ def partition(params: Iterable[torch.Tensor], *, keep_values: bool) -> None:
             if loan is None or loan.tensor is None or loan.depth > 1:
                 continue
             if keep_values:
-                part = holder.part(address.tile)
-                if part is not None:
-                    holder.keep_part(address.tile, part, parameter.data.reshape(-1)[part.tile_start : part.tile_stop])
+                fragment = holder.fragment(address.tile)
+                if fragment is not None:
+                    holder.keep_fragment(fragment, parameter.data.reshape(-1)[fragment.in_tile])
             del holder.loans[address.tile]
             holder.take_back(address.tile, parameter)  # type: ignore[arg-type]

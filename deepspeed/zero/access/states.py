@@ -15,14 +15,13 @@ from typing import Any
 
 import torch
 
-from deepspeed.comm.transport import Piece
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.zero.access.gathered import keep_full
 from deepspeed.zero.access.whole_buckets import DTYPES, bucket_source
+from deepspeed.zero.assemble import assemble
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.calls import compare_calls
 from deepspeed.zero.holder import Address, address_of
-from deepspeed.zero.intervals import tile_parts
 from deepspeed.zero.masters import MasterBucket, MasterRun
 from deepspeed.zero.runtime import ZeroRuntime
 from deepspeed.zero.untouched import untouched
@@ -49,14 +48,14 @@ class _Trained:
 
     def mine(self, flat: torch.Tensor) -> torch.Tensor:
         """A view of this rank's part in a tensor that is aligned with the master."""
-        part = self.master.part(self.address.tile)
-        return flat[:0] if part is None else flat[part.slice_start : part.slice_start + part.numel]
+        fragment = self.master.fragment(self.address.tile)
+        return flat[:0] if fragment is None else flat[fragment.in_slice]
 
     def mine_of_full(self, value: torch.Tensor) -> torch.Tensor:
         """This rank's part of a whole value, 1-D."""
-        part = self.master.part(self.address.tile)
+        fragment = self.master.fragment(self.address.tile)
         flat = value.reshape(-1)
-        return flat[:0] if part is None else flat[part.tile_start : part.tile_stop]
+        return flat[:0] if fragment is None else flat[fragment.in_tile]
 
     def gradient(self) -> torch.Tensor | None:
         """This rank's part of the reduced gradient, as a view; None before backward and after the update."""
@@ -70,10 +69,10 @@ class _Trained:
 
     def run(self) -> MasterRun | None:
         """The stretch of the master that holds this rank's part; one suffices, since runs are never cut in a tile."""
-        part = self.master.part(self.address.tile)
-        if part is None:
+        fragment = self.master.fragment(self.address.tile)
+        if fragment is None:
             return None
-        return next((r for r in self.master.runs if r.span.start <= part.slice_start < r.span.stop), None)
+        return next((r for r in self.master.runs if r.span.start <= fragment.slice_start < r.span.stop), None)
 
     def states(self) -> dict[str, Any]:
         """The optimizer state of that run."""
@@ -84,10 +83,10 @@ class _Trained:
 
     def state_view(self, value: torch.Tensor) -> torch.Tensor:
         """This rank's part of a per-element state, as a view."""
-        run, part = self.run(), self.master.part(self.address.tile)
-        assert run is not None and part is not None
-        start = part.slice_start - run.span.start
-        return value.view(-1)[start : start + part.numel]
+        run, fragment = self.run(), self.master.fragment(self.address.tile)
+        assert run is not None and fragment is not None
+        start = fragment.slice_start - run.span.start
+        return value.view(-1)[start : start + fragment.numel]
 
 
 def _trained(parameter: torch.Tensor) -> _Trained | None:
@@ -117,17 +116,12 @@ def _agree(found: _Trained, call: str, numbers: tuple[int, ...] = ()) -> list[li
 
 def _assemble(found: _Trained, mine: torch.Tensor, label: str) -> torch.Tensor:
     """The whole value from everybody's part."""
-    address, layout, transport = found.address, found.master.layout, found.master.transport
+    address, master = found.address, found.master
     if found.is_whole:
         return mine.to(found.bucket.device, copy=True).view(address.shape)
     flat = torch.empty(address.numel, dtype=mine.dtype, device=found.bucket.device)
-    pieces = []
-    for part in tile_parts(layout, address.tile):
-        place = flat[part.tile_start : part.tile_stop]
-        if part.rank == transport.rank:
-            place.copy_(mine)
-        pieces.append(Piece(part.rank, None, place))
-    transport.move(pieces, label=f"{label} of {address.name}")
+    parcels = assemble(master.layout, address.tile, master.transport.rank, mine, flat)
+    master.transport.move(parcels, label=f"{label} of {address.name}")
     return flat.view(address.shape)
 
 
@@ -140,8 +134,8 @@ def _check_full(found: _Trained, value: torch.Tensor, call: str) -> None:
 
 
 def _check_local(found: _Trained, value: torch.Tensor, call: str) -> None:
-    part = found.master.part(found.address.tile)
-    numel = 0 if part is None else part.numel
+    fragment = found.master.fragment(found.address.tile)
+    numel = 0 if fragment is None else fragment.numel
     if value.numel() != numel:
         raise DeepSpeedConfigError(
             f"{call}: this rank's part of {found.address.name!r} has {numel} elements, the value has {value.numel()}"
@@ -209,9 +203,9 @@ def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) ->
         mine.copy_(value.reshape(-1))
         bucket = found.bucket
         if bucket.is_sharded and bucket.state.value == "sharded" and bucket.owners is None:
-            part = bucket.part(found.address.tile)
-            if part is not None:
-                bucket.read_part(part).copy_(mine)
+            fragment = bucket.fragment(found.address.tile)
+            if fragment is not None:
+                bucket.shard[fragment.in_slice].copy_(mine)
             return
         # Everybody computes with the whole value, so the parts go round.
         _agree(found, "safe_set_local_fp32_param")
@@ -437,7 +431,7 @@ def safe_set_local_optimizer_state(param: torch.nn.Parameter, value: torch.Tenso
 
 
 def _write_state(found: _Trained, value: torch.Tensor, key: str) -> None:
-    if found.master.part(found.address.tile) is None:
+    if found.master.fragment(found.address.tile) is None:
         return
     old = found.states().get(key)
     if not isinstance(old, torch.Tensor) or old.dim() == 0:

@@ -75,8 +75,8 @@ def _local_tensor(parameter: torch.nn.Parameter, address: Address) -> torch.Tens
     holder = address.holder
     if not holder.is_sharded:
         return parameter.detach().view(-1)
-    part = holder.part(address.tile)
-    return holder.shard[:0] if part is None else holder.read_part(part)
+    fragment = holder.fragment(address.tile)
+    return holder.shard[:0] if fragment is None else holder.shard[fragment.in_slice]
 
 
 def _local_numel(parameter: torch.nn.Parameter, address: Address) -> int:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from deepspeed.comm.transport import Piece, Transport
+from deepspeed.comm.transport import Transport
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.zero.assemble import assemble
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.calls import compare_calls
-from deepspeed.zero.intervals import tile_parts
 from deepspeed.zero.layout import BucketLayout
 from deepspeed.zero.masters import MasterBucket
 from deepspeed.zero.runtime import ZeroRuntime
@@ -68,17 +68,14 @@ class Source:
         return whole[start : start + described.numel].view(described.shape)
 
     def _read_some(self, tiles: Sequence[int]) -> dict[int, torch.Tensor]:
-        found, pieces = {}, []
+        found, parcels, rank = {}, [], self.transport.rank
         for tile in tiles:
-            described = self.layout.tiles[tile]
+            described, fragment = self.layout.tiles[tile], self.layout.fragment(tile, rank)
             flat = torch.empty(described.numel, dtype=self.flat.dtype, device=self.device)
-            for part in tile_parts(self.layout, tile):
-                place = flat[part.tile_start : part.tile_stop]
-                if part.rank == self.transport.rank:
-                    place.copy_(self.flat[part.slice_start : part.slice_start + part.numel])
-                pieces.append(Piece(part.rank, None, place))
+            mine = None if fragment is None else self.flat[fragment.in_slice]
+            parcels += assemble(self.layout, tile, rank, mine, flat)
             found[tile] = flat.view(described.shape)
-        self.transport.move(pieces, label=self.label)
+        self.transport.move(parcels, label=self.label)
         return found
 
 

@@ -14,8 +14,9 @@ import torch
 
 from deepspeed.comm.transport import Piece, Transport
 from deepspeed.zero.access.gathered import GatheredBlock
+from deepspeed.zero.assemble import assemble, scatter
 from deepspeed.zero.holder import Address, address_of
-from deepspeed.zero.intervals import moves, part_of, tile_parts
+from deepspeed.zero.intervals import moves
 from deepspeed.zero.layout import BucketLayout
 from deepspeed.zero.sharded_parameter import ShardedParameter
 
@@ -78,13 +79,13 @@ class _Round:
         self.flat = flat
         self.transport = transport
         self.rank = transport.rank
-        self.pieces: list[Piece] = []
+        self.parcels: list[Piece] = []
         self.arrivals: list[tuple[torch.Tensor, torch.Tensor]] = []  # (place, values) to copy when the round is over
 
     def travel(self) -> None:
         """Moves what was planned."""
         tiles = self.layout.tiles
-        self.transport.move(self.pieces, label=f"the first values of {tiles[0].name if tiles else 'an empty bucket'}")
+        self.transport.move(self.parcels, label=f"the first values of {tiles[0].name if tiles else 'an empty bucket'}")
         for place, values in self.arrivals:
             if place.data_ptr() != values.data_ptr():
                 place.copy_(values)
@@ -100,7 +101,7 @@ class _Slice(_Round):
     def from_parts(self, tile: int, address: Address) -> None:
         """Sharded before, sharded after: intervals that change their owner."""
         holder, flat = address.holder, self.flat
-        for move in moves(tile_parts(holder.layout, address.tile), tile_parts(self.layout, tile)):
+        for move in moves(holder.layout.fragments_of(address.tile), self.layout.fragments_of(tile)):
             place = source = None
             if move.target == self.rank:
                 place = flat[move.target_start : move.target_start + move.numel]
@@ -114,21 +115,15 @@ class _Slice(_Round):
             if place is not None:
                 tensor = self.landing_for(place, holder.dtype)
                 self.arrivals.append((place, tensor))
-            self.pieces.append(Piece(move.source, move.target, tensor))
+            self.parcels.append(Piece(move.source, move.target, tensor))
 
     def from_rank_0(self, tile: int, values: torch.Tensor) -> None:
-        """Whole before, sharded after. Ranks that only receive need not look at the parts of others."""
-        mine = part_of(self.layout, tile, self.rank)
-        for part in tile_parts(self.layout, tile) if self.rank == 0 else [mine] if mine is not None else []:
-            piece = values[part.tile_start : part.tile_stop]
-            place = None
-            if part.rank == self.rank:
-                place = self.flat[part.slice_start : part.slice_start + part.numel]
-            if part.rank == 0:
-                if place is not None:
-                    self.arrivals.append((place, piece))
-                continue
-            self.pieces.append(Piece(0, part.rank, piece if self.rank == 0 else place))
+        """Whole before, sharded after."""
+        fragment = self.layout.fragment(tile, self.rank)
+        place = None if fragment is None else self.flat[fragment.in_slice]
+        if self.rank == 0 and fragment is not None and place is not None:
+            self.arrivals.append((place, values[fragment.in_tile]))
+        self.parcels += scatter(self.layout, tile, self.rank, 0, values, place)
 
 
 class _Whole(_Round):
@@ -142,11 +137,9 @@ class _Whole(_Round):
         """Sharded before, on every rank after."""
         holder, place = address.holder, self._place(tile)
         whole = self.landing_for(place, holder.dtype)
-        for part in tile_parts(holder.layout, address.tile):
-            target = whole[part.tile_start : part.tile_stop]
-            if part.rank == self.rank:
-                target.copy_(holder.read_part(part))
-            self.pieces.append(Piece(part.rank, None, target))
+        fragment = holder.fragment(address.tile)
+        mine = None if fragment is None else holder.shard[fragment.in_slice]
+        self.parcels += assemble(holder.layout, address.tile, self.rank, mine, whole)
         self.arrivals.append((place, whole))
 
     def from_rank_0(self, tile: int, values: torch.Tensor) -> None:
@@ -154,4 +147,4 @@ class _Whole(_Round):
         place = self._place(tile)
         if self.rank == 0:
             place.copy_(values)
-        self.pieces.append(Piece(0, None, place))
+        self.parcels.append(Piece(0, None, place))

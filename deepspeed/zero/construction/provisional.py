@@ -17,9 +17,9 @@ import torch
 
 from deepspeed.accelerator.host_allocator import Trimmer
 from deepspeed.comm.transport import Piece, Transport
+from deepspeed.zero.assemble import scatter
 from deepspeed.zero.calls import compare_calls
 from deepspeed.zero.holder import Gatherer, Holder, State, set_address
-from deepspeed.zero.intervals import tile_parts
 from deepspeed.zero.layout import BucketLayout, bucket_layout
 from deepspeed.zero.sharded_parameter import mark_full, mark_sharded, plain_class, remember_class
 from deepspeed.zero.tiles import Tile
@@ -174,7 +174,7 @@ def _shard_kind(
         world_size=transport.size,
     )
     bucket = ProvisionalBucket(layout, dtype=dtype, device=device, home=home, transport=transport)
-    pieces: list[Piece] = []
+    parcels: list[Piece] = []
     arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
     for tile, (parameter, _) in enumerate(members):
         remember_class(parameter)
@@ -184,15 +184,14 @@ def _shard_kind(
         if not bucket.is_sharded:
             continue
         values = parameter.data.reshape(-1)
-        for part in tile_parts(layout, tile):
-            place = values[part.tile_start : part.tile_stop]
-            if part.rank == transport.rank:
-                arriving.append((bucket.read_part(part), place))
-            if part.rank != 0:
-                pieces.append(Piece(0, part.rank, place))
+        fragment = bucket.fragment(tile)
+        place = None if fragment is None else values[fragment.in_tile]
+        if fragment is not None and place is not None:
+            arriving.append((bucket.shard[fragment.in_slice], place))
+        parcels += scatter(layout, tile, transport.rank, 0, values, place)
     if not bucket.is_sharded:
         return bucket
-    transport.move(pieces, label=f"the first values of {layout.tiles[0].name}")
+    transport.move(parcels, label=f"the first values of {layout.tiles[0].name}")
     for place, values in arriving:
         place.copy_(values)
     for tile, (parameter, _) in enumerate(members):
