@@ -1,10 +1,12 @@
 # Every target does its own set-up: a virtual environment in .venv with the pinned versions of constraints.txt.
 # What a machine must have: make and Python 3.10 or newer. PYTHON=/path/to/python3.12 chooses another interpreter.
+# Each step of the set-up is one line with its time; VERBOSE=1 shows what the installer says.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+STEP := @.ci/quietly
 
 # The transformers that is kept working beside the pinned one: an environment over the first, in `make test-all` only.
 OLDER := 5.17.0
@@ -45,9 +47,9 @@ test-older-transformers: $(VENV)/.for-tests
 	else echo "left out: tests with transformers $(OLDER), which need Python 3.11"; fi
 
 lint: $(VENV)/.for-tests
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(STEP) "ruff check" $(BIN)/ruff check .
+	$(STEP) "ruff format --check" $(BIN)/ruff format --check .
+	$(STEP) "mypy" $(BIN)/mypy
 
 docs: $(VENV)/.for-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs $(if $(SERVE),serve,build --strict)
@@ -59,15 +61,15 @@ install: $(VENV)/.for-tests
 
 # The stamps are written last, so an interrupted installation is repeated; a change of versions repeats it too.
 $(VENV)/.for-tests: pyproject.toml constraints.txt $(VENV)/.created
-	$(PIP) install -c constraints.txt -e ".[test]"
+	$(STEP) "installing what the tests need into $(VENV)" $(PIP) install -c constraints.txt -e ".[test]"
 	@touch $@ $(VENV)/.for-quickstart $(VENV)/.for-docs
 
 $(VENV)/.for-docs: pyproject.toml constraints.txt $(VENV)/.created
-	$(PIP) install -c constraints.txt -e ".[docs]"
+	$(STEP) "installing what the documentation needs into $(VENV)" $(PIP) install -c constraints.txt -e ".[docs]"
 	@touch $@
 
 $(VENV)/.for-quickstart: pyproject.toml constraints.txt $(VENV)/.created
-	$(PIP) install -c constraints.txt -e ".[plots]"
+	$(STEP) "installing what the quickstart needs into $(VENV)" $(PIP) install -c constraints.txt -e ".[plots]"
 	@touch $@
 
 # Finds everything in the first environment except what is installed again here: transformers and what it needs changed.
@@ -75,14 +77,15 @@ $(OLDER_VENV)/.ready: $(VENV)/.for-tests
 	@$(BIN)/python -m venv --clear $(OLDER_VENV)
 	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(" + repr(sysconfig.get_path("purelib")) + ")")' \
 	  > $$($(OLDER_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/first_environment.pth
-	grep -v '^transformers==' constraints.txt > $(OLDER_VENV)/constraints.txt
-	$(OLDER_VENV)/bin/python -m pip --disable-pip-version-check install -c $(OLDER_VENV)/constraints.txt "transformers==$(OLDER)"
+	@grep -v '^transformers==' constraints.txt > $(OLDER_VENV)/constraints.txt
+	$(STEP) "installing transformers $(OLDER) into $(OLDER_VENV)" $(OLDER_VENV)/bin/python -m pip \
+	  --disable-pip-version-check install -c $(OLDER_VENV)/constraints.txt "transformers==$(OLDER)"
 	@touch $@
 
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
 	  echo "Python 3.10 or newer is needed and $(PYTHON) is older or missing: install it, or name one with 'make PYTHON=...'."; exit 1; }
-	@$(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip --version >/dev/null || { \
+	$(STEP) "creating $(VENV)" sh -c '$(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip --version' || { \
 	  echo "$(PYTHON) cannot create a virtual environment: install its venv and ensurepip modules (on Debian and Ubuntu: apt install python3-venv)."; exit 1; }
 	@touch $@
 

@@ -1,0 +1,47 @@
+"""The set-up that `make` does: one line per step, and everything that a failing step said."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+
+from tests.project.graph import ROOT
+
+QUIETLY = str(ROOT / ".ci" / "quietly")
+
+
+def _step(script: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    command = [QUIETLY, "making a thing", "sh", "-c", script]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, **environ})
+
+
+def test_a_step_is_one_line_with_its_time():
+    done = _step("echo much; echo more >&2", VERBOSE="")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.fullmatch(r"making a thing \.\.\. \d+ s\n", done.stdout)
+
+
+def test_a_step_that_fails_shows_everything_and_its_exit_status():
+    done = _step("echo much; echo 'ERROR: no such version' >&2; exit 3", VERBOSE="")
+    assert done.returncode == 3
+    assert done.stdout.splitlines() == [
+        "making a thing ... failed with exit status 3:",
+        "much",
+        "ERROR: no such version",
+    ]
+
+
+def test_all_of_it_on_request():
+    done = _step("echo much", VERBOSE="1")
+    assert (done.returncode, done.stdout) == (0, "making a thing\nmuch\n")
+
+
+def test_whatever_make_sets_up_is_such_a_step():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
+    loud = [
+        line.strip()
+        for line in makefile.splitlines()
+        if re.match(r"\t.*(\binstall -c\b|-m venv \$\(VENV\)|/ruff|/mypy)", line) and not line.startswith("\t$(STEP) ")
+    ]
+    assert not loud
