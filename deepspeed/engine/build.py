@@ -106,6 +106,7 @@ class EngineParts:
             clip_grad=root.gradient_clipping,
             max_skipped=root.max_consecutive_skipped_steps,
             skip_non_finite=self.precision.skip_non_finite,
+            leave_backward=self.runtime.leave_backward,
             before_update=before_update,
             backward=backward,
             strategies=self.homes.strategies,

@@ -13,7 +13,7 @@ from deepspeed.checkpoint.load import Loaded, LoadOptions, load, load_by, load_s
 from deepspeed.checkpoint.save import SaveOptions, Saver
 from deepspeed.checkpoint.subject import Subject
 from deepspeed.checkpoint.weights_file import parse_size
-from deepspeed.errors import CallOrderError, NotYetSupportedError
+from deepspeed.errors import NotYetSupportedError
 from deepspeed.logging import log_dist, log_dist_once
 
 if TYPE_CHECKING:
@@ -290,8 +290,7 @@ class EngineCheckpoints:
     def _check_plain(self, call: str) -> None:
         if self._parts.standing.model_size > 1:
             raise NotYetSupportedError(f"{call}: model-parallel ranks cannot be saved and loaded in this release")
-        if self._runtime.in_backward:
-            raise CallOrderError(f"{call}: a backward is running; call it between steps")
+        self._runtime.leave_backward(call)
 
     def _settled_subject(self) -> Subject:
         """The present state with nothing half done and nothing gathered."""

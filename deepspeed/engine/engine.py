@@ -28,7 +28,7 @@ from deepspeed.engine.progress import ProgressLog, StepFacts
 from deepspeed.engine.queries import EngineQueries
 from deepspeed.engine.reports import memory_rows, precision_rows, state_text
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
-from deepspeed.logging import log_dist, log_dist_once, logger
+from deepspeed.logging import log_dist, log_dist_once
 from deepspeed.release import VERSION
 from deepspeed.zero.access.whole_buckets import iter_full
 from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer
@@ -127,9 +127,8 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the model; floating inputs are cast only where ``fp16.auto_cast`` asks for it."""
         self._runtime.refuse_away("engine.forward", "lp_params")
-        if self._runtime.drop_open_work():
-            self._managed_backward = False
-            logger.warning("the last forward or backward ended in an exception; what it had half done was dropped")
+        if not self._runtime.backward_is_running:  # as it is where this forward is recomputed
+            self._runtime.drop_open_work()
         self._runtime.places.take_back()
         if self._precision.cast_inputs:
             inputs, kwargs = self._precision.cast_arguments(inputs), self._precision.cast_arguments(kwargs)
@@ -189,8 +188,8 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, nn.Module):
             )
         if self._in_forward:
             self._runtime.hooks.pause()
-        if self._runtime.drop_open_work():
-            logger.warning("an earlier backward was left open by an exception; its gradients were dropped")
+        self._runtime.leave_backward("engine.backward")
+        self._runtime.drop_open_work()
         if scale_wrt_gas and self._accumulation_steps > 1:
             loss = loss / self._accumulation_steps
         self._progress.loss(loss)
@@ -199,7 +198,10 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, nn.Module):
         self._progress.before("backward")
         self._managed_backward = True
         self._open_backward()
-        scaled.backward(retain_graph=retain_graph, **kwargs)
+        try:
+            scaled.backward(retain_graph=retain_graph, **kwargs)
+        finally:
+            self._managed_backward = False
         self._close_backward()
         return loss
 
@@ -236,7 +238,6 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, nn.Module):
         if self._runtime.in_backward:
             self._runtime.end_backward()
             self._progress.after("backward")
-        self._managed_backward = False
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the present micro-step ends in an update."""
@@ -280,6 +281,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, nn.Module):
             raise CallOrderError("engine.step: this engine has no optimizer; see initialize(optimizer=...)")
         if not self._sync:
             raise CallOrderError("engine.step: called inside no_sync; leave it before the update")
+        self._runtime.leave_backward("engine.step")
         self._step_applied = False
         if self.is_gradient_accumulation_boundary():
             if not self._has_run_backward:
@@ -361,11 +363,13 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Throws away every gradient."""
+        self._runtime.leave_backward("engine.zero_grad")
         if self._runtime.reducer is not None:
             self._runtime.reducer.zero_grad()
 
     def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
         """Reduces gradients that no boundary has reduced yet. Every rank must call it."""
+        self._runtime.leave_backward("engine.allreduce_gradients")
         if self._runtime.reducer is not None:
             self._runtime.reducer.settle()
 
@@ -571,6 +575,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, nn.Module):
 
     def empty_partition_cache(self) -> None:
         """Frees every gathered parameter that is not in use."""
+        self._runtime.drop_failed_backward()
         self._runtime.free_gathered()
 
     def destroy(self) -> None:

@@ -80,10 +80,9 @@ class StateMover:
     @torch.no_grad()
     def _move(self, kinds: list[str], copy: Any, home: Home) -> None:
         runtime = self._runtime
-        if runtime.in_backward or runtime.hooks.in_forward:
-            raise CallOrderError(
-                "offload_states and reload_states: a forward or backward is running; call them after it"
-            )
+        runtime.leave_backward("offload_states and reload_states")
+        if runtime.hooks.in_forward:
+            raise CallOrderError("offload_states and reload_states: a forward is running; call them after it")
         runtime.free_gathered()
         # What the device does not have keeps its place, but works on the compute tensors, which may move.
         masters = [master for master in runtime.masters if master.home is Home.DEVICE]

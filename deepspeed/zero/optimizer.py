@@ -61,6 +61,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         clip_grad: Largest gradient norm, 0 for no clipping.
         max_skipped: Non-finite steps in a row before training stops; 0 = never.
         skip_non_finite: Skip an update with a non-finite gradient (always, in fp16).
+        leave_backward: Refuses a call inside a backward, and drops what an exception has left of one.
         before_update: Frees what must not be gathered while parameters change.
         backward: The engine's backward, for ``optimizer.backward(loss)``.
         strategies: How masters of every home in use are updated.
@@ -82,6 +83,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         clip_grad: float,
         max_skipped: int,
         skip_non_finite: bool,
+        leave_backward: Callable[[str], None],
         before_update: Callable[[], None],
         backward: Callable[..., Any],
         strategies: Mapping[Home, UpdateStrategy],
@@ -102,6 +104,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         self._ledger = ledger
         self._max_skipped = max_skipped
         self._skip_non_finite = skip_non_finite
+        self._leave_backward = leave_backward
         self._before_update = before_update
         self._backward = backward
         self.steps = 0
@@ -148,6 +151,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Throws away every gradient, reduced or not."""
+        self._leave_backward("optimizer.zero_grad")
         self._reducer.zero_grad()
 
     def refresh_fp32_params(self) -> None:
@@ -167,6 +171,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any], **_ignored: Any) -> None:
         """Restores :meth:`state_dict` of a run with the same layout; group dicts stay the same objects."""
+        self._leave_backward("optimizer.load_state_dict")
         groups = self.optimizer.param_groups
         self.optimizer.load_state_dict(state_dict["optimizer"])
         for kept, loaded in zip(groups, self.optimizer.param_groups, strict=True):
@@ -257,8 +262,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._reducer.is_open:
-            raise CallOrderError("optimizer.step: a backward is still running; call step after it has returned")
+        self._leave_backward("optimizer.step")
         self._reducer.settle()
         self._before_update()
         self._carry_user_writes()

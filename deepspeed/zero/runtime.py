@@ -15,7 +15,7 @@ from deepspeed.comm.agreement import Agreement
 from deepspeed.comm.axes import Grid, GridTransport
 from deepspeed.comm.transport import LocalTransport, Piece, Transport
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError, OffloadError, ShardedAccessError
-from deepspeed.logging import log_dist
+from deepspeed.logging import log_dist, logger
 from deepspeed.zero.access.views import install_views, mark_module
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.calls import agree_to_go_on
@@ -479,7 +479,34 @@ class ZeroRuntime:
                 self.reducer.drop(with_sums=is_mixed)
             self.in_backward = False
             self.hooks.abandon()
+            if together:
+                logger.warning("the last forward or backward ended in an exception; what it had half done was dropped")
         return was_open
+
+    @property
+    def backward_is_running(self) -> bool:
+        """Whether this is inside a backward; one that an exception has ended is open until it is dropped."""
+        return self.in_backward and torch._C._current_graph_task_id() != -1
+
+    def drop_failed_backward(self) -> None:
+        """Throws away what an exception has left of a backward; every rank must come to it, in whichever call.
+
+        Raises:
+            DivergenceError: See :meth:`drop_open_work`.
+        """
+        if self.in_backward and not self.backward_is_running:
+            self.drop_open_work()
+
+    def leave_backward(self, call: str) -> None:
+        """Before ``call``, whose place is between backwards: as :meth:`drop_failed_backward`.
+
+        Raises:
+            CallOrderError: It is made inside a backward.
+            DivergenceError: See :meth:`drop_open_work`.
+        """
+        self.drop_failed_backward()
+        if self.in_backward:
+            raise CallOrderError(f"{call}: a backward is still running; call it after that has returned")
 
     @property
     def _peers_rely_on_open_work(self) -> bool:

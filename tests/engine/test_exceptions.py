@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
-from deepspeed.errors import DivergenceError
+from deepspeed.errors import CallOrderError, DivergenceError
 from deepspeed.utils import safe_get_full_grad
+from deepspeed.zero import GatheredParameters
 from tests.engine.support import Tower, engine_of, inputs, rank, tower
 from tests.harness import assert_states_equal, run_ranks
 from tests.zero.reading import full_masters
@@ -202,20 +204,93 @@ def test_a_failure_inside_no_sync_keeps_what_was_reduced():
     run_ranks(_fails_inside_no_sync, 2)
 
 
-def _step_after_failure():
-    model = FusedTower()
-    engine = engine_of(model, 2)
+def _gather_all(engine, _folder):
+    with GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
+        pass
+
+
+CALLS = {
+    "save_checkpoint": lambda engine, folder: engine.save_checkpoint(folder),
+    "load_checkpoint": lambda engine, folder: engine.load_checkpoint(folder, must_exist=True),
+    "save_16bit_model": lambda engine, folder: engine.save_16bit_model(folder),
+    "offload_states": lambda engine, _: (engine.offload_states(), engine.reload_states()),
+    "step": lambda engine, _: engine.step(),
+    "optimizer.step": lambda engine, _: engine.optimizer.step(),
+    "zero_grad": lambda engine, _: engine.zero_grad(),
+    "optimizer.zero_grad": lambda engine, _: engine.optimizer.zero_grad(),
+    "iter_full": lambda engine, _: list(engine.iter_full()),
+    "safe_get_full_grad": lambda engine, _: [safe_get_full_grad(p) for p in engine.module.parameters()],
+    "GatheredParameters": _gather_all,
+}
+
+
+def _call_after_failure(stage, folder):
+    """A failed backward before every step, with another call between the two; none of them is in the result."""
+
+    def train(calls):
+        torch.manual_seed(3)
+        model = FusedTower()
+        zero = {**_ZERO, "reduce_bucket_size": 256, "stage3_gather_16bit_weights_on_model_save": True}
+        engine = engine_of(model, stage, zero=zero)
+        for number, name in enumerate(CALLS):
+            if calls:
+                _fail(engine, model, "backward", own_backward=number % 2 == 1)
+                assert engine._runtime.in_backward
+                CALLS[name](engine, folder)
+                assert not engine._runtime.in_backward, name
+                assert number == 0 or all(b.state.value == "sharded" for b in engine._runtime.buckets if b.is_sharded)
+            engine.backward(engine(inputs(number, rank())))
+            engine.step()
+            if number == 0:
+                engine.save_checkpoint(folder)  # which the second call loads
+        return full_masters(engine)
+
+    assert_states_equal(train(True), train(False))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_any_call_may_come_after_a_failed_backward(stage, tmp_path):
+    run_ranks(_call_after_failure, 2, stage, str(tmp_path), timeout=120)
+
+
+def _save_after_one_rank_failed(folder):
+    engine = engine_of(model := FusedTower(), 3, zero=_ZERO)
     engine.backward(engine(inputs(0, rank())))
     engine.step()
-    _fail(engine, model, "backward", False)
-    before = full_masters(engine)
-    with pytest.raises(RuntimeError, match="backward"):
-        engine.step()
-    assert_states_equal(full_masters(engine), before)
+    with pytest.raises(DivergenceError, match="agreement to go on after an exception"):
+        if rank() == 1:
+            _fail(engine, model, "backward", False)
+            engine.save_checkpoint(folder)
+        else:
+            engine.backward(engine(inputs(99, rank())))
 
 
-def test_a_step_after_a_failed_backward_is_refused():
-    run_ranks(_step_after_failure, 2)
+def test_a_save_after_one_rank_alone_failed_is_refused_everywhere(tmp_path):
+    run_ranks(_save_after_one_rank_failed, 2, str(tmp_path), timeout=20)
+
+
+def _call_in_backward(folder):
+    """What runs is not dropped, and a forward in it is recomputation, through the engine too."""
+    engine, plain = engine_of(tower(), 3), tower()
+    refused = []
+
+    def call(_gradient):
+        for name in ("save_checkpoint", "step", "optimizer.step", "zero_grad", "offload_states"):
+            with pytest.raises(CallOrderError, match="a backward is still running"):
+                CALLS[name](engine, folder)
+            refused.append(name)
+
+    x = inputs(0).requires_grad_()
+    x.register_hook(call)
+    engine.backward(checkpoint(engine, x, use_reentrant=False))
+    assert len(refused) == 5
+    plain(inputs(0)).backward()
+    for name, parameter in engine.module.named_parameters():
+        assert_states_equal(safe_get_full_grad(parameter), plain.get_parameter(name).grad)
+
+
+def test_calls_inside_a_backward_are_refused(tmp_path):
+    run_ranks(_call_in_backward, 1, str(tmp_path))
 
 
 def test_the_tower_without_fuse_is_the_tower():

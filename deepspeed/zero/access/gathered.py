@@ -164,6 +164,9 @@ class GatheredBlock:
 
     def open(self) -> None:
         """Makes the parameters full; every rank of the group must call it."""
+        for owner in dict.fromkeys(address.holder.owner for _, address in self._entries):
+            if owner is not None:
+                owner.drop_failed_backward()
         missing = [entry for entry in self._entries if _is_away(entry)]
         if missing or (self._modifier is not None and self._entries):
             compare_calls(self._transport, self._words("entering"))

@@ -93,8 +93,10 @@ def _trained(parameter: torch.Tensor) -> _Trained | None:
     address = address_of(parameter)
     if address is None or not isinstance(address.holder, Bucket) or address.holder.owner is None:
         return None
-    master = address.holder.owner.master_of(address.holder)
-    return None if master is None else _Trained(address, address.holder.owner, master)
+    runtime = address.holder.owner
+    runtime.drop_failed_backward()
+    master = runtime.master_of(address.holder)
+    return None if master is None else _Trained(address, runtime, master)
 
 
 def _need(parameter: torch.Tensor, call: str) -> _Trained:

@@ -127,6 +127,7 @@ def iter_full(runtime: ZeroRuntime, kind: str, bucket_bytes: int | None = None) 
     """See ``DeepSpeedEngine.iter_full``."""
     if not runtime.buckets:
         return
+    runtime.leave_backward("iter_full")
     with untouched():
         present = _agree_on_contents(runtime, kind)
     scale = 1.0
