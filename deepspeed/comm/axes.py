@@ -1,7 +1,6 @@
 """A grid of ranks: along one axis they share the slices of a buffer, along the other they hold the same slices.
 
-Consecutive ranks share (they are near each other: a node), so of ``size`` ranks with ``shard_size`` sharing, rank *r*
-is number ``r % shard_size`` of those that share with it and number ``r // shard_size`` of those that hold the same.
+Neighbours share (they are near each other: a node): the mesh has the axes ``replicate`` and, faster, ``shard``.
 
 Where something is cut over *all* ranks of the grid, a rank's part must lie inside the slice that it holds. So parts are
 numbered by *position*: first along the sharing axis, then along the other (:class:`GridTransport`).
@@ -18,25 +17,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepspeed.comm.connect import backend_for, create_transport, part_of_transport, warm_up
+from deepspeed.comm.connect import create_transport, part_of_transport, warm_up
 from deepspeed.comm.gloo import GlooTransport
+from deepspeed.comm.mesh import DATA, Mesh, data_mesh
 from deepspeed.comm.native import NativeTransport
+from deepspeed.comm.new_groups import my_group
 from deepspeed.comm.nodes import HIERARCHICAL, GlooByNodes, NativeByNodes, ask_for_nodes
-from deepspeed.comm.store import is_alive
+from deepspeed.comm.store import backend_for
 from deepspeed.comm.transport import LocalTransport, Piece, Transport, Work
 from deepspeed.comm.world import size_of, stand_in
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 
-
-def sharing_ranks(size: int, shard_size: int) -> list[list[int]]:
-    """The groups of ranks that share slices; their members are consecutive."""
-    return [list(range(first, first + shard_size)) for first in range(0, size, shard_size)]
+SHARD, REPLICATE = "shard", "replicate"
 
 
-def replica_ranks(size: int, shard_size: int) -> list[list[int]]:
-    """The groups of ranks that hold the same slices."""
-    return [list(range(first, size, shard_size)) for first in range(shard_size)]
+def grid_mesh(size: int, shard_size: int) -> Mesh:
+    """``size`` ranks of which ``shard_size`` neighbours share slices; those along the other axis hold the same ones."""
+    return data_mesh(size).split(DATA, REPLICATE, (SHARD, shard_size))
 
 
 class _GatherAlongBoth:
@@ -156,17 +154,18 @@ def create_grid(
             f"zero_hpz_partition_size and mics_shard_size need data-parallel ranks that are all ranks: found "
             f"{everyone.size} data-parallel ranks of {size_of()}. Leave the mpu out, or the key"
         )
-    sharing, same = sharing_ranks(everyone.size, shard_size), replica_ranks(everyone.size, shard_size)
+    mesh = grid_mesh(everyone.size, shard_size)
     others = stand_in()
-    made: dict[str, Transport] = _real_axes(everyone, sharing, same, device, timeout) if others is None else {}
+    made: dict[str, Transport] = _real_axes(everyone, mesh, device, timeout) if others is None else {}
     if others is not None:
-        mine = sharing[everyone.rank // shard_size]
-        made = {"gather": others.transport(device, mine), "reduce": others.transport(device, mine)}
-        made["combine"] = others.transport(device, same[everyone.rank % shard_size])
+        axes = {"gather": SHARD, "reduce": SHARD, "combine": REPLICATE}
+        made = {name: others.transport(device, mesh.group(everyone.rank, axis)) for name, axis in axes.items()}
         for transport in made.values():
             transport.belongs_to(everyone)
     if by_nodes:
-        made["gather"] = gathering_by_nodes(made["gather"], everyone, device=device, timeout=timeout)
+        made["gather"] = gathering_by_nodes(
+            made["gather"], everyone, mesh.groups(SHARD), device=device, timeout=timeout
+        )
     made["gather"].replicas = made["combine"]
     for transport in (*made.values(), everyone):
         warm_up(transport)
@@ -174,13 +173,19 @@ def create_grid(
 
 
 def gathering_by_nodes(
-    plain: Transport, everyone: Transport, *, device: torch.device | None = None, timeout: timedelta | None = None
+    plain: Transport,
+    everyone: Transport,
+    groups: Sequence[Sequence[int]],
+    *,
+    device: torch.device | None = None,
+    timeout: timedelta | None = None,
 ) -> Transport:
     """A transport that gathers between nodes first, then inside each. Every rank must call it, in the same order.
 
     Args:
-        plain: Over consecutive ranks that share slices, as many on every rank.
+        plain: Over the ranks that share slices.
         everyone: All ranks of the job.
+        groups: The ranks that share slices, of all groups of the job.
         device: Where the buffers live.
         timeout: As of :func:`deepspeed.comm.connect.create_transport`.
 
@@ -198,7 +203,7 @@ def gathering_by_nodes(
             f"{HIERARCHICAL}: needs data-parallel ranks that are all ranks: found {everyone.size} data-parallel ranks "
             f"of {size_of()}. Leave the mpu out, or the key"
         )
-    nodes = ask_for_nodes(everyone, os.environ, plain.size)
+    nodes = ask_for_nodes(everyone, os.environ, groups)
     if isinstance(nodes, str):
         log_dist(f"{HIERARCHICAL} has no effect: {nodes}")
         return plain
@@ -206,12 +211,11 @@ def gathering_by_nodes(
     if isinstance(plain, GlooTransport):
         return GlooByNodes(plain, nodes)
     assert isinstance(plain, NativeTransport)
-    groups = sharing_ranks(everyone.size, plain.size)
     near = [ranks[first : first + nodes.width] for ranks in groups for first in range(0, plain.size, nodes.width)]
     far = [ranks[place :: nodes.width] for ranks in groups for place in range(nodes.width)]
     made = []
-    for name, axis in (("far", far), ("near", near)):
-        transport = part_of_transport(everyone, _my_group(axis, device=device, timeout=timeout), name)
+    for axis in (far, near):
+        transport = part_of_transport(everyone, _group_along(axis, "gathers by nodes", device, timeout))
         assert isinstance(transport, NativeTransport)
         warm_up(transport)
         made.append(transport)
@@ -219,42 +223,21 @@ def gathering_by_nodes(
 
 
 def _real_axes(
-    everyone: Transport,
-    sharing: list[list[int]],
-    same: list[list[int]],
-    device: torch.device | None,
-    timeout: timedelta | None,
+    everyone: Transport, mesh: Mesh, device: torch.device | None, timeout: timedelta | None
 ) -> dict[str, Transport]:
-    shard_size = len(sharing[0])
     is_gloo = isinstance(everyone, GlooTransport)
-    shard_group = _my_group(sharing, device=device, timeout=timeout)
-    reduce_group = shard_group if is_gloo else _my_group(sharing, device=device, timeout=timeout)
-    same_group = _my_group(same, device=device, timeout=timeout)
+    sharing, same = mesh.groups(SHARD), mesh.groups(REPLICATE)
+    shard_group = _group_along(sharing, "the ranks that share slices", device, timeout)
+    reduce_group = shard_group if is_gloo else _group_along(sharing, "their gradients", device, timeout)
+    same_group = _group_along(same, "the ranks with the same slices", device, timeout)
     return {
-        "gather": part_of_transport(everyone, shard_group, f"shard{everyone.rank // shard_size}"),
-        "reduce": part_of_transport(everyone, reduce_group, f"shard{everyone.rank // shard_size}"),
-        "combine": part_of_transport(everyone, same_group, f"same{everyone.rank % shard_size}"),
+        "gather": part_of_transport(everyone, shard_group),
+        "reduce": part_of_transport(everyone, reduce_group),
+        "combine": part_of_transport(everyone, same_group),
     }
 
 
-_groups: list[tuple[Any, list[list[int]], Any]] = []
-"""Gloo groups that exist: ``(the default group of their time, members of all groups of the axis, this rank's group)``.
-
-Torch keeps groups, with their threads, until they are destroyed; so engines that come after each other share them.
-"""
-
-
-def _my_group(axis: list[list[int]], *, device: torch.device | None, timeout: timedelta | None) -> Any:
-    """This rank's group of an axis; every rank makes every group, as torch demands."""
-    world = dist.group.WORLD
-    backend = backend_for(world, device)
-    _groups[:] = [entry for entry in _groups if entry[0] is world and is_alive(entry[2])]
-    if backend == "gloo":
-        for _, members, group in _groups:
-            if members == axis:
-                return group
-    made = [dist.new_group(ranks, backend=backend, timeout=timeout) for ranks in axis]
-    mine = next(group for group, ranks in zip(made, axis, strict=True) if dist.get_rank() in ranks)
-    if backend == "gloo":
-        _groups.append((world, axis, mine))
-    return mine
+def _group_along(
+    groups: Sequence[Sequence[int]], why: str, device: torch.device | None, timeout: timedelta | None
+) -> Any:
+    return my_group(groups, backend=backend_for(dist.group.WORLD, device), timeout=timeout, why=why)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -30,7 +29,6 @@ from deepspeed.comm.transport import (
 
 _CONFIRMATION = 3  # added to the key of a gather: the fourth kind of transfer, see transfer_key
 _SMALL_TAG = 1 << 30
-_ABORT_TAG = _SMALL_TAG - 1
 
 
 class GlooGather:
@@ -259,10 +257,11 @@ class GlooTransport(Transport):
         self.gather_slices(flat, tag, channel, label).wait()
         return rows
 
-    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+    def broadcast(self, tensor: torch.Tensor, source: int, *, label: str) -> None:
         """See the class this one derives from."""
         catch_up()
-        dist.broadcast(tensor, group_src=source, group=self.group)
+        work = dist.broadcast(tensor, group_src=source, group=self.group, async_op=True)
+        self.guard(work.wait, self.issue("broadcast"), label)
 
     def move(self, pieces: Sequence[Piece], *, label: str) -> None:
         """See the class this one derives from."""
@@ -284,12 +283,3 @@ class GlooTransport(Transport):
         catch_up()
         for work in works:
             self.guard(work.wait, ticket, label)
-
-    def abort(self) -> None:
-        """See the class this one derives from."""
-        # gloo cannot cancel a receive; a receive that times out closes every pair, which wakes all pending waits.
-        peer = (self.rank + 1) % self.size
-        try:
-            self.group.recv([torch.empty(1)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
-        except RuntimeError:
-            return  # the time-out is the purpose

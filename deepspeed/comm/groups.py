@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.distributed as torch_dist
 
+from deepspeed.comm.new_groups import group_alone
 from deepspeed.comm.process_group import get_all_ranks_from_group
 from deepspeed.errors import CallOrderError, NotYetSupportedError
 
@@ -67,8 +68,7 @@ def _alone() -> Any:
     global _own_group, _own_group_world
     world = torch_dist.group.WORLD
     if _own_group is None or _own_group_world is not world:
-        alone = _size_of(world) == 1
-        _own_group = world if alone else torch_dist.new_group([torch_dist.get_rank()], use_local_synchronization=True)
+        _own_group = group_alone()
         _own_group_world = world
     return _own_group
 

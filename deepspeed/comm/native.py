@@ -113,9 +113,10 @@ class NativeTransport(Transport):
         self.guard(land, self.issue(channel), label)
         return told
 
-    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+    def broadcast(self, tensor: torch.Tensor, source: int, *, label: str) -> None:
         """See the class this one derives from."""
-        dist.broadcast(tensor, group_src=source, group=self.group)
+        work = dist.broadcast(tensor, group_src=source, group=self.group, async_op=True)
+        self.guard(work.wait, self.issue("broadcast"), label)
 
     def move(self, pieces: Sequence[Piece], *, label: str) -> None:
         """See the class this one derives from."""
@@ -140,7 +141,3 @@ class NativeTransport(Transport):
             works += dist.batch_isend_irecv(between)
         for work in works:
             self.guard(work.wait, ticket, label)
-
-    def abort(self) -> None:
-        """See the class this one derives from."""
-        self.group.abort()

@@ -7,6 +7,7 @@ those that would cross nodes only one in ``width`` does. The slices land where t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ HIERARCHICAL = "zero_optimization.mics_hierarchical_params_gather"
 
 @dataclass(frozen=True)
 class Nodes:
-    """How the ranks of a group lie on nodes: ``width`` consecutive ones on each of ``count``."""
+    """How the ranks of a group lie on nodes: ``width`` of them on each of ``count``, numbered node by node."""
 
     count: int
     width: int
@@ -45,21 +46,21 @@ class Nodes:
         return [other for other in range(rank % self.width, self.count * self.width, self.width) if other != rank]
 
 
-def nodes_under(reports: Sequence[tuple[int, int]], members: Sequence[int]) -> Nodes | str:
-    """The nodes under a group of ranks.
+def nodes_under(reports: Sequence[tuple[int, int]], groups: Sequence[Sequence[int]]) -> Nodes | str:
+    """The nodes under groups of ranks, the same for all of them.
 
     Args:
         reports: For every rank of the job: how many ranks its node has, and its place among them.
-        members: The ranks of the group, consecutive.
+        groups: The ranks of each group, ascending; as many in each.
 
     Returns:
-        The nodes; or why two steps would be one, in words.
+        The nodes under a group; or why two steps would be one, in words.
 
     Raises:
-        DeepSpeedConfigError: The group does not consist of whole nodes of one width. Equal on all ranks of the job, if
-            all groups have the same size.
+        DeepSpeedConfigError: The groups lie on nodes in different ways, or ranks are not numbered node by node. Equal
+            on all ranks of the job.
     """
-    width, size = reports[0][0], len(members)
+    width, size = reports[0][0], len(groups[0])
     for rank, (found, place) in enumerate(reports):
         if found != width or place != rank % width:
             raise DeepSpeedConfigError(
@@ -69,23 +70,27 @@ def nodes_under(reports: Sequence[tuple[int, int]], members: Sequence[int]) -> N
             )
     if width == 1:
         return "every node has one rank"
-    if width % size == 0:
+    on_each = {count for ranks in groups for count in Counter(rank // width for rank in ranks).values()}
+    if on_each == {size}:
         return f"the {size} ranks that share parameters are on one node of {width}"
-    if size % width:
+    if on_each == {1}:
+        return f"the {size} ranks that share parameters are on as many nodes"
+    if len(on_each) > 1:
         raise DeepSpeedConfigError(
             f"{HIERARCHICAL}: the {size} ranks that share parameters (zero_optimization.mics_shard_size) do not fill "
             f"whole nodes of {width} ranks; choose a multiple or a divisor of {width}, or leave the key out"
         )
-    return Nodes(size // width, width)
+    here = on_each.pop()
+    return Nodes(size // here, here)
 
 
-def ask_for_nodes(everyone: Transport, environ: Mapping[str, str], shard_size: int) -> Nodes | str:
-    """The nodes under the groups of ``shard_size`` consecutive ranks. Every rank of the job must call it.
+def ask_for_nodes(everyone: Transport, environ: Mapping[str, str], groups: Sequence[Sequence[int]]) -> Nodes | str:
+    """The nodes under ``groups``. Every rank of the job must call it.
 
     Args:
         everyone: All ranks.
         environ: This process's environment variables.
-        shard_size: Ranks of a group.
+        groups: The ranks of each group.
 
     Raises:
         DeepSpeedConfigError: See :func:`nodes_under`.
@@ -94,7 +99,7 @@ def ask_for_nodes(everyone: Transport, environ: Mapping[str, str], shard_size: i
     place = int(environ.get("LOCAL_RANK") or everyone.rank % width)
     mine = torch.tensor([width, place], dtype=torch.int64)
     rows = everyone.gather_small(mine, channel="call", label="the numbers of ranks per node").tolist()
-    return nodes_under([(row[0], row[1]) for row in rows], range(shard_size))
+    return nodes_under([(row[0], row[1]) for row in rows], groups)
 
 
 class _GlooGatherByNodes(GlooGather):

@@ -1,9 +1,10 @@
-"""What torch.distributed knows of its groups beyond its public functions: the rendezvous store, and which are alive."""
+"""What torch.distributed knows of its groups: the rendezvous store, which are alive, their backends."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -16,3 +17,10 @@ def rendezvous_store() -> Any:
 def is_alive(group: Any) -> bool:
     """Whether ``group`` has not been destroyed."""
     return group in distributed_c10d._world.pg_map
+
+
+def backend_for(group: Any, device: torch.device | None) -> str:
+    """Name of the backend for tensors of ``device``: ``gloo`` for the CPU of ``cpu:gloo,cuda:nccl``."""
+    kind = device.type if device is not None else "cpu"
+    by_device = dict(entry.split(":", 1) for entry in dist.get_backend_config(group).split(",") if ":" in entry)
+    return by_device.get(kind) or dist.get_backend(group)

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import torch
 
 from deepspeed.comm.counters import waiting
+from deepspeed.comm.party import Party
 from deepspeed.comm.watch import Watch
 
 CHUNK = 262144  # elements of a local sum: 1 MiB of fp32, so that operands stay in cache (64Ki was 15 % slower)
@@ -117,10 +118,10 @@ class Transport:
         group: The torch process group, or None for the transport of one rank.
         rank: This rank in the group.
         size: Ranks in the group.
-        ranks: Their global ranks; empty for the transport of one rank.
+        ranks: Their numbers in the job; empty for the transport of one rank.
         owner: Number of the engine that the transfers belong to; equal on all ranks.
-        scope: Begins the names of its channels, where several groups have one watch.
-        members: Its ranks in the numbering of the watch; None: all of them.
+        watch: The job's; None where nobody is waited for.
+        scope: Begins the names of its channels.
         replicas: The ranks that hold the same slices as this one; None where no others do (see ``comm.axes``).
     """
 
@@ -138,7 +139,6 @@ class Transport:
         self.companion: Transport | None = None
         self.confirms = False
         self.scope = ""
-        self.members: tuple[int, ...] | None = None
         self.replicas: Transport | None = None
         self._everyone: Transport | None = None
 
@@ -151,18 +151,22 @@ class Transport:
         """Says of which group this one is a part."""
         self._everyone = everyone
 
+    def joins(self, party: Party) -> None:
+        """Says as which process group of the job it is watched."""
+        self.ranks, self.scope, self.watch = party.ranks, party.scope, party.watch
+
     def rank_at(self, position: int) -> int:
         """The rank in the whole group of the rank that has the slice number ``position``."""
         return position
 
     def take_place_of(self, other: Transport) -> None:
         """Makes this one serve where ``other``, over the same group, would have served."""
-        self.ranks, self.scope, self.members = other.ranks, other.scope, other.members
-        self.watch, self.replicas, self._everyone = other.watch, other.replicas, other._everyone
+        self.ranks, self.scope, self.watch = other.ranks, other.scope, other.watch
+        self.replicas, self._everyone = other.replicas, other._everyone
 
     def next_owner(self) -> int:
         """A number for one more engine on this group; equal on all ranks if all make their engines together."""
-        return self.watch.next_owner() if self.watch is not None else 0
+        return self.watch.next_owner(self.scope) if self.watch is not None else 0
 
     def issue(self, channel: str, key: int | None = None) -> tuple[str, int]:
         """Counts a transfer on one of this engine's channels; ``key`` as of ``Watch.issue``."""
@@ -175,7 +179,7 @@ class Transport:
         if self.watch is None:
             blocking()
         else:
-            self.watch.wait(blocking, *ticket, label, self.members)
+            self.watch.wait(blocking, *ticket, label, self.ranks)
         if begun:
             waiting.seconds += time.perf_counter() - begun
 
@@ -218,8 +222,8 @@ class Transport:
         """
         raise NotImplementedError
 
-    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        """Overwrites ``tensor`` with that of group rank ``source``; blocks."""
+    def broadcast(self, tensor: torch.Tensor, source: int, *, label: str) -> None:
+        """Overwrites ``tensor`` with that of group rank ``source``; blocks. ``label`` says what travels."""
         raise NotImplementedError
 
     def move(self, pieces: Sequence[Piece], *, label: str) -> None:
@@ -238,9 +242,6 @@ class Transport:
         """The key of the next round of pieces."""
         self._moves += 1
         return transfer_key(self.owner, 0, _PIECES, self._moves)
-
-    def abort(self) -> None:
-        """Makes every pending and later wait of the group raise. Called from a watching thread."""
 
 
 def scaled_sum(parts: list[torch.Tensor], out: torch.Tensor, scale: float, visit: Visit | None = None) -> None:
@@ -296,7 +297,7 @@ class LocalTransport(Transport):
         """See the class this one derives from."""
         return tensor.unsqueeze(0)
 
-    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+    def broadcast(self, tensor: torch.Tensor, source: int, *, label: str) -> None:
         """See the class this one derives from."""
         return
 

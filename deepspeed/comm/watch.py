@@ -1,14 +1,18 @@
 """Supervises blocking waits, so that ranks that wait for each other in vain say so instead of hanging.
 
-Every transfer belongs to a channel (this engine's gathers, its reductions, its small exchanges), and on each channel
-all ranks issue the same transfers in the same order. So "I wait for number *i* of channel *c*" can be compared between
-ranks. A rank that has waited for a while posts what it waits for, and how far it has issued every channel, in the
-rendezvous store, and reads the others' posts. If it waits for a transfer that the other has not issued, while the other
-waits for one that it has not issued, neither can ever go on: that is certain, however stale the post is, because the
-other's wait needs a transfer that this rank has not issued even now. The same holds for a circle of more ranks, which
-takes several groups (``comm.axes``): then each waits for the next one. And if number *i* of a channel is one transfer
-here and another one there, the ranks have parted already, though each has issued something under that number: transfers
-have keys, which are posted too. Being late is never an error.
+A job has one watch, and the waits in all its process groups are its affair: a circle may go through several. Every
+transfer belongs to a channel (an engine's gathers, its reductions, a group's collectives), and on each channel all
+ranks of its group issue the same transfers in the same order. So "I wait for number *i* of channel *c*" can be compared
+between ranks. A rank that has waited for a while posts what it waits for, and how far it has issued every channel, in
+the rendezvous store, and reads the others' posts. If it waits for a transfer that the other has not issued, while the
+other waits for one that it has not issued, neither can ever go on: that is certain, however stale the post is, because
+the other's wait needs a transfer that this rank has not issued even now. The same holds for a circle of more ranks,
+which takes several groups: then each waits for the next one. And if number *i* of a channel is one transfer here and
+another one there, the ranks have parted already, though each has issued something under that number: transfers have
+keys, which are posted too. Being late is never an error.
+
+A program may also call torch's own collectives, which nobody counts. So a circle must be seen twice, and every rank in
+it must have looked again in the same wait: then all of them wait indeed.
 
 A rank whose program ends posts that as its last word, so that one that still waits for it can say so.
 """
@@ -23,11 +27,12 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from deepspeed.comm.beside import TrainingThread
 from deepspeed.errors import CommunicationError, DivergenceError
 
 _PERIOD = 0.2  # seconds between looks at the store, and the shortest wait worth one
@@ -57,28 +62,33 @@ class Awaited:
 
 
 class Watch:
-    """The waits of one rank in one group and in groups of some of its ranks.
+    """The waits of one rank of a job.
 
     Args:
-        store: A torch ``Store`` that all ranks of the group share.
-        scope: Prefix of its keys; equal on all ranks and unique to the group's life.
-        rank: This rank in the group.
-        size: Ranks in the group.
-        abort: Makes pending waits of the group raise.
+        store: A torch ``Store`` that all ranks of the job share.
+        scope: Prefix of its keys; equal on all ranks and unique to the job's life.
+        rank: This rank.
+        size: Ranks of the job.
 
     Attributes:
-        aborts: The same for every group that the watch is for, by the identity of the group.
-        outside: The group's transport for what happens outside engines.
+        store: As given.
+        scope: As given.
+        rank: As given.
+        aborts: What makes pending waits raise: an action for every process group, by the identity of the group.
     """
 
-    def __init__(self, store: Any, scope: str, rank: int, size: int, abort: Callable[[], None]) -> None:
-        self._store = store
-        self._scope = scope
-        self._rank = rank
+    def __init__(self, store: Any, scope: str, rank: int, size: int) -> None:
+        self.store = store
+        self.scope = scope
+        self.rank = rank
         self._size = size
-        self.aborts: dict[int, Callable[[], None]] = {0: abort}
-        self._owners = 0
+        self.aborts: dict[int, Callable[[], None]] = {}
+        self._owners: dict[str, int] = defaultdict(int)
+        self._training = TrainingThread()
         self._is_over = False
+        self._looks = 0
+        # A circle that has been seen: its ranks with what they wait for, and with the number of their look.
+        self._suspected: tuple[dict[int, tuple[str, int]], dict[int, int]] = ({}, {})
         self._issued: dict[str, int] = defaultdict(int)
         self._keys: dict[str, dict[int, int]] = defaultdict(dict)  # of a channel's latest transfers, by number
         self._awaited: Awaited | None = None
@@ -86,19 +96,18 @@ class Watch:
         self._farewell: str | None = None  # of a rank that this one waited for
         self._patience = _GRACE
         self._thread: threading.Thread | None = None
-        self.outside: Any = None
         self._at_exit = functools.partial(_say_farewell, weakref.ref(self))
         atexit.register(self._at_exit)
 
     def stop(self) -> None:
-        """Ends the watching thread, and says nothing at the program's end: the group is gone."""
+        """Ends the watching thread, and says nothing at the program's end: the process groups are gone."""
         self._is_over = True
         atexit.unregister(self._at_exit)
 
-    def next_owner(self) -> int:
-        """Counts the engines of this group from 0."""
-        self._owners += 1
-        return self._owners - 1
+    def next_owner(self, scope: str = "") -> int:
+        """Counts the engines of a group from 0; ``scope`` is the group's name."""
+        self._owners[scope] += 1
+        return self._owners[scope] - 1
 
     def issue(self, channel: str, key: int | None = None) -> int:
         """Counts a transfer that this rank takes part in now; returns its number on the channel.
@@ -116,7 +125,14 @@ class Watch:
         return index
 
     def wait(
-        self, blocking: Callable[[], Any], channel: str, index: int, label: str, members: tuple[int, ...] | None = None
+        self,
+        blocking: Callable[[], Any],
+        channel: str,
+        index: int,
+        label: str,
+        members: tuple[int, ...],
+        *,
+        patience: float | None = None,
     ) -> None:
         """Runs a blocking wait.
 
@@ -125,25 +141,54 @@ class Watch:
             channel: Of the transfer.
             index: Its number on the channel.
             label: What travels.
-            members: The ranks that take part in it; None: all.
+            members: The ranks that take part in it; none if anybody may.
+            patience: Seconds in which a failed wait may still find its explanation; None: a few, the first time.
 
         Raises:
             DivergenceError: What it waits for can never come.
             CommunicationError: The transfer failed otherwise.
         """
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=_watching, args=(weakref.ref(self),), name="deepspeed-watch", daemon=True
-            )
-            self._thread.start()
-        taking_part = tuple(range(self._size)) if members is None else members
-        self._awaited = Awaited(channel, index, taking_part, label, time.monotonic())
+        awaited = Awaited(channel, index, members, label, time.monotonic())
+        # Beside training there is nobody to hold up: the end of a peer breaks the connection, and that will do.
+        beside = self._training.is_elsewhere()
+        if not beside:
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=_watching, args=(weakref.ref(self),), name="deepspeed-watch", daemon=True
+                )
+                self._thread.start()
+            self._awaited = awaited
         try:
             blocking()
         except RuntimeError as error:
-            raise self._explain(error, self._awaited) from error
+            raise self._explain(error, awaited, patience) from error
         finally:
-            self._awaited = None
+            if not beside:
+                self._awaited = None
+
+    def wait_for_keys(
+        self, keys: Sequence[str], channel: str, index: int, label: str, members: tuple[int, ...], timeout: timedelta
+    ) -> None:
+        """Waits until somebody has written ``keys`` into the store; otherwise like :meth:`wait`.
+
+        Raises:
+            DivergenceError: They can never come.
+            CommunicationError: They did not come within ``timeout``, or the store is gone.
+        """
+        self.wait(lambda: self._look_for(list(keys), timeout), channel, index, label, members)
+
+    def _look_for(self, keys: list[str], timeout: timedelta) -> None:
+        deadline, pause = time.monotonic() + timeout.total_seconds(), 0.001
+        while not self.store.check(keys):
+            if self._is_in_vain():
+                raise RuntimeError("other ranks went another way")
+            if time.monotonic() >= deadline:
+                raise RuntimeError(f"not all ranks came within {timeout}")
+            time.sleep(pause)
+            pause = min(1.5 * pause, 0.05)
+
+    def _is_in_vain(self) -> bool:
+        return self._verdict is not None or self._farewell is not None
 
     def look_after_long_wait(self) -> bool:
         """What the watching thread does each period; returns whether it goes on."""
@@ -156,15 +201,16 @@ class Watch:
             self._verdict = self._look(awaited)
         except RuntimeError:
             return False  # the store went with the rank that held it; the waiting thread sees the broken connection
-        in_vain = self._verdict is not None or self._farewell is not None
-        if in_vain:
-            for abort in self.aborts.values():
+        if self._is_in_vain():
+            for abort in list(self.aborts.values()):
                 abort()
-        return not in_vain
+        return not self._is_in_vain()
 
     def _look(self, awaited: Awaited) -> str | None:
         """Posts what this rank waits for; returns the verdict if some ranks and this one wait in vain."""
+        self._looks += 1
         mine = {
+            "look": self._looks,
             "channel": awaited.channel,
             "index": awaited.index,
             "members": awaited.members,
@@ -172,19 +218,28 @@ class Watch:
             "issued": dict(self._issued),
             "key": self._key_of(awaited.channel, awaited.index),
         }
-        self._store.set(self._key(self._rank), json.dumps(mine))
-        if self._store.check([self._key(_VERDICT)]):
+        self.store.set(self._key(self.rank), json.dumps(mine))
+        if self.store.check([self._key(_VERDICT)]):
             return self._read(_VERDICT)
-        posts = {self._rank: mine, **self._posts()}
+        posts = {self.rank: mine, **self._posts(awaited)}
         self._farewell = _farewell_of(awaited, posts)
         if self._farewell is not None:
             return None
-        circle = circle_through(self._rank, posts) or self._parted_from(posts)
-        if not circle:
+        circle = circle_through(self.rank, posts) or self._parted_from(posts)
+        if not self._is_still_there({rank: posts[rank] for rank in circle}):
             return None
         verdict = _sentence({rank: posts[rank]["label"] for rank in circle})
-        self._store.set(self._key(_VERDICT), verdict)
+        self.store.set(self._key(_VERDICT), verdict)
         return verdict
+
+    def _is_still_there(self, circle: dict[int, dict[str, Any]]) -> bool:
+        """Whether every rank of ``circle`` has looked again, in the same wait, since the circle was first seen."""
+        waits = {rank: (post["channel"], post["index"]) for rank, post in circle.items()}
+        looks = {rank: post["look"] for rank, post in circle.items()}
+        if not circle or self._suspected[0] != waits:
+            self._suspected = waits, looks
+            return False
+        return all(looks[rank] > first for rank, first in self._suspected[1].items())
 
     def _key_of(self, channel: str, index: int) -> int | None:
         keys = self._keys.get(channel)
@@ -194,33 +249,41 @@ class Watch:
         """This rank and another one that waits for something else under a number that this one has used."""
         for rank, post in posts.items():
             theirs, mine = post.get("key"), self._key_of(post.get("channel", ""), post.get("index", 0))
-            if theirs is not None and mine is not None and theirs != mine:
-                return [rank, self._rank]
+            is_ours = self.rank in post.get("members", ())
+            if is_ours and theirs is not None and mine is not None and theirs != mine:
+                return [rank, self.rank]
         return []
 
     def _key(self, name: object) -> str:
-        return f"{self._scope}/watch/{name}"
+        return f"{self.scope}/watch/{name}"
 
     def _read(self, name: object) -> str:
-        value = self._store.get(self._key(name))
+        value = self.store.get(self._key(name))
         return value.decode() if isinstance(value, bytes) else str(value)
 
-    def _posts(self) -> dict[int, dict[str, Any]]:
-        """The newest words of the other ranks that have said any."""
-        others = (rank for rank in range(self._size) if rank != self._rank and self._store.check([self._key(rank)]))
-        return {rank: json.loads(self._read(rank)) for rank in others}
+    def _posts(self, awaited: Awaited) -> dict[int, dict[str, Any]]:
+        """The newest words of the other ranks that this one waits for, and of those that they wait for, and so on."""
+        found: dict[int, dict[str, Any]] = {}
+        unread = set(awaited.members)
+        while unread:
+            rank = unread.pop()
+            if rank != self.rank:
+                found[rank] = json.loads(self._read(rank)) if self.store.check([self._key(rank)]) else {}
+                unread.update(other for other in found[rank].get("members", ()) if other not in found)
+        return found
 
-    def _explain(self, error: RuntimeError, awaited: Awaited) -> Exception:
+    def _explain(self, error: RuntimeError, awaited: Awaited, patience: float | None) -> Exception:
         """A failed wait: by a verdict of any rank, by the end of a rank's program, or by something else."""
-        deadline = time.monotonic() + self._patience
-        self._patience = 0.0  # what is broken stays broken; later waits need not be patient too
+        deadline = time.monotonic() + (self._patience if patience is None else patience)
+        if patience is None:
+            self._patience = 0.0  # what is broken stays broken; later waits need not be patient too
         gone = ""
         while self._verdict is None and self._farewell is None:
             try:
-                if self._store.check([self._key(_VERDICT)]):
+                if self.store.check([self._key(_VERDICT)]):
                     self._verdict = self._read(_VERDICT)
                 else:
-                    self._farewell = _farewell_of(awaited, self._posts())
+                    self._farewell = _farewell_of(awaited, self._posts(awaited))
             except RuntimeError:
                 gone = " (rank 0 is gone, with the store that it held)"
                 break
@@ -241,8 +304,8 @@ class Watch:
             return
         self._is_over = True
         try:
-            self._store.set_timeout(_FAREWELL)  # a store of files whose folder is gone waits for it to come back
-            self._store.set(self._key(self._rank), json.dumps({"has_left": True, "issued": dict(self._issued)}))
+            self.store.set_timeout(_FAREWELL)  # a store of files whose folder is gone waits for it to come back
+            self.store.set(self._key(self.rank), json.dumps({"has_left": True, "issued": dict(self._issued)}))
         except RuntimeError:
             return  # the store went with the rank that held it: nobody is left to read this
 

@@ -256,7 +256,7 @@ def _channels(placement: Placement, group: Any, device: torch.device, *, by_node
         )
     gather, reduce = (create_transport(group, device=device, timeout=timeout) for _ in range(2))
     if by_nodes:
-        gather = gathering_by_nodes(gather, gather, device=device, timeout=timeout)
+        gather = gathering_by_nodes(gather, gather, [range(gather.size)], device=device, timeout=timeout)
     channels = Channels(gather=gather, reduce=reduce)
     warm_up(channels.gather)
     return channels
@@ -268,7 +268,7 @@ def _spread_buffers(model: nn.Module, transport: Transport) -> None:
     for buffer in model.buffers():
         values = distinct(buffer)
         dense = values.contiguous()
-        transport.broadcast(dense.view(-1).view(torch.uint8), 0)
+        transport.broadcast(dense.view(-1).view(torch.uint8), 0, label="the buffers of rank 0")
         if dense is not values:
             values.copy_(dense)
 

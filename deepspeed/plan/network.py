@@ -75,12 +75,12 @@ class _CollectiveGroup:
 
 
 class _PlayedGloo(GlooTransport):
-    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+    def broadcast(self, tensor: torch.Tensor, source: int, *, label: str) -> None:
         """See the class this one derives from; the values are those that are there."""
 
 
 class _PlayedNative(NativeTransport):
-    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+    def broadcast(self, tensor: torch.Tensor, source: int, *, label: str) -> None:
         """See the class this one derives from; the values are those that are there."""
 
     def move(self, pieces: Any, *, label: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.comm.axes import gathering_by_nodes, replica_ranks, sharing_ranks
+from deepspeed.comm.axes import gathering_by_nodes, grid_mesh
 from deepspeed.comm.connect import create_transport
 from deepspeed.comm.counters import counted, traffic
 from deepspeed.comm.native import NativeTransport
@@ -22,16 +22,20 @@ from tests.harness import run_ranks
 from tests.zero.reading import full_masters
 from tests.zero.test_uneven_ranks import ChooserTower
 
+MESH = grid_mesh(4, 2)
 TWO_OF_TWO = [(2, 0), (2, 1), (2, 0), (2, 1)]
 
 
 def test_where_ranks_lie():
     nodes = Nodes(count=3, width=4)
     assert nodes.neighbours(6) == [4, 5, 7] and nodes.counterparts(6) == [2, 10]
-    assert nodes_under(TWO_OF_TWO, range(4)) == Nodes(2, 2)
-    assert nodes_under(TWO_OF_TWO * 2, range(4)) == Nodes(2, 2)
-    assert nodes_under(TWO_OF_TWO, range(2)) == "the 2 ranks that share parameters are on one node of 2"
-    assert nodes_under([(1, 0)] * 4, range(2)) == "every node has one rank"
+    assert nodes_under(TWO_OF_TWO, [range(4)]) == Nodes(2, 2)
+    assert nodes_under(TWO_OF_TWO * 2, [range(4), range(4, 8)]) == Nodes(2, 2)
+    assert nodes_under(TWO_OF_TWO, [range(2), range(2, 4)]) == "the 2 ranks that share parameters are on one node of 2"
+    # Groups along an axis that is not the fastest one: two of each node's four ranks.
+    assert nodes_under([(4, place) for place in range(4)] * 2, [range(0, 8, 2), range(1, 8, 2)]) == Nodes(2, 2)
+    assert "on as many nodes" in nodes_under([(4, place) for place in range(4)] * 2, [[r, r + 4] for r in range(4)])
+    assert nodes_under([(1, 0)] * 4, [range(2), range(2, 4)]) == "every node has one rank"
 
 
 @pytest.mark.parametrize(
@@ -44,7 +48,7 @@ def test_where_ranks_lie():
 )
 def test_cut_nodes_are_refused(reports, size, words):
     with pytest.raises(DeepSpeedConfigError, match=words):
-        nodes_under(reports, range(size))
+        nodes_under(reports, [range(first, first + size) for first in range(0, len(reports), size)])
 
 
 def test_ranks_per_node():
@@ -71,7 +75,7 @@ def _native(plain):
     """Two groups, as ``gathering_by_nodes`` makes them for backends other than gloo."""
     groups = [
         [dist.new_group(ranks) for ranks in axis][index]
-        for axis, index in ((replica_ranks(4, 2), rank() % 2), (sharing_ranks(4, 2), rank() // 2))
+        for axis, index in ((MESH.groups("replicate"), rank() % 2), (MESH.groups("shard"), rank() // 2))
     ]
     far, near = (NativeTransport(group, dist.get_rank(group), 2, torch.device("cpu")) for group in groups)
     native = NativeTransport(plain.group, plain.rank, 4, torch.device("cpu"))
@@ -82,7 +86,7 @@ def _native(plain):
 def _gathers():
     _as_two_nodes()
     plain = create_transport()
-    gloo = gathering_by_nodes(plain, plain)
+    gloo = gathering_by_nodes(plain, plain, [range(4)])
     assert isinstance(gloo, GlooByNodes) and gloo.nodes == Nodes(2, 2)
     sent = {}
     for name, transport in (("plain", plain), ("gloo", gloo), ("native", _native(plain))):
@@ -118,7 +122,7 @@ def _relays():
     """Rank 3 waits for a buffer that rank 2 must hand on, while rank 2 blocks where rank 3 comes only later."""
     _as_two_nodes()
     plain = create_transport()
-    transport = gathering_by_nodes(plain, plain)
+    transport = gathering_by_nodes(plain, plain, [range(4)])
     flats = [_buffer(transport, number) for number in range(2)]
     works = [transport.all_gather(flat, key=transfer_key(2, n, 0, 1), label="a test") for n, flat in enumerate(flats)]
     if rank() != 2:

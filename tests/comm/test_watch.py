@@ -19,7 +19,13 @@ BROKEN = "[/src/gloo/pair.cc:553] Connection closed by peer [10.0.0.1]:99. This 
 
 def pair_of_watches():
     store, aborted = torch_dist.HashStore(), threading.Event()
-    return aborted, [Watch(store, "here", rank, 2, aborted.set) for rank in range(2)]
+    watches = [Watch(store, "here", rank, 2) for rank in range(2)]
+    for watch in watches:
+        watch.aborts[0] = aborted.set
+    return aborted, watches
+
+
+BOTH = (0, 1)
 
 
 def broken():
@@ -35,10 +41,10 @@ def test_a_wait_for_a_rank_that_left_is_aborted():
         assert aborted.wait(5), "nobody aborted the wait"
         broken()
 
-    mine.wait(lambda: None, "gathers", 1, "what was sent before the end")
+    mine.wait(lambda: None, "gathers", 1, "what was sent before the end", BOTH)
     started = time.monotonic()
     with pytest.raises(CommunicationError, match="rank 1 has ended while this rank waits for the gather of a.weight"):
-        mine.wait(wait, "gathers", 2, "the gather of a.weight")
+        mine.wait(wait, "gathers", 2, "the gather of a.weight", BOTH)
     assert time.monotonic() - started < 2
 
 
@@ -47,15 +53,15 @@ def test_a_broken_connection_is_explained_by_the_farewell_or_in_plain_words_and_
     started = time.monotonic()
     mine._patience = 0.2  # it is seconds otherwise
     with pytest.raises(CommunicationError) as raised:
-        mine.wait(broken, "gathers", 1, "the gather of a")
+        mine.wait(broken, "gathers", 1, "the gather of a", BOTH)
     said = "waiting for the gather of a failed; a peer has probably died or timed out: Connection closed by peer"
     assert str(raised.value) == f"{said} [10.0.0.1]:99."
     with pytest.raises(CommunicationError, match="probably died"):
-        mine.wait(broken, "gathers", 1, "the gather of a")
+        mine.wait(broken, "gathers", 1, "the gather of a", BOTH)
     assert time.monotonic() - started < 2 and mine._patience == 0
     other.say_farewell()
     with pytest.raises(CommunicationError, match="rank 1 has ended"):
-        mine.wait(broken, "gathers", 1, "the gather of a")
+        mine.wait(broken, "gathers", 1, "the gather of a", BOTH)
 
 
 def test_one_number_for_two_transfers():
@@ -73,13 +79,13 @@ def test_one_number_for_two_transfers():
 
     def wait_for_the_other_one():
         with pytest.raises(DivergenceError) as raised:
-            other.wait(wait, "gathers", 2, "the gather of b")
+            other.wait(wait, "gathers", 2, "the gather of b", BOTH)
         said.append(str(raised.value))
 
     thread = threading.Thread(target=wait_for_the_other_one)
     thread.start()
     with pytest.raises(DivergenceError) as raised:
-        mine.wait(wait, "gathers", 2, "the gather of a")
+        mine.wait(wait, "gathers", 2, "the gather of a", BOTH)
     thread.join()
     assert "rank 0 waits for the gather of a; rank 1 waits for the gather of b" in str(raised.value)
     assert said == [str(raised.value)]
@@ -93,12 +99,14 @@ def test_only_the_latest_keys_are_kept():
 
 
 def _same_ranks_in_two_groups():
-    scopes = [create_transport(group).watch._scope for group in (None, torch_dist.new_group([0, 1]))]
-    assert len(set(scopes)) == 2, scopes
-    return scopes
+    transports = [create_transport(group) for group in (None, torch_dist.new_group([0, 1]))]
+    assert transports[0].watch is transports[1].watch
+    channels = [transport.issue("gather")[0] for transport in transports]
+    assert len(set(channels)) == 2, channels
+    return channels
 
 
-def test_groups_of_the_same_ranks_do_not_read_each_others_posts():
+def test_groups_of_the_same_ranks_do_not_share_channels():
     first, second = run_ranks(_same_ranks_in_two_groups, 2)
     assert first == second
 

@@ -42,7 +42,8 @@ RESET_HOOKS: list[Callable[[], None]] = [
     _package_hook("deepspeed.accelerator.selection", lambda module: setattr(module, "_current", None)),
     _package_hook("deepspeed.comm.groups", _groups),
     _package_hook("deepspeed.comm.recorder", lambda module: module.log.__init__()),
-    _package_hook("deepspeed.comm.connect", lambda module: module._watches.clear()),
+    _package_hook("deepspeed.comm.party", lambda module: module.forget_all()),
+    _package_hook("deepspeed.comm.connect", lambda module: module._outside.clear()),
     _package_hook("deepspeed.activation_checkpointing.settings", _checkpointing),
 ]
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed
-from deepspeed.comm.axes import replica_ranks, sharing_ranks
+from deepspeed.comm.axes import grid_mesh
 from deepspeed.comm.watch import circle_through
 from deepspeed.errors import DivergenceError
 from deepspeed.utils import (
@@ -37,9 +37,10 @@ KINDS = {"hpZ": {"zero_hpz_partition_size": 2}, "MiCS": {"mics_shard_size": 2}}
 
 
 def test_groups_of_an_axis():
-    assert sharing_ranks(6, 2) == [[0, 1], [2, 3], [4, 5]]
-    assert replica_ranks(6, 2) == [[0, 2, 4], [1, 3, 5]]
-    assert sharing_ranks(6, 3) == [[0, 1, 2], [3, 4, 5]] and replica_ranks(6, 3) == [[0, 3], [1, 4], [2, 5]]
+    assert grid_mesh(6, 2).groups("shard") == [[0, 1], [2, 3], [4, 5]]
+    assert grid_mesh(6, 2).groups("replicate") == [[0, 2, 4], [1, 3, 5]]
+    assert grid_mesh(6, 3).groups("shard") == [[0, 1, 2], [3, 4, 5]]
+    assert grid_mesh(6, 3).groups("replicate") == [[0, 3], [1, 4], [2, 5]]
 
 
 def _post(channel, index, members, **issued):
