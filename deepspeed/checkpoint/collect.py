@@ -51,7 +51,7 @@ def collect(runtime: ZeroRuntime, optimizer: torch.optim.Optimizer | None, *, ex
     found = Collected()
     masters = {master.bucket.index: master for master in runtime.masters}
     for bucket in runtime.buckets:
-        names = [tile.name for tile in bucket.layout.tiles]
+        names = [tile.logical for tile in bucket.layout.tiles]
         frozen = [not parameter.requires_grad for parameter in bucket.params]
         found.frozen.update(name for name, is_frozen in zip(names, frozen, strict=True) if is_frozen)
         master = masters.get(bucket.index)
@@ -114,7 +114,7 @@ def _collect_state(
     lower, upper = bucket.share
     base, _ = master.layout.slice_bounds(master.rank)
     start = base + run.span.start
-    names = tuple(master.layout.tiles[tile].name for tile, _, _ in master.tile_spans(run.span))
+    names = tuple(master.layout.tiles[tile].logical for tile, _, _ in master.tile_spans(run.span))
     scalars: dict[str, Any] = {}
     for key, value in state.items():
         if is_per_element(value, run.param):

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from deepspeed.checkpoint.format import COMPUTE, MASTER
-from deepspeed.checkpoint.plan import Fill, Match, fills
+from deepspeed.checkpoint.plan import Fill, Match, fills, wanted_of
 from deepspeed.checkpoint.source import Source, Wanted
 from deepspeed.errors import CheckpointError
 from deepspeed.zero.bucket import Bucket, State
@@ -98,15 +98,14 @@ class WeightFiller:
             return []
         found = []
         for fragment in layout.fragments(rank):
-            entry = self._matches.get(layout.tiles[fragment.tile].name)
+            tile = layout.tiles[fragment.tile]
+            entry = self._matches.get(tile.logical)
             if entry is None or entry.weights != MASTER or entry.saved.compute_dtype != out.dtype:
                 continue
-            start = fragment.tile_start
-            whole = Wanted(COMPUTE, entry.saved.name, start, start + fragment.numel)
+            whole = wanted_of(tile, COMPUTE, entry.saved.name, fragment.tile_start, fragment.tile_stop)
             for first, last in self._source.covered(whole):
-                position = fragment.slice_start + first - start
-                wanted = Wanted(COMPUTE, entry.saved.name, first, last)
-                found.append(Fill(position, position + last - first, wanted))
+                position = fragment.slice_start + first - fragment.tile_start
+                found.append(Fill(position, position + last - first, whole._replace(start=first, stop=last)))
         return found
 
 

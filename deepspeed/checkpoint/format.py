@@ -6,12 +6,16 @@ A tag folder holds
   (:mod:`deepspeed.zero.layout`). A **piece** is such a stretch: elements ``[start, stop)`` of the flat buffer of one
   bucket. Nothing in a piece depends on how many ranks wrote it, so any number of ranks can read it.
 - small torch files with counters, schedules and the caller's own state, readable by torch's restricted loader.
-- ``manifest.json``, written last: the layout (every parameter's name, shape and place, once), every file with its size
-  and a CRC-32 for each 4 MiB, every piece, and a digest of all that. A folder without it is not a checkpoint.
+- ``manifest.json``, written last: the layout (every parameter's name, shape and place, or those of the tiles that it
+  was cut into, each once), every file with its size and a CRC-32 for each 4 MiB, every piece, and a digest of all
+  that. A folder without it is not a checkpoint.
 
 Kinds: ``master`` (the values the optimizer updates), ``compute`` (the values the model computes with, where there is no
 master, or where they are not just the master rounded), ``optimizer.<state>`` for each per-element optimizer state,
 ``buffers``, ``torch``.
+
+Versions of the manifest: 1 has whole parameters only; 2 says of each tile which boxes of which parameter it holds
+(:mod:`deepspeed.zero.tiles`). Both are read, 2 is written.
 """
 
 from __future__ import annotations
@@ -24,16 +28,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from deepspeed.errors import CheckpointError
 from deepspeed.zero.layout import BucketLayout
-from deepspeed.zero.tiles import Tile
+from deepspeed.zero.tiles import Box, Tile, TilePart, first_overlap
 
 FORMAT = "deepspeed-checkpoint"
-VERSION = 1
+VERSION = 2
 MANIFEST = "manifest.json"
 
 CHUNK_BYTES = 4 << 20
@@ -169,6 +173,25 @@ class SavedFile:
     tensors: tuple[NamedTensor, ...] = ()
 
 
+class SavedTile(NamedTuple):
+    """A tile of a parameter, and where its values lie.
+
+    Attributes:
+        tile: What it holds.
+        bucket: Index of its bucket.
+        start: Its first element there.
+    """
+
+    tile: Tile
+    bucket: int
+    start: int
+
+    @property
+    def stop(self) -> int:
+        """One past its last element in the bucket."""
+        return self.start + self.tile.numel
+
+
 @dataclass(frozen=True)
 class Manifest:
     """What a checkpoint is made of.
@@ -181,7 +204,7 @@ class Manifest:
         aliases: Further names of tied parameters and buffers, to the name they are stored under.
         left_out: Parameters of the layout that were not saved (frozen ones, on request).
         frozen: Parameters that had no gradient when saved.
-        by_name: Name to ``(bucket, tile)``.
+        tiles: By name of the parameter all tiles of it.
     """
 
     buckets: tuple[BucketLayout, ...]
@@ -190,23 +213,14 @@ class Manifest:
     aliases: Mapping[str, str] = field(default_factory=dict)
     left_out: frozenset[str] = frozenset()
     frozen: frozenset[str] = frozenset()
-    by_name: Mapping[str, tuple[int, int]] = field(init=False, default_factory=dict)
+    tiles: Mapping[str, tuple[SavedTile, ...]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        table = {
-            tile.name: (bucket.index, number) for bucket in self.buckets for number, tile in enumerate(bucket.tiles)
-        }
-        object.__setattr__(self, "by_name", table)
-
-    def tile(self, name: str) -> Tile:
-        """The tile of parameter ``name``."""
-        bucket, number = self.by_name[name]
-        return self.buckets[bucket].tiles[number]
-
-    def start(self, name: str) -> int:
-        """Where parameter ``name`` begins in its bucket."""
-        bucket, number = self.by_name[name]
-        return self.buckets[bucket].starts[number]
+        table: dict[str, tuple[SavedTile, ...]] = {}
+        for bucket in self.buckets:
+            for tile, start in zip(bucket.tiles, bucket.starts, strict=True):
+                table[tile.logical] = (*table.get(tile.logical, ()), SavedTile(tile, bucket.index, start))
+        object.__setattr__(self, "tiles", table)
 
     def file(self, name: str) -> SavedFile | None:
         """The file called ``name``."""
@@ -270,10 +284,17 @@ def _encode_bucket(bucket: BucketLayout) -> dict[str, Any]:
         "numel": bucket.numel,
         "world_size": bucket.world_size,
         "tiles": [
-            [tile.name, list(tile.shape), start, tile.param_group]
+            [tile.name, list(tile.shape), start, tile.param_group, _encode_part(tile.part)]
             for tile, start in zip(bucket.tiles, bucket.starts, strict=True)
         ],
     }
+
+
+def _encode_part(part: TilePart | None) -> list[Any] | None:
+    if part is None:
+        return None
+    boxes = [[list(box.whole), list(box.tile), list(box.shape)] for box in part.boxes]
+    return [part.name, list(part.global_shape), boxes]
 
 
 def _encode_file(entry: SavedFile) -> dict[str, Any]:
@@ -322,10 +343,13 @@ class _Checker:
             raise self.fail(f"{what} is {value!r}, expected a name")
         return value
 
-    def shape(self, value: Any, what: str) -> tuple[int, ...]:
+    def indices(self, value: Any, what: str) -> tuple[int, ...]:
         if not isinstance(value, list) or len(value) > 64:
             raise self.fail(f"the shape of {what} is {value!r}")
-        shape = tuple(self.number(extent, f"an extent of {what}") for extent in value)
+        return tuple(self.number(entry, f"an extent of {what}") for entry in value)
+
+    def shape(self, value: Any, what: str) -> tuple[int, ...]:
+        shape = self.indices(value, what)
         self.number(prod(shape), f"the size of {what}")
         return shape
 
@@ -349,14 +373,12 @@ def _decode(data: bytes, check: _Checker) -> Manifest:
         intact = False
     if not intact:
         raise check.fail("its digest does not match its content")
-    buckets = tuple(_decode_bucket(index, entry, check) for index, entry in enumerate(check.get(body, "buckets", list)))
-    names = [tile.name for bucket in buckets for tile in bucket.tiles]
-    if len(set(names)) != len(names):
-        raise check.fail("a parameter occurs twice in the layout")
+    listed = check.get(body, "buckets", list)
+    buckets = tuple(_decode_bucket(index, entry, check, version) for index, entry in enumerate(listed))
     files = tuple(_decode_file(entry, buckets, check) for entry in check.get(body, "files", list))
     if len({entry.name for entry in files}) != len(files):
         raise check.fail("a file occurs twice")
-    return Manifest(
+    manifest = Manifest(
         buckets=buckets,
         files=files,
         facts=check.get(body, "facts", dict),
@@ -367,22 +389,47 @@ def _decode(data: bytes, check: _Checker) -> Manifest:
         left_out=frozenset(_names(body, "left_out", check)),
         frozen=frozenset(_names(body, "frozen", check)),
     )
+    for name, tiles in manifest.tiles.items():
+        _check_tiles(name, tiles, buckets, check)
+    return manifest
+
+
+def _check_tiles(name: str, tiles: Sequence[SavedTile], buckets: Sequence[BucketLayout], check: _Checker) -> None:
+    """Tiles of one parameter agree on what it is, each is there once, and they overlap only where boxes are equal."""
+    first = tiles[0].tile
+    if len(tiles) == 1:
+        return
+    if any(entry.tile.global_shape != first.global_shape for entry in tiles):
+        raise check.fail(f"tiles of parameter {name!r} disagree about its shape")
+    if len({buckets[entry.bucket].dtype for entry in tiles}) > 1:
+        raise check.fail(f"tiles of parameter {name!r} have different dtypes")
+    held = [entry.tile.boxes for entry in tiles if entry.tile.boxes or entry.tile.part is None]
+    if len(set(held)) != len(held):
+        raise check.fail(f"parameter {name!r} occurs twice in the layout")
+    boxes = list({(box.whole, box.shape) for entry in tiles for box in entry.tile.boxes})
+    pair = first_overlap(boxes)
+    if pair is not None:
+        raise check.fail(f"tiles of parameter {name!r} overlap at {boxes[pair[0]][0]} and {boxes[pair[1]][0]}")
 
 
 def _names(body: dict[str, Any], key: str, check: _Checker) -> Iterable[str]:
     return (check.text(name, f"an entry of {key!r}") for name in check.get(body, key, list))
 
 
-def _decode_bucket(index: int, entry: Any, check: _Checker) -> BucketLayout:
+def _decode_bucket(index: int, entry: Any, check: _Checker, version: int) -> BucketLayout:
     numel = check.number(check.get(entry, "numel", int), "the size of a bucket")
     tiles, starts, end = [], [], 0
     for row in check.get(entry, "tiles", list):
-        name, shape, start, group = check.row(row, 4, "a parameter")
-        tile = Tile(
-            check.text(name, "the name of a parameter"),
-            check.shape(shape, f"parameter {name!r}"),
-            check.number(group, "a param group", -1),
-        )
+        name, shape, start, group, *part = check.row(row, 4 if version == 1 else 5, "a parameter")
+        try:
+            tile = Tile(
+                check.text(name, "the name of a parameter"),
+                check.shape(shape, f"parameter {name!r}"),
+                check.number(group, "a param group", -1),
+                _decode_part(part[0], check) if part and part[0] is not None else None,
+            )
+        except ValueError as error:
+            raise check.fail(str(error)) from None
         if check.number(start, f"the place of {name!r}", 0, numel) < end or start + tile.numel > numel:
             raise check.fail(f"parameter {name!r} lies outside its bucket or over its neighbour")
         end = start + tile.numel
@@ -398,6 +445,19 @@ def _decode_bucket(index: int, entry: Any, check: _Checker) -> BucketLayout:
         world_size=world_size,
         numel=numel,
     )
+
+
+def _decode_part(row: Any, check: _Checker) -> TilePart:
+    name, shape, boxes = check.row(row, 3, "the part of a tile")
+    name = check.text(name, "the name of a parameter")
+    if not isinstance(boxes, list):
+        raise check.fail(f"the boxes of {name!r} are no list")
+    made = []
+    for box in boxes:
+        whole, tile, extents = check.row(box, 3, f"a box of {name!r}")
+        what = f"a box of {name!r}"
+        made.append(Box(check.indices(whole, what), check.indices(tile, what), check.shape(extents, what)))
+    return TilePart(name, check.shape(shape, f"parameter {name!r}"), tuple(made))
 
 
 def _decode_file(entry: Any, buckets: Sequence[BucketLayout], check: _Checker) -> SavedFile:

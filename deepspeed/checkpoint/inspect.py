@@ -16,9 +16,11 @@ from rich.table import Table
 from deepspeed.checkpoint.consolidate import open_source
 from deepspeed.checkpoint.directory import LATEST, Format, find, format_of, read_pointer, tags, what_exists
 from deepspeed.checkpoint.reader import CheckpointReader
-from deepspeed.checkpoint.source import Source
+from deepspeed.checkpoint.source import SavedParameter, Source
 from deepspeed.checkpoint.upstream import UpstreamSource
 from deepspeed.errors import CheckpointError
+
+_SHOWN_TILES = 4
 
 
 @dataclass
@@ -116,6 +118,9 @@ def _describe(summary: Summary) -> None:
         f"{len(source.parameters):,} with {sum(p.numel for p in parameters):,} elements, of them {len(frozen):,} "
         f"frozen with {sum(p.numel for p in frozen):,}"
     )
+    cut = [len(p.tiles) for p in parameters if len(p.tiles) > 1]
+    if cut:
+        facts["cut"] = f"{len(cut):,} parameters into up to {max(cut)} tiles each"
     if source.left_out:
         facts["left out"] = f"{len(source.left_out):,} frozen parameters"
     facts["buffers"] = f"{len(source.buffers):,}"
@@ -183,11 +188,22 @@ def _parameter_table(source: Source) -> Table:
     table = Table("parameter", "shape", "saved as", "")
     for name, entry in source.parameters.items():
         kinds = ", ".join(f"{kind} {str(dtype).removeprefix('torch.')}" for kind, dtype in sorted(entry.kinds.items()))
-        table.add_row(escape(name), str(tuple(entry.shape)), escape(kinds), "frozen" if entry.is_frozen else "")
+        notes = [*(["frozen"] if entry.is_frozen else []), *([_tiles(entry)] if len(entry.tiles) > 1 else [])]
+        table.add_row(escape(name), str(tuple(entry.shape)), escape(kinds), escape("; ".join(notes)))
     for name, buffer in source.buffers.items():
         dtype = str(buffer.dtype).removeprefix("torch.")
         table.add_row(escape(name), str(tuple(buffer.shape)), dtype, "buffer")
     return table
+
+
+def _tiles(parameter: SavedParameter) -> str:
+    """How a parameter is cut: the shapes of its tiles, and of how many boxes each is made."""
+    shown = [
+        f"{tile.shape}" + (f" of {len(tile.boxes)} boxes" if len(tile.boxes) != 1 else "")
+        for tile in parameter.tiles[:_SHOWN_TILES]
+    ]
+    more = ", ..." if len(parameter.tiles) > _SHOWN_TILES else ""
+    return f"{len(parameter.tiles)} tiles: {', '.join(shown)}{more}"
 
 
 def _show_tags(path: Path, console: Console) -> None:

@@ -147,8 +147,7 @@ def load_state_dict(
     source = StateDictSource(state_dict, subject.extra_state_owners())
 
     def prepare() -> tuple[WeightFiller, dict[str, str], Mismatch]:
-        shapes = {tile.name: tile.shape for bucket in subject.runtime.layout.buckets for tile in bucket.tiles}
-        matches, buffers, difference = match(source, shapes, subject.aliases(), subject.buffers())
+        matches, buffers, difference = match(source, subject.shapes(), subject.aliases(), subject.buffers())
         difference.missing = [name for name in difference.missing if name not in set(may_miss)]
         _check_fit("the state dict", difference, strict=strict)
         weights = WeightFiller(subject.runtime, source, matches)
@@ -213,8 +212,7 @@ def _open(
 def _prepare(subject: Subject, options: LoadOptions, found: Found, rank: int, stack: ExitStack) -> _Prepared:
     """Everything that can go wrong, before anything is changed."""
     source, state = _open(found, subject, options, rank, stack)
-    shapes = {tile.name: tile.shape for bucket in subject.runtime.layout.buckets for tile in bucket.tiles}
-    matches, buffers, difference = match(source, shapes, subject.aliases(), subject.buffers())
+    matches, buffers, difference = match(source, subject.shapes(), subject.aliases(), subject.buffers())
     _check_fit(str(found.folder), difference, strict=options.strict and options.custom_load_fn is None)
     weights = WeightFiller(
         subject.runtime, source, matches, use_masters=subject.use_fp32_weights or subject.optimizer is None

@@ -127,7 +127,7 @@ class OptimizerFiller:
         """Cuts runs where the saved states make it necessary. Every rank must call it."""
         labels = []
         for master in self._masters:
-            labels.append([self._label(tile.name) for tile in master.layout.tiles])
+            labels.append([self._label(tile.logical) for tile in master.layout.tiles])
         self._zero.cut_runs(labels)
 
     def _label(self, name: str) -> Any:
@@ -154,7 +154,7 @@ class OptimizerFiller:
 
     def _fill_run(self, master: MasterBucket, run: MasterRun, entries: dict[str, list[Fill]]) -> None:
         tiles = [tile for tile, _, _ in master.tile_spans(run.span)]
-        name = master.layout.tiles[tiles[0]].name if tiles else ""
+        name = master.layout.tiles[tiles[0]].logical if tiles else ""
         saved = self._states_of(name) if tiles else None
         if saved is None:
             self._optimizer.state.pop(run.param, None)

@@ -1,7 +1,7 @@
 """Which parts of a checkpoint this rank's model needs, and whether the two fit. Nothing is read and nothing changed.
 
-Matching is by parameter name: neither the order of parameters, nor their param groups, nor how either side is cut
-matters.
+Matching is by the name of the logical parameter: neither the order of parameters, nor their param groups, nor how
+either side is cut matters.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from deepspeed.checkpoint.format import COMPUTE, MASTER, optimizer_kind, state_of_kind
 from deepspeed.checkpoint.source import SavedParameter, Source, Wanted
 from deepspeed.zero.layout import BucketLayout
+from deepspeed.zero.tiles import Tile
 
 _SHOWN = 40
 
@@ -78,7 +79,7 @@ def match(
 
     Args:
         source: The checkpoint.
-        shapes: Shape of each of the model's parameters.
+        shapes: Shape of each of the model's logical parameters.
         aliases: Further names of the model's tied tensors.
         buffers: The model's persistent buffers.
 
@@ -158,17 +159,24 @@ def fills(layout: BucketLayout, rank: int, matches: Mapping[str, Match], kind: s
     """
     found = []
     for fragment in layout.fragments(rank):
-        entry = matches.get(layout.tiles[fragment.tile].name)
+        tile = layout.tiles[fragment.tile]
+        entry = matches.get(tile.logical)
         if entry is None:
             continue
         wanted_kind = kind or entry.weights
         if wanted_kind in entry.saved.kinds:
-            wanted = Wanted(wanted_kind, entry.saved.name, fragment.tile_start, fragment.tile_start + fragment.numel)
+            wanted = wanted_of(tile, wanted_kind, entry.saved.name, fragment.tile_start, fragment.tile_stop)
             found.append(Fill(fragment.slice_start, fragment.slice_start + fragment.numel, wanted))
     return found
 
 
+def wanted_of(tile: Tile, kind: str, name: str, start: int, stop: int) -> Wanted:
+    """Elements ``[start, stop)`` of a tile, which the checkpoint has under ``name``."""
+    return Wanted(kind, name, start, stop, None if tile.part is None else tile)
+
+
 def state_fills(layout: BucketLayout, rank: int, matches: Mapping[str, Match]) -> dict[str, list[Fill]]:
     """For each per-element optimizer state, what ``rank``'s slice of a bucket takes from a checkpoint."""
-    states = {state for tile in layout.tiles if tile.name in matches for state in matches[tile.name].states()}
+    found = (matches[tile.logical] for tile in layout.tiles if tile.logical in matches)
+    states = {state for entry in found for state in entry.states()}
     return {state: fills(layout, rank, matches, optimizer_kind(state)) for state in sorted(states)}

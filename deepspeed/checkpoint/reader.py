@@ -9,17 +9,32 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from deepspeed.checkpoint.disk import bytes_of
-from deepspeed.checkpoint.format import BUFFERS, CHUNK_BYTES, COMPUTE, MASTER, Manifest, NamedTensor, Piece, SavedFile
+from deepspeed.checkpoint.format import (
+    BUFFERS,
+    CHUNK_BYTES,
+    COMPUTE,
+    MASTER,
+    Manifest,
+    NamedTensor,
+    Piece,
+    SavedFile,
+    SavedTile,
+)
 from deepspeed.checkpoint.source import SavedBuffer, SavedParameter, Wanted
 from deepspeed.errors import CheckpointError
+from deepspeed.zero.tiles import Span, spans
 
 _THREADS = 4
 _STAGING_NUMEL = 1 << 22
+_GAP_BYTES = 4 << 10  # to read what lies between two runs costs less than to ask twice
+_WINDOW_BYTES = 1 << 20
 
 
 class FileReader:
@@ -127,6 +142,29 @@ def _read_at(descriptor: int, out: memoryview, offset: int) -> int:
     return len(data)
 
 
+class _Run(NamedTuple):
+    """Elements ``[start, stop)`` of a wanted tile that lie side by side in a file.
+
+    Attributes:
+        start: The first, in the flattened tile.
+        stop: One past the last.
+        piece: Where they are.
+        reader: Its file.
+        offset: First byte there.
+    """
+
+    start: int
+    stop: int
+    piece: Piece
+    reader: FileReader
+    offset: int
+
+    @property
+    def end(self) -> int:
+        """One past the last byte."""
+        return self.offset + (self.stop - self.start) * self.piece.dtype.itemsize
+
+
 class CheckpointReader:
     """The tensors of one tag folder, as a :class:`~deepspeed.checkpoint.source.Source`.
 
@@ -145,6 +183,10 @@ class CheckpointReader:
         self._verify = verify
         self._files = {record.name: FileReader(folder, record) for record in self.manifest.files}
         self._pieces = self._index_pieces()
+        self._kinds: dict[int, list[str]] = defaultdict(list)
+        for kind, bucket in self._pieces:
+            self._kinds[bucket].append(kind)
+        self._sources: dict[str, list[SavedTile]] = {}
         self._buffers = {
             tensor.name: (self._files[record.name], tensor)
             for record in self.manifest.files
@@ -153,7 +195,7 @@ class CheckpointReader:
         }
         self.aliases = self.manifest.aliases
         self.left_out = self.manifest.left_out
-        self.parameters = {name: self._parameter(name) for name in self.manifest.by_name if name not in self.left_out}
+        self.parameters = {name: self._parameter(name) for name in self.manifest.tiles if name not in self.left_out}
         self.buffers = {
             name: SavedBuffer(name, tensor.shape, tensor.dtype) for name, (_, tensor) in self._buffers.items()
         }
@@ -182,23 +224,41 @@ class CheckpointReader:
         return found
 
     def _parameter(self, name: str) -> SavedParameter:
-        bucket, _ = self.manifest.by_name[name]
-        tile, start = self.manifest.tile(name), self.manifest.start(name)
+        saved = self.manifest.tiles[name]
+        filled = [entry for entry in saved if entry.tile.numel]
         kinds = {}
-        for kind, index in self._pieces:
-            if index == bucket and self._covers(kind, bucket, start, start + tile.numel):
-                kinds[kind] = self._pieces[(kind, bucket)][0][0].dtype
-        dtype = getattr(torch, self.manifest.buckets[bucket].dtype, None)
+        for kind in self._kinds[filled[0].bucket] if filled else ():
+            if all(self._covers(kind, entry.bucket, entry.start, entry.stop) for entry in filled):
+                kinds[kind] = self._pieces[(kind, filled[0].bucket)][0][0].dtype
+        dtype = getattr(torch, self.manifest.buckets[saved[0].bucket].dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise CheckpointError(f"{self.folder}: parameter {name!r} has no known dtype; the checkpoint was altered")
-        if tile.numel == 0:
+        whole = saved[0].tile.whole()
+        if whole.numel == 0:
             kinds.setdefault(COMPUTE, dtype)
-        if MASTER not in kinds and COMPUTE not in kinds:
+        there = sum(box.numel for entry in self._sources_of(name) for box in entry.tile.boxes)
+        if there < whole.numel or (MASTER not in kinds and COMPUTE not in kinds):
             raise CheckpointError(
                 f"{self.folder}: the values of parameter {name!r} are not complete; the checkpoint is damaged. Use "
                 "another tag, or copy it again from where it was written"
             )
-        return SavedParameter(name, tile.shape, kinds, name in self.manifest.frozen, dtype)
+        tiles = tuple(entry.tile for entry in saved)
+        return SavedParameter(name, whole.shape, kinds, name in self.manifest.frozen, dtype, tiles)
+
+    def _sources_of(self, name: str) -> list[SavedTile]:
+        """The tiles of a parameter, each with those boxes that no earlier one has (heads that several ranks hold)."""
+        if name not in self._sources:
+            seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+            found = []
+            for entry in self.manifest.tiles[name]:
+                new = tuple(box for box in entry.tile.boxes if (box.whole, box.shape) not in seen)
+                seen.update((box.whole, box.shape) for box in new)
+                if entry.tile.part is not None and len(new) < len(entry.tile.boxes):
+                    part = replace(entry.tile.part, boxes=new)
+                    entry = entry._replace(tile=replace(entry.tile, part=part))
+                found.append(entry)
+            self._sources[name] = found
+        return self._sources[name]
 
     def _covers(self, kind: str, bucket: int, start: int, stop: int) -> bool:
         position = start
@@ -216,14 +276,40 @@ class CheckpointReader:
                 return
             yield piece, reader
 
-    def _extents(self, wanted: Wanted) -> Iterator[tuple[int, int, Piece, FileReader, int]]:
-        """``(first, last, piece, file, byte offset)`` for each part of ``wanted`` that exists."""
-        bucket, _ = self.manifest.by_name[wanted.name]
-        base = self.manifest.start(wanted.name)
-        for piece, reader in self._overlapping(wanted.kind, bucket, base + wanted.start, base + wanted.stop):
-            first, last = max(piece.start - base, wanted.start), min(piece.stop - base, wanted.stop)
-            offset = piece.offset + (base + first - piece.start) * piece.dtype.itemsize
-            yield first, last, piece, reader, offset
+    def _spans(self, wanted: Wanted) -> Iterator[tuple[SavedTile, Span]]:
+        """In which saved tile what part of ``wanted`` lies, and where."""
+        if wanted.start >= wanted.stop:
+            return
+        same = self._same(wanted)
+        if same is not None:  # as it is, with its padding
+            yield same, Span(wanted.start, wanted.start, wanted.stop - wanted.start)
+            return
+        tile = self.manifest.tiles[wanted.name][0].tile.whole() if wanted.tile is None else wanted.tile
+        for entry in self._sources_of(wanted.name):
+            for span in spans(tile, wanted.start, wanted.stop, entry.tile):
+                yield entry, span
+
+    def _same(self, wanted: Wanted) -> SavedTile | None:
+        """The saved tile that is cut as the one of ``wanted``, or None."""
+        saved = self.manifest.tiles[wanted.name]
+        tile = saved[0].tile.whole() if wanted.tile is None else wanted.tile
+        return next((entry for entry in saved if entry.tile.holds_same(tile)), None)
+
+    def _runs(self, wanted: Wanted, *, all_of_it: bool = False) -> Iterator[_Run]:
+        """Each part of ``wanted`` that exists; ``all_of_it``: what does not is an error."""
+        for entry, span in self._spans(wanted):
+            low = entry.start + span.other_start
+            position, high = low, low + span.numel
+            for piece, reader in self._overlapping(wanted.kind, entry.bucket, low, high):
+                first, last = max(piece.start, low), min(piece.stop, high)
+                if all_of_it and first > position:
+                    break
+                start = span.start + first - low
+                offset = piece.offset + (first - piece.start) * piece.dtype.itemsize
+                yield _Run(start, start + last - first, piece, reader, offset)
+                position = last
+            if all_of_it and position < high:
+                raise CheckpointError(f"{self.folder}: {wanted.kind} of {wanted.name!r} is not complete")
 
     # -- the source ----------------------------------------------------------------------------------------------------
 
@@ -231,8 +317,8 @@ class CheckpointReader:
         """See :class:`~deepspeed.checkpoint.source.Source`."""
         chunks: dict[FileReader, set[int]] = defaultdict(set)
         for entry in wanted:
-            for first, last, piece, reader, offset in self._extents(entry):
-                chunks[reader].update(reader.chunks_of(offset, offset + (last - first) * piece.dtype.itemsize))
+            for run in self._runs(entry):
+                chunks[run.reader].update(run.reader.chunks_of(run.offset, run.end))
         for reader, tensor in self._buffers.values():
             chunks[reader].update(reader.chunks_of(tensor.offset, tensor.offset + tensor.nbytes))
         for reader in chunks:
@@ -245,18 +331,30 @@ class CheckpointReader:
 
     def covered(self, wanted: Wanted) -> list[tuple[int, int]]:
         """See :class:`~deepspeed.checkpoint.source.Source`."""
-        return [(first, last) for first, last, *_ in self._extents(wanted)]
+        return [(run.start, run.stop) for run in self._runs(wanted)]
 
     def read(self, wanted: Wanted, out: torch.Tensor) -> None:
         """See :class:`~deepspeed.checkpoint.source.Source`."""
-        position = wanted.start
-        for first, last, piece, reader, offset in self._extents(wanted):
-            if first > position:
-                break
-            _copy(reader, offset, piece.dtype, out[first - wanted.start : last - wanted.start])
-            position = last
-        if position < wanted.stop:
-            raise CheckpointError(f"{self.folder}: {wanted.kind} of {wanted.name!r} is not complete")
+        if out.device.type != "cpu" and self._same(wanted) is None:  # one transfer instead of one for every run
+            host = torch.empty(out.numel(), dtype=out.dtype)
+            self.read(wanted, host)
+            out.copy_(host)
+            return
+        if wanted.tile is not None and wanted.tile.is_padded:
+            out.zero_()
+        for window in _windows(self._runs(wanted, all_of_it=True)):
+            first = window[0]
+            if len(window) == 1:
+                place = out[first.start - wanted.start : first.stop - wanted.start]
+                _copy(first.reader, first.offset, first.piece.dtype, place)
+                continue
+            data = torch.empty(window[-1].end - first.offset, dtype=torch.uint8)
+            first.reader.read_into(first.offset, bytes_of(data))
+            values = data.view(first.piece.dtype)
+            for run in window:
+                start = (run.offset - first.offset) // values.element_size()
+                place = out[run.start - wanted.start : run.stop - wanted.start]
+                place.copy_(values[start : start + place.numel()])
 
     def read_buffer(self, name: str) -> torch.Tensor:
         """See :class:`~deepspeed.checkpoint.source.Source`."""
@@ -290,6 +388,21 @@ class CheckpointReader:
         out = torch.empty(parameter.numel, dtype=parameter.kinds[kind])
         self.read(Wanted(kind, name, 0, parameter.numel), out)
         return out.view(parameter.shape)
+
+
+def _windows(runs: Iterable[_Run]) -> Iterator[list[_Run]]:
+    """Runs that are read at once: of one piece, close together."""
+    window: list[_Run] = []
+    for run in runs:
+        if window:
+            last = window[-1]
+            is_near = run.piece is last.piece and 0 <= run.offset - last.end <= _GAP_BYTES
+            if not is_near or run.end - window[0].offset > _WINDOW_BYTES:
+                yield window
+                window = []
+        window.append(run)
+    if window:
+        yield window
 
 
 def _copy(reader: FileReader, offset: int, dtype: torch.dtype, out: torch.Tensor) -> None:

@@ -1,18 +1,19 @@
 """What a loader asks of a checkpoint, whoever wrote it.
 
-Values are addressed by parameter name and by element of the flattened parameter, so that any layout can be filled from
-any other: the loader asks for the intervals that its rank owns and nothing else.
+Values are addressed by parameter name and by element of the flattened parameter, or of a tile of it, so that any layout
+can be filled from any other: the loader asks for the intervals that its rank owns and nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from deepspeed.checkpoint.format import COMPUTE
+from deepspeed.zero.tiles import Tile, spans
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class SavedParameter:
         kinds: Dtype by kind (see :mod:`deepspeed.checkpoint.format`), for kinds that hold the whole parameter.
         is_frozen: It had no gradient when it was saved.
         compute_dtype: What the model computed with.
+        tiles: The tiles that it is saved in.
     """
 
     name: str
@@ -32,6 +34,7 @@ class SavedParameter:
     kinds: Mapping[str, torch.dtype]
     is_frozen: bool
     compute_dtype: torch.dtype
+    tiles: tuple[Tile, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -49,12 +52,21 @@ class SavedBuffer:
 
 
 class Wanted(NamedTuple):
-    """Elements ``[start, stop)`` of the flattened parameter ``name``, of one kind."""
+    """Elements ``[start, stop)`` of a flattened tile of the parameter ``name``, of one kind.
+
+    Attributes:
+        kind: See :mod:`deepspeed.checkpoint.format`.
+        name: The checkpoint's name of the parameter.
+        start: The first element.
+        stop: One past the last.
+        tile: As the reader has it; None: the whole parameter.
+    """
 
     kind: str
     name: str
     start: int
     stop: int
+    tile: Tile | None = None
 
 
 @dataclass
@@ -127,16 +139,37 @@ class Source(Protocol):
         ...
 
     def read(self, wanted: Wanted, out: torch.Tensor) -> None:
-        """Copies ``wanted`` into ``out``: 1-D, of that length, any dtype and device."""
+        """Copies ``wanted`` into ``out``: 1-D, of that length, any dtype and device.
+
+        Padding of a tile becomes zero, but where the checkpoint has that very tile: then it is as it was saved.
+        """
         ...
 
     def covered(self, wanted: Wanted) -> list[tuple[int, int]]:
-        """The parts of ``wanted`` that the checkpoint has, as intervals of the flattened parameter."""
+        """The parts of ``wanted`` that the checkpoint has, as intervals of the same flattened tile."""
         ...
 
     def read_buffer(self, name: str) -> torch.Tensor:
         """The buffer ``name``."""
         ...
+
+
+def read_whole(wanted: Wanted, out: torch.Tensor, read: Callable[[int, int, torch.Tensor], object]) -> None:
+    """:meth:`Source.read` for a source that has every parameter whole.
+
+    Args:
+        wanted: What goes into ``out``.
+        out: 1-D.
+        read: Called with first and last-plus-one element of the flattened parameter, and where they go.
+    """
+    tile = wanted.tile
+    if tile is None:
+        read(wanted.start, wanted.stop, out)
+        return
+    if tile.is_padded:
+        out.zero_()
+    for start, whole_start, numel in spans(tile, wanted.start, wanted.stop, tile.whole()):
+        read(whole_start, whole_start + numel, out[start - wanted.start :][:numel])
 
 
 class StateDictSource:
@@ -171,7 +204,8 @@ class StateDictSource:
 
     def read(self, wanted: Wanted, out: torch.Tensor) -> None:
         """See :class:`Source`."""
-        out.copy_(self._tensors[wanted.name].reshape(-1)[wanted.start : wanted.stop])
+        flat = self._tensors[wanted.name].reshape(-1)
+        read_whole(wanted, out, lambda start, stop, place: place.copy_(flat[start:stop]))
 
     def covered(self, wanted: Wanted) -> list[tuple[int, int]]:
         """See :class:`Source`."""

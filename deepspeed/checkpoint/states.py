@@ -127,13 +127,13 @@ def _model_states(subject: Subject, aliases: dict[str, str]) -> dict[str, Any]:
     """What the ecosystem expects at the top level of the model-states file."""
     groups: list[OrderedDict[str, torch.Size]] = [OrderedDict() for _ in subject.group_names()]
     frozen: OrderedDict[str, torch.Size] = OrderedDict()
-    shapes = {tile.name: tile.shape for bucket in subject.runtime.layout.buckets for tile in bucket.tiles}
+    shapes = subject.shapes()
     for group, members in zip(groups, subject.group_names(), strict=True):
         group.update((name, torch.Size(shapes[name])) for name in members)
     for bucket in subject.runtime.buckets:
         for tile, parameter in zip(bucket.layout.tiles, bucket.params, strict=True):
             if not parameter.requires_grad:
-                frozen[tile.name] = torch.Size(tile.shape)
+                frozen[tile.logical] = torch.Size(tile.global_shape)
     buffers = subject.buffers()
     return {
         "module": None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 from deepspeed.config.sections.checkpoint import Checkpoint
 from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer
 from deepspeed.zero.runtime import ZeroRuntime
+from deepspeed.zero.tiles import Tile
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 
@@ -90,7 +91,8 @@ class Subject:
 
     def aliases(self) -> dict[str, str]:
         """Further names of tied parameters and buffers, to the name they are stored under."""
-        canonical = {id(parameter): name for parameter, name in self.runtime.param_names.items()}
+        logical = {tile.name: tile.logical for bucket in self.runtime.layout.buckets for tile in bucket.tiles}
+        canonical = {id(parameter): logical[name] for parameter, name in self.runtime.param_names.items()}
         found = {
             name: canonical[id(parameter)]
             for name, parameter in self.model.named_parameters(remove_duplicate=False)
@@ -111,16 +113,27 @@ class Subject:
             if type(module).get_extra_state is not default
         }
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every logical parameter that this rank has something of."""
+        return {tile.logical: tile.global_shape for bucket in self.runtime.layout.buckets for tile in bucket.tiles}
+
     def trained_names(self) -> list[list[str]]:
-        """Parameter names of each param group, in the order of the model."""
+        """Names of the logical parameters of each param group, in the order of the model."""
         order = {name: position for position, name in enumerate(self.state_dict_names())}
-        return [sorted(names, key=order.__getitem__) for names in self.group_names()]
+        return [_names(sorted(tiles, key=lambda tile: order[tile.name])) for tiles in self._trained_tiles()]
 
     def group_names(self) -> list[list[str]]:
-        """Parameter names of each param group, in layout order."""
-        groups: list[list[str]] = [[] for _ in (self.torch_optimizer.param_groups if self.torch_optimizer else [])]
+        """Names of the logical parameters of each param group, in layout order."""
+        return [_names(tiles) for tiles in self._trained_tiles()]
+
+    def _trained_tiles(self) -> list[list[Tile]]:
+        groups: list[list[Tile]] = [[] for _ in (self.torch_optimizer.param_groups if self.torch_optimizer else [])]
         for master in self.runtime.masters:
             for tile in master.layout.tiles:
                 if 0 <= tile.param_group < len(groups):
-                    groups[tile.param_group].append(tile.name)
+                    groups[tile.param_group].append(tile)
         return groups
+
+
+def _names(tiles: Iterable[Tile]) -> list[str]:
+    return list(dict.fromkeys(tile.logical for tile in tiles))

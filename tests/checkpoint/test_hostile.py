@@ -158,6 +158,10 @@ def master(body: dict) -> dict:
     return next(entry for entry in body["files"] if entry["kind"] == "master")
 
 
+def cut(body: dict, part: list) -> None:
+    body["buckets"][0]["tiles"][0][4] = part
+
+
 CHANGES = {
     "huge shape": lambda b: b["buckets"][0]["tiles"][0].__setitem__(1, [1 << 40, 1 << 40]),
     "shape beyond the bucket": lambda b: b["buckets"][0]["tiles"][0].__setitem__(1, [1 << 30]),
@@ -176,6 +180,13 @@ CHANGES = {
     "few checksums": lambda b: master(b).__setitem__("crc32", []),
     "checksums of text": lambda b: master(b).__setitem__("crc32", ["0"] * len(master(b)["crc32"])),
     "name twice": lambda b: b["buckets"][0]["tiles"].append(b["buckets"][0]["tiles"][0]),
+    "part of numbers": lambda b: cut(b, [1, 2, 3]),
+    "boxes of another rank": lambda b: cut(b, ["w", [1, 2, 3, 4, 5], [[[0], [0], [1]]]]),
+    "box outside": lambda b: cut(b, ["w", [4, 4], [[[9], [0], [1]]]]),
+    "box before": lambda b: cut(b, ["w", [4, 4], [[[-1, 0], [0, 0], [1, 1]]]]),
+    "boxes as text": lambda b: cut(b, ["w", [4, 4], "boxes"]),
+    "most of a parameter is nowhere": lambda b: cut(b, ["w", [1 << 20], []]),
+    "no part": lambda b: b["buckets"][0]["tiles"][0].pop(),
     "files as text": lambda b: b.__setitem__("files", "x"),
     "no facts": lambda b: b.pop("facts"),
     "later version": lambda b: b.__setitem__("version", 99),

@@ -9,7 +9,7 @@ import torch
 
 from deepspeed.checkpoint.directory import Format
 from deepspeed.checkpoint.format import COMPUTE, MASTER
-from deepspeed.checkpoint.source import SavedBuffer, SavedParameter, Wanted
+from deepspeed.checkpoint.source import SavedBuffer, SavedParameter, Wanted, read_whole
 from deepspeed.checkpoint.upstream.content import Content
 from deepspeed.checkpoint.upstream.partitioned import read_partitioned
 from deepspeed.checkpoint.upstream.universal import read_universal
@@ -54,7 +54,7 @@ class UpstreamSource:
                     torch.empty(numel, dtype=self.parameters[entry.name].compute_dtype),
                 )
                 self.read(entry, master)
-                self.read(Wanted(COMPUTE, entry.name, entry.start, entry.stop), compute)
+                self.read(entry._replace(kind=COMPUTE), compute)
                 same = (master.to(compute.dtype) == compute) | compute.isnan()
                 if not bool(same.all()):
                     raise CheckpointError(
@@ -69,8 +69,13 @@ class UpstreamSource:
 
     def read(self, wanted: Wanted, out: torch.Tensor) -> None:
         """See :class:`~deepspeed.checkpoint.source.Source`."""
-        if not self._content.values[wanted.kind][wanted.name].read(wanted.start, wanted.stop, out):
-            raise CheckpointError(f"{self.label}: {wanted.kind} of {wanted.name!r} is not complete")
+        values = self._content.values[wanted.kind][wanted.name]
+
+        def read(start: int, stop: int, place: torch.Tensor) -> None:
+            if not values.read(start, stop, place):
+                raise CheckpointError(f"{self.label}: {wanted.kind} of {wanted.name!r} is not complete")
+
+        read_whole(wanted, out, read)
 
     def read_buffer(self, name: str) -> torch.Tensor:
         """See :class:`~deepspeed.checkpoint.source.Source`."""
