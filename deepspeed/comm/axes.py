@@ -166,7 +166,6 @@ def create_grid(
         made["gather"] = gathering_by_nodes(
             made["gather"], everyone, mesh.groups(SHARD), device=device, timeout=timeout
         )
-    made["gather"].replicas = made["combine"]
     for transport in (*made.values(), everyone):
         warm_up(transport)
     return Grid(**made, positions=GridTransport(made["gather"], made["combine"], everyone))

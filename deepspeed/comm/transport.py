@@ -122,7 +122,6 @@ class Transport:
         owner: Number of the engine that the transfers belong to; equal on all ranks.
         watch: The job's; None where nobody is waited for.
         scope: Begins the names of its channels.
-        replicas: The ranks that hold the same slices as this one; None where no others do (see ``comm.axes``).
     """
 
     name = "local"
@@ -139,7 +138,6 @@ class Transport:
         self.companion: Transport | None = None
         self.confirms = False
         self.scope = ""
-        self.replicas: Transport | None = None
         self._everyone: Transport | None = None
 
     @property
@@ -162,7 +160,7 @@ class Transport:
     def take_place_of(self, other: Transport) -> None:
         """Makes this one serve where ``other``, over the same group, would have served."""
         self.ranks, self.scope, self.watch = other.ranks, other.scope, other.watch
-        self.replicas, self._everyone = other.replicas, other._everyone
+        self._everyone = other._everyone
 
     def next_owner(self) -> int:
         """A number for one more engine on this group; equal on all ranks if all make their engines together."""

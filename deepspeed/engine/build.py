@@ -38,12 +38,13 @@ from deepspeed.ops.flat import supports_flat_update
 from deepspeed.precision.policy import PrecisionPolicy, create_loss_scaler
 from deepspeed.schedulers import build_scheduler
 from deepspeed.zero.access.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.zero.group import DATA, BucketGroup, Groups
 from deepspeed.zero.layout import Limits
 from deepspeed.zero.leaf import mark_leaf_modules
 from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3
 from deepspeed.zero.placement import Home, Placement
 from deepspeed.zero.reduction_policy import ReductionPolicy
-from deepspeed.zero.runtime import Channels, RuntimeOptions, ZeroRuntime
+from deepspeed.zero.runtime import RuntimeOptions, ZeroRuntime
 from deepspeed.zero.schedule import GatherLimits
 from deepspeed.zero.storage import distinct
 from deepspeed.zero.update import state_itemsizes
@@ -77,7 +78,7 @@ class EngineParts:
     runtime: ZeroRuntime
     torch_optimizer: torch.optim.Optimizer | None
     device: torch.device
-    channels: Channels
+    groups: Groups
     standing: Standing
     local_rank: int
     global_rank: int
@@ -97,9 +98,7 @@ class EngineParts:
             self.runtime.masters,
             self.runtime.reducer,
             placement=self.placement,
-            transport=self.channels.everyone,
-            owners=(self.channels.everyone if self.placement.spread_master else self.channels.reduce).group,
-            shard_ranks=self.channels.gather.size,
+            groups=self.groups,
             agreement=self.runtime.agreement,
             ledger=self.runtime.ledger,
             loss_scaler=create_loss_scaler(root, self.precision),
@@ -185,21 +184,21 @@ def build_parts(client: Client, config: Any, distributed_port: int, dist_init_re
         client.model_parameters,
         on_host=placement.master_home is not Home.DEVICE,
     )
-    groups = group_indices(torch_optimizer)
-    comm.check_same_model(model_lines(client.model, precision, torch_optimizer, groups), ranks.zero_group)
+    param_groups = group_indices(torch_optimizer)
+    comm.check_same_model(model_lines(client.model, precision, torch_optimizer, param_groups), ranks.zero_group)
     _check_trains(placement, torch_optimizer)
     _check_updates_in_files(placement, torch_optimizer)
-    channels = _channels(placement, ranks.zero_group, device, by_nodes=_gathers_by_nodes(root))
+    groups = _groups(placement, ranks, device, by_nodes=_gathers_by_nodes(root))
     _mark_leaf_modules(root, client.model)
     homes = open_homes(root, placement, device, rank=comm.get_rank(), state_itemsizes=state_itemsizes(torch_optimizer))
     runtime = ZeroRuntime(
         client.model,
-        _options(root, placement, precision, device, ranks.data_size, torch_optimizer, homes),
-        channels,
+        _options(root, placement, precision, device, torch_optimizer, homes),
         groups,
+        param_groups,
     )
     precision.cast_buffers(client.model, device)
-    _spread_buffers(client.model, channels.everyone)
+    _spread_buffers(client.model, groups.peers)
     if torch_optimizer is not None:
         move_to_runs(torch_optimizer, runtime.masters, lambda parameter: torch_optimizer.state.pop(parameter, None))
     return EngineParts(
@@ -213,7 +212,7 @@ def build_parts(client: Client, config: Any, distributed_port: int, dist_init_re
         runtime=runtime,
         torch_optimizer=torch_optimizer,
         device=device,
-        channels=channels,
+        groups=groups,
         standing=ranks,
         local_rank=local_rank,
         global_rank=comm.get_rank(),
@@ -247,19 +246,21 @@ def _gathers_by_nodes(root: Root) -> bool:
     return zero.stage == 3 and zero.mics_hierarchical_params_gather and zero.mics_shard_size > 1
 
 
-def _channels(placement: Placement, group: Any, device: torch.device, *, by_nodes: bool) -> Channels:
-    """The transports of one engine; every rank must call it."""
+def _groups(placement: Placement, ranks: Standing, device: torch.device, *, by_nodes: bool) -> Groups:
+    """The groups of one engine; every rank must call it."""
     timeout = comm.default_timeout()
     if placement.shard_ranks is not None:
-        return Channels.over(
-            create_grid(placement.shard_ranks, group=group, device=device, timeout=timeout, by_nodes=by_nodes)
+        grid = create_grid(
+            placement.shard_ranks, group=ranks.zero_group, device=device, timeout=timeout, by_nodes=by_nodes
         )
-    gather, reduce = (create_transport(group, device=device, timeout=timeout) for _ in range(2))
+        owners = grid.positions if placement.spread_master else grid.gather
+        return Groups.of(BucketGroup(DATA, grid.gather, grid.reduce, owners, grid.combine, ranks.data_size))
+    gather, reduce = (create_transport(ranks.zero_group, device=device, timeout=timeout) for _ in range(2))
     if by_nodes:
         gather = gathering_by_nodes(gather, gather, [range(gather.size)], device=device, timeout=timeout)
-    channels = Channels(gather=gather, reduce=reduce)
-    warm_up(channels.gather)
-    return channels
+    groups = Groups.of(BucketGroup(DATA, gather, reduce, gather, divisor=ranks.data_size))
+    warm_up(gather)
+    return groups
 
 
 @torch.no_grad()
@@ -278,7 +279,6 @@ def _options(
     placement: Placement,
     precision: PrecisionPolicy,
     device: torch.device,
-    ranks: int,
     optimizer: torch.optim.Optimizer | None,
     homes: OffloadHomes,
 ) -> RuntimeOptions:
@@ -298,7 +298,7 @@ def _options(
             max_live=zero.stage3_max_live_parameters,
             max_reuse_distance=zero.stage3_max_reuse_distance,
         ),
-        reduction=None if optimizer is None else _reduction(root, placement, precision, ranks),
+        reduction=None if optimizer is None else _reduction(root, placement, precision),
         granularity=max(zero.stage3_prefetch_bucket_size, zero.stage3_module_granularity_threshold),
         compute_dtype=precision.dtype_for,
         whole_tensors=optimizer is not None and needs_whole_tensors(optimizer, placement, root),
@@ -310,23 +310,16 @@ def _options(
     )
 
 
-def _reduction(root: Root, placement: Placement, precision: PrecisionPolicy, ranks: int) -> ReductionPolicy:
-    """Where the division by the number of ranks happens: before the reduction, after it, or in two parts."""
-    mean = 1.0 if root.gradient_allreduce_op == "sum" else 1.0 / ranks
-    if root.prescale_gradients:
-        before = mean
-    elif root.gradient_predivide_factor != 1.0:
-        before = 1.0 / root.gradient_predivide_factor
-    else:
-        before = 1.0
+def _reduction(root: Root, placement: Placement, precision: PrecisionPolicy) -> ReductionPolicy:
     return ReductionPolicy(
         every_micro_batch=placement.shard_gradients,
         to_owner=placement.shard_master,
         reduce_dtype=precision.reduce_dtype,
         accumulate_dtype=precision.accumulate_dtype,
         sums_travel_as_gradients=precision.communication_dtype is not None,
-        scale=mean / before,
-        prescale=before,
+        is_mean=root.gradient_allreduce_op != "sum",
+        divides_first=root.prescale_gradients,
+        predivide=root.gradient_predivide_factor,
         bucket_numel=max(root.zero_optimization.reduce_bucket_size, 1),
         overlap=root.zero_optimization.overlap_comm is not False,
         allow_unused=root.zero_optimization.ignore_unused_parameters,

@@ -24,11 +24,11 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd.graph import increment_version
 
-from deepspeed.comm.axes import GridTransport
-from deepspeed.comm.transport import DoneWork, Transport, Work, transfer_key
+from deepspeed.comm.transport import DoneWork, Work, transfer_key
 from deepspeed.errors import CallOrderError
 from deepspeed.logging import logger, warn_once
 from deepspeed.zero.construction.provisional import copy_sharded
+from deepspeed.zero.group import BucketGroup
 from deepspeed.zero.holder import Holder, State, set_address
 from deepspeed.zero.layout import BucketLayout
 from deepspeed.zero.placement import Home
@@ -49,7 +49,6 @@ class Bucket(Holder):
         full: The full flat buffer.
         shard: This rank's slice of the compute parameters, flat; a view of ``full`` for a resident bucket.
         memory: Where ``shard`` is.
-        owners: The ranks among which updates are divided, where these are more than share the parameters.
         users: Open forward scopes that use the bucket.
         live_handles: Saved tensors of autograd that will need the bucket again.
         gradients_in: Whether the running backward has delivered the gradient of every parameter.
@@ -63,20 +62,17 @@ class Bucket(Holder):
         *,
         dtype: torch.dtype,
         device: torch.device,
-        transport: Transport,
+        group: BucketGroup,
         is_sharded: bool,
         ledger: Ledger,
         memory: Memory,
-        owners: GridTransport | None = None,
     ) -> None:
-        super().__init__()
-        self.owners = owners
+        super().__init__(group)
         self.layout = layout
         self.index = layout.index
         self.params = params
         self.dtype = dtype
         self.device = device
-        self.transport = transport
         self.memory = memory
         self._ledger = ledger
         self.is_sharded = self.is_partitioned = is_sharded
@@ -105,7 +101,7 @@ class Bucket(Holder):
             ledger.claim(self.shard)
             self.full.guard(self._views)
         else:
-            self.shard = transport.my_slice(self.full.tensor)
+            self.shard = self.transport.my_slice(self.full.tensor)
         self.state = State.SHARDED if is_sharded else State.FULL
         self._classes = [remember_class(parameter) for parameter in params]
         self._fingerprints: list[tuple[int, int]] = []
@@ -122,9 +118,7 @@ class Bucket(Holder):
     @property
     def share(self) -> tuple[int, int]:
         """First and last-plus-one element of what falls to this rank where every element falls to exactly one."""
-        same = self.transport.replicas
-        position = self.transport.rank if same is None else self.transport.rank * same.size + same.rank
-        return self.layout.share_bounds(position, self.transport.size * (1 if same is None else same.size))
+        return self.layout.share_bounds(self.group.place, self.group.size * self.group.copies)
 
     @property
     def shared_values(self) -> torch.Tensor:
@@ -327,11 +321,11 @@ class Bucket(Holder):
         label = f"the update of {self.label}"
         if self.is_sharded:
             assert self.state is State.SHARDED, f"{self!r}: parameters change only while sharded"
-            if self.owners is None:
+            if not self.group.is_spread or self.group.combine is None:
                 return None
-            return self.owners.replicas_axis.all_gather(self.shard, key=self._next_publish_key(), label=label)
-        if self.owners is not None:
-            return self.owners.all_gather(self.full.tensor, key=self._next_publish_key(), label=label)
+            return self.group.combine.all_gather(self.shard, key=self._next_publish_key(), label=label)
+        if self.group.is_spread:
+            return self.group.owners.all_gather(self.full.tensor, key=self._next_publish_key(), label=label)
         return self.transport.all_gather(self.full.tensor, key=self._next_key(), label=label)
 
     def _next_publish_key(self) -> int:

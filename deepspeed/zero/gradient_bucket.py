@@ -12,14 +12,14 @@ from enum import Enum
 
 import torch
 
-from deepspeed.comm.transport import LocalTransport, Reduction, Transport, Work, transfer_key
+from deepspeed.comm.transport import LocalTransport, Reduction, Work, transfer_key
 from deepspeed.errors import CallOrderError
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.landing import Landing, add_into
 from deepspeed.zero.norm import Squares, squared_norm
 from deepspeed.zero.packing import pack_and_square
 from deepspeed.zero.placement import Home
-from deepspeed.zero.reduction_policy import Combination, ReductionPolicy
+from deepspeed.zero.reduction_policy import ReductionPolicy
 from deepspeed.zero.storage import FlatBuffer, Kind, Ledger
 
 _REDUCTION = 1  # kind of transfer, see transfer_key
@@ -48,20 +48,19 @@ class GradientBucket:
         self,
         bucket: Bucket,
         policy: ReductionPolicy,
-        transport: Transport,
         ledger: Ledger,
         landing: Landing,
-        combination: Combination | None = None,
     ) -> None:
         self.bucket = bucket
-        self._combination = combination
+        self._group = group = bucket.group
+        self._before, self._after = policy.factors(group.divisor)
         self._partial: FlatBuffer | None = None
         self._landing = landing
         self.state = GradientState.IDLE
         self._policy = policy
-        self._transport = transport
+        self._transport = group.reduce
         self._ledger = ledger
-        self._is_local = isinstance(transport, LocalTransport)
+        self._is_local = isinstance(group.reduce, LocalTransport)
         layout = bucket.layout
         self._flat = FlatBuffer(
             layout.numel,
@@ -166,7 +165,7 @@ class GradientBucket:
     @property
     def _will_be_result(self) -> bool:
         """Whether what is packed now is what the update reads: a group of one without earlier micro-batches."""
-        factor = self._policy.scale * self._policy.prescale
+        factor = self._after * self._before
         return self._is_local and self._result is None and self._accumulator is None and factor == 1.0
 
     @property
@@ -259,20 +258,20 @@ class GradientBucket:
             self._work = None
             self._keep_local(source)
             return
-        if self._policy.prescale != 1.0:
-            source.tensor.mul_(self._policy.prescale)
+        if self._before != 1.0:
+            source.tensor.mul_(self._before)
         layout = self.bucket.layout
         numel = layout.slice_numel if self._policy.to_owner else layout.numel
         self._incoming = self._new_buffer(numel, self._sum_dtype, self._landing.incoming_home)
         self._rounds += 1
         reduce = self._transport.reduce_scatter if self._policy.to_owner else self._transport.all_reduce
-        is_result = self._result is None and not self._narrows and self._combination is None
+        is_result = self._result is None and not self._narrows and self._group.combine is None
         self._squares = Squares(self.bucket.device) if self._is_last and is_result else None
         self._work = reduce(
             source.tensor,
             self._incoming.tensor,
             Reduction(
-                scale=self._policy.scale if self._combination is None else 1.0,
+                scale=self._after if self._group.combine is None else 1.0,
                 key=transfer_key(self._transport.owner, self.bucket.index, _REDUCTION, self._rounds),
                 label=f"the reduction of the gradients of {self.bucket.label}",
                 limit=self._policy.bucket_numel,
@@ -302,8 +301,8 @@ class GradientBucket:
 
     def _keep_local(self, source: FlatBuffer) -> None:
         """A group of one: the packed gradient is the result; further backwards are added to it."""
-        if self._policy.scale * self._policy.prescale != 1.0:
-            source.tensor.mul_(self._policy.scale * self._policy.prescale)
+        if self._after * self._before != 1.0:
+            source.tensor.mul_(self._after * self._before)
             self._squares = None
         if self._result is None:
             # Where that is the packed buffer, the next pack moves it out of the way.
@@ -332,7 +331,7 @@ class GradientBucket:
             self._source.free()
             assert self._incoming is not None
             incoming, self._incoming = self._incoming, None
-            if self._combination is None:
+            if self._group.combine is None:
                 self._deliver(incoming)
             elif self._partial is None:
                 self._partial = incoming
@@ -358,8 +357,8 @@ class GradientBucket:
         """Sends the partial sum to the ranks with the same slice; nothing to do where there is none."""
         if self._partial is None:
             return
-        assert self._combination is not None and self._work is None
-        transport, to_owner = self._combination.transport, self._combination.to_owner
+        transport, to_owner = self._group.combine, self._group.is_spread
+        assert transport is not None and self._work is None
         numel = self._partial.tensor.numel() // (transport.size if to_owner else 1)
         self._incoming = self._new_buffer(numel, self._sum_dtype, self._landing.incoming_home)
         self._rounds += 1
@@ -368,7 +367,7 @@ class GradientBucket:
             self._partial.tensor,
             self._incoming.tensor,
             Reduction(
-                scale=self._policy.scale,
+                scale=self._after,
                 key=transfer_key(transport.owner, self.bucket.index, _REDUCTION, self._rounds),
                 label=f"the sum of the gradients of {self.bucket.label} over all groups",
                 limit=self._policy.bucket_numel,

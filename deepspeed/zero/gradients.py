@@ -27,7 +27,7 @@ from deepspeed.logging import log_dist, logger
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.gradient_bucket import GradientBucket
 from deepspeed.zero.landing import Landing
-from deepspeed.zero.reduction_policy import Combination, ReductionPolicy
+from deepspeed.zero.reduction_policy import ReductionPolicy
 from deepspeed.zero.storage import Ledger
 
 _MAX_IN_FLIGHT = 2  # reductions whose staging buffers may be alive besides the one being filled
@@ -42,10 +42,9 @@ class GradientReducer:
     Args:
         buckets: Trainable buckets in model order.
         policy: How gradients are combined.
-        transport: Of the group that reduces.
+        peers: The ranks that run the same backwards and agree on the order.
         ledger: Counts the buffers.
         landings: For each bucket, how its gradients get to where the update reads them.
-        combination: The second step of every sum, or None.
         on_packed: Called when a bucket's gradients have left the parameters.
         on_stray: Called when a gradient arrives while no backward is open.
         may_block: Whether this rank owes its peers no gather, so that it may wait for their part of a reduction.
@@ -56,30 +55,29 @@ class GradientReducer:
         self,
         buckets: list[Bucket],
         policy: ReductionPolicy,
-        transport: Transport,
+        peers: Transport,
         ledger: Ledger,
         landings: Sequence[Landing],
         *,
         on_packed: Callable[[Bucket], None],
         on_stray: Callable[[], None],
         may_block: Callable[[], bool],
-        combination: Combination | None = None,
         needs_one_order: bool = False,
     ) -> None:
         self.policy = policy
         self._overlaps = policy.overlap
         self._needs_one_order = needs_one_order
-        self._combination = combination
         self._combine_now = False
         self._has_partial_sums = False  # equal on all ranks
-        self._transport = transport
+        self._peers = peers
         self._on_packed = on_packed
         self._on_stray = on_stray
         self._may_block = may_block
         self.buckets = [
-            GradientBucket(bucket, policy, transport, ledger, landing, combination)
-            for bucket, landing in zip(buckets, landings, strict=True)
+            GradientBucket(bucket, policy, ledger, landing) for bucket, landing in zip(buckets, landings, strict=True)
         ]
+        self._combines = any(bucket.group.combine is not None for bucket in buckets)
+        self._combines_to_owners = any(bucket.group.is_spread for bucket in buckets)
         self._order: list[int] | None = None
         self._completed: list[int] = []
         self._packed: set[int] = set()
@@ -100,9 +98,7 @@ class GradientReducer:
             landing: How its gradients get to where the update reads them.
         """
         assert not self.is_open
-        self.buckets.append(
-            GradientBucket(bucket, self.policy, self._transport, self._ledger, landing, self._combination)
-        )
+        self.buckets.append(GradientBucket(bucket, self.policy, self._ledger, landing))
         self._order = None  # the ranks agree anew at the end of the next backward
         self.listen([len(self.buckets) - 1])
 
@@ -153,7 +149,7 @@ class GradientReducer:
                 ``no_sync``); otherwise they are added to the local sum.
         """
         assert not self.is_open
-        self._combine_now = reduce_now and self._combination is not None and (is_last or self._combination.to_owner)
+        self._combine_now = reduce_now and self._combines and (is_last or self._combines_to_owners)
         self.is_open = True
         self._reduce_now = reduce_now
         self._completed = []
@@ -192,9 +188,13 @@ class GradientReducer:
         from this rank. So during backward only what all peers are known to have sent is waited for.
         """
         while len(self._in_flight) >= _MAX_IN_FLIGHT:
-            if not (self._may_block() or self._in_flight[0].will_arrive()):
+            oldest = self._in_flight[0] if self._may_block() else None
+            # Of another group a reduction may be behind; it must not keep those of this one waiting.
+            ready = oldest or next((one for one in self._in_flight if one.will_arrive()), None)
+            if ready is None:
                 break
-            self._in_flight.popleft().finish_reduction()
+            self._in_flight.remove(ready)
+            ready.finish_reduction()
         self.buckets[position].start_reduction(as_sum=self._has_local_sums)
         self._in_flight.append(self.buckets[position])
 
@@ -213,7 +213,7 @@ class GradientReducer:
             for position in order[self._cursor :]:
                 self._send(position)
         self._drain()
-        if self._reduce_now and self._combination is not None:
+        if self._reduce_now and self._combines:
             self._has_partial_sums = True
         if self._combine_now:
             self._combine(order)
@@ -245,7 +245,7 @@ class GradientReducer:
         mine = [p for p in self._completed if p not in held_back] + held_back
         if not mine:
             return mine
-        rows = self._transport.everyone.gather_small(
+        rows = self._peers.gather_small(
             torch.tensor(mine, dtype=torch.int64), channel="step", label="the order of the first reductions"
         )
         return [int(position) for position in rows[0].tolist()]
@@ -327,9 +327,9 @@ class GradientReducer:
             self._combine(range(len(self.buckets)))
 
     def _reduce_local_sums(self) -> None:
-        self._has_partial_sums = self._combination is not None
+        self._has_partial_sums = self._combines
         mine = [gradients.has_unreduced_sum for gradients in self.buckets]
-        rows = self._transport.everyone.gather_small(
+        rows = self._peers.gather_small(
             torch.tensor(mine, dtype=torch.int64), channel="call", label="the reduction of accumulated gradients"
         )
         pending = torch.nonzero(rows.sum(dim=0)).view(-1).tolist()

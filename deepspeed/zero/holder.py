@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from deepspeed.comm.transport import Transport
+from deepspeed.zero.group import BucketGroup
 from deepspeed.zero.layout import BucketLayout, Fragment
 
 
@@ -55,7 +56,7 @@ class Holder:
         layout: Where each parameter lies.
         dtype: Of the parameters.
         device: Where they compute.
-        transport: Of the group that shares them.
+        group: The ranks that share them.
         is_sharded: Whether a rank keeps only its slice between uses.
         is_partitioned: Whether the placement shards parameters, so that the ecosystem's ``ds_*`` attributes exist;
             small parameters and those of a group of one may be resident all the same.
@@ -70,17 +71,22 @@ class Holder:
     layout: BucketLayout
     dtype: torch.dtype
     device: torch.device
-    transport: Transport
     is_sharded: bool
     is_partitioned: bool
     state: State
     shard: torch.Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, group: BucketGroup) -> None:
+        self.group = group
         self.loans: dict[int, Loan] = {}
         self.pins = 0
         self.gatherer: Gatherer | None = None
         self.owner: Any = None
+
+    @property
+    def transport(self) -> Transport:
+        """Carries the parameters."""
+        return self.group.gather
 
     def fragment(self, tile: int) -> Fragment | None:
         """What this rank's slice has of a tile, or None."""

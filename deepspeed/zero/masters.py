@@ -71,7 +71,7 @@ class MasterBucket:
         self.memory = memory
         self.state_home = memory.home
         self._ledger = ledger
-        self.transport: Transport = bucket.transport if bucket.owners is None else bucket.owners
+        self.transport: Transport = bucket.group.owners
         self.layout: BucketLayout = replace(bucket.layout, world_size=self.transport.size if is_sharded else 1)
         self.rank = self.transport.rank if is_sharded else 0
         compute = self._compute()
@@ -97,6 +97,14 @@ class MasterBucket:
     def is_sharded(self) -> bool:
         """Whether other ranks own other parts."""
         return self.layout.world_size > 1
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank's part stands for all copies of it, so that over all ranks each element counts once."""
+        group = self.bucket.group
+        if not self.is_sharded:
+            return group.counts and group.place == 0
+        return group.counts and (group.is_spread or group.combine is None or group.combine.rank == 0)
 
     @property
     def home(self) -> Home:
@@ -271,8 +279,8 @@ class MasterBucket:
     def _compute(self) -> torch.Tensor:
         """The compute tensor that belongs to this master."""
         bucket = self.bucket
-        if bucket.owners is not None and self.is_sharded:
-            return bucket.owners.replicas_axis.my_slice(bucket.shard)
+        if bucket.group.is_spread and bucket.group.combine is not None and self.is_sharded:
+            return bucket.group.combine.my_slice(bucket.shard)
         return bucket.shard if self.is_sharded or bucket.is_sharded else bucket.full.tensor
 
     def first_non_finite(self, gradient: torch.Tensor) -> int | None:
@@ -295,12 +303,11 @@ def split_state(state: dict[str, Any], old: MasterRun, new: MasterRun) -> dict[s
     return made
 
 
-def segment_table(masters: list[MasterBucket], group: Any) -> SegmentTable:
+def segment_table(masters: list[MasterBucket]) -> SegmentTable:
     """Which parts of which parameters every run holds, for optimizers that need whole-tensor information.
 
     Args:
-        masters: All of this rank.
-        group: The process group over which masters are cut, or None where they are whole.
+        masters: All of this rank, which are cut over the same ranks.
     """
     by_param: dict[int, tuple[Segment, ...]] = {}
     shared: list[SharedTensor] = []
@@ -310,9 +317,11 @@ def segment_table(masters: list[MasterBucket], group: Any) -> SegmentTable:
             by_param[id(run.param)] = tuple(_segments(master, run, first))
         shared += _shared_tensors(master.layout, first)
         first += len(master.layout.tiles)
-    if group is None or not masters:
-        return SegmentTable(by_param, first, group, tuple(shared))
-    transport = masters[0].transport
+    cut = next((master for master in masters if master.is_sharded), None)
+    if cut is None:
+        return SegmentTable(by_param, first, None, tuple(shared))
+    transport, owners = cut.transport, cut.bucket.group
+    group = (owners.owners if owners.is_spread else owners.reduce).group
     ranks = tuple(transport.rank_at(position) for position in range(transport.size))
     return SegmentTable(by_param, first, group, tuple(shared), ranks, transport.rank)
 

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from deepspeed.comm.agreement import Agreement
-from deepspeed.comm.transport import Transport, Work
+from deepspeed.comm.transport import Work
 from deepspeed.errors import CallOrderError, DivergenceError, NonFiniteError
 from deepspeed.logging import log_dist
 from deepspeed.ops.flat import FlatUpdate, flat_updater
 from deepspeed.ops.step_hooks import step_hooks
 from deepspeed.zero.base_optimizer import ZeROOptimizer
 from deepspeed.zero.gradients import GradientReducer
+from deepspeed.zero.group import Groups
 from deepspeed.zero.masters import MasterBucket, MasterRun, segment_table, split_state
 from deepspeed.zero.norm import norm_from_squares
 from deepspeed.zero.placement import Home, Placement
@@ -28,6 +29,7 @@ from deepspeed.zero.storage import Kind, Ledger, storage_key
 from deepspeed.zero.update import PieceUpdater, UpdateStrategy
 
 _FLAGS_PER_NUMBER = 48  # bits of an exact integer in fp64
+_NAME = 240  # bytes of a parameter's name that travel
 _CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
@@ -52,9 +54,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         masters: Master weights by trainable bucket.
         reducer: Where the gradients are.
         placement: The ZeRO row.
-        transport: All ranks that train the model.
-        owners: Process group over which masters are cut.
-        shard_ranks: Ranks that share the parameters: consecutive ones, each of which gathers in their order.
+        groups: The ranks that share masters, and those that decide together.
         agreement: Source of the order's checksum, compared in every update.
         ledger: Books of the memory.
         loss_scaler: fp16 loss scaler, or None.
@@ -74,9 +74,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         reducer: GradientReducer,
         *,
         placement: Placement,
-        transport: Transport,
-        owners: Any,
-        shard_ranks: int,
+        groups: Groups,
         agreement: Agreement,
         ledger: Ledger,
         loss_scaler: Any,
@@ -97,9 +95,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         self._masters = masters
         self._reducer = reducer
         self._placement = placement
-        self._transport = transport
-        self._owners = owners
-        self._shard_ranks = shard_ranks
+        self._groups = groups
         self._agreement = agreement
         self._ledger = ledger
         self._max_skipped = max_skipped
@@ -297,47 +293,77 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
                 master.refresh(index)
 
     def _agree(self) -> tuple[float, list[list[bool]]]:
-        """Sum of squares of the whole gradient, and which parameters got a gradient on any rank.
+        """Sum of squares of the whole gradient, and which parameters got a gradient on any rank that shares them.
 
-        One small exchange, which also compares the checksums of the gathers' order.
+        One small exchange over the job, which also compares the checksums of the gathers' order. The flags are a matter
+        of the peers; where these are not all ranks, others have other parameters, and the flags travel by themselves.
         """
-        squares = sum(gradients.sum_of_squares() for gradients in self._reducer.buckets)
-        flags = [used for gradients in self._reducer.buckets for used in gradients.used]
-        numbers = [squares, float(self._agreement.digest), *_pack_flags(flags)]
-        rows = self._transport.gather_small(
-            torch.tensor(numbers, dtype=torch.float64), channel="step", label="the update (optimizer.step)"
+        groups = self._groups
+        flags = _pack_flags([used for gradients in self._reducer.buckets for used in gradients.used])
+        numbers = [self._own_squares(), float(self._agreement.digest), float(_number_of_order(groups))]
+        together = groups.job is groups.peers
+        rows = groups.job.gather_small(
+            torch.tensor(numbers + flags if together else numbers, dtype=torch.float64),
+            channel="step",
+            label="the update (optimizer.step)",
         )
-        digests = rows[:, 1].tolist()
-        ranks = self._shard_ranks
-        if any(digest != digests[rank // ranks * ranks] for rank, digest in enumerate(digests)):
-            raise DivergenceError(
-                "ranks ran different numbers of forwards and backwards since the last step, or gathered parameters in "
-                f"different orders (checksums by rank: {[int(d) for d in digests]}); nothing was updated. Every rank "
-                "must run the same modules, for as many micro-batches"
+        _check_order(rows)
+        flag_rows = rows[:, len(numbers) :]
+        if not together:
+            flag_rows = groups.peers.gather_small(
+                torch.tensor(flags, dtype=torch.float64), channel="step", label="which parameters are updated"
             )
-        # Each element counts once: masters are cut over all ranks, over the first of several groups, or not at all.
-        owners = rows.shape[0] if self._placement.spread_master else self._shard_ranks
-        total = rows[: owners if self._placement.shard_master else 1, 0].sum().item()
-        merged = _unpack_flags(rows[:, 2:], len(flags))
-        if bool((rows[:, 2:] != rows[0, 2:]).any()):
+        if bool((flag_rows != flag_rows[0]).any()):
             self._reducer.note_uneven()
+        return rows[:, 0].sum().item(), self._merge_flags(flag_rows)
+
+    def _own_squares(self) -> float:
+        """This rank's part of the sum of squares. What other ranks count is left out, unless it is not finite."""
+        counted = copies = 0.0
+        for master, gradients in zip(self._masters, self._reducer.buckets, strict=True):
+            if master.counts:
+                counted += gradients.sum_of_squares()
+            else:
+                copies += gradients.sum_of_squares()
+        return counted if math.isfinite(copies) else counted + copies
+
+    def _merge_flags(self, rows: torch.Tensor) -> list[list[bool]]:
+        """Per bucket and parameter, whether any rank that shares it had a gradient.
+
+        Args:
+            rows: The packed flags of every peer.
+        """
+        count = sum(len(gradients.used) for gradients in self._reducer.buckets)
+        merged: dict[str, list[bool]] = {}
         used, position = [], 0
         for gradients in self._reducer.buckets:
-            count = len(gradients.used)
-            used.append(merged[position : position + count])
-            position += count
-        return total, used
+            group = gradients.bucket.group
+            if group.name not in merged:
+                members = self._groups.among_peers(group)
+                merged[group.name] = _unpack_flags(rows if members is None else rows[members], count)
+            stop = position + len(gradients.used)
+            used.append(merged[group.name][position:stop])
+            position = stop
+        return used
 
     def _refuse_unused(self, used: list[list[bool]]) -> None:
-        """Raises on every rank, or on none: ``used`` is what all of them know."""
+        """Raises on every rank, or on none."""
         names = [
             tile.name
             for master, flags in zip(self._masters, used, strict=True)
             for tile, parameter, flag in zip(master.layout.tiles, master.bucket.params, flags, strict=True)
             if not flag and parameter.requires_grad and tile.param_group >= 0 and tile.numel
         ]
-        if names:
+        if self._groups.knows_everything:
+            ranks = [len(names)]
+        else:
+            ranks = self._groups.job.gather_small(
+                torch.tensor([len(names)]), channel="step", label="the search for parameters without a gradient"
+            ).view(-1).tolist()  # fmt: skip
+        if any(ranks):
             self._reducer.clear()
+            if not names:
+                names = [f"those of rank(s) {[rank for rank, count in enumerate(ranks) if count]}"]
             raise CallOrderError(
                 f"{len(names)} parameter(s) got no gradient on any rank: {', '.join(names[:10])}; zero_optimization."
                 "ignore_unused_parameters is false, so that is an error. Use them in the loss, freeze them, or set it "
@@ -374,14 +400,32 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
                 if tile is not None:
                     mine = first + tile + 1
             first += len(master.layout.tiles)
-        rows = self._transport.gather_small(
+        rows = self._groups.job.gather_small(
             torch.tensor([mine], dtype=torch.int64), channel="step", label="the search for a non-finite gradient"
         )
         found = rows.view(-1).tolist()
         for rank, index in enumerate(found):
             if index:
-                return rank, names[index - 1]
+                return rank, self._name_on(rank, names[mine - 1] if mine else "", names[index - 1 :])
         return 0, "the sum of all gradients"  # every element is finite, their squares are not
+
+    def _name_on(self, rank: int, mine: str, same: list[str]) -> str:
+        """The name of a parameter of ``rank``, which ranks with another part of the model do not know.
+
+        Args:
+            rank: In the job; the same on all ranks.
+            mine: The name that this rank would say.
+            same: Begins with the name, where ranks have the same part of the model.
+        """
+        if self._groups.job is self._groups.peers:
+            return same[0]
+        text = mine.encode()[:_NAME].ljust(_NAME, b"\0")
+        rows = self._groups.job.gather_small(
+            torch.frombuffer(bytearray(text), dtype=torch.uint8).to(torch.int64),
+            channel="step",
+            label="the name of a non-finite gradient",
+        )
+        return bytes(rows[rank].tolist()).rstrip(b"\0").decode(errors="replace")
 
     def _apply(self, factor: float | None, used: list[list[bool]]) -> None:
         self._cut_runs(used)
@@ -427,8 +471,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
 
     def _attach_segments(self) -> None:
         if self._needs_segments:
-            group = self._owners if self._placement.shard_master else None
-            self.optimizer.attach_segments(segment_table(self._masters, group))  # type: ignore[attr-defined]
+            self.optimizer.attach_segments(segment_table(self._masters))  # type: ignore[attr-defined]
 
     def _update_by_step(self, factor: float | None, used: list[list[bool]]) -> None:
         """For optimizers without a flat update: hand out fp32 gradients and call ``step``."""
@@ -480,6 +523,24 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
 
 class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # noqa: N801 - the public name
     """The optimizer at stage 3; a name of its own because users and integrations ask for it."""
+
+
+def _number_of_order(groups: Groups) -> int:
+    """Tells the ranks that gather in one order from those that gather in another: the first of them, in the job."""
+    first = groups.gathering.ranks[:1]
+    return groups.job.ranks.index(first[0]) if first and groups.job.ranks else groups.job.rank
+
+
+def _check_order(rows: torch.Tensor) -> None:
+    """Raises on every rank where ranks that gather in one order have other checksums of it."""
+    expected: dict[float, float] = {}
+    for _, digest, order in rows[:, :3].tolist():
+        if expected.setdefault(order, digest) != digest:
+            raise DivergenceError(
+                "ranks ran different numbers of forwards and backwards since the last step, or gathered parameters in "
+                f"different orders (checksums by rank: {[int(one) for one in rows[:, 1].tolist()]}); nothing was "
+                "updated. Every rank must run the same modules, for as many micro-batches"
+            )
 
 
 def _pack_flags(flags: list[bool]) -> list[float]:

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from deepspeed.comm.transport import Transport
-
 
 @dataclass(frozen=True)
 class ReductionPolicy:
@@ -20,8 +18,10 @@ class ReductionPolicy:
         reduce_dtype: Dtype on the wire, per compute dtype.
         accumulate_dtype: Dtype of the sum over micro-batches.
         sums_travel_as_gradients: Reduce that sum in ``reduce_dtype`` too (``communication_data_type`` is given).
-        scale: Factor on the sum over ranks (1 / ranks for a mean).
-        prescale: Factor on a gradient before it travels (``prescale_gradients``, ``gradient_predivide_factor``).
+        is_mean: Whether the sum over ranks is divided by the divisor of the bucket's group.
+        divides_first: Divide a gradient before it travels (``prescale_gradients``).
+        predivide: What a gradient is divided by before it travels; the rest of the division follows
+            (``gradient_predivide_factor``).
         bucket_numel: Most elements in one reduction (``reduce_bucket_size``).
         overlap: Start reducing during backward.
         allow_unused: Tolerate a parameter without gradient at the update (``ignore_unused_parameters``).
@@ -32,21 +32,19 @@ class ReductionPolicy:
     reduce_dtype: Callable[[torch.dtype], torch.dtype]
     accumulate_dtype: torch.dtype
     sums_travel_as_gradients: bool
-    scale: float
-    prescale: float = 1.0
+    is_mean: bool = True
+    divides_first: bool = False
+    predivide: float = 1.0
     bucket_numel: int = 500_000_000
     overlap: bool = True
     allow_unused: bool = True
 
+    def factors(self, divisor: int) -> tuple[float, float]:
+        """The factors on a gradient before it travels, and on the sum over ranks.
 
-@dataclass(frozen=True)
-class Combination:
-    """The second step of a sum over a grid of ranks.
-
-    Attributes:
-        transport: Of the ranks with the same slices.
-        to_owner: Each of them gets its part of the sum; otherwise everybody gets everything.
-    """
-
-    transport: Transport
-    to_owner: bool
+        Args:
+            divisor: Of the bucket's group.
+        """
+        mean = 1.0 / divisor if self.is_mean else 1.0
+        before = mean if self.divides_first else 1.0 / self.predivide
+        return before, mean / before

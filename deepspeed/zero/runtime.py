@@ -12,8 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.agreement import Agreement
-from deepspeed.comm.axes import Grid, GridTransport
-from deepspeed.comm.transport import LocalTransport, Piece, Transport
+from deepspeed.comm.transport import LocalTransport, Piece
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError, OffloadError, ShardedAccessError
 from deepspeed.logging import log_dist, logger
 from deepspeed.zero.access.views import install_views, mark_module
@@ -26,6 +25,7 @@ from deepspeed.zero.describe import refuse_dtensor
 from deepspeed.zero.formula import MemoryFormula
 from deepspeed.zero.gradient_bucket import GradientBucket
 from deepspeed.zero.gradients import GradientReducer
+from deepspeed.zero.group import DATA, Groups
 from deepspeed.zero.holder import address_of, full_shape
 from deepspeed.zero.hooks import ForwardHooks
 from deepspeed.zero.landing import Landing
@@ -34,7 +34,7 @@ from deepspeed.zero.leaf import get_z3_leaf_modules
 from deepspeed.zero.masters import MasterBucket
 from deepspeed.zero.placement import Home, Placement
 from deepspeed.zero.places import Places
-from deepspeed.zero.reduction_policy import Combination, ReductionPolicy
+from deepspeed.zero.reduction_policy import ReductionPolicy
 from deepspeed.zero.schedule import GatherLimits, GatherSchedule
 from deepspeed.zero.sharded_parameter import ShardedParameter, note_placeholders
 from deepspeed.zero.storage import Ledger, Memory
@@ -76,43 +76,11 @@ class RuntimeOptions:
     state_itemsizes: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class Channels:
-    """The transports of one engine.
-
-    Attributes:
-        gather: Carries parameters, between the ranks that share them.
-        reduce: Carries gradients between the same ranks and, where these are all, small agreements of the update.
-        positions: All ranks, where not all of them share the parameters; None where they do.
-    """
-
-    gather: Transport
-    reduce: Transport
-    positions: GridTransport | None = None
-
-    def __post_init__(self) -> None:
-        owner = self.gather.next_owner()
-        same = self.gather.replicas
-        for transport in (self.gather, self.reduce, same, self.positions, self.everyone):
-            if transport is not None:
-                transport.owner = owner
-        self.gather.companion = self.reduce
-
-    @classmethod
-    def over(cls, grid: Grid) -> Channels:
-        """The transports of a grid."""
-        return cls(grid.gather, grid.reduce, grid.positions)
-
-    @property
-    def everyone(self) -> Transport:
-        """Carries small agreements of all ranks."""
-        return self.reduce.everyone
-
-
 class ZeroRuntime:
     """Owns the sharded life of one model.
 
     Attributes:
+        groups: The ranks that share parameters, and those that decide together.
         layout: Where every parameter lives.
         buckets: In model order.
         masters: One per trainable bucket, in the same order as ``reducer.buckets``.
@@ -131,7 +99,7 @@ class ZeroRuntime:
         self,
         model: nn.Module,
         options: RuntimeOptions,
-        channels: Channels,
+        groups: Groups,
         param_groups: Mapping[int, int],
     ) -> None:
         """Moves the model's parameters into buckets. Every rank must call it, with the same model.
@@ -139,7 +107,7 @@ class ZeroRuntime:
         Args:
             model: The model; its parameters are changed in place and take rank 0's values.
             options: Decisions of the configuration.
-            channels: How ranks talk.
+            groups: The ranks that share parameters, and those that decide together.
             param_groups: ``id(parameter)`` to index of its optimizer param group.
         """
         self.model = model
@@ -150,7 +118,7 @@ class ZeroRuntime:
         self.open_blocks = 0
         self.is_retired = False
         self.away: set[str] = set()
-        self._channels = channels
+        self.groups = groups
         self._options = options
         for name, parameter in model.named_parameters():
             refuse_dtensor(name, parameter)
@@ -166,7 +134,7 @@ class ZeroRuntime:
         self.buckets = self._make_buckets(units)
         self._materializer.finish()
         self._sharded = sharded = [bucket for bucket in self.buckets if bucket.is_sharded]
-        self.agreement = Agreement(channels.gather, self._describe_bucket)
+        self.agreement = Agreement(groups.gathering, self._describe_bucket)
         leaves = self._leaves()
         self.schedule = GatherSchedule(sharded, self.agreement, options.gathers, leaves.values())
         self.hooks = ForwardHooks(
@@ -177,14 +145,13 @@ class ZeroRuntime:
             self.reducer = GradientReducer(
                 [master.bucket for master in self.masters],
                 options.reduction,
-                channels.reduce,
+                groups.peers,
                 self.ledger,
                 [self._landing(master.bucket) for master in self.masters],
                 on_packed=self.hooks.gradients_arrived,
                 on_stray=self._stray_gradient,
                 may_block=lambda: self.schedule.expects_no_gather,
-                combination=self._combination(),
-                needs_one_order=bool(sharded) and channels.gather.needs_one_order,
+                needs_one_order=bool(sharded) and any(group.gather.needs_one_order for group in groups),
             )
         self.on_stray_backward: Callable[[], None] | None = None
         self._without_owner: set[int] = set()
@@ -218,14 +185,10 @@ class ZeroRuntime:
 
         return model_layout(
             [[entry(name, parameter) for name, parameter in unit.params.items()] for unit in units],
-            world_size=self._channels.gather.size,
+            world_size=self.groups[DATA].size,
             limits=self._options.layout,
-            replicas=1 if self._channels.gather.replicas is None else self._channels.gather.replicas.size,
+            replicas=self.groups[DATA].copies,
         )
-
-    def _combination(self) -> Combination | None:
-        same = self._channels.gather.replicas
-        return None if same is None else Combination(same, to_owner=self.placement.spread_master)
 
     def _open_memories(self) -> None:
         """Tells each memory what it will hold; a lack of space on any rank is an error on all."""
@@ -238,7 +201,7 @@ class ZeroRuntime:
                 memory.open(formula.master_tensors(self._options.state_itemsizes, home), self.ledger)
         except OffloadError as error:
             failure = error
-        failed = self._channels.everyone.gather_small(
+        failed = self.groups.job.gather_small(
             torch.tensor([failure is not None], dtype=torch.int64), channel="call", label="initialize"
         ).view(-1)
         if failure is not None:
@@ -276,11 +239,10 @@ class ZeroRuntime:
                 params,
                 dtype=getattr(torch, layout.dtype),
                 device=self._options.device,
-                transport=self._channels.gather,
+                group=self.groups[DATA],
                 is_sharded=placed.is_sharded,
                 ledger=self.ledger,
                 memory=self._options.param_memories[placed.param_home],
-                owners=self._channels.positions if self.placement.spread_master else None,
             )
             was_sharded = any(isinstance(parameter, ShardedParameter) for parameter in params)
             self._fill(bucket)
@@ -297,12 +259,12 @@ class ZeroRuntime:
             original = first_values(
                 layout,
                 bucket.params,
-                transport=self._channels.gather,
+                transport=bucket.transport,
                 device=bucket.device,
                 default_dtype=bucket.dtype,
                 cut=bucket.is_sharded,
             )
-            same = self._channels.gather.replicas
+            same = bucket.group.combine
             if same is not None:
                 same.move([Piece(0, None, original)], label=f"the first values of {bucket.label}")
             bucket.take_first_values(original)
@@ -313,7 +275,7 @@ class ZeroRuntime:
     def _make_master(self, bucket: Bucket, original: torch.Tensor) -> MasterBucket:
         master = MasterBucket(
             bucket,
-            is_sharded=self.placement.shard_master and self._channels.gather.size > 1,
+            is_sharded=self.placement.shard_master and bucket.group.size > 1,
             original=original,
             ledger=self.ledger,
             whole_tensors=self._options.whole_tensors,
@@ -393,10 +355,16 @@ class ZeroRuntime:
         self.take_unfrozen()
         self.in_backward = True
         if self.reducer is not None:
-            every = self.reducer.policy.every_micro_batch and not isinstance(self._channels.reduce, LocalTransport)
+            alone = all(isinstance(group.reduce, LocalTransport) for group in self.groups)
+            every = self.reducer.policy.every_micro_batch and not alone
             self.reducer.begin(reduce_now=sync and (boundary or every), is_last=boundary)
-        self._channels.gather.confirms = True
+        self._confirm(True)
         self.schedule.begin("backward")
+
+    def _confirm(self, confirms: bool) -> None:
+        """Whether gathers carry along how many reductions of their group have been started."""
+        for group in self.groups:
+            group.gather.confirms = confirms
 
     def take_unfrozen(self) -> None:
         """Parameters that were frozen when the engine was made and require gradients now. Every rank must call it.
@@ -444,7 +412,7 @@ class ZeroRuntime:
         """Settles the backward: leftover gathers, leftover reductions; frees what it gathered."""
         assert self.in_backward
         self.schedule.end()
-        self._channels.gather.confirms = False
+        self._confirm(False)
         if self.reducer is not None:
             self.reducer.end()
         self.hooks.free_all()
@@ -472,9 +440,9 @@ class ZeroRuntime:
         if was_open:
             is_mixed = self.reducer is not None and self.reducer.is_open and self.reducer.is_mixed
             if together and self._peers_rely_on_open_work:
-                is_mixed = agree_to_go_on(self._channels.everyone, self._describe_open_work(), is_mixed)
+                is_mixed = agree_to_go_on(self.groups.peers, self._describe_open_work(), is_mixed)
             self.schedule.drop()
-            self._channels.gather.confirms = False
+            self._confirm(False)
             if self.reducer is not None and self.reducer.is_open:
                 self.reducer.drop(with_sums=is_mixed)
             self.in_backward = False
@@ -511,9 +479,9 @@ class ZeroRuntime:
     @property
     def _peers_rely_on_open_work(self) -> bool:
         """Whether what an exception left open has transfers that other ranks take part in."""
-        gathers = bool(self._sharded) and self._channels.gather.size > 1
+        gathers = any(bucket.group.size > 1 for bucket in self._sharded)
         reduces = self.reducer is not None and self.reducer.is_reducing
-        return self._channels.everyone.size > 1 and (gathers or reduces)
+        return self.groups.peers.size > 1 and (gathers or reduces)
 
     def _describe_open_work(self) -> str:
         if not self.in_backward:

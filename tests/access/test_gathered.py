@@ -332,13 +332,12 @@ def test_parameters_of_two_engines_in_one_block():
 def test_groups_of_equal_size_have_one_order_whoever_asks():
     """Rank 0 shares one parameter with rank 1 and one with rank 2; a caller may name them in either order."""
     entries = []
-    for scope, ranks in (("far/", (0, 2)), ("near/", (0, 1)), ("", (0, 3)), ("", (0, 1))):
+    for name, ranks in (("far", (0, 2)), ("near", (0, 1)), ("data", (0, 3)), ("data", (0, 1))):
         transport = LocalTransport()
-        transport.scope, transport.ranks = scope, ranks
-        holder = SimpleNamespace(transport=transport, layout=SimpleNamespace(index=0))
+        transport.ranks = ranks
+        group = SimpleNamespace(name=name)
+        holder = SimpleNamespace(transport=transport, group=group, layout=SimpleNamespace(index=0))
         entries.append((torch.nn.Parameter(torch.zeros(1)), Address(holder, 0, 0)))
     orders = [[transport for transport, _ in by_transport(asked)] for asked in (entries, entries[::-1])]
     assert orders[0] == orders[1]
-    assert [(found.scope, found.ranks) for found in orders[0]] == [
-        ("", (0, 1)), ("", (0, 3)), ("far/", (0, 2)), ("near/", (0, 1))
-    ]  # fmt: skip
+    assert [found.ranks for found in orders[0]] == [(0, 1), (0, 3), (0, 2), (0, 1)]

@@ -152,7 +152,7 @@ def _train(zero, model=tower, steps=3, call=None):
         engine.step()
         losses.append(loss.item())
     found = full_masters(engine)
-    is_by_nodes = isinstance(engine._runtime._channels.gather, GlooByNodes)
+    is_by_nodes = isinstance(engine._runtime.groups["data"].gather, GlooByNodes)
     engine.destroy()
     return losses, found, is_by_nodes
 
@@ -195,7 +195,7 @@ def _inside_one_node():
         os.environ.update(LOCAL_WORLD_SIZE=str(width), LOCAL_RANK=str(rank() % width))
         zero = {**SHARDED, "mics_shard_size": 2, "mics_hierarchical_params_gather": True}
         engine = engine_of(tower(), 3, zero=zero)
-        assert not isinstance(engine._runtime._channels.gather, GlooByNodes)
+        assert not isinstance(engine._runtime.groups["data"].gather, GlooByNodes)
         engine.destroy()
     os.environ.update(LOCAL_WORLD_SIZE="3", LOCAL_RANK=str(rank() % 3))
     with pytest.raises(DeepSpeedConfigError, match="do not fill whole nodes of 3"):

@@ -35,7 +35,7 @@ def _observe(stage, mode, accumulation):
     }
     engine, *_ = initialize(model=model, optimizer=torch.optim.AdamW(groups, lr=0.01), config=config)
     reducer, sent, summed = engine._runtime.reducer, set(), set()
-    transport = reducer._transport
+    transport = engine._runtime.groups["data"].reduce
     for name in ("reduce_scatter", "all_reduce"):
         setattr(transport, name, _noting(getattr(transport, name), sent))
     for micro in range(accumulation):

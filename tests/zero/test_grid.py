@@ -109,8 +109,8 @@ def _sizes(kind):
     """Bytes by kind after a step against the formula, and the bytes sent inside groups and between them per phase."""
     engine = engine_of(tower(), 3, zero={**SHARDED, **KINDS[kind]}, accumulation=2, bf16={"enabled": True})
     sent = defaultdict(int)
-    channels = engine._runtime._channels
-    for name, transport in (("near", channels.gather), ("near", channels.reduce), ("far", channels.gather.replicas)):
+    group = engine._runtime.groups["data"]
+    for name, transport in (("near", group.gather), ("near", group.reduce), ("far", group.combine)):
         _count_sends(transport, name, sent)
     phases = []
     for micro in range(4):

@@ -119,7 +119,7 @@ def test_16_bit_halves_the_traffic():
 def _largest_message(stage, limit):
     engine = engine_of(tower(), stage, zero={**SHARDED, "reduce_bucket_size": limit})
     sizes = []
-    transport = engine._runtime.reducer._transport
+    transport = engine._runtime.groups["data"].reduce
     send = transport.send
 
     def noting(tensor, *args):

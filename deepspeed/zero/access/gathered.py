@@ -122,16 +122,16 @@ def by_transport(entries: list[Entry]) -> list[tuple[Transport, list[Entry]]]:
         groups.setdefault(id(transport), (transport, []))[1].append(entry)
     for _, members in groups.values():
         members.sort(key=lambda entry: (entry[1].holder.layout.index, entry[1].tile))
-    return sorted(groups.values(), key=lambda group: _place_in_order(group[0]))
+    return sorted(groups.values(), key=_place_in_order)
 
 
-def _place_in_order(transport: Transport) -> tuple[int, str, tuple[int, ...]]:
+def _place_in_order(members: tuple[Transport, list[Entry]]) -> tuple[int, str, tuple[int, ...]]:
     """Decides which group comes first: groups of equal size too, and alike on ranks that are in different groups.
 
-    The scope is the name of the group among those of an engine. Groups that have none are told apart by their ranks, of
-    which every rank knows the order.
+    Groups of one name are told apart by their ranks, of which every rank knows the order.
     """
-    return transport.owner, transport.scope, transport.ranks
+    transport, entries = members
+    return transport.owner, min(address.holder.group.name for _, address in entries), transport.ranks
 
 
 class GatheredBlock:
@@ -364,7 +364,7 @@ class GatheredBlock:
             group: Number of the modifier's group.
             modifier: Its rank there.
         """
-        replicas = self._transport.replicas
+        replicas = self._entries[0][1].holder.group.combine if self._entries else None
         if replicas is not None and self._transport.rank == modifier:
             edited = [parameter.data.view(-1) for parameter, _ in [*self._present, *self._lent]]
             parcels = [Piece(group, None, values) for values in edited]

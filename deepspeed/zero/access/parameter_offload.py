@@ -20,10 +20,11 @@ from deepspeed.config import parse
 from deepspeed.errors import CallOrderError, NotYetSupportedError
 from deepspeed.zero.access.gathered import GatheredParameters
 from deepspeed.zero.construction.init import local_device
+from deepspeed.zero.group import BucketGroup, Groups
 from deepspeed.zero.landing import Landing
 from deepspeed.zero.layout import Limits
 from deepspeed.zero.placement import Placement
-from deepspeed.zero.runtime import Channels, RuntimeOptions, ZeroRuntime
+from deepspeed.zero.runtime import RuntimeOptions, ZeroRuntime
 from deepspeed.zero.schedule import GatherLimits
 from deepspeed.zero.storage import Memory
 
@@ -117,7 +118,7 @@ class DeepSpeedZeRoOffload:  # noqa: N801 - the public name
             master_memories={memory.home: memory},
             landing=lambda home, ledger: Landing(home),
         )
-        self._adopt(ZeroRuntime(module, options, Channels(gather, reduce), {}))
+        self._adopt(ZeroRuntime(module, options, Groups.of(BucketGroup.over(gather, reduce)), {}))
 
     def _adopt(self, runtime: ZeroRuntime) -> None:
         self._runtime = runtime

@@ -204,7 +204,7 @@ def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) ->
         mine = found.mine(found.master.flat)
         mine.copy_(value.reshape(-1))
         bucket = found.bucket
-        if bucket.is_sharded and bucket.state.value == "sharded" and bucket.owners is None:
+        if bucket.is_sharded and bucket.state.value == "sharded" and not bucket.group.is_spread:
             fragment = bucket.fragment(found.address.tile)
             if fragment is not None:
                 bucket.shard[fragment.in_slice].copy_(mine)

@@ -19,6 +19,7 @@ from deepspeed.accelerator.host_allocator import Trimmer
 from deepspeed.comm.transport import Piece, Transport
 from deepspeed.zero.assemble import scatter
 from deepspeed.zero.calls import compare_calls
+from deepspeed.zero.group import BucketGroup
 from deepspeed.zero.holder import Gatherer, Holder, State, set_address
 from deepspeed.zero.layout import BucketLayout, bucket_layout
 from deepspeed.zero.sharded_parameter import mark_full, mark_sharded, plain_class, remember_class
@@ -43,15 +44,14 @@ class ProvisionalBucket(Holder):
         dtype: torch.dtype,
         device: torch.device,
         home: torch.device,
-        transport: Transport,
+        group: BucketGroup,
     ) -> None:
-        super().__init__()
+        super().__init__(group)
         self.layout = layout
         self.dtype = dtype
         self.device = device
         self.home = home
-        self.transport = transport
-        self.is_sharded = transport.size > 1
+        self.is_sharded = group.size > 1
         self.is_partitioned = True
         self.state = State.SHARDED if self.is_sharded else State.FULL
         # On one rank the parameters keep what they have.
@@ -99,7 +99,7 @@ def copy_of(holder: Holder) -> ProvisionalBucket:
         dtype=holder.dtype,
         device=holder.device,
         home=holder.shard.device,
-        transport=holder.transport,
+        group=holder.group,
     )
     made.shard.copy_(holder.shard)
     return made
@@ -173,7 +173,7 @@ def _shard_kind(
         trainable=False,
         world_size=transport.size,
     )
-    bucket = ProvisionalBucket(layout, dtype=dtype, device=device, home=home, transport=transport)
+    bucket = ProvisionalBucket(layout, dtype=dtype, device=device, home=home, group=BucketGroup.over(transport))
     parcels: list[Piece] = []
     arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
     for tile, (parameter, _) in enumerate(members):

@@ -1,0 +1,133 @@
+"""Bucket groups: which ranks share a bucket, which hold the same slices of it, and which decide together.
+
+Every bucket has one group, and the groups of a model may differ: an expert's parameters are shared by the ranks that
+hold that expert, the others by all data-parallel ranks. Code asks the bucket's group and never how many axes the ranks
+have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from deepspeed.comm.transport import Transport
+
+DATA = "data"
+"""Name of the group of every parameter that says nothing else: all ranks that hold the same part of the model."""
+
+
+@dataclass(frozen=True)
+class BucketGroup:
+    """The ranks that one bucket concerns, in the roles that they have for it.
+
+    Attributes:
+        name: Equal on all ranks, also where they are in different groups of that name.
+        gather: Carries parameters between the ranks that share slices.
+        reduce: Carries gradients between the same ranks.
+        owners: The ranks among which masters are cut, numbered as they are cut: ``gather``, or with it the ranks with
+            the same slices (``comm.axes.GridTransport``).
+        combine: Carries sums between the ranks that hold the same slices; None where no others do.
+        divisor: What makes a mean of a sum over all ranks of the group.
+        counts: Whether this rank stands for the ranks that hold the same tiles and are in another group of that name
+            (tensor-parallel ranks, for what is not cut there). Of those ranks one counts.
+    """
+
+    name: str
+    gather: Transport
+    reduce: Transport
+    owners: Transport
+    combine: Transport | None = None
+    divisor: int = 1
+    counts: bool = True
+
+    @classmethod
+    def over(cls, gather: Transport, reduce: Transport | None = None, *, name: str = DATA) -> BucketGroup:
+        """Ranks that share everything: parameters, gradients and masters.
+
+        Args:
+            gather: Carries parameters.
+            reduce: Carries gradients; None: ``gather`` does.
+            name: See the class.
+        """
+        return cls(name, gather, reduce or gather, gather, divisor=gather.size)
+
+    @property
+    def size(self) -> int:
+        """Ranks that share slices."""
+        return self.gather.size
+
+    @property
+    def copies(self) -> int:
+        """Ranks that hold the same slice."""
+        return 1 if self.combine is None else self.combine.size
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether masters are cut further than the parameters: over the ranks with the same slices too."""
+        return self.owners is not self.gather
+
+    @property
+    def place(self) -> int:
+        """This rank's number, from 0, where something is divided evenly among all ranks of the group."""
+        return self.gather.rank * self.copies + (0 if self.combine is None else self.combine.rank)
+
+    @property
+    def transports(self) -> Iterator[Transport]:
+        """Every transport; some may come twice."""
+        yield from (self.gather, self.reduce, self.owners)
+        if self.combine is not None:
+            yield self.combine
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of one engine. Making it gives the engine its number.
+
+    Attributes:
+        by_name: The group of every name that occurs.
+        peers: The ranks with the same part of the model: they make the same calls.
+        job: All ranks that decide about an update together.
+    """
+
+    by_name: Mapping[str, BucketGroup]
+    peers: Transport
+    job: Transport
+
+    def __post_init__(self) -> None:
+        owner = self.peers.next_owner()
+        for transport in (self.peers, self.job, *(one for group in self for one in group.transports)):
+            transport.owner = owner
+        for group in self:
+            group.gather.companion = group.reduce
+
+    @classmethod
+    def of(cls, *groups: BucketGroup) -> Groups:
+        """Of one part of the model that is all there is."""
+        peers = groups[0].reduce.everyone
+        return cls({group.name: group for group in groups}, peers, peers)
+
+    def __iter__(self) -> Iterator[BucketGroup]:
+        """Every group, in an order that is equal on all ranks."""
+        return iter(self.by_name.values())
+
+    def __getitem__(self, name: str) -> BucketGroup:
+        """The group of that name."""
+        return self.by_name[name]
+
+    @property
+    def knows_everything(self) -> bool:
+        """Whether every rank knows of every other one which parameters had gradients."""
+        return self.job is self.peers and len(self.by_name) == 1
+
+    def among_peers(self, group: BucketGroup) -> list[int] | None:
+        """The numbers, among the peers, of the ranks of a group; None where these are all of them."""
+        if group.combine is not None or group.size == self.peers.size:
+            return None
+        ranks = group.gather.ranks
+        return [self.peers.ranks.index(rank) for rank in ranks] if ranks else [self.peers.rank]
+
+    @property
+    def gathering(self) -> Transport:
+        """The ranks that must gather in one order: all that any of them shares parameters with."""
+        first, *others = self
+        return first.gather if not others else self.peers
