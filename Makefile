@@ -15,6 +15,10 @@ OLDER_TESTS := tests/ecosystem/accelerate tests/ecosystem/peft tests/ecosystem/t
 
 # One thread per process: ranks and test workers share the cores.
 TEST_ENV := OMP_NUM_THREADS=1
+# Ranks of one test wait for each other much of the time, so as many tests run at once as there are cores, but each keeps
+# up to four ranks in memory. `make test AT_ONCE=1` runs one after the other.
+AT_ONCE = logical
+PYTEST = $(TEST_ENV) $(BIN)/python -m pytest $(if $(filter-out 1,$(AT_ONCE)),-n $(AT_ONCE) --maxprocesses 4 --dist worksteal)
 
 # All devices; without any, two ranks on the CPU. `make quickstart RANKS="--num_gpus 4"` chooses.
 RANKS = $(shell $(BIN)/python -c 'import torch; print("" if torch.accelerator.is_available() else "--num_gpus 2")')
@@ -34,7 +38,7 @@ quickstart: $(VENV)/.for-quickstart
 	$(BIN)/deepspeed $(RANKS) examples/quickstart/train.py
 
 test: lint
-	$(TEST_ENV) $(BIN)/python -m pytest
+	$(PYTEST)
 
 test-all: lint
 	$(TEST_ENV) $(BIN)/python -m pytest -m ""

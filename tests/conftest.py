@@ -6,6 +6,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 # Before torch is imported anywhere: ranks and tests share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -45,8 +46,16 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
         _deselected["marked slow (make test-all)" if item.get_closest_marker("slow") else "not selected"] += 1
 
 
-def pytest_sessionfinish() -> None:
+def pytest_sessionfinish(session: pytest.Session) -> None:
     shut_down()
+    if hasattr(session.config, "workeroutput"):  # one of several processes that share the tests (pytest-xdist)
+        session.config.workeroutput["deselected"] = dict(_deselected)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Every process has selected for itself, all of them the same."""
+    _deselected.update(getattr(node, "workeroutput", {}).get("deselected", {}) if not _deselected else {})
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
