@@ -210,6 +210,7 @@ def main() -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     folder = Path(sys.argv[1])
+    engine(0, "fp32").destroy()  # imports what children would otherwise import each for itself
     if sys.argv[2] == "operations":
         operations(folder, sys.argv[3] or None, sys.argv[4])
     elif sys.argv[2] == "runs":
