@@ -142,7 +142,7 @@ def main() -> None:
     say(f"{ranks} rank(s) on {device}, ZeRO stage {engine.zero_optimization_stage()}\n")
 
     losses = train(engine, loader, config["scheduler"]["params"]["total_num_steps"], arguments.minutes)
-    report(engine, losses, arguments.output)
+    report(engine, losses, arguments.output, arguments.sample)
 
 
 def train(engine: deepspeed.DeepSpeedEngine, loader, num_steps: int, minutes: float) -> list[float]:
@@ -201,8 +201,8 @@ def memory_in_use() -> float:
 # --- 4. What came of it ----------------------------------------------------------------------------------------------
 
 
-def report(engine: deepspeed.DeepSpeedEngine, losses: list[float], output: Path) -> None:
-    sample = generate(engine, b"def main(", 300)  # every rank takes part: each has only its share of the parameters
+def report(engine: deepspeed.DeepSpeedEngine, losses: list[float], output: Path, num_bytes: int) -> None:
+    sample = generate(engine, b"def main(", num_bytes)  # every rank takes part: each has only its share
     say("\n\nWhat the model writes after 'def main(':\n")
     say("    " + sample.decode("utf-8", errors="replace").replace("\n", "\n    "))
 
@@ -270,6 +270,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--deepspeed_config", type=Path, default=HERE / "ds_config.json")
     parser.add_argument("--text", type=Path, default=Path(sysconfig.get_path("stdlib")), help="folder to learn from")
     parser.add_argument("--minutes", type=float, default=2.75, help="stop training after this long")
+    parser.add_argument("--sample", type=int, default=300, help="bytes that the model writes at the end")
     parser.add_argument("--output", type=Path, default=Path("runs/quickstart"), help="folder for the picture")
     parser.add_argument("--local_rank", type=int, default=0, help="given by the deepspeed command")
     return parser.parse_args()

@@ -51,7 +51,7 @@ def run(command: list[str], environ: dict[str, str], folder: Path, timeout: floa
 @pytest.mark.parametrize(
     ("launcher", "ranks"),
     [
-        pytest.param(DEEPSPEED, 2, id="deepspeed"),
+        pytest.param(DEEPSPEED, 2, id="deepspeed", marks=pytest.mark.slow),  # the README's example starts so
         pytest.param(TORCHRUN, 2, id="torchrun"),
         pytest.param(PLAIN, 1, id="python"),
     ],
@@ -82,6 +82,7 @@ def test_the_example_of_the_readme_runs(environment, tmp_path):
 def short_config(folder: Path, steps: int) -> Path:
     config = json.loads((QUICKSTART / "ds_config.json").read_text())
     config["scheduler"]["params"].update(total_num_steps=steps, warmup_num_steps=2)
+    config["train_micro_batch_size_per_gpu"] = 2
     path = folder / "ds_config.json"
     path.write_text(json.dumps(config))
     return path
@@ -98,6 +99,7 @@ def short_config(folder: Path, steps: int) -> Path:
 def test_quickstart_in_short(launcher, environment, tmp_path):
     config = short_config(tmp_path, steps=4)
     script = [str(QUICKSTART / "train.py"), "--deepspeed_config", str(config), "--output", str(tmp_path / "out")]
+    script += ["--sample", "20"]
     shown = run([*launcher, *script], environment, tmp_path)
     start, end = _losses(shown)
     assert 5 < start < 6.5
@@ -118,6 +120,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def test_quickstart_on_a_processor_without_bf16(environment, tmp_path):
     config = short_config(tmp_path, steps=3)
     script = [str(QUICKSTART / "train.py"), "--deepspeed_config", str(config), "--output", str(tmp_path / "out")]
+    script += ["--sample", "20"]
     shown = run([sys.executable, "-c", OLD_PROCESSOR, *script], environment, tmp_path)
     assert "no bf16 instructions: training in fp32" in shown
     _check_report(shown, tmp_path / "out")
