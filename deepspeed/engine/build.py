@@ -34,7 +34,7 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist, set_log_level_from_string
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.offload.homes import OffloadHomes, open_homes, placement_of
-from deepspeed.ops.flat import supports_flat_update
+from deepspeed.ops.flat import supports_flat_update, why_not_flat
 from deepspeed.precision.policy import PrecisionPolicy, create_loss_scaler
 from deepspeed.schedulers import build_scheduler
 from deepspeed.zero.access.parameter_offload import DeepSpeedZeRoOffload
@@ -356,8 +356,8 @@ def _check_updates_in_files(placement: Placement, optimizer: torch.optim.Optimiz
     if placement.master_home is Home.FILE and optimizer is not None and not supports_flat_update(optimizer):
         raise DeepSpeedConfigError(
             f'zero_optimization.offload_optimizer.device "nvme" with the optimizer {type(optimizer).__name__}: files '
-            "pass through memory piece by piece, which its step cannot follow. Use one of this package, or torch's "
-            'Adam, AdamW, Adagrad or SGD, or device "cpu"'
+            f"pass through memory piece by piece, which its step cannot follow ({why_not_flat(optimizer)}). Use one of "
+            'this package, or torch\'s Adam, AdamW, Adagrad or SGD without that, or device "cpu"'
         )
 
 

@@ -112,8 +112,10 @@ class EngineCheckpoints:
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Loads what any number of ranks saved at any stage. Every rank must call it.
 
-        Random states and the position in the data are restored only where as many ranks save and load. Gradients of
-        micro-batches since the last update are dropped, and accumulation begins anew.
+        Random states and the position in the data are restored only where as many ranks save and load. Buffers become
+        those of rank 0 on every rank, also where ranks had values of their own (running statistics of batch norm), as
+        they do in ``initialize``. Gradients of micro-batches since the last update are dropped, and accumulation begins
+        anew.
 
         Args:
             load_dir: Folder of checkpoints.

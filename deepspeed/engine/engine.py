@@ -22,10 +22,12 @@ from deepspeed.engine.checkpointing import EngineCheckpoints
 from deepspeed.engine.compiling import EngineCompile, gathers_between_pieces
 from deepspeed.engine.flops import ProfiledStep
 from deepspeed.engine.forwarded import forwarded
+from deepspeed.engine.mismatch import explain_mismatch
 from deepspeed.engine.offloading import EngineOffload
 from deepspeed.engine.outputs import tensors_in
 from deepspeed.engine.progress import ProgressLog, StepFacts
 from deepspeed.engine.queries import EngineQueries
+from deepspeed.engine.reminders import MissingStep, watch_other_optimizers
 from deepspeed.engine.reports import memory_rows, precision_rows, state_text
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.logging import log_dist, log_dist_once
@@ -88,6 +90,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, nn.Module):
         self._sync = True
         self._managed_backward = False
         self._has_run_backward = False  # since the last update
+        self._missing_step = MissingStep()
         self._in_forward = False  # of this engine; a whole training step may be part of it
         self._scaled_losses = 0
         self._saw_unscaled_backward = False
@@ -106,6 +109,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, nn.Module):
         self._offloading = EngineOffload(parts)
         self._runtime.on_stray_backward = self._open_backward
         self._runtime.optimizer = self._updater
+        watch_other_optimizers()
         log_dist(self._summary())
         if self._root.dump_state:
             log_dist(state_text(self._root, self.device, self.precision_report(), self.memory_report()))
@@ -125,7 +129,11 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, nn.Module):
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Runs the model; floating inputs are cast only where ``fp16.auto_cast`` asks for it."""
+        """Runs the model; floating inputs are cast only where ``auto_cast`` (of ``fp16`` or ``bf16``) asks for it.
+
+        Raises:
+            DeepSpeedConfigError: The model was given floating tensors of another dtype than it computes in.
+        """
         self._runtime.refuse_away("engine.forward", "lp_params")
         if not self._runtime.backward_is_running:  # as it is where this forward is recomputed
             self._runtime.drop_open_work()
@@ -139,6 +147,11 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, nn.Module):
         try:
             with self._precision.forward_context(get_accelerator()):
                 outputs = self.module(*inputs, **kwargs)
+        except RuntimeError as error:
+            said = explain_mismatch(error, self._precision, inputs, kwargs)
+            if said is None:
+                raise
+            raise DeepSpeedConfigError(said) from error
         finally:
             self._in_forward = False
         if self._profiled is not None:
@@ -221,6 +234,8 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, nn.Module):
         if self._runtime.in_backward or self._runtime.reducer is None:
             return
         self._has_run_backward = True
+        if self._sync and self._boundary_override is None:  # whoever decides about steps knows of them
+            self._missing_step.backward()
         self._runtime.begin_backward(
             boundary=self.is_gradient_accumulation_boundary(), sync=self._sync and self.enable_backward_allreduce
         )
@@ -283,6 +298,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, nn.Module):
             raise CallOrderError("engine.step: called inside no_sync; leave it before the update")
         self._runtime.leave_backward("engine.step")
         self._step_applied = False
+        self._missing_step.step()
         if self.is_gradient_accumulation_boundary():
             if not self._has_run_backward:
                 log_dist_once(
@@ -344,6 +360,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, nn.Module):
                 "become zero. Write engine.scale(loss).backward(), or engine.backward(loss)"
             )
         self._scaled_losses = 0
+        self._missing_step.step()
         self._runtime.refuse_open_blocks("the update")
         self._runtime.refuse_away("engine.step")
         if self._in_forward:
@@ -579,7 +596,18 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, nn.Module):
         self._runtime.free_gathered()
 
     def destroy(self) -> None:
-        """Takes all hooks from the model and frees buffers. May be called in any state, more than once."""
+        """Takes all hooks from the model and frees buffers. May be called in any state, more than once.
+
+        The model keeps what it holds: at stage 3 that is nothing of the parameters that are sharded (they are empty
+        from then on), so save or gather them before.
+        """
+        empty = sum(bucket.layout.used_numel for bucket in self._runtime.buckets if bucket.is_sharded)
+        if empty and not self._runtime.is_retired:
+            log_dist_once(
+                f"engine.destroy: {empty:,} parameters of the model were sharded and are empty from now on; what is to "
+                "be used later must be saved before (save_checkpoint, save_16bit_model) or copied inside "
+                "deepspeed.zero.GatheredParameters"
+            )
         with ExitStack() as last_first:  # each of them, also after one that failed because another rank has died
             last_first.callback(self.monitor.close)
             last_first.callback(self._progress.close)

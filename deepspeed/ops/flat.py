@@ -128,17 +128,29 @@ def flat_updater(optimizer: torch.optim.Optimizer) -> FlatUpdate | None:
     their fused kernels give, unless a group asks for what those cannot do on a run (``amsgrad``, ``differentiable``,
     ``dampening``). A subclass that overrides ``step`` has none: its ``step`` is what the user wrote.
     """
+    if why_not_flat(optimizer) is not None:
+        return None
+    if isinstance(optimizer, FlatUpdate):
+        return optimizer
+    return RuleUpdate(next(_TORCH_RULES[base] for base in type(optimizer).__mro__ if base in _TORCH_RULES))
+
+
+def why_not_flat(optimizer: torch.optim.Optimizer) -> str | None:
+    """What keeps ``optimizer`` from a flat update, in words; None where it has one."""
     cls = type(optimizer)
     if isinstance(optimizer, FlatUpdate):
         ours = next((base for base in cls.__mro__ if base.__module__.startswith("deepspeed.")), None)
-        return optimizer if ours is None or same_update(cls, ours) else None
+        return None if ours is None or same_update(cls, ours) else f"it overrides a part of {ours.__name__}'s step"
     known = next((base for base in cls.__mro__ if base in _TORCH_RULES), None)
-    if known is None or not same_update(cls, known):
-        return None
-    for group in optimizer.param_groups:
-        if group.get("amsgrad") or group.get("differentiable") or group.get("dampening"):
-            return None
-    return RuleUpdate(_TORCH_RULES[known])
+    if known is None:
+        return "it has a step of its own"
+    if not same_update(cls, known):
+        return f"it overrides a part of {known.__name__}'s step"
+    for number, group in enumerate(optimizer.param_groups):
+        for option in ("amsgrad", "differentiable", "dampening"):
+            if group.get(option):
+                return f"param group {number} has {option}={group[option]}"
+    return None
 
 
 def supports_flat_update(optimizer: torch.optim.Optimizer) -> bool:

@@ -40,7 +40,7 @@ class PrecisionPolicy:
         accumulate_dtype: Dtype of the sum over micro-batches.
         communication_dtype: Dtype on the wire; None is the gradient's own.
         autocast_dtype: Dtype of ``torch.autocast`` around forward, or None for none.
-        cast_inputs: Cast floating inputs of forward to the compute dtype (``fp16.auto_cast``).
+        cast_inputs: Cast floating inputs of forward to the compute dtype (``auto_cast``).
         skip_non_finite: Skip an update whose gradient is not finite.
         fp32_modules: Name parts of modules whose parameters stay fp32.
     """
@@ -77,7 +77,7 @@ class PrecisionPolicy:
             accumulate_dtype=dtype_of_name(types.grad_accum_dtype) if types.grad_accum_dtype else torch.float32,
             communication_dtype=(dtype_of_name(root.communication_data_type) if root.communication_data_type else None),
             autocast_dtype=autocast,
-            cast_inputs=root.fp16.enabled and root.fp16.auto_cast,
+            cast_inputs=(root.fp16.enabled and root.fp16.auto_cast) or (root.bf16.enabled and root.bf16.auto_cast),
             skip_non_finite=root.bf16.check_grad_overflow,
             fp32_modules=tuple(keep or ()),
         )

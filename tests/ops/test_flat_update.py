@@ -5,7 +5,7 @@ import torch
 
 from deepspeed.ops import chunks
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from deepspeed.ops.flat import FlatUpdate, flat_updater, supports_flat_update
+from deepspeed.ops.flat import FlatUpdate, flat_updater, supports_flat_update, why_not_flat
 
 NUMEL = 64 * 37
 STEPS = 3
@@ -247,18 +247,19 @@ def test_who_supports_it(order):
         return cls([torch.nn.Parameter(torch.zeros(64))], lr=0.1, **arguments)
 
     cases = [
-        (make(FusedAdam), True),
-        (make(Renamed), True),
-        (make(Overridden), False),
-        (make(torch.optim.AdamW), True),
-        (make(TorchRenamed), True),
-        (make(TorchOverridden), False),
-        (make(torch.optim.AdamW, amsgrad=True), False),
-        (make(torch.optim.SGD, momentum=0.9, dampening=0.5), False),
-        (make(torch.optim.NAdam), False),
+        (make(FusedAdam), None),
+        (make(Renamed), None),
+        (make(Overridden), "it overrides a part of FusedAdam's step"),
+        (make(torch.optim.AdamW), None),
+        (make(TorchRenamed), None),
+        (make(TorchOverridden), "it overrides a part of AdamW's step"),
+        (make(torch.optim.AdamW, amsgrad=True), "param group 0 has amsgrad=True"),
+        (make(torch.optim.SGD, momentum=0.9, dampening=0.5), "param group 0 has dampening=0.5"),
+        (make(torch.optim.NAdam), "it has a step of its own"),
     ][::order]
-    for optimizer, expected in cases:
-        assert supports_flat_update(optimizer) is expected, type(optimizer)
+    for optimizer, reason in cases:
+        assert why_not_flat(optimizer) == reason
+        assert supports_flat_update(optimizer) is (reason is None), type(optimizer)
     assert isinstance(make(FusedAdam), FlatUpdate)
 
 

@@ -77,9 +77,7 @@ class Bf16(Section):
     consecutive_hysteresis: Bool = key(False, "Left from fp16 sections.", no_effect=_BF16_SCALING)
     min_loss_scale: Int = key(1, "Left from fp16 sections.", no_effect=_BF16_SCALING, minimum=0)
     auto_cast: Bool = key(
-        False,
-        "Left from fp16 sections.",
-        no_effect="inputs are not cast under bf16; cast them in the program, or use torch_autocast",
+        False, "Cast floating tensors among the inputs of forward to bf16 before the model sees them."
     )
 
 

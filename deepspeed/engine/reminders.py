@@ -1,0 +1,69 @@
+"""Mistakes in a training loop that raise nothing and train nothing; each is said once."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from deepspeed.logging import log_dist
+from deepspeed.zero.holder import address_of
+
+_PATIENCE = 8  # backwards of one update by a program that adds up gradients of its own accord
+
+
+class MissingStep:
+    """Says that nobody calls ``engine.step``."""
+
+    def __init__(self) -> None:
+        self._backwards = 0
+        self._is_said = False
+
+    def backward(self) -> None:
+        """A backward that leads to a step begins."""
+        self._backwards += 1
+        if self._backwards >= _PATIENCE and not self._is_said:
+            self._is_said = True
+            log_dist(
+                f"engine.step has not been called in {_PATIENCE} backwards: until it is, gradients are added up and "
+                "nothing is trained. Call engine.step() after each engine.backward(loss); it knows which of them end "
+                "in an update. The step() of a torch optimizer that was given to initialize updates nothing",
+                level=logging.WARNING,
+            )
+
+    def step(self) -> None:
+        """A step was called."""
+        self._backwards = 0
+
+
+_looked_at: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_hooks: list[Any] = []
+
+
+def watch_other_optimizers() -> None:
+    """From now on the first step of every torch optimizer in this process is looked at."""
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_look_at))
+
+
+def _look_at(optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
+    if optimizer in _looked_at:
+        return
+    _looked_at.add(optimizer)
+    ours = [p for group in optimizer.param_groups for p in group["params"] if _is_trained_by_an_engine(p)]
+    if ours and all(parameter.grad is None for parameter in ours):
+        log_dist(
+            f"{type(optimizer).__name__}.step: {len(ours)} of its parameters are trained by an engine, which takes "
+            "their gradients, so this step does nothing to them. Give this optimizer to "
+            "deepspeed.initialize(optimizer=...) instead, or drop it, and call engine.step()",
+            level=logging.WARNING,
+        )
+
+
+def _is_trained_by_an_engine(parameter: torch.Tensor) -> bool:
+    address = address_of(parameter)
+    owner = None if address is None else address.holder.owner
+    return owner is not None and owner.reducer is not None and not owner.is_retired
