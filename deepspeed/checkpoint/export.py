@@ -1,4 +1,4 @@
-"""Full tensors out of a running engine: gathered bucket by bucket, kept or written on rank 0."""
+"""Full tensors out of a running engine: brought together bucket by bucket, kept or written on rank 0."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from deepspeed.checkpoint.exchange import Exchange
 from deepspeed.checkpoint.subject import Subject
 from deepspeed.checkpoint.weights_file import Entry, WeightsWriter
-from deepspeed.zero.bucket import Bucket, State
+from deepspeed.zero.access.whole_buckets import walk_full
 
 
 def full_state_dict(subject: Subject, rank: int, *, exclude_frozen: bool) -> dict[str, Any] | None:
@@ -64,7 +64,7 @@ def write_weights(
             failure = error
     waiting = iter(entries)
     for names, values in _walk(subject, exclude_frozen=exclude_frozen):
-        # After a failure rank 0 goes on gathering, because the others wait for it.
+        # After a failure rank 0 goes on, because the others wait for it.
         for _ in names:
             entry = next(waiting)
             if writer is not None and failure is None:
@@ -85,31 +85,19 @@ def write_weights(
 
 
 def _walk(subject: Subject, *, exclude_frozen: bool) -> Iterator[tuple[list[str], torch.Tensor]]:
-    """``(all names, values)`` of every parameter and buffer; valid until the next. Gathers on all ranks."""
+    """``(all names, values)`` of every parameter and buffer; valid until the next. Every rank must go through it."""
     tied: dict[str, list[str]] = {}
     for alias, name in subject.aliases().items():
         tied.setdefault(name, []).append(alias)
-    for bucket in subject.runtime.buckets:
-        kept = [not (exclude_frozen and not parameter.requires_grad) for parameter in bucket.params]
-        if not any(kept):
-            continue
-        gathered_here = _gather(bucket)
-        for tile, parameter, keep in zip(bucket.layout.tiles, bucket.params, kept, strict=True):
-            if keep:
-                yield [tile.name, *tied.get(tile.name, ())], parameter.data
-        if gathered_here:
-            bucket.reshard()
+    left_out = _frozen(subject) if exclude_frozen else ()
+    for tile, values in walk_full(subject.runtime, "param", left_out=left_out, borrow=True):
+        yield [tile.logical, *tied.get(tile.logical, ())], values
     for name, buffer in subject.buffers().items():
         yield [name, *tied.get(name, ())], buffer
 
 
-def _gather(bucket: Bucket) -> bool:
-    """Makes ``bucket`` full; returns whether it was not."""
-    if bucket.state is State.FULL:
-        return False
-    bucket.start_gather()
-    bucket.finish_gather()
-    return True
+def _frozen(subject: Subject) -> set[str]:
+    return {name for parameter, name in subject.runtime.param_names.items() if not parameter.requires_grad}
 
 
 def _entries(subject: Subject, exclude_frozen: bool) -> list[Entry]:
@@ -126,7 +114,7 @@ def _entries(subject: Subject, exclude_frozen: bool) -> list[Entry]:
     for bucket in subject.runtime.buckets:
         for tile, parameter in zip(bucket.layout.tiles, bucket.params, strict=True):
             if parameter.requires_grad or not exclude_frozen:
-                add(tile.name, bucket.dtype, tile.shape)
+                add(tile.logical, bucket.dtype, tile.global_shape)
     for name, buffer in subject.buffers().items():
         add(name, buffer.dtype, tuple(buffer.shape))
     return found

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import torch
 
@@ -67,7 +66,7 @@ class WeightFiller:
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Copies. Other ranks' slices are not touched; :meth:`publish` brings them."""
+        """Copies. Other ranks' slices are not touched; ``publish`` of ``zero.access.whole_buckets`` brings them."""
         for bucket in self._runtime.buckets:
             bucket.memory.forget()
             layout, rank, values, out = self._target(bucket)
@@ -107,33 +106,6 @@ class WeightFiller:
                 position = fragment.slice_start + first - fragment.tile_start
                 found.append(Fill(position, position + last - first, whole._replace(start=first, stop=last)))
         return found
-
-
-def publish(runtime: ZeroRuntime) -> None:
-    """Brings every rank's changed slices to where parameters stay whole. Every rank must call it."""
-    for bucket in runtime.buckets:
-        work = bucket.start_publish()
-        if work is not None:
-            work.wait()
-        bucket.remember_values()
-
-
-@contextmanager
-def full_parameters(runtime: ZeroRuntime) -> Iterator[None]:
-    """Every parameter in full inside the block; what was written there is kept. Every rank must enter it.
-
-    The whole model must fit on the device.
-    """
-    sharded = [bucket for bucket in runtime.buckets if bucket.state is State.SHARDED]
-    for bucket in sharded:
-        bucket.start_gather()
-        bucket.finish_gather()
-    try:
-        yield
-    finally:
-        for bucket in sharded:
-            bucket.store_shard()
-            bucket.reshard()
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from deepspeed.checkpoint.consolidate import full_tensors
 from deepspeed.checkpoint.directory import Format, Found, find, what_exists
 from deepspeed.checkpoint.exchange import Exchange
-from deepspeed.checkpoint.fill import WeightFiller, full_parameters, load_buffers, publish
+from deepspeed.checkpoint.fill import WeightFiller, load_buffers
 from deepspeed.checkpoint.native import read_training_state
 from deepspeed.checkpoint.optimizer_state import OptimizerFiller
 from deepspeed.checkpoint.plan import Mismatch, match
@@ -25,6 +25,7 @@ from deepspeed.checkpoint.upstream import open_upstream
 from deepspeed.errors import CheckpointError
 from deepspeed.logging import log_dist
 from deepspeed.schedulers.base import Schedule
+from deepspeed.zero.access.whole_buckets import full_parameters, publish
 
 T = TypeVar("T")
 

@@ -1,20 +1,22 @@
-"""Reading whole buckets of parameters, masters, gradients or optimizer states: one collective for each."""
+"""Whole buckets of parameters, masters, gradients or optimizer states: one collective for each."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 
 from deepspeed.comm.transport import Transport
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.zero.assemble import assemble
-from deepspeed.zero.bucket import Bucket
+from deepspeed.zero.bucket import Bucket, State
 from deepspeed.zero.calls import compare_calls
 from deepspeed.zero.layout import BucketLayout
 from deepspeed.zero.masters import MasterBucket
 from deepspeed.zero.runtime import ZeroRuntime
+from deepspeed.zero.tiles import Tile
 from deepspeed.zero.untouched import untouched
 
 DTYPES = (
@@ -48,14 +50,18 @@ class Source:
     label: str
     device: torch.device
 
-    def read(self, tiles: Sequence[int]) -> dict[int, torch.Tensor]:
+    def read(self, tiles: Sequence[int], *, borrow: bool = False) -> dict[int, torch.Tensor]:
         """Whole tensors in their shapes, by tile; every rank must call it with the same tiles.
 
         All tiles of the bucket cost one all-gather, some of them one round of sends.
+
+        Args:
+            tiles: Their numbers.
+            borrow: What is whole on this rank need not be copied; the result must not be changed.
         """
         layout = self.layout
         if layout.world_size == 1:
-            return {tile: self._cut(self.flat, tile).to(self.device, copy=True) for tile in tiles}
+            return {tile: self._cut(self.flat, tile).to(self.device, copy=not borrow) for tile in tiles}
         if len(tiles) == len(layout.tiles):
             whole = torch.empty(layout.numel, dtype=self.flat.dtype, device=self.device)
             self.transport.my_slice(whole).copy_(self.flat)
@@ -109,8 +115,6 @@ def bucket_source(runtime: ZeroRuntime, bucket: Bucket, kind: str, dtype: torch.
 
 
 def _whole(layout: BucketLayout) -> BucketLayout:
-    from dataclasses import replace
-
     return replace(layout, world_size=1)
 
 
@@ -125,6 +129,27 @@ def _states(runtime: ZeroRuntime, master: MasterBucket, key: str, dtype: torch.d
 
 def iter_full(runtime: ZeroRuntime, kind: str, bucket_bytes: int | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """See ``DeepSpeedEngine.iter_full``."""
+    for tile, value in walk_full(runtime, kind, bucket_bytes):
+        yield tile.name, value
+
+
+def walk_full(
+    runtime: ZeroRuntime,
+    kind: str,
+    bucket_bytes: int | None = None,
+    *,
+    left_out: Collection[str] = (),
+    borrow: bool = False,
+) -> Iterator[tuple[Tile, torch.Tensor]]:
+    """As :func:`iter_full`.
+
+    Args:
+        runtime: The model's.
+        kind: See there.
+        bucket_bytes: See there.
+        left_out: Names of parameters to pass over, the same on all ranks.
+        borrow: The caller changes nothing and keeps no tensor beyond its turn, so what is whole here is not copied.
+    """
     if not runtime.buckets:
         return
     runtime.leave_backward("iter_full")
@@ -133,16 +158,44 @@ def iter_full(runtime: ZeroRuntime, kind: str, bucket_bytes: int | None = None) 
     scale = 1.0
     if kind == "grad" and runtime.optimizer is not None:
         scale = runtime.optimizer.loss_scale
-    for bucket, (tiles, dtype) in zip(runtime.buckets, present, strict=True):
+    for bucket, (held, dtype) in zip(runtime.buckets, present, strict=True):
+        tiles = {tile for tile in held if bucket.layout.tiles[tile].name not in left_out}
         for window in _windows(bucket, tiles, dtype.itemsize, bucket_bytes):
             with untouched(), torch.no_grad():
                 source = bucket_source(runtime, bucket, kind, dtype)
                 assert source is not None
-                found = source.read(window)
+                found = source.read(window, borrow=borrow)
             for tile in window:
                 value = found.pop(tile)
                 if tile in tiles:
-                    yield bucket.layout.tiles[tile].name, value if scale == 1.0 else value.div_(scale)
+                    yield bucket.layout.tiles[tile], value if scale == 1.0 else value.div_(scale)
+
+
+def publish(runtime: ZeroRuntime) -> None:
+    """Brings every rank's changed slices to where parameters stay whole. Every rank must call it."""
+    for bucket in runtime.buckets:
+        work = bucket.start_publish()
+        if work is not None:
+            work.wait()
+        bucket.remember_values()
+
+
+@contextmanager
+def full_parameters(runtime: ZeroRuntime) -> Iterator[None]:
+    """Every parameter in full inside the block; what was written there is kept. Every rank must enter it.
+
+    The whole model must fit on the device.
+    """
+    sharded = [bucket for bucket in runtime.buckets if bucket.state is State.SHARDED]
+    for bucket in sharded:
+        bucket.start_gather()
+        bucket.finish_gather()
+    try:
+        yield
+    finally:
+        for bucket in sharded:
+            bucket.store_shard()
+            bucket.reshard()
 
 
 def _windows(bucket: Bucket, tiles: set[int], itemsize: int, limit: int | None) -> Iterator[list[int]]:
