@@ -8,63 +8,80 @@ from deepspeed.zero.placement import Home, Placement
 
 RANKS = 4
 WIDTHS = {"parameters": 2, "gradients": 4, "masters": 4, "optimizer state": 8}  # bytes per parameter: bf16 and Adam
-COLOURS = {"parameters": "#4c78a8", "gradients": "#f58518", "masters": "#54a24b", "optimizer state": "#b279a2"}
-PLACES = {Home.DEVICE: "", Home.HOST: " (host)", Home.FILE: " (files)"}
-SCALE, ROW, LEFT = 36, 46, 190  # pixels per byte, per row, and before the bars
+COLOURS = {"parameters": "#5b8cc9", "gradients": "#f58518", "masters": "#54a24b", "optimizer state": "#b279a2"}
+OPACITY = {Home.DEVICE: 1.0, Home.HOST: 0.5, Home.FILE: 0.2}
+SCALE, GAP, BAR, ROW = 23, 5, 20, 52  # pixels: per byte, between bars, height of a bar, of a row with its label
+TOP = 88  # of the first row
+
+# As a part of a page of the site it takes the page's colours, as a picture by itself those of the reader's system.
+STYLE = """\
+.picture { --ink: var(--md-typeset-color, #222); --line: var(--md-default-fg-color--lighter, #aaa); }
+@media (prefers-color-scheme: dark) {
+  .picture { --ink: var(--md-typeset-color, #ddd); --line: var(--md-default-fg-color--lighter, #777); }
+}
+.picture text { fill: var(--ink); }
+.picture .whole { fill: none; stroke: var(--line); }"""
 
 HOST, FILE = Home.HOST, Home.FILE
 PLACEMENTS = [
     *((f"stage {stage}", Placement.of_stage(stage)) for stage in range(4)),
-    ("stage 3, optimizer on host", Placement.of_stage(3, master_home=HOST)),
-    ("stage 3, all on host", Placement.of_stage(3, master_home=HOST, param_home=HOST)),
+    ("stage 3, optimizer on the host", Placement.of_stage(3, master_home=HOST)),
+    ("stage 3, all on the host", Placement.of_stage(3, master_home=HOST, param_home=HOST)),
     ("stage 3, all on NVMe", Placement.of_stage(3, master_home=FILE, param_home=FILE)),
 ]
 
 
-def kept(placement: Placement) -> list[tuple[str, bool, Home]]:
-    """``(state, is it only a slice, where)`` for each model state."""
+def kept(placement: Placement) -> dict[str, tuple[bool, Home]]:
+    """For each model state: is it only a slice, and where."""
     gradient_home = Home.DEVICE if placement.master_home is Home.DEVICE else Home.HOST
-    return [
-        ("parameters", placement.shard_params, placement.param_home),
-        ("gradients", placement.shard_gradients or placement.shard_master, gradient_home),
-        ("masters", placement.shard_master, placement.master_home),
-        ("optimizer state", placement.shard_master, placement.master_home),
-    ]
+    return {
+        "parameters": (placement.shard_params, placement.param_home),
+        "gradients": (placement.shard_gradients, gradient_home),
+        "masters": (placement.shard_master, placement.master_home),
+        "optimizer state": (placement.shard_master, placement.master_home),
+    }
+
+
+def bytes_in(placement: Placement) -> str:
+    """Bytes per parameter on one rank, by memory, in words."""
+    sums = dict.fromkeys(Home, 0.0)
+    for state, (is_slice, home) in kept(placement).items():
+        sums[home] += WIDTHS[state] / (RANKS if is_slice else 1)
+    words = {Home.DEVICE: "device", Home.HOST: "host", Home.FILE: "files"}
+    return ", ".join(f"{words[home]} {sums[home]:g}" for home in Home if sums[home])
 
 
 def draw() -> str:
-    """The picture: a row per placement, a bar per model state, full height only for what is whole."""
-    width, height = LEFT + sum(WIDTHS.values()) * SCALE + 20, (len(PLACEMENTS) + 1) * ROW + 30
+    """The picture: a row per placement, in it a bar per model state, filled as far as rank 0 keeps it."""
+    width = sum(WIDTHS.values()) * SCALE + (len(WIDTHS) - 1) * GAP + 2
+    height = TOP + len(PLACEMENTS) * ROW
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
-        f'font-size="13"><rect width="{width}" height="{height}" fill="#fff"/>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="picture" viewBox="0 0 {width} {height}" width="{width + 60}" '
+        'font-family="sans-serif" font-size="14">',
+        f"<style>\n{STYLE}\n</style>",
+        f'<text x="1" y="15">Bytes per parameter on rank 0 of {RANKS} (bf16, Adam)</text>',
     ]
+    for number, (state, size) in enumerate(WIDTHS.items()):
+        left, top = 1 + number % 2 * width // 2, 26 + number // 2 * 20
+        parts.append(f'<rect x="{left}" y="{top}" width="12" height="12" fill="{COLOURS[state]}"/>')
+        parts.append(f'<text x="{left + 18}" y="{top + 11}">{state}: {size}</text>')
+    parts.append('<text x="1" y="79">full colour: device, half: host, faint: files</text>')
     for number, (name, placement) in enumerate(PLACEMENTS):
-        top = number * ROW + 14
-        parts.append(f'<text x="8" y="{top + 21}" fill="#222">{name}</text>')
-        left = LEFT
-        for state, is_slice, home in kept(placement):
-            full = WIDTHS[state] * SCALE - 4
-            wide = full / RANKS if is_slice else full
-            opacity = {Home.DEVICE: 1.0, Home.HOST: 0.55, Home.FILE: 0.25}[home]
+        top, left = TOP + number * ROW, 1
+        parts.append(f'<text x="1" y="{top + 18}" font-weight="bold">{name}</text>')
+        parts.append(f'<text x="{width - 1}" y="{top + 18}" text-anchor="end">{bytes_in(placement)}</text>')
+        for state, (is_slice, home) in kept(placement).items():
+            full = WIDTHS[state] * SCALE
+            filled = full / RANKS if is_slice else full
+            share = f"1/{RANKS}" if is_slice else "whole"
+            place = f'x="{left}" y="{top + 24}" height="{BAR}"'
             parts.append(
-                f'<rect x="{left}" y="{top}" width="{full}" height="32" fill="none" stroke="#ccc"/>'
-                f'<rect x="{left}" y="{top}" width="{wide:g}" height="32" fill="{COLOURS[state]}" '
-                f'fill-opacity="{opacity}"><title>{name}: {state} {"1/" + str(RANKS) if is_slice else "whole"}'
-                f"{PLACES[home]}</title></rect>"
+                f'<rect class="whole" {place} width="{full}"/>'
+                f'<rect {place} width="{filled:g}" fill="{COLOURS[state]}" fill-opacity="{OPACITY[home]}">'
+                f"<title>{name}: {state}, {share}, {home.value}</title></rect>"
             )
-            left += full + 4
-    top, left = len(PLACEMENTS) * ROW + 20, LEFT
-    for state, size in WIDTHS.items():
-        parts.append(f'<text x="{left}" y="{top + 8}" fill="{COLOURS[state]}">{state}</text>')
-        parts.append(f'<text x="{left}" y="{top + 24}" fill="#222">{size} bytes</text>')
-        left += size * SCALE
-    parts.append(
-        f'<text x="8" y="{top + 8}" fill="#222">bytes per parameter</text>'
-        f'<text x="8" y="{top + 26}" fill="#555">full colour: device,</text>'
-        f'<text x="8" y="{top + 42}" fill="#555">paler: host, palest: files</text></svg>'
-    )
-    return "\n".join(parts) + "\n"
+            left += full + GAP
+    return "\n".join([*parts, "</svg>"]) + "\n"
 
 
 if __name__ == "__main__":

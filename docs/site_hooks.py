@@ -1,15 +1,25 @@
-"""Hooks of the documentation site (mkdocs): pages from ``examples/``, and a navigation of the pages that exist."""
+"""Hooks of the documentation site (mkdocs).
+
+Pages from ``examples/``, a navigation of the pages that exist, tables and contents that show names whole, and pictures
+that take the colours of the page.
+"""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.toc import AnchorLink
 
 ROOT = Path(__file__).resolve().parents[1]
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
+_TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
+_CODE = re.compile(r"<code>[^<]*</code>")
+_PICTURE = re.compile(r'<p><img alt="([^"]*)" src="([^":]+\.svg)" ?/?></p>')
 
 
 def _examples() -> dict[str, Path]:
@@ -51,7 +61,9 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Links to files of the repository that are not pages become plain text."""
+    """Links to files of the repository that are not pages become plain text; the start page takes the whole width."""
+    if page.is_homepage:
+        page.meta["hide"] = ["toc"]
 
     def plain(match: re.Match[str]) -> str:
         text, target = match.groups()
@@ -61,6 +73,50 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         return f"{text} (`{path.lstrip('./')}`)"
 
     return _LINK.sub(plain, markdown)
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Names in tables may break after ``_`` and ``.``; pictures become part of the page and take its colours."""
+    entries = list(_flat(page.toc.items))
+    for entry, title in zip(entries, _shortest([entry.title for entry in entries]), strict=True):
+        entry.title = title
+    html = _TABLE.sub(lambda table: _CODE.sub(_breakable, table.group(0)), html)
+    return _PICTURE.sub(lambda picture: _drawn(picture, Path(page.file.abs_src_path).parent), html)
+
+
+def _breakable(code: re.Match[str]) -> str:
+    return re.sub(r"(?<=[a-z\d])([_.])(?=[a-z])", r"\1<wbr>", code.group(0))
+
+
+def _drawn(picture: re.Match[str], folder: Path) -> str:
+    name, source = picture.groups()
+    text = (folder / source).read_text(encoding="utf-8")
+    return text.replace("<svg ", f'<svg role="img" aria-label="{name}" ', 1)
+
+
+def _flat(entries: Iterable[AnchorLink]) -> Iterator[AnchorLink]:
+    for entry in entries:
+        yield entry
+        yield from _flat(entry.children)
+
+
+def _shortest(titles: list[str]) -> list[str]:
+    """Of each dotted name the shortest ending that no other of them has: a table of contents is narrow."""
+    dotted = re.compile(r"[\w<>&;\[\]]+(\.[\w<>&;\[\]]+)+")
+    endings = Counter(ending for title in set(titles) for ending in _endings(title))
+
+    def shortened(title: str) -> str:
+        if not dotted.fullmatch(title):
+            return title
+        return next((ending for ending in _endings(title) if endings[ending] == 1), title)
+
+    return [shortened(title) for title in titles]
+
+
+def _endings(name: str) -> list[str]:
+    """``c``, ``b.c``, ``a.b.c`` of ``a.b.c``."""
+    parts = name.split(".")
+    return [".".join(parts[start:]) for start in range(len(parts) - 1, -1, -1)]
 
 
 def _inside_the_site(readme: Path) -> str:

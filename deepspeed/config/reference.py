@@ -187,14 +187,13 @@ def _lines() -> Iterable[str]:
     yield "An object of its own, for `init_inference`, which does not exist yet."
     yield ""
     yield from _table(Inference)
-    yield from (
-        line for name in ("tensor_parallel", "moe", "quant", "checkpoint_config") for line in _named(Inference, name)
-    )
+    for name in ("tensor_parallel", "moe", "quant", "checkpoint_config"):
+        yield from _named(Inference, "inference", name)
     yield "## Configuration of ragged inference"
     yield ""
     yield from _table(RaggedInference)
     for name in RaggedInference.model_fields:
-        yield from _named(RaggedInference, name)
+        yield from _named(RaggedInference, "ragged_inference", name)
 
 
 def _old_row(entry: OldKey) -> tuple[str, str]:
@@ -202,10 +201,10 @@ def _old_row(entry: OldKey) -> tuple[str, str]:
     return f"`{dotted(entry.old)}`", f"{now}. {entry.about}"
 
 
-def _named(model: type[Section], name: str) -> Iterable[str]:
+def _named(model: type[Section], whole: str, name: str) -> Iterable[str]:
     nested = nested_in(model.model_fields[name].annotation)
     assert nested is not None
-    return _section(nested.model, (name,), 3)
+    return _section(nested.model, (whole, name), 3)
 
 
 def reference_text() -> str:

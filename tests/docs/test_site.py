@@ -11,6 +11,7 @@ import sys
 
 import pytest
 
+from deepspeed.zero.placement import Placement
 from tests.project.graph import ROOT
 
 pytestmark = pytest.mark.docs
@@ -57,7 +58,45 @@ def test_the_comments_of_the_tests_are_invisible(site):
     assert '<div class="highlight"' in text
 
 
+def test_the_search_works_on_pages_opened_as_files(site):
+    assert (site / "search" / "search_index.js").read_text(encoding="utf-8").startswith("var __index = ")
+    text = (site / "reference" / "config.html").read_text(encoding="utf-8")
+    assert '<script src="../assets/iframe-worker.js">' in text and (site / "assets" / "iframe-worker.js").is_file()
+
+
+def test_names_in_tables_break_at_underscores_and_dots_only(site):
+    text = (site / "reference" / "config.html").read_text(encoding="utf-8")
+    assert "<code>gradient_<wbr>accumulation_<wbr>steps</code>" in text
+    assert "<code>16777216.0</code>" in text
+    assert "<wbr>" not in re.sub(r"<table>.*?</table>", "", text, flags=re.DOTALL)
+
+
+def test_entries_of_a_table_of_contents_are_distinct(site):
+    for path in site.rglob("*.html"):
+        text = path.read_text(encoding="utf-8")
+        contents = re.search(r'md-sidebar--secondary".*?<div class="md-content"', text, re.DOTALL)
+        entries = re.findall(r'<span class="md-ellipsis">\s*(.*?)\s*</span>', contents.group(0) if contents else "")
+        assert len(entries) == len(set(entries)), path.relative_to(site)
+
+
+def test_pictures_take_the_colours_of_the_page(site):
+    for page in ("index.html", "zero/index.html"):
+        assert '<svg role="img" aria-label="What rank 0 of 4 keeps' in (site / page).read_text(encoding="utf-8")
+
+
 def test_the_picture_is_that_of_the_placement_table():
-    drawn = runpy.run_path(str(ROOT / "docs" / "pictures.py"))["draw"]()
+    pictures = runpy.run_path(str(ROOT / "docs" / "pictures.py"))
     kept = (ROOT / "docs" / "zero" / "who-keeps-what.svg").read_text(encoding="utf-8")
-    assert kept == drawn, "run: python docs/pictures.py"
+    assert kept == pictures["draw"](), "run: python docs/pictures.py"
+
+
+def test_the_picture_agrees_with_the_table_beside_it():
+    pictures = runpy.run_path(str(ROOT / "docs" / "pictures.py"))
+    text = (ROOT / "docs" / "zero" / "index.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \[stage (\d)\][^|]*\| (\S+) \| (\S+) \| (\S+) \|$", text, re.MULTILINE)
+    assert len(rows) == 4
+    for stage, *said in rows:
+        slices = {state: is_slice for state, (is_slice, _) in pictures["kept"](Placement.of_stage(int(stage))).items()}
+        drawn = [slices["parameters"], slices["gradients"], slices["masters"]]
+        assert ["**1/N**" if is_slice else "whole" for is_slice in drawn] == said
+        assert slices["optimizer state"] == slices["masters"]
