@@ -8,6 +8,7 @@ from deepspeed.config.describe import default_of
 from deepspeed.config.findings import Findings, Path, shown
 from deepspeed.config.section import Section, facts_of
 from deepspeed.config.sections.root import Root
+from deepspeed.config.sections.sparse_attention import KEYS_OF_MODE
 from deepspeed.config.sections.zero import ZeroOptimization
 
 ZERO = "zero_optimization"
@@ -17,6 +18,7 @@ def note_effects(root: Root, findings: Findings) -> None:
     """Adds the notices about values without effect."""
     _walk(root, (), findings)
     _stages(root.zero_optimization, findings)
+    _other_patterns(root, findings)
     _idle_offload(root.zero_optimization, findings)
     _idle_files(root, findings)
     _idle_nodes(root.zero_optimization, findings)
@@ -107,6 +109,15 @@ def _stages(zero: ZeroOptimization, findings: Findings) -> None:
         and facts_of(ZeroOptimization.model_fields[name]).no_effect is None
     ]
     _line(list(idle), f"only stage 3 uses that, and {ZERO}.stage is {zero.stage}", findings)
+
+
+def _other_patterns(root: Root, findings: Findings) -> None:
+    """Keys of another pattern of sparse attention than the one chosen."""
+    section = root.sparse_attention
+    if section is not None:
+        known = ("mode", "apply_to", *KEYS_OF_MODE[section.mode])
+        idle = [("sparse_attention", name) for name, _ in _changed(section) if name not in known]
+        _line(list(idle), f"sparse_attention.mode is {shown(section.mode)}", findings)
 
 
 def _idle_nodes(zero: ZeroOptimization, findings: Findings) -> None:

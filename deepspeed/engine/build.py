@@ -190,6 +190,7 @@ def build_parts(client: Client, config: Any, distributed_port: int, dist_init_re
     _check_updates_in_files(placement, torch_optimizer)
     groups = _groups(placement, ranks, device, by_nodes=_gathers_by_nodes(root))
     _mark_leaf_modules(root, client.model)
+    _make_sparse(root, client.model)
     homes = open_homes(root, placement, device, rank=comm.get_rank(), state_itemsizes=state_itemsizes(torch_optimizer))
     runtime = ZeroRuntime(
         client.model,
@@ -229,6 +230,18 @@ def _parse_alike(config: Any, group: Any, data_size: int) -> ParsedConfig:
         raise
     comm.check_same_config(compared_values(parsed.root), group)
     return parsed
+
+
+def _make_sparse(root: Root, model: nn.Module) -> None:
+    """Gives a Transformers model the attention of the ``sparse_attention`` section, if that is asked for."""
+    section = root.sparse_attention
+    if section is None or section.apply_to != "model":
+        return
+    from deepspeed.ops.sparse_attention import build, transformers_models
+
+    heads = transformers_models.heads_of(model)
+    transformers_models.use_sparse_attention(model, build.pattern_of(section, heads))
+    log_dist(f"sparse_attention: every attention layer of {type(model).__name__} follows the pattern {section.mode}")
 
 
 def _mark_leaf_modules(root: Root, model: nn.Module) -> None:

@@ -281,11 +281,6 @@ FEATURES: tuple[Feature, ...] = (
         "Gradients of embeddings are reduced like all others.",
         keys=(switch("sparse_gradients"),),
     ),
-    Feature(
-        "block-sparse attention",
-        "Use torch.nn.attention.flex_attention.",
-        keys=(section("sparse_attention"),),
-    ),
     Feature("DeepCompile", "Use engine.compile(), which needs none of it.", keys=(switch("compile.deepcompile"),)),
     Feature(
         "elastic batch sizes",

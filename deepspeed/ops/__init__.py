@@ -3,6 +3,8 @@
 In reading order: ``rules`` (the arithmetic), ``chunks`` (cache-sized pieces), ``flat`` (the update of a run), ``base``
 (ordinary parameters), then a package per optimizer; ``segments`` (which tensors a run holds) with ``lamb`` and
 ``muon``; ``elementwise`` (what may be cut) and ``build`` (from a config section).
+
+``sparse_attention`` stands apart: attention over chosen blocks of a sequence.
 """
 
 from deepspeed.lazy import lazy_names
@@ -11,6 +13,6 @@ __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     submodules=[
         *("adagrad", "adam", "build", "chunks", "elementwise", "flat"),
-        *("lamb", "lion", "muon", "rules", "segments"),
+        *("lamb", "lion", "muon", "rules", "segments", "sparse_attention"),
     ],
 )

@@ -207,7 +207,6 @@ def test_every_default_is_accepted_and_says_nothing() -> None:
 
 # Their presence alone asks for something that does not exist yet.
 PRESENCE = {
-    ("sparse_attention",),
     ("datastates_ckpt",),
     ("weight_quantization",),
     ("zero_optimization", "zenflow"),

@@ -364,7 +364,6 @@ SWITCHED_ON: dict[str, Any] = {
     "sequence_parallel_size": 2,
     "tensor_parallel.autotp_size": 2,
     "tensor_parallel.tensor_parallel.tp_size": 2,
-    "sparse_attention": {},
     "checkpoint.writer": {},
     "datastates_ckpt": {},
 }

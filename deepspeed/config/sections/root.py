@@ -190,7 +190,7 @@ class Root(Section):
     progressive_layer_drop: ProgressiveLayerDrop | None = key(None, "Layer drop.", removed="0.19.8")
     compression_training: CompressionTraining | None = key(None, "Compression.", removed="0.19.8")
     weight_quantization: WeightQuantization | None = key(None, "Weight-only quantization.")
-    sparse_attention: SparseAttention | None = key(None, "Block-sparse attention.", removed="0.19.8")
+    sparse_attention: SparseAttention | None = key(None, "Block-sparse attention: the pattern.", removed="0.19.8")
     quantize_training: QuantizeTraining | None = key(None, "Older quantized training.", removed="0.6.8")
     eigenvalue: Eigenvalue | None = key(None, "Eigenvalues for quantization.", removed="0.19.8")
     msamp: MsAmp | None = key(None, "MS-AMP; written by accelerate.")

@@ -1,4 +1,4 @@
-"""``sparse_attention``: block-sparse attention patterns, for model code that asks for them."""
+"""``sparse_attention``: block-sparse attention, for Transformers models and for model code that asks for it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,36 @@ from typing import Annotated, Literal
 from deepspeed.config.section import Section, key
 from deepspeed.config.types import AnyCase, Bool, Int, IntList
 
+_COMMON = ("block", "attention", "different_layout_per_head")
+
+#: The keys that each mode reads.
+KEYS_OF_MODE: dict[str, tuple[str, ...]] = {
+    "dense": ("block",),
+    "fixed": (
+        *_COMMON,
+        *("num_local_blocks", "num_global_blocks", "horizontal_global_attention", "num_different_global_patterns"),
+    ),
+    "variable": (
+        *_COMMON,
+        *("num_random_blocks", "local_window_blocks", "global_block_indices", "global_block_end_indices"),
+        "horizontal_global_attention",
+    ),
+    "bigbird": (*_COMMON, "num_random_blocks", "num_sliding_window_blocks", "num_global_blocks"),
+    "bslongformer": (
+        *_COMMON,
+        *("num_sliding_window_blocks", "global_block_indices", "global_block_end_indices"),
+    ),
+}
+
 
 class SparseAttention(Section):
     """Block-sparse attention (removed upstream in 0.19.8)."""
 
+    apply_to: Annotated[Literal["program", "model"], AnyCase] = key(
+        "program",
+        'Who makes attention sparse: "model", initialize does, in every attention layer of a Transformers model; '
+        '"program", the model\'s own code, which reads this section.',
+    )
     mode: Annotated[Literal["dense", "fixed", "variable", "bigbird", "bslongformer"], AnyCase] = key(
         "fixed", "Pattern.", removed="0.19.8"
     )
@@ -19,7 +45,7 @@ class SparseAttention(Section):
     num_local_blocks: Int = key(4, "Local blocks (fixed).", unit="blocks", above=0)
     num_global_blocks: Int = key(1, "Global blocks (fixed, bigbird).", unit="blocks", minimum=0)
     attention: Annotated[Literal["bidirectional", "unidirectional"], AnyCase] = key(
-        "bidirectional", "Direction (fixed, variable)."
+        "bidirectional", "Direction (not for dense)."
     )
     horizontal_global_attention: Bool = key(False, "Global rows too (fixed, variable).")
     num_different_global_patterns: Int = key(1, "Global patterns (fixed).", above=0)

@@ -1,0 +1,108 @@
+"""What is added to the scores of a stack: key padding, masks, relative positions, token causality."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from deepspeed.logging import warn_once
+from deepspeed.ops.sparse_attention.plan import Stack
+
+
+@dataclass(frozen=True)
+class Bias:
+    """Everything that is added to scores, and where nothing may be seen (``-inf``).
+
+    Attributes:
+        of_keys: ``[batch, length]``, or None.
+        of_scores: ``[batch or 1, heads or 1, length, length]``, or None.
+        is_causal: No token sees one after it.
+        block: Tokens of a block's side.
+        dtype: Of the scores.
+    """
+
+    of_keys: torch.Tensor | None
+    of_scores: torch.Tensor | None
+    is_causal: bool
+    block: int
+    dtype: torch.dtype
+
+    def of_stack(self, stack: Stack, batch: slice, heads: slice) -> torch.Tensor | None:
+        """``[batch, heads, tiles, queries, keys]`` for a stack, any of the first three possibly 1; None for nothing."""
+        found: torch.Tensor | None = None
+        if self.of_scores is not None:
+            found = self._scores(
+                stack, self.of_scores[_cut(self.of_scores, 0, batch)][:, _cut(self.of_scores, 1, heads)]
+            )
+        if self.of_keys is not None:
+            keys = self._keys(stack, self.of_keys[batch])
+            found = keys if found is None else found + keys
+        if self.is_causal and stack.looks_ahead:
+            causal = self._causal(stack)
+            found = causal if found is None else found + causal
+        return found
+
+    def _scores(self, stack: Stack, scores: torch.Tensor) -> torch.Tensor:
+        batch, heads, length, _ = scores.shape
+        blocks = length // self.block
+        rows, columns = stack.rows.view(stack.tiles, -1, 1), stack.columns.view(stack.tiles, 1, -1)
+        boxes = scores.reshape(batch, heads, blocks, self.block, blocks, self.block).transpose(3, 4)
+        found = boxes[:, :, rows, columns]  # [batch, heads, tiles, rows, columns, block, block]
+        return found.transpose(4, 5).reshape(
+            batch, heads, stack.tiles, rows.size(1) * self.block, columns.size(2) * self.block
+        )
+
+    def _keys(self, stack: Stack, keys: torch.Tensor) -> torch.Tensor:
+        batch = keys.size(0)
+        found = keys.reshape(batch, -1, self.block).index_select(1, stack.columns)
+        return found.view(batch, 1, stack.tiles, 1, -1)
+
+    def _causal(self, stack: Stack) -> torch.Tensor:
+        within = torch.arange(self.block, device=stack.rows.device)
+        queries = (stack.rows.view(stack.tiles, -1, 1) * self.block + within).view(stack.tiles, -1, 1)
+        keys = (stack.columns.view(stack.tiles, -1, 1) * self.block + within).view(stack.tiles, 1, -1)
+        hidden = torch.zeros((), dtype=self.dtype, device=within.device).masked_fill(keys > queries, float("-inf"))
+        return hidden.view(1, 1, stack.tiles, queries.size(1), keys.size(2))
+
+
+def _cut(tensor: torch.Tensor, dimension: int, part: slice) -> slice:
+    """``part`` of a dimension, or all of it where it is 1 and stands for all."""
+    return slice(None) if tensor.size(dimension) == 1 else part
+
+
+def split_dead(bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A bias under which every row sees something, and the rows that saw nothing (their output must be zero).
+
+    Softmax over a row of ``-inf`` is 0/0; such a row is computed unmasked and thrown away, gradients included.
+
+    Args:
+        bias: ``[..., queries, keys]``.
+
+    Returns:
+        The bias, and ``[..., queries, 1]`` of bool, or None where every row sees something.
+    """
+    dead = torch.isneginf(bias.detach().amax(-1, keepdim=True))
+    if not bool(dead.any()):
+        return bias, None
+    return bias.masked_fill(dead, 0.0), dead
+
+
+def additive(mask: torch.Tensor, mode: str, name: str, dtype: torch.dtype) -> torch.Tensor:
+    """What a mask adds to scores.
+
+    Args:
+        mask: Of any shape.
+        mode: ``add``: its values; ``mul``: minus infinity where it is 0, nothing elsewhere.
+        name: Of the argument, for the warning about a boolean mask that is added.
+        dtype: Of the scores.
+    """
+    if mode == "mul":
+        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask == 0, float("-inf"))
+    if mask.dtype == torch.bool:
+        warn_once(
+            f"sparse attention, boolean {name}",
+            f"sparse attention: {name} is boolean and its mode is 'add', so 0 or 1 is added to scores and nothing is "
+            f"hidden. Pass {name}_mode='mul' to hide where it is False, or a mask of 0 and -inf",
+        )
+    return mask.to(dtype)

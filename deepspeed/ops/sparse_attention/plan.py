@@ -1,0 +1,132 @@
+"""A layout compiled into equal pieces of work.
+
+Query blocks that see the same key blocks are one *tile*: their queries are multiplied with the keys together. Tiles of
+the same size are laid on a *stack*, which is one batched attention: gather the queries, gather the keys and values,
+attend, put the rows back. No entry of the layout that is 0 is ever computed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+
+#: Queries of a tile, where so many see the same keys. More make a longer list of stacks and no better matrix products.
+TILE_TOKENS = 64
+#: Tokens of keys that a stack gathers at most, unless one tile has more: 64-wide fp32 heads then fill a core's cache.
+STACK_TOKENS = 4096
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Equal tiles of one layout.
+
+    Attributes:
+        rows: ``[tiles * rows of one]``, query blocks.
+        columns: ``[tiles * columns of one]``, key blocks.
+        tiles: Their number.
+        looks_ahead: Whether some tile sees a key block at or after one of its query blocks, so that token causality
+            needs a mask.
+    """
+
+    rows: torch.Tensor
+    columns: torch.Tensor
+    tiles: int
+    looks_ahead: bool
+
+    def to(self, device: torch.device) -> Stack:
+        """The same with its indices on ``device``."""
+        return Stack(self.rows.to(device), self.columns.to(device), self.tiles, self.looks_ahead)
+
+
+@dataclass(frozen=True)
+class HeadPlan:
+    """The work of the heads that share a layout.
+
+    Attributes:
+        heads: Their numbers.
+        stacks: What is computed.
+        empty_rows: Query blocks that see nothing; their output is zero.
+    """
+
+    heads: tuple[int, ...]
+    stacks: tuple[Stack, ...]
+    empty_rows: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A compiled layout.
+
+    Attributes:
+        block: Tokens of a block's side.
+        blocks: Blocks of the sequence.
+        num_heads: Heads of the layout.
+        by_heads: The work; each head is in one entry.
+    """
+
+    block: int
+    blocks: int
+    num_heads: int
+    by_heads: tuple[HeadPlan, ...]
+
+    @property
+    def length(self) -> int:
+        """Tokens of the sequence."""
+        return self.block * self.blocks
+
+    def to(self, device: torch.device) -> Plan:
+        """The same plan with its indices on ``device``."""
+        moved = tuple(
+            HeadPlan(part.heads, tuple(stack.to(device) for stack in part.stacks), part.empty_rows.to(device))
+            for part in self.by_heads
+        )
+        return Plan(self.block, self.blocks, self.num_heads, moved)
+
+
+def compile_layout(layout: torch.Tensor, block: int) -> Plan:
+    """Compiles a layout.
+
+    Args:
+        layout: ``[heads, blocks, blocks]`` (or ``[blocks, blocks]`` for one head), 0 or not, on any device.
+        block: Tokens of a block's side.
+
+    Raises:
+        ValueError: The layout has another shape.
+    """
+    if layout.dim() == 2:
+        layout = layout.unsqueeze(0)
+    if layout.dim() != 3 or layout.size(1) != layout.size(2):
+        raise ValueError(f"layout of shape {tuple(layout.shape)}: expected [heads, blocks, blocks]")
+    visible = layout.detach().to("cpu") != 0
+    alike: dict[bytes, list[int]] = defaultdict(list)
+    for head in range(visible.size(0)):
+        alike[visible[head].numpy().tobytes()].append(head)
+    parts = tuple(_plan_heads(tuple(heads), visible[heads[0]], block) for heads in alike.values())
+    return Plan(block, visible.size(1), visible.size(0), parts)
+
+
+def _plan_heads(heads: tuple[int, ...], visible: torch.Tensor, block: int) -> HeadPlan:
+    same_keys: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for row in range(visible.size(0)):
+        same_keys[tuple(visible[row].nonzero().flatten().tolist())].append(row)
+    empty = same_keys.pop((), [])
+    by_size: dict[tuple[int, int], list[tuple[list[int], tuple[int, ...]]]] = defaultdict(list)
+    most = max(1, TILE_TOKENS // block)
+    for columns, rows in same_keys.items():
+        for first in range(0, len(rows), most):
+            tile = rows[first : first + most]
+            by_size[len(tile), len(columns)].append((tile, columns))
+    stacks = []
+    for (_, width), tiles in by_size.items():
+        step = max(1, STACK_TOKENS // (width * block))
+        stacks += [_stack(tiles[first : first + step]) for first in range(0, len(tiles), step)]
+    return HeadPlan(heads, tuple(stacks), torch.tensor(empty, dtype=torch.int64))
+
+
+def _stack(tiles: list[tuple[list[int], tuple[int, ...]]]) -> Stack:
+    rows = torch.tensor([row for tile, _ in tiles for row in tile], dtype=torch.int64)
+    columns = torch.tensor([column for _, tile in tiles for column in tile], dtype=torch.int64)
+    looks_ahead = any(max(columns_of) >= min(rows_of) for rows_of, columns_of in tiles)
+    return Stack(rows, columns, len(tiles), looks_ahead)

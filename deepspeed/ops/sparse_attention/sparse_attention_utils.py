@@ -1,0 +1,193 @@
+"""Helpers for models that become sparse: longer position tables, exchanged layers, padding to blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from deepspeed.ops.sparse_attention.bert_sparse_self_attention import (
+    BertSparseSelfAttention,
+    BertSparseSelfAttentionInTransformers,
+)
+from deepspeed.ops.sparse_attention.sparsity_config import SparsityConfig
+from deepspeed.ops.sparse_attention.transformers_models import use_sparse_attention
+
+
+class SparseAttentionUtils:
+    """Static methods only."""
+
+    @staticmethod
+    def extend_position_embedding(model: nn.Module, max_position: int) -> nn.Module:
+        """Makes the position table of a model longer by repeating it; buffers that are as long grow with it.
+
+        Works on models whose embeddings module has ``position_embeddings``, such as BERT and RoBERTa (whose first
+        ``padding_idx + 1`` rows mean no position and stay once at the front). Call it before ``deepspeed.initialize``.
+
+        Args:
+            model: Changed in place.
+            max_position: Positions afterwards.
+
+        Returns:
+            The model.
+
+        Raises:
+            ValueError: There is no such table, or it is longer already.
+        """
+        tables = [
+            module
+            for module in model.modules()
+            if isinstance(getattr(module, "position_embeddings", None), nn.Embedding)
+        ]
+        if not tables:
+            raise ValueError(
+                f"extend_position_embedding: {type(model).__name__} has no module with position_embeddings; models "
+                "with rotary or relative positions need no longer table"
+            )
+        config = getattr(model, "config", None)
+        for owner in tables:
+            table: nn.Embedding = owner.position_embeddings  # type: ignore[assignment]
+            front = 0 if table.padding_idx is None else table.padding_idx + 1
+            known = table.num_embeddings - front
+            if max_position < known:
+                raise ValueError(f"extend_position_embedding({max_position}): the model has {known} positions already")
+            rows = torch.arange(max_position, device=table.weight.device) % known + front
+            weight = torch.cat([table.weight[:front], table.weight[rows]]).detach().clone()
+            table.weight = nn.Parameter(weight, requires_grad=table.weight.requires_grad)
+            table.num_embeddings = weight.size(0)
+            _extend_buffers(owner, known + front, weight.size(0))
+            if config is not None:
+                config.max_position_embeddings = weight.size(0)
+        return model
+
+    @staticmethod
+    def update_tokenizer_model_max_length(tokenizer: Any, max_position: int) -> Any:
+        """Lets a tokenizer cut at ``max_position`` tokens; returns it."""
+        tokenizer.model_max_length = max_position
+        tokenizer.init_kwargs["model_max_length"] = max_position
+        return tokenizer
+
+    @staticmethod
+    def replace_model_self_attention_with_sparse_self_attention(
+        model: nn.Module, max_position: int, sparsity_config: SparsityConfig
+    ) -> nn.Module:
+        """Makes a Transformers model sparse and its position table, if it has one, ``max_position`` long.
+
+        Args:
+            model: Changed in place, see :func:`use_sparse_attention`.
+            max_position: Longest sequence.
+            sparsity_config: The pattern, for the model's number of heads.
+
+        Returns:
+            The model.
+
+        Raises:
+            DeepSpeedConfigError: The model cannot be switched.
+        """
+        use_sparse_attention(model, sparsity_config)
+        has_table = any(isinstance(getattr(m, "position_embeddings", None), nn.Embedding) for m in model.modules())
+        if has_table and max_position > model.config.max_position_embeddings:  # type: ignore[union-attr,operator]
+            SparseAttentionUtils.extend_position_embedding(model, max_position)
+        return model
+
+    @staticmethod
+    def replace_self_attention_layer_with_sparse_self_attention_layer(
+        config: Any, layers: Any, sparsity_config: SparsityConfig
+    ) -> Any:
+        """Exchanges ``layer.attention.self`` of each layer; its three linear layers are kept.
+
+        Args:
+            config: Of the model: ``hidden_size``, ``num_attention_heads``, ``max_position_embeddings``.
+            layers: Changed in place.
+            sparsity_config: The pattern.
+
+        Returns:
+            The layers.
+        """
+        for layer in layers:
+            former = layer.attention.self
+            in_library = type(former).__module__.startswith("transformers.")
+            kind = BertSparseSelfAttentionInTransformers if in_library else BertSparseSelfAttention
+            block = sparsity_config.block
+            longest = -(-getattr(config, "max_position_embeddings", 2048) // block) * block
+            sparse = kind(config, sparsity_config, max_seq_length=longest)
+            sparse.query, sparse.key, sparse.value = former.query, former.key, former.value
+            layer.attention.self = sparse
+        return layers
+
+    @staticmethod
+    def pad_to_block_size(
+        block_size: int,
+        input_ids: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+        token_type_ids: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        inputs_embeds: torch.Tensor | None,
+        pad_token_id: int,
+        model_embeddings: Any,
+    ) -> tuple[
+        int, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None
+    ]:
+        """Pads a batch at its end to a multiple of the block size.
+
+        Args:
+            block_size: Of the pattern.
+            input_ids: ``[batch, length]``, or None with ``inputs_embeds``.
+            attention_mask: Last dimension of the length: 0 and 1 (or bool), or values that are added to scores, which
+                are padded with their dtype's least; None where nothing is to be padded, else made.
+            token_type_ids: ``[batch, length]`` or None; padded with 0.
+            position_ids: ``[batch, length]`` or None; the count goes on.
+            inputs_embeds: ``[batch, length, hidden]`` or None.
+            pad_token_id: Put into ``input_ids``.
+            model_embeddings: Called with ids of padding to make embeddings for ``inputs_embeds``.
+
+        Returns:
+            ``(padding, input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)``.
+
+        Raises:
+            ValueError: There are neither ids nor embeddings.
+        """
+        given = input_ids if input_ids is not None else inputs_embeds
+        if given is None:
+            raise ValueError("pad_to_block_size: expected input_ids or inputs_embeds; found neither")
+        batch, length = given.shape[:2]
+        padding = -length % block_size
+        if padding == 0:
+            return 0, input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
+        if inputs_embeds is not None:
+            ids = given.new_full((batch, padding), pad_token_id, dtype=torch.long)
+            inputs_embeds = torch.cat([inputs_embeds, model_embeddings(ids).to(inputs_embeds.dtype)], dim=1)
+        if input_ids is not None:
+            input_ids = functional.pad(input_ids, (0, padding), value=pad_token_id)
+        if attention_mask is None:
+            attention_mask = given.new_ones((batch, length), dtype=torch.long)
+        attention_mask = functional.pad(attention_mask, (0, padding), value=_hidden_value(attention_mask))
+        if token_type_ids is not None:
+            token_type_ids = functional.pad(token_type_ids, (0, padding), value=0)
+        if position_ids is not None:
+            more = position_ids[:, -1:] + torch.arange(1, padding + 1, device=position_ids.device)
+            position_ids = torch.cat([position_ids, more], dim=1)
+        return padding, input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
+
+    @staticmethod
+    def unpad_sequence_output(pad_len: int, sequence_output: torch.Tensor) -> torch.Tensor:
+        """Cuts the padding off ``[batch, length, ...]``."""
+        return sequence_output[:, :-pad_len] if pad_len > 0 else sequence_output
+
+
+def _extend_buffers(owner: nn.Module, known: int, wanted: int) -> None:
+    """Position ids and token types that a module keeps in the length of its table."""
+    for name, buffer in list(owner.named_buffers(recurse=False)):
+        if buffer.dim() == 2 and buffer.size(1) == known and not buffer.is_floating_point():
+            is_count = bool((buffer[0] == torch.arange(known, device=buffer.device)).all())
+            longer = torch.arange(wanted, device=buffer.device) if is_count else buffer[0, -1:].expand(wanted)
+            setattr(owner, name, longer.to(buffer.dtype).expand(buffer.size(0), -1).clone())
+
+
+def _hidden_value(mask: torch.Tensor) -> float:
+    """What hides a key in a mask like this one: its dtype's least where it is added to scores, else 0."""
+    if mask.is_floating_point() and not bool(((mask == 0) | (mask == 1)).all() and bool((mask == 1).any())):
+        return torch.finfo(mask.dtype).min
+    return 0

@@ -1,0 +1,151 @@
+"""``SparseSelfAttention``: attention over a pattern, with the masks and relative positions that programs bring."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.ops.sparse_attention.attention import attend
+from deepspeed.ops.sparse_attention.bias import additive
+from deepspeed.ops.sparse_attention.layouts import Layouts, same_on_all_ranks
+from deepspeed.ops.sparse_attention.plan import Plan, compile_layout
+from deepspeed.ops.sparse_attention.sparsity_config import SparsityConfig
+
+_MODES = ("add", "mul")
+
+
+class SparseSelfAttention(nn.Module):
+    """Attention of queries, keys and values over the blocks that a pattern names.
+
+    The layout of ``max_seq_length`` tokens is the buffer ``master_layout``; shorter sequences use its upper left
+    corner, longer ones a layout of their own. Where several ranks train, all take rank 0's layout at the first forward,
+    which every rank must run.
+
+    Args:
+        sparsity_config: The pattern.
+        key_padding_mask_mode: ``add``: the mask's values are added to the scores; ``mul``: 0 hides a key.
+        attn_mask_mode: Likewise for the attention mask.
+        max_seq_length: Tokens of the layout that is kept.
+        dropout: Probability with which a probability is dropped in training.
+        is_causal: No token sees one after it, in addition to what the pattern says.
+        mpu: Accepted for programs that pass one; nothing depends on it.
+
+    Raises:
+        ValueError: An unknown mode.
+        TypeError: ``sparsity_config`` is no pattern.
+    """
+
+    def __init__(
+        self,
+        sparsity_config: SparsityConfig,
+        key_padding_mask_mode: str = "add",
+        attn_mask_mode: str = "mul",
+        max_seq_length: int = 2048,
+        *,
+        dropout: float = 0.0,
+        is_causal: bool = False,
+        mpu: Any = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(sparsity_config, SparsityConfig):
+            raise TypeError(f"sparsity_config: expected a SparsityConfig, found {type(sparsity_config).__name__}")
+        for name, mode in (("key_padding_mask_mode", key_padding_mask_mode), ("attn_mask_mode", attn_mask_mode)):
+            if mode not in _MODES:
+                raise ValueError(f"{name}={mode!r}: expected 'add' or 'mul'")
+        self.sparsity_config = sparsity_config
+        self.key_padding_mask_mode = key_padding_mask_mode
+        self.attn_mask_mode = attn_mask_mode
+        self.max_seq_length = max_seq_length
+        self.dropout = dropout
+        self.is_causal = is_causal
+        self.master_layout: torch.Tensor
+        self.register_buffer("master_layout", sparsity_config.make_layout(max_seq_length))
+        self._is_agreed = False
+        self._longer = Layouts(sparsity_config)
+        self._plans: dict[tuple[int, torch.device], Plan] = {}
+        self._planned_version = -1
+
+    def get_layout(self, length: int) -> torch.Tensor:
+        """The layout for ``length`` tokens. Every rank must call it, if it is the first use.
+
+        Raises:
+            ValueError: ``length`` is not a multiple of the block size.
+        """
+        block = self.sparsity_config.block
+        if length % block:
+            raise ValueError(
+                f"sparse attention: a sequence of {length} tokens is no multiple of the block size {block}; pad it by "
+                "SparseAttentionUtils.pad_to_block_size"
+            )
+        if not self._is_agreed:
+            self.master_layout.copy_(same_on_all_ranks(self.master_layout))
+            self._is_agreed = True
+        if length > self.max_seq_length:
+            return self._longer.layout(length)
+        blocks = length // block
+        return self.master_layout[:, :blocks, :blocks]
+
+    def _plan(self, length: int, device: torch.device) -> Plan:
+        if length > self.max_seq_length:
+            return self._longer.plan(length, device)
+        layout = self.get_layout(length)
+        if self._planned_version != self.master_layout._version:  # another layout was loaded
+            self._planned_version = self.master_layout._version
+            self._plans.clear()
+        key = (length, device)
+        if key not in self._plans:
+            self._plans[key] = compile_layout(layout, self.sparsity_config.block).to(device)
+        return self._plans[key]
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rpe: torch.Tensor | None = None,
+        key_padding_mask: torch.Tensor | None = None,
+        attn_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attends.
+
+        Args:
+            query: ``[batch, heads, length, width]``, fp32, bf16 or fp16.
+            key: Likewise, or transposed: ``[batch, heads, width, length]``.
+            value: As ``query``.
+            rpe: Added to the scaled scores: ``[length, length]`` with any of batch and heads before; may want a grad.
+            key_padding_mask: ``[batch, length]``, other dimensions of 1 allowed.
+            attn_mask: ``[length, length]``, other dimensions of 1 allowed.
+
+        Returns:
+            ``[batch, heads, length, width]``; rows that see nothing are zero.
+
+        Raises:
+            ValueError: Shapes or dtypes do not fit.
+        """
+        batch, heads, length, _ = query.shape
+        if key.size(2) != length and key.size(3) == length:
+            key = key.transpose(2, 3)
+        bias = None if rpe is None else rpe.to(query.dtype).view((1,) * (4 - rpe.dim()) + tuple(rpe.shape))
+        if attn_mask is not None:
+            added = additive(attn_mask.reshape(length, length), self.attn_mask_mode, "attn_mask", query.dtype)
+            bias = added.view(1, 1, length, length) if bias is None else bias + added
+        key_bias = None
+        if key_padding_mask is not None:
+            mask = key_padding_mask.reshape(-1, length).expand(batch, length)
+            key_bias = additive(mask, self.key_padding_mask_mode, "key_padding_mask", query.dtype)
+        if heads != self.sparsity_config.num_heads:
+            raise ValueError(
+                f"sparse attention: the pattern is for {self.sparsity_config.num_heads} heads, the query has {heads}"
+            )
+        return attend(
+            query,
+            key,
+            value,
+            self._plan(length, query.device),
+            key_bias=key_bias,
+            bias=bias,
+            is_causal=self.is_causal,
+            dropout=self.dropout if self.training else 0.0,
+        )

@@ -1,0 +1,217 @@
+"""Sparse attention for any Transformers model, through the library's own two registries.
+
+The attention function gets queries, keys and values of every layer. The mask function goes with it: without one the
+library passes no mask at all, and padding would be seen.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.ops.sparse_attention.attention import attend
+from deepspeed.ops.sparse_attention.layouts import Layouts
+from deepspeed.ops.sparse_attention.sparsity_config import SparsityConfig
+
+NAME = "deepspeed_sparse"
+_MARK = "_deepspeed_sparse_layouts"
+#: Arguments of attention functions that change the scores in ways that are not done here.
+_UNKNOWN = ("softcap", "s_aux")
+
+
+def use_sparse_attention(model: nn.Module, sparsity_config: SparsityConfig, *, seed: int = 0) -> None:
+    """Makes every attention layer of a Transformers model sparse, in place; other models are left as they are.
+
+    Causality and padding stay as the model has them. Sequences need not be multiples of the block size. Steps of a
+    generation with a cache attend to what the pattern names for their positions, densely computed.
+
+    Args:
+        model: A ``PreTrainedModel``.
+        sparsity_config: The pattern, for the model's number of attention heads.
+        seed: Of random blocks; the same on all ranks.
+
+    Raises:
+        DeepSpeedConfigError: The model cannot be switched, attends across sequences, or has other heads.
+    """
+    what = _what(model)
+    heads = heads_of(model)
+    config: Any = model.config
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+        raise DeepSpeedConfigError(
+            f"{what}: it attends from one sequence to another, for which a pattern has no meaning; use models with "
+            "self-attention only"
+        )
+    if heads != sparsity_config.num_heads:
+        raise DeepSpeedConfigError(
+            f"{what}: the pattern is for {sparsity_config.num_heads} heads and the model has {heads}; make it with "
+            f"num_heads={heads}"
+        )
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    _own_configurations(model)
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, _mask)
+    set_implementation: Any = model.set_attn_implementation
+    set_implementation(NAME)
+    if model.config._attn_implementation != NAME:  # type: ignore[union-attr]
+        raise DeepSpeedConfigError(
+            f"{what}: the class does not take its attention from transformers' AttentionInterface, so it cannot be "
+            "exchanged; use a model class that does"
+        )
+    layouts = Layouts(sparsity_config, seed)
+    for module in model.modules():
+        module.__dict__[_MARK] = layouts
+
+
+def heads_of(model: nn.Module) -> int:
+    """Attention heads of a Transformers model.
+
+    Raises:
+        DeepSpeedConfigError: It is none, or its configuration does not tell.
+    """
+    config: Any = getattr(model, "config", None)
+    if not hasattr(model, "set_attn_implementation") or not hasattr(config, "get_text_config"):
+        raise DeepSpeedConfigError(
+            f"{_what(model)}: expected a Transformers model; build SparseSelfAttention into a model of one's own"
+        )
+    heads = getattr(config.get_text_config(), "num_attention_heads", None)
+    if not isinstance(heads, int):
+        raise DeepSpeedConfigError(f"{_what(model)}: its configuration has no num_attention_heads for all layers")
+    return heads
+
+
+def _own_configurations(model: nn.Module) -> None:
+    """Copies the configuration that the model's modules share: another model may have been made from the same one."""
+    copies: dict[int, Any] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if hasattr(config, "_attn_implementation"):
+            module.config = copies.setdefault(id(config), copy.deepcopy(config))  # type: ignore[assignment]
+
+
+def _what(model: nn.Module) -> str:
+    return f"sparse attention for {type(model).__name__}"
+
+
+def _mask(
+    *, attention_mask: torch.Tensor | None = None, mask_function: Any = None, **kwargs: Any
+) -> torch.Tensor | None:
+    """The mask for :func:`_attention`: what is padding, 2-D, where nothing else is masked; else the whole, 4-D."""
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+
+    if mask_function in (bidirectional_mask_function, causal_mask_function):
+        if attention_mask is None or bool(attention_mask.all()):
+            return None
+        return attention_mask
+    kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+    return sdpa_mask(attention_mask=attention_mask, mask_function=mask_function, **kwargs)
+
+
+def _attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    position_bias: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention as transformers asks for it.
+
+    Args:
+        module: The layer.
+        query: ``[batch, heads, queries, width]``.
+        key: ``[batch, key heads, keys, width]``.
+        value: As ``key``.
+        attention_mask: Of :func:`_mask`, or a 4-D one of the caller's: where it is False is hidden, or values to add.
+        scaling: Of the scores.
+        dropout: Of the probabilities.
+        is_causal: None: as the layer says.
+        position_bias: Added to the scores.
+        **kwargs: What does not change the scores.
+
+    Returns:
+        ``[batch, queries, heads, width]``, and None for the probabilities.
+    """
+    layouts: Layouts = module.__dict__[_MARK]
+    for name in _UNKNOWN:
+        if kwargs.get(name) is not None:
+            raise DeepSpeedConfigError(f"sparse attention: {type(module).__name__} asks for {name}, which it has not")
+    groups = query.size(1) // key.size(1)
+    key, value = (tensor.repeat_interleave(groups, dim=1) if groups > 1 else tensor for tensor in (key, value))
+    queries, keys = query.size(2), key.size(2)
+    if is_causal is None:
+        is_causal = bool(getattr(module, "is_causal", True))
+    is_causal = is_causal and (attention_mask is None or attention_mask.dim() == 2)
+    key_bias, bias = _biases(attention_mask, query.dtype, keys)
+    if position_bias is not None:
+        bias = position_bias if bias is None else bias + position_bias
+    block = layouts.config.block
+    length = -(-keys // block) * block
+    if queries != keys:
+        hidden = _rows(layouts.layout(length), block, keys - queries, queries, keys, is_causal).to(query.device)
+        output = _dense(query, key, value, hidden, key_bias, bias, scaling, dropout)
+        return output.transpose(1, 2).contiguous(), None
+    if length > keys:
+        extra = length - keys
+        query, key, value = (functional.pad(tensor, (0, 0, 0, extra)) for tensor in (query, key, value))
+        key_bias = query.new_zeros(query.size(0), keys) if key_bias is None else key_bias
+        key_bias = functional.pad(key_bias, (0, extra), value=float("-inf"))
+        bias = None if bias is None else functional.pad(bias, (0, extra, 0, extra))
+    plan = layouts.plan(length, query.device)
+    output = attend(
+        query, key, value, plan, scale=scaling, key_bias=key_bias, bias=bias, is_causal=is_causal, dropout=dropout
+    )
+    return output[:, :, :keys].transpose(1, 2).contiguous(), None
+
+
+def _biases(
+    mask: torch.Tensor | None, dtype: torch.dtype, keys: int
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """What a mask adds to the scores of keys, and to single scores."""
+    if mask is None:
+        return None, None
+    if mask.dim() == 2:
+        return _hiding(mask[:, -keys:] == 0, dtype), None
+    return None, _hiding(~mask, dtype) if mask.dtype == torch.bool else mask.to(dtype)
+
+
+def _hiding(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill(hidden, float("-inf"))
+
+
+def _rows(layout: torch.Tensor, block: int, first: int, queries: int, keys: int, is_causal: bool) -> torch.Tensor:
+    """Where the last tokens of a sequence see nothing: ``[1, heads, queries, keys]`` of bool."""
+    positions = torch.arange(first, first + queries)
+    blocks = torch.arange(keys) // block
+    hidden = layout[:, positions // block][:, :, blocks] == 0
+    if is_causal:
+        hidden = hidden | (torch.arange(keys) > positions.unsqueeze(1))
+    return hidden.unsqueeze(0)
+
+
+def _dense(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    hidden: torch.Tensor,
+    key_bias: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    scale: float | None,
+    dropout: float,
+) -> torch.Tensor:
+    """Attention of a few queries to all keys."""
+    added = _hiding(hidden, query.dtype)
+    if key_bias is not None:
+        added = added + key_bias[:, None, None]
+    if bias is not None:
+        added = added + bias
+    return functional.scaled_dot_product_attention(query, key, value, attn_mask=added, dropout_p=dropout, scale=scale)
