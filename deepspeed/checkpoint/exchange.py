@@ -7,7 +7,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from deepspeed import comm
+from deepspeed.comm.connect import objects_transport
+from deepspeed.comm.objects import gather_objects
 from deepspeed.errors import CheckpointError, DeepSpeedError
 
 T = TypeVar("T")
@@ -16,7 +17,7 @@ _PATIENCE = timedelta(hours=12)  # for the slowest disk among the ranks; a rank 
 
 
 class Exchange:
-    """Small messages between the ranks that save or load together.
+    """Small messages between the ranks that save or load together. Every rank must make one, in the same order.
 
     Args:
         group: Their process group; None for all ranks.
@@ -27,37 +28,13 @@ class Exchange:
     """
 
     def __init__(self, group: Any = None) -> None:
-        self.group = group
-        self._owns_group = False
-        self.rank = comm.get_rank(group) if comm.is_initialized() else 0
-        self.size = comm.get_world_size(group) if comm.is_initialized() else 1
+        self._transport = objects_transport(group, patience=_PATIENCE, why="checkpoints")
+        self.rank = self._transport.rank
+        self.size = self._transport.size
 
-    def side_channel(self) -> Exchange:
-        """The same ranks over a group of their own, for messages from another thread. Every rank must call it."""
-        if self.size == 1:
-            return self
-        ranks = comm.get_all_ranks_from_group(self.group if self.group is not None else comm.get_world_group())
-        is_everybody = len(ranks) == comm.get_world_size()
-        group = comm.new_group(ranks, backend="gloo", timeout=_PATIENCE, use_local_synchronization=not is_everybody)
-        made = Exchange(group)
-        # Torch names locally synchronised groups by their ranks: a second one of that name would meet in the remains of
-        # the first, so those are kept for good.
-        made._owns_group = is_everybody
-        return made
-
-    def close(self) -> None:
-        """Ends a group that :meth:`side_channel` made; torch keeps groups, with their threads, until then."""
-        if self._owns_group and comm.is_initialized():
-            comm.destroy_process_group(self.group)
-        self._owns_group = False
-
-    def gather(self, value: Any) -> list[Any]:
-        """Everybody's ``value``, by rank."""
-        if self.size == 1:
-            return [value]
-        gathered: list[Any] = [None] * self.size
-        comm.all_gather_object(gathered, value, group=self.group)
-        return gathered
+    def gather(self, value: Any, doing: str) -> list[Any]:
+        """Everybody's ``value``, by rank; ``doing`` says to whoever waits in vain what the ranks do."""
+        return gather_objects(self._transport, value, label=doing)
 
     def together(self, doing: str, action: Callable[[], T]) -> list[T]:
         """Runs ``action`` on every rank and gives everybody all results.
@@ -76,7 +53,7 @@ class Exchange:
             result = action()
         except Exception as error:  # whatever it is, the other ranks must hear of it instead of waiting
             failure, cause = _tell(error), error
-        outcomes = self.gather((failure, result))
+        outcomes = self.gather((failure, result), doing)
         failed = [(rank, text) for rank, (text, _) in enumerate(outcomes) if text is not None]
         if failed:
             raise CheckpointError(_report(doing, failed, self.size)) from cause

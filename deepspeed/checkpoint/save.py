@@ -86,7 +86,7 @@ class Saver:
     def exchange(self) -> Exchange:
         """The ranks' own channel for checkpoints. Made at the first use, when every rank must ask for it."""
         if self._exchange is None:
-            self._exchange = Exchange(self._group).side_channel()
+            self._exchange = Exchange(self._group)
         return self._exchange
 
     def wait(self) -> None:
@@ -111,9 +111,7 @@ class Saver:
         try:
             self.wait()
         finally:
-            channel, self._exchange = self._exchange, None
-            if channel is not None:
-                channel.close()
+            self._exchange = None
 
     def save(self, subject: Subject, options: SaveOptions) -> None:
         """Saves. Every rank must call it.
@@ -141,7 +139,7 @@ class Saver:
     def _prepare(self, subject: Subject, options: SaveOptions) -> _Job:
         exchange = self.exchange
         subject.settle()
-        token, tag = _agree_on_tag(exchange, options.tag, subject.settings.tag_validation)
+        token, tag = _agree_on_tag(exchange, options, subject.settings.tag_validation)
         options = SaveOptions(**{**vars(options), "tag": tag})
         node_local = subject.settings.use_node_local_storage
         aliases = subject.aliases()
@@ -188,9 +186,10 @@ def _is_sharded(subject: Subject) -> bool:
     return any(master.layout.world_size > 1 for master in subject.runtime.masters)
 
 
-def _agree_on_tag(exchange: Exchange, tag: str, validation: str) -> tuple[str, str]:
+def _agree_on_tag(exchange: Exchange, options: SaveOptions, validation: str) -> tuple[str, str]:
     """``(a fresh token, the tag)``, the same on all ranks: those of rank 0."""
-    given = exchange.gather((secrets.token_hex(8), str(tag)))
+    doing = f"save_checkpoint({options.root}, tag={options.tag!r})"
+    given = exchange.gather((secrets.token_hex(8), str(options.tag)), doing)
     tags = [entry[1] for entry in given]
     if len(set(tags)) > 1 and validation != "Ignore":
         text = (

@@ -1,14 +1,16 @@
-"""The collectives and point-to-point operations: torch's, with the communication log in between.
+"""The collectives and point-to-point operations: torch's, with the communication log and the job's watch in between.
 
 Every function takes the arguments of its namesake in :mod:`torch.distributed` and the keywords ``prof``, ``log_name``
 and ``debug`` of :func:`deepspeed.comm.recorder.recorded`. All ranks of ``group`` (None: all ranks) must call a
 collective, in the same order. ``src`` and ``dst`` are global ranks. With ``async_op=True`` the result is a handle with
-``wait()``; otherwise None.
+``wait()``; otherwise None. Waits on the host are supervised (:mod:`deepspeed.comm.watch`): a rank that does something
+else, or whose program ends, is named on all that wait for it.
 """
 
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ import torch.distributed as torch_dist
 
 from deepspeed.comm.recorder import recorded
 from deepspeed.comm.reduce_op import ReduceOp
+from deepspeed.comm.supervised import between, blocking, collective, from_anybody
 from deepspeed.comm.torch_names import all_gather_flat, reduce_scatter_flat
 from deepspeed.comm.world import operations
 
@@ -26,7 +29,7 @@ Handle = Any  # a torch Work, or None if the operation is complete
 @recorded("tensor")
 def broadcast(tensor: torch.Tensor, src: int, group: Group = None, async_op: bool = False) -> Handle:
     """Copies ``tensor`` of rank ``src`` into ``tensor`` of every rank."""
-    return torch_dist.broadcast(tensor, src=src, group=group, async_op=async_op)
+    return collective("broadcast", partial(torch_dist.broadcast, tensor, src=src, group=group), group, tensor, async_op)
 
 
 @recorded("object_list")
@@ -34,13 +37,15 @@ def broadcast_object_list(
     object_list: list[Any], src: int, group: Group = None, device: torch.device | None = None
 ) -> None:
     """Replaces the items of ``object_list`` by those of rank ``src`` (pickled: only from ranks you trust)."""
-    torch_dist.broadcast_object_list(object_list, src=src, group=group, device=device)
+    call = partial(torch_dist.broadcast_object_list, object_list, src=src, group=group, device=device)
+    blocking("broadcast_object_list", call, group)
 
 
 @recorded("tensor")
 def all_reduce(tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False) -> Handle:
     """Reduces ``tensor`` over the ranks, in place, on every rank."""
-    return operations().all_reduce(tensor, op=op, group=group, async_op=async_op)
+    start = partial(operations().all_reduce, tensor, op=op, group=group)
+    return collective("all_reduce", start, group, tensor, async_op)
 
 
 @recorded("tensor")
@@ -48,7 +53,8 @@ def inference_all_reduce(
     tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Handle:
     """:func:`all_reduce`, under its own name in the log."""
-    return torch_dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
+    start = partial(torch_dist.all_reduce, tensor, op=op, group=group)
+    return collective("all_reduce", start, group, tensor, async_op)
 
 
 @recorded("tensors")
@@ -56,10 +62,14 @@ def all_reduce_coalesced(
     tensors: list[torch.Tensor], op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Handle:
     """Reduces several tensors over the ranks, in place, as one operation where the backend can."""
-    with _coalescing(group, async_op) as manager:
-        for tensor in tensors:
-            torch_dist.all_reduce(tensor, op=op, group=group)
-    return manager if async_op else None
+
+    def start(async_op: bool) -> Handle:
+        with _coalescing(group, async_op) as manager:
+            for tensor in tensors:
+                torch_dist.all_reduce(tensor, op=op, group=group)
+        return manager if async_op else None
+
+    return collective("all_reduce_coalesced", start, group, tensors[0] if tensors else None, async_op)
 
 
 @recorded("tensor")
@@ -67,7 +77,8 @@ def reduce(
     tensor: torch.Tensor, dst: int, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Handle:
     """Reduces ``tensor`` over the ranks into ``tensor`` of rank ``dst``."""
-    return torch_dist.reduce(tensor, dst=dst, op=op, group=group, async_op=async_op)
+    start = partial(torch_dist.reduce, tensor, dst=dst, op=op, group=group)
+    return collective("reduce", start, group, tensor, async_op)
 
 
 @recorded("input_list")
@@ -79,7 +90,8 @@ def reduce_scatter(
     async_op: bool = False,
 ) -> Handle:
     """Reduces item *r* of ``input_list`` over the ranks into ``output`` of rank *r*."""
-    return torch_dist.reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
+    start = partial(torch_dist.reduce_scatter, output, input_list, op=op, group=group)
+    return collective("reduce_scatter", start, group, output, async_op)
 
 
 @recorded("tensor")
@@ -99,7 +111,8 @@ def reduce_scatter_tensor(
         group: The ranks that take part.
         async_op: Return at once, with a handle.
     """
-    return reduce_scatter_flat(output_tensor, tensor, op=op, group=group, async_op=async_op)
+    start = partial(reduce_scatter_flat, output_tensor, tensor, op=op, group=group)
+    return collective("reduce_scatter_tensor", start, group, tensor, async_op)
 
 
 @recorded("tensor")
@@ -111,7 +124,8 @@ def reduce_scatter_fn(
     async_op: bool = False,
 ) -> Handle:
     """:func:`reduce_scatter_tensor`, under its older name."""
-    return reduce_scatter_flat(output_tensor, tensor, op=op, group=group, async_op=async_op)
+    start = partial(reduce_scatter_flat, output_tensor, tensor, op=op, group=group)
+    return collective("reduce_scatter_tensor", start, group, tensor, async_op)
 
 
 @recorded("tensor_list")
@@ -119,7 +133,7 @@ def all_gather(
     tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Group = None, async_op: bool = False
 ) -> Handle:
     """Leaves ``tensor`` of rank *r* in item *r* of ``tensor_list`` on every rank."""
-    return torch_dist.all_gather(tensor_list, tensor, group=group, async_op=async_op)
+    return collective("all_gather", partial(torch_dist.all_gather, tensor_list, tensor, group), group, tensor, async_op)
 
 
 @recorded("output_tensor")
@@ -134,7 +148,8 @@ def all_gather_into_tensor(
         group: The ranks that take part.
         async_op: Return at once, with a handle.
     """
-    return all_gather_flat(output_tensor, tensor, group=group, async_op=async_op)
+    start = partial(all_gather_flat, output_tensor, tensor, group=group)
+    return collective("all_gather_into_tensor", start, group, tensor, async_op)
 
 
 @recorded("output_tensor")
@@ -142,7 +157,8 @@ def allgather_fn(
     output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Group = None, async_op: bool = False
 ) -> Handle:
     """:func:`all_gather_into_tensor`, under its older name."""
-    return all_gather_flat(output_tensor, input_tensor, group=group, async_op=async_op)
+    start = partial(all_gather_flat, output_tensor, input_tensor, group=group)
+    return collective("all_gather_into_tensor", start, group, input_tensor, async_op)
 
 
 @recorded("output_tensors")
@@ -150,10 +166,14 @@ def all_gather_coalesced(
     output_tensors: list[torch.Tensor], input_tensors: list[torch.Tensor], group: Group = None, async_op: bool = False
 ) -> Handle:
     """Several :func:`all_gather_into_tensor` as one operation where the backend can."""
-    with _coalescing(group, async_op) as manager:
-        for output, tensor in zip(output_tensors, input_tensors, strict=True):
-            all_gather_flat(output, tensor, group=group)
-    return manager if async_op else None
+
+    def start(async_op: bool) -> Handle:
+        with _coalescing(group, async_op) as manager:
+            for output, tensor in zip(output_tensors, input_tensors, strict=True):
+                all_gather_flat(output, tensor, group=group)
+        return manager if async_op else None
+
+    return collective("all_gather_coalesced", start, group, input_tensors[0] if input_tensors else None, async_op)
 
 
 def _coalescing(group: Group, async_op: bool) -> Any:
@@ -164,7 +184,7 @@ def _coalescing(group: Group, async_op: bool) -> Any:
 @recorded("object_list")
 def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> None:
     """Leaves ``obj`` of rank *r* in item *r* of ``object_list`` on every rank (pickled: only from ranks you trust)."""
-    torch_dist.all_gather_object(object_list, obj, group=group)
+    blocking("all_gather_object", partial(torch_dist.all_gather_object, object_list, obj, group=group), group)
 
 
 @recorded("tensor")
@@ -177,9 +197,9 @@ def all_to_all_single(
     async_op: bool = False,
 ) -> Handle:
     """Sends the *r*-th part of ``tensor`` to rank *r*; what arrives lies in ``output`` in order of the senders."""
-    return operations().all_to_all_single(
-        output, tensor, output_split_sizes, input_split_sizes, group=group, async_op=async_op
-    )
+    exchange = operations().all_to_all_single
+    start = partial(exchange, output, tensor, output_split_sizes, input_split_sizes, group=group)
+    return collective("all_to_all", start, group, tensor, async_op)
 
 
 @recorded("input_tensor_list")
@@ -190,9 +210,10 @@ def all_to_all(
     async_op: bool = False,
 ) -> Handle:
     """Sends item *r* of ``input_tensor_list`` to rank *r*; item *r* of ``output_tensor_list`` comes from rank *r*."""
-    if torch_dist.get_backend(group) == "gloo":
-        return _all_to_all_by_flat_exchange(output_tensor_list, input_tensor_list, group, async_op)
-    return torch_dist.all_to_all(output_tensor_list, input_tensor_list, group=group, async_op=async_op)
+    by_parts = torch_dist.get_backend(group) == "gloo"
+    exchange = _all_to_all_by_flat_exchange if by_parts else torch_dist.all_to_all
+    start = partial(exchange, output_tensor_list, input_tensor_list, group=group)
+    return collective("all_to_all", start, group, input_tensor_list[0], async_op)
 
 
 class _CopyOut:
@@ -247,7 +268,8 @@ def gather(
     async_op: bool = False,
 ) -> Handle:
     """Leaves ``tensor`` of rank *r* in item *r* of ``gather_list`` on rank ``dst``; the others pass no list."""
-    return torch_dist.gather(tensor, gather_list=gather_list, dst=dst, group=group, async_op=async_op)
+    start = partial(torch_dist.gather, tensor, gather_list=gather_list, dst=dst, group=group)
+    return collective("gather", start, group, tensor, async_op)
 
 
 @recorded("tensor")
@@ -259,42 +281,66 @@ def scatter(
     async_op: bool = False,
 ) -> Handle:
     """Leaves item *r* of rank ``src``'s ``scatter_list`` in ``tensor`` of rank *r*; the others pass no list."""
-    return torch_dist.scatter(tensor, scatter_list=scatter_list, src=src, group=group, async_op=async_op)
+    start = partial(torch_dist.scatter, tensor, scatter_list=scatter_list, src=src, group=group)
+    return collective("scatter", start, group, tensor, async_op)
 
 
 @recorded("tensor")
 def send(tensor: torch.Tensor, dst: int, group: Group = None, tag: int = 0) -> None:
     """Sends ``tensor`` to rank ``dst`` and waits until it may be overwritten."""
-    torch_dist.send(tensor, dst=dst, group=group, tag=tag)
+    start = partial(torch_dist.isend, tensor, dst=dst, group=group, tag=tag)
+    handle = between("send", start, group, tensor, dst, sends=True, tag=tag)
+    if handle is not None:
+        handle.wait()
 
 
 @recorded("tensor")
 def recv(tensor: torch.Tensor, src: int | None = None, group: Group = None, tag: int = 0) -> int:
     """Receives into ``tensor`` from rank ``src`` (None: from anyone) and returns the sender's rank."""
-    return torch_dist.recv(tensor, src=src, group=group, tag=tag)
+    if src is None:
+        sender: list[int] = []
+        from_anybody(lambda: sender.append(torch_dist.recv(tensor, group=group, tag=tag)), group)
+        return sender[0]
+    start = partial(torch_dist.irecv, tensor, src=src, group=group, tag=tag)
+    handle = between("recv", start, group, tensor, src, sends=False, tag=tag)
+    if handle is None:
+        return -1
+    handle.wait()
+    return src
 
 
 @recorded("tensor")
 def isend(tensor: torch.Tensor, dst: int, group: Group = None, tag: int = 0) -> Handle:
     """Starts sending ``tensor`` to rank ``dst``; it may be overwritten after ``wait()`` of the result."""
-    return torch_dist.isend(tensor, dst=dst, group=group, tag=tag)
+    start = partial(torch_dist.isend, tensor, dst=dst, group=group, tag=tag)
+    return between("isend", start, group, tensor, dst, sends=True, tag=tag)
 
 
 @recorded("tensor")
 def irecv(tensor: torch.Tensor, src: int | None = None, group: Group = None, tag: int = 0) -> Handle:
     """Starts receiving into ``tensor`` from rank ``src``; it may be read after ``wait()`` of the result."""
-    return torch_dist.irecv(tensor, src=src, group=group, tag=tag)
+    start = partial(torch_dist.irecv, tensor, src=src, group=group, tag=tag)
+    return start() if src is None else between("irecv", start, group, tensor, src, sends=False, tag=tag)
 
 
 def batch_isend_irecv(p2p_op_list: list[torch_dist.P2POp]) -> list[Any]:
     """Starts several sends and receives together; returns one handle for each, or one for all (NCCL)."""
-    return torch_dist.batch_isend_irecv(p2p_op_list)
+    works = torch_dist.batch_isend_irecv(p2p_op_list)
+    if len(works) != len(p2p_op_list):
+        return works
+
+    def supervised(operation: torch_dist.P2POp, work: Handle) -> Handle:
+        sends = operation.op is torch_dist.isend
+        name, group = "isend" if sends else "irecv", operation.group
+        return between(name, lambda: work, group, operation.tensor, operation.peer, sends=sends, tag=operation.tag)
+
+    return [supervised(*pair) for pair in zip(p2p_op_list, works, strict=True)]
 
 
 @recorded(None)
 def barrier(group: Group = None, async_op: bool = False, device_ids: list[int] | None = None) -> Handle:
     """Waits until every rank of ``group`` has called it."""
-    return torch_dist.barrier(group=group, async_op=async_op, device_ids=device_ids)
+    return collective("barrier", partial(torch_dist.barrier, group, device_ids=device_ids), group, None, async_op)
 
 
 @recorded(None)
@@ -309,4 +355,5 @@ def monitored_barrier(group: Group = None, timeout: timedelta | None = None, wai
     Raises:
         RuntimeError: A rank did not come in time. Also on a backend other than gloo: torch has no such barrier there.
     """
-    torch_dist.monitored_barrier(group=group, timeout=timeout, wait_all_ranks=wait_all_ranks)
+    call = partial(torch_dist.monitored_barrier, group, timeout=timeout, wait_all_ranks=wait_all_ranks)
+    blocking("monitored_barrier", call, group, patience=0.0)

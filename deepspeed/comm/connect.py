@@ -71,6 +71,29 @@ def _over(group: Any, backend: str, device: torch.device | None) -> Transport:
     return transport
 
 
+def objects_transport(group: Any, *, patience: timedelta, why: str) -> Transport:
+    """A transport over ``group`` for objects on the host, apart from the engines'; it may serve another thread.
+
+    Every rank of the default group must call it, in the same order. No group is made where gloo serves ``group``.
+
+    Args:
+        group: A torch process group; None is the default group.
+        patience: The longest wait for the other ranks.
+        why: What it is for, in words.
+    """
+    if stand_in() is not None or not dist.is_initialized():
+        return LocalTransport()
+    group = group if group is not None else dist.group.WORLD
+    if backend_for(group, None) != "gloo" and dist.get_world_size(group) > 1:
+        group = my_group(groups_beside(group, None), backend="gloo", timeout=patience, why=why)
+    transport = _over(group, "gloo", None)
+    if isinstance(transport, GlooTransport):
+        assert transport.watch is not None
+        transport.patience = patience
+        transport.owner = transport.watch.next_owner(f"{transport.scope}objects")
+    return transport
+
+
 _OUTSIDE_ENGINES = -1  # the owner of what is shared while there is no engine
 
 

@@ -5,8 +5,10 @@ A reduction is an exchange of slices with a local sum in rank order in fp32, so 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -54,7 +56,7 @@ class GlooGather:
         """See ``Work``."""
         works, self._works = self._works, []
         for work in works:
-            self._transport.guard(work.wait, self._ticket, self._label)
+            self._transport.guard(self._transport.waiting_for(work), self._ticket, self._label)
         self._transport.note_confirmations(self._confirmations)
         self._confirmations = []
 
@@ -164,6 +166,7 @@ class GlooTransport(Transport):
         companion: The transport that carries this engine's reductions. While ``confirms``, gathers carry along how many
             of them a rank has started, so that its peers know which may be waited for (see ``Work.will_arrive``).
         confirms: Set during backward, on all ranks alike.
+        patience: The longest wait for a peer's part of a gather; None: the group's.
     """
 
     name = "gloo"
@@ -171,7 +174,12 @@ class GlooTransport(Transport):
     def __init__(self, group: Any, rank: int, size: int) -> None:
         super().__init__(group, rank, size)
         self.reductions = 0
+        self.patience: timedelta | None = None
         self._sent = [0] * size
+
+    def waiting_for(self, work: Any) -> Callable[[], Any]:
+        """What waits for one of torch's works."""
+        return work.wait if self.patience is None else functools.partial(work.wait, self.patience)
 
     def note_sent(self, peer: int, count: int) -> None:
         """Notes that ``peer`` has started at least ``count`` reductions."""

@@ -16,9 +16,11 @@ import torch
 import torch.distributed as torch_dist
 
 from deepspeed.comm import world
+from deepspeed.comm.meeting import SupervisedStore
+from deepspeed.comm.new_groups import meet_to_make
+from deepspeed.comm.party import job_watch, party_of
 from deepspeed.comm.place import DEFAULT_PORT, Place, find_place, free_port, local_rank_of
 from deepspeed.comm.startup import Facts, agree_on_config, agree_on_facts, agree_on_model, own_facts, rank_map
-from deepspeed.comm.store import rendezvous_store
 from deepspeed.errors import CallOrderError, CommunicationError
 from deepspeed.logging import log_dist
 
@@ -117,6 +119,7 @@ def init_distributed(
     place.export(os.environ)
     backend = dist_backend or default_backend()
     facts = _start(backend, place, init_method, timeout or default_timeout())
+    job_watch()  # so that the others hear of the end of a program that does nothing more
     if verbose:
         log_dist(f"process group started: {place.world_size} rank(s), backend {backend}, found by {place.way}")
         for line in rank_map(facts) if facts else ():
@@ -128,6 +131,7 @@ def _adopt(verbose: bool) -> None:
     rank, size = torch_dist.get_rank(), torch_dist.get_world_size()
     local_rank = local_rank_of(os.environ, rank, size, torch.accelerator.device_count())
     Place(rank, size, local_rank, None, None, "adopted").export(os.environ)
+    job_watch()  # as for a group of our own
     if verbose:
         log_dist(f"process group adopted: {size} rank(s), backend {torch_dist.get_backend()}, started by the caller")
 
@@ -181,7 +185,7 @@ def check_same_config(config: Mapping[str, Any] | Exception, group: Any = None) 
     Raises:
         DeepSpeedConfigError: A rank has another configuration, or could not read its own; the same on every rank.
     """
-    place = _comparing(group)
+    place = _comparing(group, "the comparison of the configurations of all ranks (deepspeed.initialize)")
     if place is not None:
         agree_on_config(*place, config, default_timeout())
     elif isinstance(config, Exception):
@@ -198,20 +202,20 @@ def check_same_model(description: Sequence[str], group: Any = None) -> None:
     Raises:
         DivergenceError: A rank has another model; the same on every rank.
     """
-    place = _comparing(group)
+    place = _comparing(group, "the comparison of the models of all ranks (deepspeed.initialize)")
     if place is not None:
         agree_on_model(*place, description, default_timeout())
 
 
-def _comparing(group: Any) -> tuple[Any, str, int, int] | None:
+def _comparing(group: Any, label: str) -> tuple[Any, str, int, int] | None:
     """Store, topic, rank and number of ranks for a comparison; None where there is nobody to compare with."""
     # Ranks that are only played have nothing of their own to compare.
-    store = rendezvous_store() if world.stand_in() is None else None
-    size = world.size_of(group)
-    if store is None or size == 1:
+    party = party_of(group) if torch_dist.is_initialized() else None
+    if party is None:
         return None
-    members = "-".join(map(str, torch_dist.get_process_group_ranks(group)))
-    return store, f"{zlib.crc32(members.encode()):08x}", torch_dist.get_rank(group), size
+    members = "-".join(map(str, party.ranks))
+    store = SupervisedStore(party.watch, label, party.ranks)
+    return store, f"{zlib.crc32(members.encode()):08x}", torch_dist.get_rank(group), len(party.ranks)
 
 
 def _ask_mpi_for_address() -> str | None:
@@ -266,8 +270,16 @@ def new_group(ranks: list[int] | None = None, **options: Any) -> Any:
 
     Args:
         ranks: Global ranks; None: all.
-        **options: Further arguments of :func:`torch.distributed.new_group` (``timeout``, ``backend``, ...).
+        **options: Further arguments of :func:`torch.distributed.new_group` (``timeout``, ``backend``, ...). With
+            ``use_local_synchronization`` only the members call it.
+
+    Raises:
+        DivergenceError: Some rank does something else.
+        CommunicationError: Some rank has ended or did not come.
     """
+    among = ranks if options.get("use_local_synchronization") else None
+    if among is None or get_rank() in among:
+        meet_to_make(f"new_group({ranks})", options.get("timeout"), among)
     return torch_dist.new_group(ranks, **options)
 
 
@@ -346,4 +358,5 @@ def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[st
 
     from deepspeed.accelerator import get_accelerator
 
+    meet_to_make(f"initialize_mesh_device({mesh_shape}, {mesh_dim_names})", None)
     return init_device_mesh(get_accelerator().device_name(), mesh_shape, mesh_dim_names=mesh_dim_names)

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections import deque
 from typing import Protocol
 
+from deepspeed.comm.beside import TrainingThread
+
 
 class Relay(Protocol):
     """Something to hand on."""
@@ -26,19 +28,21 @@ class Relay(Protocol):
 _owed: deque[Relay] = deque()
 """Of this process, all engines together, oldest first."""
 
+_training = TrainingThread()
+
 
 def owe(relay: Relay) -> None:
-    """Adds a promise."""
+    """Adds a promise of the training thread."""
     _owed.append(relay)
 
 
 def catch_up(last: Relay | None = None) -> None:
-    """Keeps the promises in order, up to ``last``; None: all.
+    """Keeps the promises in order, up to ``last``; None: all. Nothing is done beside training, which made them.
 
     Args:
         last: Where it is not owed (any more), nothing is done.
     """
-    if last is not None and last not in _owed:
+    if _training.is_elsewhere() or (last is not None and last not in _owed):
         return
     while _owed:
         relay = _owed.popleft()

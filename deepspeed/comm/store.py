@@ -24,3 +24,9 @@ def backend_for(group: Any, device: torch.device | None) -> str:
     kind = device.type if device is not None else "cpu"
     by_device = dict(entry.split(":", 1) for entry in dist.get_backend_config(group).split(",") if ":" in entry)
     return by_device.get(kind) or dist.get_backend(group)
+
+
+def is_collecting(group: Any) -> bool:
+    """Whether collectives of ``group`` (None: all ranks) are collected, to be started as one (torch's coalescing)."""
+    state = distributed_c10d._world.pg_coalesce_state
+    return bool(state) and (dist.group.WORLD if group is None else group) in state

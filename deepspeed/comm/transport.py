@@ -31,8 +31,9 @@ _PIECES = 2  # kind of transfer, see transfer_key
 OWNERS = 8  # engines whose transfers keep apart by tag; more engines reuse the tags in turn
 _ROUNDS = 1 << 10
 _BUCKETS = 1 << 15
-SMALL_CHANNELS = ("order", "step", "call")
-"""Streams of small exchanges: the order of gathers, the agreements of an update, calls that all ranks make alike."""
+SMALL_CHANNELS = ("order", "step", "call", "objects")
+"""Streams of small exchanges: the order of gathers, the agreements of an update, calls that all ranks make alike, and
+objects (``comm.objects``)."""
 
 
 Visit = Callable[[torch.Tensor], None]
