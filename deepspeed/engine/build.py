@@ -14,8 +14,6 @@ from torch.nn.parameter import is_lazy
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.host_allocator import keep_freed_memory
-from deepspeed.comm.axes import create_grid, gathering_by_nodes
-from deepspeed.comm.connect import create_transport, warm_up
 from deepspeed.comm.mpu import Standing, standing
 from deepspeed.comm.transport import Transport
 from deepspeed.config import ParsedConfig, parse
@@ -23,6 +21,7 @@ from deepspeed.config.compared import compared_values
 from deepspeed.config.sections.root import Root
 from deepspeed.engine.alike import model_lines
 from deepspeed.engine.compiling import gathers_between_pieces, refuse_whole_graphs
+from deepspeed.engine.groups import create_groups, refuse_cut_tensors
 from deepspeed.engine.optimizers import (
     choose_optimizer,
     group_indices,
@@ -38,7 +37,7 @@ from deepspeed.ops.flat import supports_flat_update, why_not_flat
 from deepspeed.precision.policy import PrecisionPolicy, create_loss_scaler
 from deepspeed.schedulers import build_scheduler
 from deepspeed.zero.access.parameter_offload import DeepSpeedZeRoOffload
-from deepspeed.zero.group import DATA, BucketGroup, Groups
+from deepspeed.zero.group import Groups
 from deepspeed.zero.layout import Limits
 from deepspeed.zero.leaf import mark_leaf_modules
 from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3
@@ -160,7 +159,7 @@ def build_parts(client: Client, config: Any, distributed_port: int, dist_init_re
             )
         comm.init_distributed(distributed_port=distributed_port)
     ranks = standing(client.mpu)
-    parsed = _parse_alike(config, ranks.zero_group, ranks.data_size)
+    parsed = _parse_alike(config, None if ranks.model_size > 1 else ranks.zero_group, ranks.data_size)
     root = parsed.root
     if root.log_level:
         set_log_level_from_string(root.log_level)
@@ -188,7 +187,8 @@ def build_parts(client: Client, config: Any, distributed_port: int, dist_init_re
     comm.check_same_model(model_lines(client.model, precision, torch_optimizer, param_groups), ranks.zero_group)
     _check_trains(placement, torch_optimizer)
     _check_updates_in_files(placement, torch_optimizer)
-    groups = _groups(placement, ranks, device, by_nodes=_gathers_by_nodes(root))
+    groups = create_groups(placement, ranks, device, by_nodes=_gathers_by_nodes(root))
+    refuse_cut_tensors(torch_optimizer, client.model, groups, placement)
     _mark_leaf_modules(root, client.model)
     _make_sparse(root, client.model)
     homes = open_homes(root, placement, device, rank=comm.get_rank(), state_itemsizes=state_itemsizes(torch_optimizer))
@@ -257,23 +257,6 @@ def _mark_leaf_modules(root: Root, model: nn.Module) -> None:
 def _gathers_by_nodes(root: Root) -> bool:
     zero = root.zero_optimization
     return zero.stage == 3 and zero.mics_hierarchical_params_gather and zero.mics_shard_size > 1
-
-
-def _groups(placement: Placement, ranks: Standing, device: torch.device, *, by_nodes: bool) -> Groups:
-    """The groups of one engine; every rank must call it."""
-    timeout = comm.default_timeout()
-    if placement.shard_ranks is not None:
-        grid = create_grid(
-            placement.shard_ranks, group=ranks.zero_group, device=device, timeout=timeout, by_nodes=by_nodes
-        )
-        owners = grid.positions if placement.spread_master else grid.gather
-        return Groups.of(BucketGroup(DATA, grid.gather, grid.reduce, owners, grid.combine, ranks.data_size))
-    gather, reduce = (create_transport(ranks.zero_group, device=device, timeout=timeout) for _ in range(2))
-    if by_nodes:
-        gather = gathering_by_nodes(gather, gather, [range(gather.size)], device=device, timeout=timeout)
-    groups = Groups.of(BucketGroup(DATA, gather, reduce, gather, divisor=ranks.data_size))
-    warm_up(gather)
-    return groups
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from deepspeed.checkpoint.subject import Subject
 from deepspeed.checkpoint.weights_file import parse_size
 from deepspeed.errors import NotYetSupportedError
 from deepspeed.logging import log_dist, log_dist_once
+from deepspeed.zero.layout import DATA
 
 if TYPE_CHECKING:
     from deepspeed.config.sections.root import Root
@@ -292,6 +293,12 @@ class EngineCheckpoints:
     def _check_plain(self, call: str) -> None:
         if self._parts.standing.model_size > 1:
             raise NotYetSupportedError(f"{call}: model-parallel ranks cannot be saved and loaded in this release")
+        own = sorted({bucket.group for bucket in self._runtime.layout.buckets} - {DATA})
+        if own:
+            raise NotYetSupportedError(
+                f"{call}: parameters that groups of their own share ({', '.join(map(repr, own))}) cannot be saved and "
+                "loaded in this release; read them with engine.iter_full on a rank of each group"
+            )
         self._runtime.leave_backward(call)
 
     def _settled_subject(self) -> Subject:

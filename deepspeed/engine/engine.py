@@ -578,7 +578,8 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, nn.Module):
         layout = self._runtime.layout
         numel = sum(bucket.used_numel for bucket in layout.buckets)
         sharded = sum(bucket.layout.used_numel for bucket in self._runtime.buckets if bucket.is_sharded)
-        groups = "" if layout.replicas == 1 else f" in groups of {layout.world_size}"
+        shared_by = {bucket.world_size for bucket in layout.buckets if bucket.replicas > 1}
+        groups = f" in groups of {shared_by.pop()}" if shared_by else ""
         return (
             f"ZeRO stage {self.zero_optimization_stage()} on {self.seq_dp_world_size} rank(s){groups}: "  # type: ignore[attr-defined]
             f"{numel:,} parameters in {len(layout.buckets)} buckets, {sharded:,} of them sharded between uses; batch "

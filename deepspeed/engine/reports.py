@@ -73,11 +73,13 @@ def _staging(runtime: ZeroRuntime) -> tuple[int, str]:
 
 def _kept_buckets(runtime: ZeroRuntime, precision: PrecisionPolicy, accumulation_steps: int) -> tuple[int, str]:
     """A group of one keeps its packed gradients allocated (see ``GradientBucket.clear``)."""
-    if runtime.layout.world_size > 1 or accumulation_steps > 1:
+    alone = any(bucket.world_size == 1 for bucket in runtime.layout.buckets)
+    if not alone or accumulation_steps > 1:
         return 0, "0 between steps"
     sizes = [
         gradients.bucket.layout.numel * precision.reduce_dtype(gradients.bucket.dtype).itemsize
         for gradients in (runtime.reducer.buckets if runtime.reducer is not None else [])
+        if gradients.bucket.layout.world_size == 1
     ]
     return sum(sizes), "bytes x Psi, kept from the first step on"
 

@@ -1,12 +1,93 @@
-"""What a parameter is: asked by whoever lays parameters out, before anything moves."""
+"""What a parameter says of itself: which ranks it is shared by.
+
+Asked by everything that lays parameters out (an engine's buckets, ``zero.Init``) before anything moves. A parameter
+says it by a mark:
+
+- ``put_in_group(parameters, name)``, or being built inside ``in_group(name)``, names a group that was declared with
+  ``comm.defined.define_group`` (this package's own layers do so);
+- ``allreduce = False`` and ``group_name``, as mixture-of-experts programs set them, names a group in the same way;
+- ``tensor_model_parallel`` or ``model_parallel``, as programs with tensor parallelism of their own set them, says that
+  other ranks have other parts of the same parameter;
+- a parameter without any of them is the same on all ranks that hold this part of the model.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
-from deepspeed.errors import NotYetSupportedError
+from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
+from deepspeed.zero.layout import DATA
+
+CUT = "cut"
+"""Name of the group of parameters of which model-parallel ranks have different parts."""
+
+_MARK = "ds_group"
+_building: list[str] = []
+
+
+@dataclass(frozen=True)
+class Description:
+    """What is known of a parameter before it has a place.
+
+    Attributes:
+        group: Name of the group of ranks that share it.
+    """
+
+    group: str = DATA
+
+
+def describe(name: str, parameter: torch.Tensor) -> Description:
+    """Reads the marks of a parameter.
+
+    Args:
+        name: Of the parameter, for messages.
+        parameter: The parameter; what :func:`in_group` says of it is noted on it.
+
+    Raises:
+        DeepSpeedConfigError: The marks contradict each other.
+        NotYetSupportedError: It is a ``DTensor``.
+    """
+    refuse_dtensor(name, parameter)
+    if _building and not hasattr(parameter, _MARK):
+        setattr(parameter, _MARK, _building[-1])
+    group = getattr(parameter, _MARK, None)
+    if group is None and getattr(parameter, "allreduce", True) is False:
+        group = getattr(parameter, "group_name", None)
+        if group is None:
+            raise DeepSpeedConfigError(
+                f"the parameter {name!r} has allreduce = False and no group_name; expected both, as the ranks that "
+                "share it are not all data-parallel ones"
+            )
+    is_cut = getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "model_parallel", False)
+    if group is None:
+        group = CUT if is_cut else DATA
+    return Description(str(group))
+
+
+def put_in_group(parameters: Iterable[torch.nn.Parameter], name: str) -> None:
+    """Says that a group of their own shares ``parameters``; before ``zero.Init`` or an engine takes them.
+
+    Args:
+        parameters: The parameters.
+        name: Of a group; see ``comm.defined.define_group``.
+    """
+    for parameter in parameters:
+        setattr(parameter, _MARK, name)
+
+
+@contextmanager
+def in_group(name: str) -> Iterator[None]:
+    """Inside, the parameters that ``zero.Init`` shards belong to a group; may be nested, the innermost counts."""
+    _building.append(name)
+    try:
+        yield
+    finally:
+        _building.pop()
 
 
 def refuse_dtensor(name: str, parameter: torch.Tensor) -> None:

@@ -1,6 +1,7 @@
 """Model-state memory by formula, from the layout and the placement alone.
 
-Psi is the number of elements of all buckets with their padding, N the number of ranks, S that of neighbours that share
+Psi is the number of elements of all buckets with their padding, N the number of ranks (of a bucket whose group is
+smaller, the ranks of that), S that of neighbours that share
 where not all do (``placement.py``). Padding is part of the layout: each parameter is rounded up to 64 elements and each
 bucket to N * 64.
 """
@@ -44,7 +45,6 @@ class MemoryFormula:
         self._layout = layout
         self._placement = placement
         self._placed = placement.of_buckets(layout) if placed is None else tuple(placed)
-        self._ranks = layout.world_size
         self._host_is_device = host_is_device
 
     def compute(self, home: Home = Home.DEVICE) -> tuple[int, str]:
@@ -56,7 +56,7 @@ class MemoryFormula:
                 total += numel * itemsize(bucket.dtype)
         if not any(placed.is_sharded for placed in self._placed):
             return total, "bytes x Psi"
-        ranks = "N" if self._layout.replicas == 1 else "S"
+        ranks = "S" if self._has_copies else "N"
         if home is not Home.DEVICE:
             return total, f"bytes x Psi_offloaded / {ranks}"
         return total, f"bytes x (Psi_sharded / {ranks} + Psi_persistent)"
@@ -72,12 +72,17 @@ class MemoryFormula:
     def _owned(self, bucket: BucketLayout) -> int:
         if not self._placement.shard_master:
             return bucket.numel
-        return bucket.slice_numel // (self._layout.replicas if self._placement.spread_master else 1)
+        return bucket.slice_numel // (bucket.replicas if self._placement.spread_master else 1)
 
     @property
     def _owners(self) -> str:
         """What the number of elements is divided by where masters are sharded."""
-        return "N" if self._layout.replicas == 1 or self._placement.spread_master else "S"
+        return "S" if self._has_copies and not self._placement.spread_master else "N"
+
+    @property
+    def _has_copies(self) -> bool:
+        """Whether several ranks hold the same slices."""
+        return any(bucket.replicas > 1 for bucket in self._layout.buckets)
 
     def _trained(self) -> list[tuple[BucketLayout, BucketPlacement]]:
         return [(b, p) for b, p in zip(self._layout.buckets, self._placed, strict=True) if b.trainable]
@@ -136,13 +141,17 @@ class MemoryFormula:
                 are fp32 whatever it is; only where they are added to a sum over micro-batches do they take its dtype.
             home: Where; unreduced gradients are on the device.
         """
-        unreduced = not reduced and not self._placement.shard_gradients and self._ranks > 1
-        trained = [b for b, p in self._trained() if (Home.DEVICE if unreduced else p.gradient_home) is home]
-        if self._ranks == 1 and not accumulation:
-            sizes = [(reduce_itemsize or itemsize(b.dtype)) * b.numel for b in trained]
-            return sum(sizes), "bytes x Psi"
-        over_micro_batches = unreduced or self._ranks == 1 or self._placement.shard_gradients
-        wide = accumulate_itemsize if over_micro_batches else 4
-        whole = unreduced or not self._placement.shard_master
-        total = sum((8 if b.dtype == "float64" else wide) * (b.numel if whole else self._owned(b)) for b in trained)
-        return total, f"{wide} x Psi" if whole else f"{wide} x Psi / {self._owners}"
+        total, text = 0, "bytes x Psi"
+        for bucket, placed in self._trained():
+            unreduced = not reduced and not self._placement.shard_gradients and bucket.world_size > 1
+            if (Home.DEVICE if unreduced else placed.gradient_home) is not home:
+                continue
+            if bucket.world_size == 1 and not accumulation:
+                total += (reduce_itemsize or itemsize(bucket.dtype)) * bucket.numel
+                continue
+            over_micro_batches = unreduced or bucket.world_size == 1 or self._placement.shard_gradients
+            wide = accumulate_itemsize if over_micro_batches else 4
+            whole = unreduced or not self._placement.shard_master
+            total += (8 if bucket.dtype == "float64" else wide) * (bucket.numel if whole else self._owned(bucket))
+            text = f"{wide} x Psi" if whole else f"{wide} x Psi / {self._owners}"
+        return total, text

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from deepspeed.comm.transport import Transport
-
-DATA = "data"
-"""Name of the group of every parameter that says nothing else: all ranks that hold the same part of the model."""
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.zero.describe import CUT, Description
+from deepspeed.zero.layout import DATA, Sharing
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class BucketGroup:
         divisor: What makes a mean of a sum over all ranks of the group.
         counts: Whether this rank stands for the ranks that hold the same tiles and are in another group of that name
             (tensor-parallel ranks, for what is not cut there). Of those ranks one counts.
+        ranks: The ranks, in the job, of all groups of that name; empty where the peers are one group.
     """
 
     name: str
@@ -39,6 +40,7 @@ class BucketGroup:
     combine: Transport | None = None
     divisor: int = 1
     counts: bool = True
+    ranks: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
     def over(cls, gather: Transport, reduce: Transport | None = None, *, name: str = DATA) -> BucketGroup:
@@ -65,6 +67,27 @@ class BucketGroup:
     def is_spread(self) -> bool:
         """Whether masters are cut further than the parameters: over the ranks with the same slices too."""
         return self.owners is not self.gather
+
+    @property
+    def sharing(self) -> Sharing:
+        """How the group cuts its buckets."""
+        return Sharing(self.size, self.copies)
+
+    def place_of(self, peer: int) -> tuple[int, int]:
+        """Which of the ranks that hold the same slice, and which place among those that share, a peer has.
+
+        Of a peer in another group of that name it is the place that it has there.
+
+        Args:
+            peer: Number of a rank among the peers.
+        """
+        if not self.ranks:
+            return divmod(peer, self.size)
+        ranks = self.gather.everyone.ranks
+        if not ranks:
+            return 0, 0
+        rank = ranks[peer]
+        return 0, next(members.index(rank) for members in self.ranks if rank in members)
 
     @property
     def place(self) -> int:
@@ -113,6 +136,27 @@ class Groups:
     def __getitem__(self, name: str) -> BucketGroup:
         """The group of that name."""
         return self.by_name[name]
+
+    def name_of(self, parameter: str, described: Description) -> str:
+        """The group of a parameter.
+
+        Args:
+            parameter: Its name, for messages.
+            described: What its marks say.
+
+        Raises:
+            DeepSpeedConfigError: They name a group that nobody has defined.
+        """
+        name = described.group
+        if name == CUT and CUT not in self.by_name:
+            return DATA  # there are no other parts of it: one model-parallel rank, or a program that tells of none
+        if name not in self.by_name:
+            raise DeepSpeedConfigError(
+                f"the parameter {parameter!r} belongs to the group {name!r}, which is not defined; known are "
+                f"{', '.join(map(repr, self.by_name))}. Call deepspeed.comm.defined.define_group({name!r}, ranks) on "
+                "every rank before the model is built"
+            )
+        return name
 
     @property
     def knows_everything(self) -> bool:

@@ -16,13 +16,16 @@ The same layout serves every ZeRO stage, every offload device, the checkpoint fi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from deepspeed.zero.tiles import Tile
 
 BLOCK = 64
 """Elements per block: the unit of alignment, of rank boundaries, and of the gradient norm (see ``zero.norm``)."""
+
+DATA = "data"
+"""Name of the group of every parameter that says nothing else: all ranks that hold the same part of the model."""
 
 
 def round_up(numel: int, multiple: int) -> int:
@@ -93,7 +96,9 @@ class BucketLayout:
         dtype: Name of the compute dtype, such as ``bfloat16``.
         trainable: Whether the tiles had ``requires_grad`` when the layout was made.
         world_size: Ranks that share the buffer.
-        numel: Elements of the whole buffer, padding included: a multiple of ``world_size * BLOCK``.
+        numel: Elements of the whole buffer, padding included: a multiple of ``world_size * replicas * BLOCK``.
+        group: Name of the group of ranks (``zero.group``).
+        replicas: Ranks that hold the same slice.
     """
 
     index: int
@@ -103,6 +108,8 @@ class BucketLayout:
     trainable: bool
     world_size: int
     numel: int
+    group: str = DATA
+    replicas: int = 1
 
     @property
     def slice_numel(self) -> int:
@@ -155,7 +162,14 @@ class BucketLayout:
 
 
 def bucket_layout(
-    index: int, tiles: Sequence[Tile], *, dtype: str, trainable: bool, world_size: int, replicas: int = 1
+    index: int,
+    tiles: Sequence[Tile],
+    *,
+    dtype: str,
+    trainable: bool,
+    world_size: int,
+    replicas: int = 1,
+    group: str = DATA,
 ) -> BucketLayout:
     """Lays ``tiles`` end to end, those of one param group side by side so that a slice has few runs.
 
@@ -166,6 +180,7 @@ def bucket_layout(
         trainable: Whether they are trained.
         world_size: Ranks that share the bucket.
         replicas: Ranks that hold the same slice, each of which must be divisible among them.
+        group: Name of the group of ranks.
     """
     ordered = sorted(tiles, key=lambda tile: tile.param_group)  # stable: model order inside a group
     starts, end = [], 0
@@ -180,6 +195,8 @@ def bucket_layout(
         trainable=trainable,
         world_size=world_size,
         numel=round_up(end, world_size * replicas * BLOCK),
+        group=group,
+        replicas=replicas,
     )
 
 
@@ -190,6 +207,29 @@ class UnitTile:
     tile: Tile
     dtype: str
     trainable: bool
+    group: str = DATA
+
+    @property
+    def kind(self) -> Kind:
+        """What the tiles of a bucket have in common."""
+        return self.dtype, self.trainable, self.group
+
+
+Kind = tuple[str, bool, str]
+"""Dtype, trainability and group."""
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How a group cuts its buckets.
+
+    Attributes:
+        ranks: Ranks that share a bucket.
+        copies: Ranks that hold the same slice.
+    """
+
+    ranks: int
+    copies: int = 1
 
 
 @dataclass(frozen=True)
@@ -217,47 +257,41 @@ class ModelLayout:
         buckets: In model order.
         persistent: Indices of buckets that stay gathered at stage 3.
         units: For each unit, the indices of the buckets that hold its tiles.
-        world_size: Ranks that share each bucket.
-        replicas: Ranks that hold the same slices; with ``world_size`` they make up all data-parallel ranks.
     """
 
     buckets: tuple[BucketLayout, ...]
     persistent: frozenset[int]
     units: tuple[tuple[int, ...], ...]
-    world_size: int
-    replicas: int = 1
 
 
-def model_layout(
-    units: Iterable[Sequence[UnitTile]], *, world_size: int, limits: Limits, replicas: int = 1
-) -> ModelLayout:
+def model_layout(units: Iterable[Sequence[UnitTile]], *, sharing: Mapping[str, Sharing], limits: Limits) -> ModelLayout:
     """Decides which tiles share a bucket.
 
-    A unit (a repeated block, or what one module owns) makes one bucket per dtype and trainability, split where it
-    passes ``limits.unit``. Neighbouring units of at most ``limits.persistence`` elements are joined, so that many small
-    tensors cost one collective; such buckets are the persistent ones.
+    A unit (a repeated block, or what one module owns) makes one bucket per dtype, trainability and group, split where
+    it passes ``limits.unit``. Neighbouring units of at most ``limits.persistence`` elements are joined, so that many
+    small tensors cost one collective; such buckets are the persistent ones.
 
     Args:
         units: For each unit its tiles in model order.
-        world_size: Ranks that share each bucket.
+        sharing: How the group of each name cuts its buckets.
         limits: Sizes from the configuration.
-        replicas: Ranks that hold the same slices.
     """
     buckets: list[BucketLayout] = []
     persistent: set[int] = set()
     unit_buckets: list[list[int]] = []
-    open_small: dict[tuple[str, bool], tuple[list[UnitTile], list[int]]] = {}
+    open_small: dict[Kind, tuple[list[UnitTile], list[int]]] = {}
     persistent_numel = 0
 
-    def close(kind: tuple[str, bool], tiles: Sequence[UnitTile], members: Iterable[int], small: bool) -> None:
+    def close(kind: Kind, tiles: Sequence[UnitTile], members: Iterable[int], small: bool) -> None:
         nonlocal persistent_numel
         made = bucket_layout(
             len(buckets),
             [t.tile for t in tiles],
             dtype=kind[0],
             trainable=kind[1],
-            world_size=world_size,
-            replicas=replicas,
+            world_size=sharing[kind[2]].ranks,
+            replicas=sharing[kind[2]].copies,
+            group=kind[2],
         )
         if small and persistent_numel + made.used_numel <= limits.model_persistence:
             persistent.add(made.index)
@@ -266,16 +300,16 @@ def model_layout(
         for member in members:
             unit_buckets[member].append(made.index)
 
-    def close_small(kind: tuple[str, bool]) -> None:
+    def close_small(kind: Kind) -> None:
         tiles, members = open_small.pop(kind, ([], []))
         if tiles:
             close(kind, tiles, dict.fromkeys(members), small=True)
 
     for unit_index, unit in enumerate(units):
         unit_buckets.append([])
-        kinds: dict[tuple[str, bool], list[UnitTile]] = {}
+        kinds: dict[Kind, list[UnitTile]] = {}
         for entry in unit:
-            kinds.setdefault((entry.dtype, entry.trainable), []).append(entry)
+            kinds.setdefault(entry.kind, []).append(entry)
         for kind, entries in kinds.items():
             numel = sum(entry.tile.numel for entry in entries)
             if 0 < numel <= limits.persistence or numel == 0:
@@ -294,8 +328,6 @@ def model_layout(
         buckets=tuple(buckets),
         persistent=frozenset(persistent),
         units=tuple(tuple(members) for members in unit_buckets),
-        world_size=world_size,
-        replicas=replicas,
     )
 
 

@@ -21,11 +21,11 @@ from deepspeed.zero.calls import agree_to_go_on
 from deepspeed.zero.construction.filling import first_values
 from deepspeed.zero.construction.materialize import Materializer
 from deepspeed.zero.construction.provisional import note_freed
-from deepspeed.zero.describe import refuse_dtensor
+from deepspeed.zero.describe import describe
 from deepspeed.zero.formula import MemoryFormula
 from deepspeed.zero.gradient_bucket import GradientBucket
 from deepspeed.zero.gradients import GradientReducer
-from deepspeed.zero.group import DATA, Groups
+from deepspeed.zero.group import Groups
 from deepspeed.zero.holder import address_of, full_shape
 from deepspeed.zero.hooks import ForwardHooks
 from deepspeed.zero.landing import Landing
@@ -120,8 +120,9 @@ class ZeroRuntime:
         self.away: set[str] = set()
         self.groups = groups
         self._options = options
-        for name, parameter in model.named_parameters():
-            refuse_dtensor(name, parameter)
+        self._group_names = {
+            parameter: groups.name_of(name, describe(name, parameter)) for name, parameter in model.named_parameters()
+        }
         self._retire_earlier_owners(model)
         self._materializer = Materializer(model, options.device)
         units = find_units(model, options.granularity)
@@ -181,13 +182,13 @@ class ZeroRuntime:
         def entry(name: str, parameter: nn.Parameter) -> UnitTile:
             group = param_groups.get(id(parameter), -1)
             dtype = str(dtype_of(name, parameter)).removeprefix("torch.")
-            return UnitTile(Tile(name, full_shape(parameter), group), dtype, parameter.requires_grad and group >= 0)
+            tile = Tile(name, full_shape(parameter), group)
+            return UnitTile(tile, dtype, parameter.requires_grad and group >= 0, self._group_names[parameter])
 
         return model_layout(
             [[entry(name, parameter) for name, parameter in unit.params.items()] for unit in units],
-            world_size=self.groups[DATA].size,
+            sharing={group.name: group.sharing for group in self.groups},
             limits=self._options.layout,
-            replicas=self.groups[DATA].copies,
         )
 
     def _open_memories(self) -> None:
@@ -239,7 +240,7 @@ class ZeroRuntime:
                 params,
                 dtype=getattr(torch, layout.dtype),
                 device=self._options.device,
-                group=self.groups[DATA],
+                group=self.groups[layout.group],
                 is_sharded=placed.is_sharded,
                 ledger=self.ledger,
                 memory=self._options.param_memories[placed.param_home],
@@ -259,7 +260,7 @@ class ZeroRuntime:
             original = first_values(
                 layout,
                 bucket.params,
-                transport=bucket.transport,
+                group=bucket.group,
                 device=bucket.device,
                 default_dtype=bucket.dtype,
                 cut=bucket.is_sharded,

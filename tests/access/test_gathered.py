@@ -14,7 +14,7 @@ import deepspeed
 from deepspeed.comm.counters import counted
 from deepspeed.comm.transport import LocalTransport
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError, DivergenceError, ShardedAccessError
-from deepspeed.zero.access.gathered import GatheredParameters, by_transport
+from deepspeed.zero.access.gathered import GatheredParameters, by_group
 from deepspeed.zero.access.states import safe_get_full_fp32_param
 from deepspeed.zero.holder import Address
 from tests.access.support import Model, batch, build, train
@@ -338,6 +338,6 @@ def test_groups_of_equal_size_have_one_order_whoever_asks():
         group = SimpleNamespace(name=name)
         holder = SimpleNamespace(transport=transport, group=group, layout=SimpleNamespace(index=0))
         entries.append((torch.nn.Parameter(torch.zeros(1)), Address(holder, 0, 0)))
-    orders = [[transport for transport, _ in by_transport(asked)] for asked in (entries, entries[::-1])]
+    orders = [[found[0][1].holder.transport for found in by_group(asked)] for asked in (entries, entries[::-1])]
     assert orders[0] == orders[1]
     assert [found.ranks for found in orders[0]] == [(0, 1), (0, 3), (0, 2), (0, 1)]

@@ -19,7 +19,7 @@ import torch
 from deepspeed.comm.connect import create_transport
 from deepspeed.comm.gloo import GlooTransport
 from deepspeed.comm.transport import Reduction, Transport, Work
-from deepspeed.engine import build
+from deepspeed.engine import groups
 
 
 class _LateWork:
@@ -155,6 +155,6 @@ def late_network(seed: int) -> Iterator[Network]:
         made.network = network  # type: ignore[attr-defined]
         return made
 
-    with patch.object(build, "create_transport", create_late):
+    with patch.object(groups, "create_transport", create_late):
         yield network
     assert not network.open, f"{len(network.open)} transfers were never waited for"

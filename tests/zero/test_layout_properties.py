@@ -7,7 +7,16 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed.zero.layout import BLOCK, BucketLayout, Limits, ModelLayout, UnitTile, bucket_layout, model_layout
+from deepspeed.zero.layout import (
+    BLOCK,
+    BucketLayout,
+    Limits,
+    ModelLayout,
+    Sharing,
+    UnitTile,
+    bucket_layout,
+    model_layout,
+)
 from deepspeed.zero.tiles import Tile
 
 WORLD = st.integers(1, 9)
@@ -140,7 +149,7 @@ def test_the_order_of_tiles_does_not_depend_on_the_world_size(some, one, other):
 @given(models())
 def test_every_tile_lies_in_one_bucket_of_its_kind(model):
     units, limits, world = model
-    layout: ModelLayout = model_layout(units, world_size=world, limits=limits)
+    layout: ModelLayout = model_layout(units, sharing={"data": Sharing(world)}, limits=limits)
     kinds = {entry.tile.name: (entry.dtype, entry.trainable) for unit in units for entry in unit}
     seen = Counter(tile.name for bucket in layout.buckets for tile in bucket.tiles)
     assert set(seen) == set(kinds) and set(seen.values()) == {1}
@@ -153,7 +162,7 @@ def test_every_tile_lies_in_one_bucket_of_its_kind(model):
 @given(models())
 def test_units_name_the_buckets_of_their_tiles(model):
     units, limits, world = model
-    layout = model_layout(units, world_size=world, limits=limits)
+    layout = model_layout(units, sharing={"data": Sharing(world)}, limits=limits)
     bucket_of = {tile.name: bucket.index for bucket in layout.buckets for tile in bucket.tiles}
     for unit, indices in zip(units, layout.units, strict=True):
         assert {bucket_of[entry.tile.name] for entry in unit} == set(indices)
@@ -164,7 +173,7 @@ def test_units_name_the_buckets_of_their_tiles(model):
 @given(models())
 def test_limits(model):
     units, limits, world = model
-    layout = model_layout(units, world_size=world, limits=limits)
+    layout = model_layout(units, sharing={"data": Sharing(world)}, limits=limits)
     size_of_unit = {}
     for number, unit in enumerate(units):
         for entry in unit:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.comm.transport import Piece, Transport
+from deepspeed.comm.transport import Piece
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.logging import warn_once
 from deepspeed.zero.access.external import register_external_parameter
@@ -41,8 +41,9 @@ class GatheredParameters:
     Args:
         params: One parameter or any iterable of them (consumed at once).
         modifier_rank: Rank, among those that train the parameters, whose values every rank and the fp32 master take
-            when the block ends. None: edits are dropped, with a warning that names the parameter. At stages 0 to 2,
-            where parameters are ordinary, None leaves them alone.
+            when the block ends; of parameters that a group of their own shares (``zero.describe``) every group takes
+            those of its rank with the same place. None: edits are dropped, with a warning that names the parameter. At
+            stages 0 to 2, where parameters are ordinary, None leaves them alone.
         fwd_module: Also registers the parameters as external to this module (see ``register_external_parameter``).
         enabled: False: do nothing.
 
@@ -71,9 +72,7 @@ class GatheredParameters:
 
     def __enter__(self) -> None:
         with untouched():
-            blocks = [
-                GatheredBlock(transport, entries, self._modifier) for transport, entries in by_transport(self._entries)
-            ]
+            blocks = [GatheredBlock(entries, self._modifier) for entries in by_group(self._entries)]
             try:
                 for block in blocks:
                     block.open()
@@ -114,23 +113,22 @@ def with_addresses(tensors: Iterable[torch.Tensor]) -> list[Entry]:
     return found
 
 
-def by_transport(entries: list[Entry]) -> list[tuple[Transport, list[Entry]]]:
-    """Entries by the group that shares them, groups and entries in an order that is equal on all ranks."""
-    groups: dict[int, tuple[Transport, list[Entry]]] = {}
+def by_group(entries: list[Entry]) -> list[list[Entry]]:
+    """Entries by the ranks that share them, groups and entries in an order that is equal on all ranks."""
+    groups: dict[int, list[Entry]] = {}
     for entry in entries:
-        transport = entry[1].holder.transport
-        groups.setdefault(id(transport), (transport, []))[1].append(entry)
-    for _, members in groups.values():
+        groups.setdefault(id(entry[1].holder.transport), []).append(entry)
+    for members in groups.values():
         members.sort(key=lambda entry: (entry[1].holder.layout.index, entry[1].tile))
     return sorted(groups.values(), key=_place_in_order)
 
 
-def _place_in_order(members: tuple[Transport, list[Entry]]) -> tuple[int, str, tuple[int, ...]]:
+def _place_in_order(entries: list[Entry]) -> tuple[int, str, tuple[int, ...]]:
     """Decides which group comes first: groups of equal size too, and alike on ranks that are in different groups.
 
     Groups of one name are told apart by their ranks, of which every rank knows the order.
     """
-    transport, entries = members
+    transport = entries[0][1].holder.transport
     return transport.owner, min(address.holder.group.name for _, address in entries), transport.ranks
 
 
@@ -138,13 +136,13 @@ class GatheredBlock:
     """One ``GatheredParameters`` block on the parameters of one group.
 
     Args:
-        transport: Of the group that shares the parameters.
-        entries: Parameters and addresses, in the same order on all ranks.
+        entries: Parameters of one group and addresses, in the same order on all ranks; at least one.
         modifier: Rank whose values count, among all that train the parameters; or None.
     """
 
-    def __init__(self, transport: Transport, entries: list[Entry], modifier: int | None) -> None:
-        self._transport = transport
+    def __init__(self, entries: list[Entry], modifier: int | None) -> None:
+        self._group = entries[0][1].holder.group
+        self._transport = self._group.gather
         self._modifier = modifier
         # Ordinary parameters (stages 0 to 2) take part only where a rank's values are to be spread.
         self._entries = [
@@ -154,7 +152,7 @@ class GatheredBlock:
         self._present: list[Entry] = []
         self._pinned: list[Bucket] = []
         self._whole: list[Bucket] = []
-        ranks = transport.everyone.size
+        ranks = self._transport.everyone.size
         if modifier is not None and not 0 <= modifier < ranks:
             raise DeepSpeedConfigError(
                 f"GatheredParameters(modifier_rank={modifier}): the parameters' group has ranks 0 to {ranks - 1}"
@@ -337,8 +335,8 @@ class GatheredBlock:
         arriving: list[tuple[Holder, Fragment, torch.Tensor]] = []
         for parameter, address in [*self._present, *self._lent]:
             _back_in_place(parameter, address)
-        group, modifier = divmod(self._modifier, self._transport.size)
-        self._tell_replicas(group, modifier)
+        copy, modifier = self._group.place_of(self._modifier)
+        self._tell_replicas(copy, modifier)
         for parameter, address in [*self._present, *self._lent]:
             holder, values = address.holder, parameter.data.view(-1)
             if self._stays_full(address):
@@ -357,17 +355,17 @@ class GatheredBlock:
             if self._stays_full(address):
                 keep_full(address, parameter.data)
 
-    def _tell_replicas(self, group: int, modifier: int) -> None:
+    def _tell_replicas(self, copy: int, modifier: int) -> None:
         """The modifier's values reach the rank of the same number in every other group that shares the parameters.
 
         Args:
-            group: Number of the modifier's group.
+            copy: Number of the modifier's group.
             modifier: Its rank there.
         """
-        replicas = self._entries[0][1].holder.group.combine if self._entries else None
+        replicas = self._group.combine
         if replicas is not None and self._transport.rank == modifier:
             edited = [parameter.data.view(-1) for parameter, _ in [*self._present, *self._lent]]
-            parcels = [Piece(group, None, values) for values in edited]
+            parcels = [Piece(copy, None, values) for values in edited]
             replicas.move(parcels, label=f"the changes of {_label(self._entries)}")
 
     def _stays_full(self, address: Address) -> bool:
@@ -477,12 +475,12 @@ def keep_full(address: Address, values: torch.Tensor) -> None:
 def gather_until_partition(params: Iterable[torch.Tensor]) -> None:
     """``parameter.all_gather()``: full until :func:`partition`. Every rank must call it."""
     with untouched():
-        for transport, entries in by_transport(with_addresses(_unique(params))):
+        for entries in by_group(with_addresses(_unique(params))):
             away = [entry for entry in entries if _is_away(entry)]
             if not away:
                 continue
-            block = GatheredBlock(transport, away, None)
-            compare_calls(transport, block._words("all_gather as"))
+            block = GatheredBlock(away, None)
+            compare_calls(block._transport, block._words("all_gather as"))
             for parameter, address in away:
                 address.holder.loans[address.tile] = Loan(depth=1, version=parameter._version)
             block._lend(away)

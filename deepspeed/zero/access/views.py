@@ -19,6 +19,7 @@ import torch
 from deepspeed.zero.access.external import external_parameters
 from deepspeed.zero.access.gathered import gather_until_partition, partition
 from deepspeed.zero.construction.provisional import shard_parameters
+from deepspeed.zero.group import BucketGroup
 from deepspeed.zero.handles import bucket_of
 from deepspeed.zero.holder import Address, State, address_of
 from deepspeed.zero.sharded_parameter import ShardedParameter
@@ -146,7 +147,7 @@ def _convert(parameter: torch.nn.Parameter, address: Address, param_list: Iterab
     holder = address.holder
     plain = [other for other in param_list if address_of(other) is None]
     names = [f"converted with {address.name}, {position}" for position in range(len(plain))]
-    shard_parameters(plain, names, transport=holder.transport, device=holder.device, dtype=None)
+    shard_parameters(plain, names, group=BucketGroup.over(holder.transport), device=holder.device, dtype=None)
 
 
 _VIEWS: dict[str, Callable[[torch.nn.Parameter, Address], Any]] = {

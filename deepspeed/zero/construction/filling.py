@@ -13,8 +13,10 @@ from collections.abc import Sequence
 import torch
 
 from deepspeed.comm.transport import Piece, Transport
+from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.zero.access.gathered import GatheredBlock
 from deepspeed.zero.assemble import assemble, scatter
+from deepspeed.zero.group import BucketGroup
 from deepspeed.zero.holder import Address, address_of
 from deepspeed.zero.intervals import moves
 from deepspeed.zero.layout import BucketLayout
@@ -25,7 +27,7 @@ def first_values(
     layout: BucketLayout,
     params: Sequence[torch.nn.Parameter],
     *,
-    transport: Transport,
+    group: BucketGroup,
     device: torch.device,
     default_dtype: torch.dtype,
     cut: bool,
@@ -35,7 +37,7 @@ def first_values(
     Args:
         layout: Of the bucket to fill.
         params: Its parameters, in layout order.
-        transport: Of the group.
+        group: The ranks that share the bucket.
         device: Where the result shall be.
         default_dtype: For a bucket without parameters.
         cut: Whether this rank needs its slice only, or everything.
@@ -46,6 +48,7 @@ def first_values(
     """
     dtypes = [p.dtype for p in params] or [default_dtype]
     dtype = functools.reduce(torch.promote_types, dtypes)  # neither of fp16 and bf16 holds the other's values
+    transport = group.gather
     flat = torch.zeros(layout.slice_numel if cut else layout.numel, dtype=dtype, device=device)
     round_ = _Slice(layout, flat, transport) if cut else _Whole(layout, flat, transport)
     for tile, parameter in enumerate(params):
@@ -54,6 +57,12 @@ def first_values(
             if address.holder.transport.ranks == transport.ranks:
                 round_.from_parts(tile, address)
                 continue
+            if address.holder.group.name != group.name:
+                raise DeepSpeedConfigError(
+                    f"{layout.tiles[tile].name!r} belongs to the group {group.name!r}, but zero.Init has shared it as "
+                    f"one of {address.holder.group.name!r}, so that all groups have the same values of it; build its "
+                    f"module inside `with deepspeed.zero.describe.in_group({group.name!r})`"
+                )
             values = _gathered_elsewhere(parameter, address).to(device)
         else:
             values = parameter.detach().to(device)
@@ -64,7 +73,7 @@ def first_values(
 
 def _gathered_elsewhere(parameter: torch.nn.Parameter, address: Address) -> torch.Tensor:
     """All values of a parameter that other ranks share than those of the engine."""
-    block = GatheredBlock(address.holder.transport, [(parameter, address)], None)
+    block = GatheredBlock([(parameter, address)], None)
     block.open()
     values = parameter.detach().clone()
     block.give_back(restore=False)

@@ -22,6 +22,7 @@ from deepspeed.zero.construction import modules as construction
 from deepspeed.zero.construction.constructors import constructor_patches, initialiser_patches
 from deepspeed.zero.construction.model_library import serve_passes
 from deepspeed.zero.construction.modules import Construction
+from deepspeed.zero.construction.sharing import ProvisionalGroups
 
 _EVERYTHING = frozenset(DeepSpeedTensorOverride)
 
@@ -105,7 +106,11 @@ class Init:
         self._overrides = frozenset(tensor_overrides)
         self.dtype = dtype if dtype is not None else _configured_dtype(parsed)
         self._construction = Construction(
-            shared_transport(group, device=self._device, timeout=comm.default_timeout()),
+            ProvisionalGroups(
+                shared_transport(group, device=self._device, timeout=comm.default_timeout()),
+                self._device,
+                comm.default_timeout(),
+            ),
             self._device,
             self.dtype,
             _home(remote_device, parsed, self._device),

@@ -28,20 +28,21 @@ from deepspeed.zero.access.gathered import GatheredBlock
 from deepspeed.zero.access.views import install_views
 from deepspeed.zero.construction.patches import Patch
 from deepspeed.zero.construction.provisional import shard_parameters
-from deepspeed.zero.describe import refuse_dtensor
+from deepspeed.zero.construction.sharing import ProvisionalGroups
+from deepspeed.zero.group import BucketGroup
 from deepspeed.zero.holder import address_of
 from deepspeed.zero.sharded_parameter import showing_wholes
 from deepspeed.zero.untouched import is_untouched, untouched
 
 _built: weakref.WeakKeyDictionary[Transport, int] = weakref.WeakKeyDictionary()
-"""Modules sharded so far, by the group that shares them: names them alike on all ranks."""
+"""Modules sharded so far, by the ranks that build them: names them alike on all ranks."""
 
 
 class Construction:
     """How modules are sharded inside one ``zero.Init`` context.
 
     Args:
-        transport: Of the group that shares the parameters.
+        groups: The ranks that share parameters.
         device: Where they compute.
         dtype: Of floating parameters; None keeps each one's own.
         home: Device of the shards.
@@ -50,13 +51,13 @@ class Construction:
 
     def __init__(
         self,
-        transport: Transport,
+        groups: ProvisionalGroups,
         device: torch.device,
         dtype: torch.dtype | None,
         home: torch.device,
         patches: Sequence[Patch] = (),
     ) -> None:
-        self.transport = transport
+        self.groups = groups
         self.device = device
         self.dtype = dtype
         self.home = home
@@ -102,19 +103,24 @@ class Construction:
         if not found:
             return
         install_views()
-        count = _built[self.transport] = _built.get(self.transport, 0) + 1
+        everyone = self.groups.everyone
+        count = _built[everyone] = _built.get(everyone, 0) + 1
         title = f"{type(module).__name__}#{count}"
-        for name, parameter in found.items():
-            refuse_dtensor(f"{title}.{name}", parameter)
-        shard_parameters(
-            list({id(p): p for p in found.values()}.values()),
-            [f"{title}.{name}" for name in {id(p): name for name, p in found.items()}.values()],
-            transport=self.transport,
-            device=self.device,
-            dtype=self.dtype,
-            home=self.home,
-            gatherer=self.gather,
-        )
+        by_group: dict[str, tuple[BucketGroup, dict[str, nn.Parameter]]] = {}
+        names = {id(parameter): f"{title}.{name}" for name, parameter in found.items()}
+        for name, parameter in {names[id(parameter)]: parameter for parameter in found.values()}.items():
+            group = self.groups.of(name, parameter)
+            by_group.setdefault(group.name, (group, {}))[1][name] = parameter
+        for group, members in by_group.values():
+            shard_parameters(
+                list(members.values()),
+                list(members),
+                group=group,
+                device=self.device,
+                dtype=self.dtype,
+                home=self.home,
+                gatherer=self.gather,
+            )
 
     def end(self) -> None:
         """The context ends without an exception: shards what is left."""
@@ -152,7 +158,7 @@ class Construction:
             self._close(lambda other: id(other) not in needed and not _has_views(other))
             address = address_of(parameter)
             assert address is not None
-            block = GatheredBlock(self.transport, [(parameter, address)], modifier=0)
+            block = GatheredBlock([(parameter, address)], modifier=0)
             block.open()
             self._open.append((parameter, block))
         return True

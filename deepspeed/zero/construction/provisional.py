@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from deepspeed.accelerator.host_allocator import Trimmer
-from deepspeed.comm.transport import Piece, Transport
+from deepspeed.comm.transport import Piece
 from deepspeed.zero.assemble import scatter
 from deepspeed.zero.calls import compare_calls
 from deepspeed.zero.group import BucketGroup
@@ -127,20 +127,20 @@ def shard_parameters(
     params: Sequence[torch.nn.Parameter],
     names: Sequence[str],
     *,
-    transport: Transport,
+    group: BucketGroup,
     device: torch.device,
     dtype: torch.dtype | None,
     home: torch.device | None = None,
     gatherer: Gatherer | None = None,
 ) -> None:
-    """Shards full parameters into provisional buckets; rank 0's values win.
+    """Shards full parameters into provisional buckets; the values of the group's first rank win.
 
     Every rank of the group must call it, with parameters of the same shapes.
 
     Args:
         params: Parameters with their values, the same on all ranks but for the values.
         names: For messages; equal on all ranks.
-        transport: Of the group that shares them.
+        group: The ranks that share them.
         device: Where they shall compute.
         dtype: Of floating parameters from now on; None keeps each one's own.
         home: Where the shards are kept; None: on ``device``.
@@ -152,15 +152,15 @@ def shard_parameters(
         kinds.setdefault(wanted, []).append((parameter, name))
     with untouched(), torch.no_grad():
         described = [(name, tuple(p.shape), str(p.dtype)) for p, name in zip(params, names, strict=True)]
-        compare_calls(transport, f"zero.Init shards {described}")
+        compare_calls(group.gather, f"zero.Init shards {described}")
         for kind, members in kinds.items():
-            bucket = _shard_kind(members, transport, device, kind, home or device)
+            bucket = _shard_kind(members, group, device, kind, home or device)
             bucket.gatherer = gatherer
 
 
 def _shard_kind(
     members: Iterable[tuple[torch.nn.Parameter, str]],
-    transport: Transport,
+    group: BucketGroup,
     device: torch.device,
     dtype: torch.dtype,
     home: torch.device,
@@ -171,9 +171,10 @@ def _shard_kind(
         [Tile(name, tuple(parameter.shape)) for parameter, name in members],
         dtype=str(dtype).removeprefix("torch."),
         trainable=False,
-        world_size=transport.size,
+        world_size=group.size,
+        group=group.name,
     )
-    bucket = ProvisionalBucket(layout, dtype=dtype, device=device, home=home, group=BucketGroup.over(transport))
+    bucket = ProvisionalBucket(layout, dtype=dtype, device=device, home=home, group=group)
     parcels: list[Piece] = []
     arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
     for tile, (parameter, _) in enumerate(members):
@@ -188,10 +189,10 @@ def _shard_kind(
         place = None if fragment is None else values[fragment.in_tile]
         if fragment is not None and place is not None:
             arriving.append((bucket.shard[fragment.in_slice], place))
-        parcels += scatter(layout, tile, transport.rank, 0, values, place)
+        parcels += scatter(layout, tile, group.gather.rank, 0, values, place)
     if not bucket.is_sharded:
         return bucket
-    transport.move(parcels, label=f"the first values of {layout.tiles[0].name}")
+    group.gather.move(parcels, label=f"the first values of {layout.tiles[0].name}")
     for place, values in arriving:
         place.copy_(values)
     for tile, (parameter, _) in enumerate(members):

@@ -1,0 +1,119 @@
+"""Groups that a program or a layer declares by name, as lists of ranks, for parameters that are shared differently."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deepspeed.comm.connect import part_of_transport
+from deepspeed.comm.new_groups import my_group
+from deepspeed.comm.store import backend_for
+from deepspeed.comm.transport import Transport
+from deepspeed.comm.world import rank_in, size_of, stand_in
+from deepspeed.errors import DeepSpeedConfigError
+
+
+@dataclass(frozen=True)
+class Defined:
+    """A declared group.
+
+    Attributes:
+        name: Its name.
+        ranks: The ranks, in the job, of all groups of that name: every rank of the job is in exactly one.
+        divisor: What makes a mean of the sum of gradients over one of them; None: the number of all data-parallel
+            ranks, as gradients of experts are made of the samples of all of them.
+    """
+
+    name: str
+    ranks: tuple[tuple[int, ...], ...]
+    divisor: int | None = None
+
+    @property
+    def mine(self) -> tuple[int, ...]:
+        """The ranks of this rank's group."""
+        me = rank_in()
+        return next(members for members in self.ranks if me in members)
+
+
+_defined: tuple[Any, dict[str, Defined]] = (None, {})
+"""With all ranks of the job in which they were declared: another job has other ranks."""
+
+
+def define_group(name: str, ranks: Sequence[Sequence[int]], divisor: int | None = None) -> None:
+    """Declares a group for parameters that are not the same on all data-parallel ranks.
+
+    Every rank of the job must call it alike, before parameters of the group are built or an engine is made. Nothing is
+    communicated. Declaring it again with the same ranks does nothing.
+
+    Args:
+        name: Its name, for ``zero.describe.put_in_group`` and ``in_group``, or a parameter's ``group_name``.
+        ranks: The ranks of the job in lists: those of one list hold the same values and share them. Every rank is in
+            exactly one list, and the ranks of a list hold the same part of the model otherwise.
+        divisor: See :class:`Defined`.
+
+    Raises:
+        DeepSpeedConfigError: A rank is missing or occurs twice, or the name is taken.
+    """
+    made = Defined(name, tuple(tuple(sorted(members)) for members in ranks), divisor)
+    given = sorted(rank for members in made.ranks for rank in members)
+    if given != list(range(size_of())):
+        raise DeepSpeedConfigError(
+            f"define_group({name!r}): its lists hold the ranks {given}; expected every rank from 0 to {size_of() - 1} "
+            "once"
+        )
+    known = _of_this_job().setdefault(name, made)
+    if known != made:
+        raise DeepSpeedConfigError(
+            f"define_group({name!r}): the name is taken, by the ranks {[list(members) for members in known.ranks]}; "
+            "choose another one"
+        )
+
+
+def defined_groups() -> Mapping[str, Defined]:
+    """What has been declared in this job, by name, in the order of names."""
+    return dict(sorted(_of_this_job().items()))
+
+
+def connect_defined(
+    defined: Defined, everyone: Transport, use: str, *, device: torch.device | None, timeout: timedelta | None
+) -> Transport:
+    """A transport over this rank's group. Every rank of the job must call it, in the same order.
+
+    Args:
+        defined: The groups.
+        everyone: The ranks that make the same calls.
+        use: What travels, in words.
+        device: Where the buffers live.
+        timeout: As of ``comm.connect.create_transport``.
+
+    Raises:
+        DeepSpeedConfigError: Ranks of the group make other calls.
+    """
+    outside = set(defined.mine) - set(everyone.ranks or [rank_in()])
+    if outside:
+        raise DeepSpeedConfigError(
+            f"the group {defined.name!r} holds the ranks {list(defined.mine)}, of which {sorted(outside)} do not hold "
+            f"the same part of the model as this rank; expected ranks among {list(everyone.ranks) or [rank_in()]}"
+        )
+    if (others := stand_in()) is not None:
+        made: Transport = others.transport(device, defined.mine)
+        made.belongs_to(everyone)
+        return made
+    backend = backend_for(dist.group.WORLD, device)
+    # Gloo matches transfers by tag, so that all uses can share a group.
+    why = f"the group {defined.name!r}" + ("" if backend == "gloo" else f" ({use})")
+    group = my_group(defined.ranks, backend=backend, timeout=timeout, why=why)
+    return part_of_transport(everyone, group)
+
+
+def _of_this_job() -> dict[str, Defined]:
+    global _defined
+    job = stand_in() or (dist.group.WORLD if dist.is_initialized() else None)
+    if _defined[0] is not job:
+        _defined = job, {}
+    return _defined[1]

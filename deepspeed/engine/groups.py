@@ -1,0 +1,93 @@
+"""The groups of one engine: from the configuration, the program's mpu, and what was declared."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from deepspeed import comm
+from deepspeed.comm.axes import create_grid, gathering_by_nodes
+from deepspeed.comm.connect import create_transport, warm_up
+from deepspeed.comm.defined import Defined, connect_defined, defined_groups
+from deepspeed.comm.mpu import Standing
+from deepspeed.comm.transport import Transport
+from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
+from deepspeed.zero.describe import CUT, describe
+from deepspeed.zero.group import BucketGroup, Groups
+from deepspeed.zero.layout import DATA
+from deepspeed.zero.placement import Placement
+
+
+def create_groups(placement: Placement, ranks: Standing, device: torch.device, *, by_nodes: bool) -> Groups:
+    """Makes the groups. Every rank of the job must call it, in the same order.
+
+    Args:
+        placement: The ZeRO row.
+        ranks: Where this rank stands.
+        device: Where the buffers live.
+        by_nodes: Gather in two steps where the ranks span nodes.
+
+    Raises:
+        DeepSpeedConfigError: Groups that cannot be used together.
+    """
+    timeout = comm.default_timeout()
+    defined = defined_groups()
+    if placement.shard_ranks is not None:
+        if defined:
+            raise DeepSpeedConfigError(
+                f"zero_hpz_partition_size and mics_shard_size cut the groups of all parameters alike, but "
+                f"{', '.join(map(repr, defined))} was defined for some; leave the key out"
+            )
+        grid = create_grid(
+            placement.shard_ranks, group=ranks.zero_group, device=device, timeout=timeout, by_nodes=by_nodes
+        )
+        owners = grid.positions if placement.spread_master else grid.gather
+        return Groups.of(BucketGroup(DATA, grid.gather, grid.reduce, owners, grid.combine, ranks.data_size))
+    gather, reduce = (create_transport(ranks.zero_group, device=device, timeout=timeout) for _ in range(2))
+    if by_nodes:
+        gather = gathering_by_nodes(gather, gather, [range(gather.size)], device=device, timeout=timeout)
+    data = BucketGroup(DATA, gather, reduce, gather, divisor=ranks.data_size)
+    own = [_own_group(one, reduce, ranks, device) for one in defined.values()]
+    if ranks.model_size == 1:
+        groups = Groups.of(data, *own)
+    else:
+        # What is whole on tensor ranks counts on the first of them; of what is cut, every rank has something else.
+        parts = (replace(data, counts=ranks.tensor_rank == 0), replace(data, name=CUT), *own)
+        job = create_transport(device=device, timeout=timeout)
+        groups = Groups({group.name: group for group in parts}, reduce, job)
+    for transport in dict.fromkeys((gather, groups.job, *(group.gather for group in own))):
+        warm_up(transport)
+    return groups
+
+
+def _own_group(defined: Defined, everyone: Transport, ranks: Standing, device: torch.device) -> BucketGroup:
+    if defined.name in (DATA, CUT):
+        raise DeepSpeedConfigError(f"define_group({defined.name!r}): the name has a meaning; choose another one")
+    gather, reduce = (
+        connect_defined(defined, everyone, use, device=device, timeout=comm.default_timeout())
+        for use in ("parameters", "gradients")
+    )
+    divisor = ranks.data_size if defined.divisor is None else defined.divisor
+    return BucketGroup(defined.name, gather, reduce, gather, divisor=divisor, ranks=defined.ranks)
+
+
+def refuse_cut_tensors(
+    optimizer: torch.optim.Optimizer | None, model: nn.Module, groups: Groups, placement: Placement
+) -> None:
+    """Raises where an optimizer needs whole tensors and would take parts, or parts of several groups, for them.
+
+    Raises:
+        NotYetSupportedError: The optimizer works on whole tensors, and parameters are in groups of their own.
+    """
+    if not callable(getattr(optimizer, "attach_segments", None)):
+        return
+    for name, parameter in model.named_parameters():
+        group = groups.name_of(name, describe(name, parameter))
+        if group == CUT or (group != DATA and placement.shard_master):
+            raise NotYetSupportedError(
+                f"the optimizer {type(optimizer).__name__} works on whole tensors, but has {name!r} in the group "
+                f"{group!r}, whose ranks hold a part of it or share it among themselves; use an optimizer that works "
+                "element by element, such as AdamW"
+            )

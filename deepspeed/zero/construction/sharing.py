@@ -1,0 +1,61 @@
+"""Who shares parameters before there is an engine: all ranks of the context, or a group that was declared."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+
+from deepspeed.comm.defined import connect_defined, defined_groups
+from deepspeed.comm.transport import Transport
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.zero.describe import CUT, describe
+from deepspeed.zero.group import BucketGroup
+from deepspeed.zero.layout import DATA
+
+_known: weakref.WeakKeyDictionary[Transport, dict[str, BucketGroup]] = weakref.WeakKeyDictionary()
+"""By the transport of all ranks of a context: contexts that follow each other share groups."""
+
+
+class ProvisionalGroups:
+    """The groups of one ``zero.Init`` context, made when a parameter first asks for them.
+
+    Args:
+        everyone: All ranks that build the model.
+        device: Where the parameters compute.
+        timeout: As of ``comm.connect.create_transport``.
+    """
+
+    def __init__(self, everyone: Transport, device: torch.device, timeout: timedelta | None) -> None:
+        self.everyone = everyone
+        self._device = device
+        self._timeout = timeout
+        self._groups = _known.setdefault(everyone, {DATA: BucketGroup.over(everyone)})
+
+    def of(self, name: str, parameter: torch.Tensor) -> BucketGroup:
+        """The group of a parameter. Every rank must call it, with the same one.
+
+        Args:
+            name: Of the parameter, for messages.
+            parameter: The parameter.
+
+        Raises:
+            DeepSpeedConfigError: It belongs to a group that nobody has declared.
+        """
+        wanted = describe(name, parameter).group
+        wanted = DATA if wanted == CUT else wanted  # each model-parallel rank builds its own part
+        if wanted not in self._groups:
+            defined = defined_groups().get(wanted)
+            if defined is None:
+                raise DeepSpeedConfigError(
+                    f"zero.Init: {name!r} belongs to the group {wanted!r}, which is not defined; call "
+                    f"deepspeed.comm.defined.define_group({wanted!r}, ranks) on every rank before the model is built"
+                )
+            transport = connect_defined(
+                defined, self.everyone, "parameters before initialize", device=self._device, timeout=self._timeout
+            )
+            transport.owner = self.everyone.owner
+            self._groups[wanted] = replace(BucketGroup.over(transport, name=wanted), ranks=defined.ranks)
+        return self._groups[wanted]
