@@ -17,7 +17,9 @@ import time
 from pathlib import Path
 
 import torch
+import torch._dynamo  # with the first optimizer every child would import it for itself
 
+import deepspeed.engine.engine  # noqa: F401 - likewise
 from deepspeed import comm
 from deepspeed.checkpoint.directory import find
 from deepspeed.checkpoint.reader import CheckpointReader
@@ -90,6 +92,7 @@ def train_and_save(folder: Path, rank: int, meeting: Path, tag: str | None, firs
     """A rank of a job that saves until it is killed."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
     comm.init_distributed("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2, verbose=False)
+    assert comm.get_world_size() == 2
     run = engine(2, "fp32")
     value = first
     while True:
@@ -147,6 +150,7 @@ def train_rank(folder: Path, cell: str, rank: int, meeting: Path, resumes: bool)
     """Trains five steps with a checkpoint after the third, or the last two from that checkpoint."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
     comm.init_distributed("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2, verbose=False)
+    assert comm.get_world_size() == 2
     stage, precision, states, parameters = cell.split(",")
     sections = offload(int(stage), states, parameters, str(folder / "files"))
     run = engine(int(stage), precision, seed=8 if resumes else 3, dropout=0.1, zero_optimization=sections)
@@ -210,7 +214,6 @@ def main() -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     folder = Path(sys.argv[1])
-    engine(0, "fp32").destroy()  # imports what children would otherwise import each for itself
     if sys.argv[2] == "operations":
         operations(folder, sys.argv[3] or None, sys.argv[4])
     elif sys.argv[2] == "runs":
