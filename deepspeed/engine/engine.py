@@ -29,10 +29,12 @@ from deepspeed.engine.progress import ProgressLog, StepFacts
 from deepspeed.engine.queries import EngineQueries
 from deepspeed.engine.reminders import MissingStep, watch_other_optimizers
 from deepspeed.engine.reports import memory_rows, precision_rows, state_text
+from deepspeed.engine.roots import check_loss, paired_roots
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.logging import log_dist, log_dist_once
 from deepspeed.release import VERSION
 from deepspeed.zero.access.whole_buckets import iter_full
+from deepspeed.zero.micro_batch import MicroBatch
 from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer
 from deepspeed.zero.runtime import ZeroRuntime
 
@@ -86,6 +88,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, nn.Module):
         self.loaded_checkpoint_dp_world_size: int | None = None
         self.loaded_checkpoint_mp_world_size: int | None = None
         self._boundary_override: bool | None = None
+        self._said: MicroBatch | None = None  # by the driver of the last backward, until the next one or a step
         self._accumulates_from = 0  # ``micro_steps`` from which on the present accumulation steps are counted
         self._sync = True
         self._managed_backward = False
@@ -173,18 +176,30 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, nn.Module):
     # -- backward ----------------------------------------------------------------------------------------------------
 
     def backward(
-        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **kwargs: Any
-    ) -> torch.Tensor:
+        self,
+        loss: Any,
+        retain_graph: bool = False,
+        scale_wrt_gas: bool = True,
+        *,
+        gradients: Any = None,
+        micro_batch: MicroBatch | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Backpropagates ``loss`` and reduces gradients as the ZeRO stage says. Every rank must call it.
 
         Args:
-            loss: Scalar; it is divided by ``gradient_accumulation_steps`` and multiplied by the loss scale.
+            loss: Scalar; it is divided by ``gradient_accumulation_steps`` and multiplied by the loss scale. With
+                ``gradients`` a tensor or a sequence of tensors that some forward returned.
             retain_graph: As in torch.
             scale_wrt_gas: False: do not divide.
+            gradients: Of each tensor of ``loss``, or None for one that got none: those of a loss that another part of
+                the model computed, scaled and divided already. Nothing of it is scaled or reported here.
+            micro_batch: Where this backward stands in its update, said by a schedule that runs several forwards before
+                their backwards; its last one is followed by one :meth:`step`. None: found by counting steps.
             **kwargs: Further arguments of ``Tensor.backward``.
 
         Returns:
-            The loss divided by the accumulation steps, without the loss scale.
+            The loss divided by the accumulation steps, without the loss scale; with ``gradients``, ``loss``.
         """
         if self._runtime.reducer is None:
             raise CallOrderError(
@@ -192,27 +207,31 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, nn.Module):
                 "an `optimizer` section with trainable model_parameters"
             )
         self._runtime.refuse_away("engine.backward", "lp_params", "lp_grads")
-        if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
-            raise CallOrderError(f"engine.backward: {_not_a_loss(loss)}")
-        if loss.numel() != 1 and kwargs.get("gradient") is None:
-            raise CallOrderError(
-                f"engine.backward: the loss has shape {tuple(loss.shape)}; expected one element. Reduce it (mean or "
-                "sum), or pass gradient= as to Tensor.backward"
-            )
+        if gradients is not None:
+            roots, given = paired_roots(loss, gradients)
+        else:
+            check_loss(loss, kwargs.get("gradient"))
         if self._in_forward:
             self._runtime.hooks.pause()
         self._runtime.leave_backward("engine.backward")
         self._runtime.drop_open_work()
-        if scale_wrt_gas and self._accumulation_steps > 1:
-            loss = loss / self._accumulation_steps
-        self._progress.loss(loss)
-        scaler = self._updater.loss_scaler if self._updater is not None else None
-        scaled = scaler.scale_loss(loss) if scaler is not None else loss
+        if micro_batch is not None and micro_batch.is_first and self._runtime.reducer.has_sums:
+            raise CallOrderError(
+                f"engine.backward: micro-batch {micro_batch.index} is said to be the first of an update, but gradients "
+                "of earlier ones wait for theirs; call engine.step() after the last of them, or engine.zero_grad()"
+            )
+        self._said = micro_batch
+        if gradients is None:
+            if scale_wrt_gas and self._accumulation_steps > 1:
+                loss = loss / self._accumulation_steps
+            self._progress.loss(loss)
+            scaler = self._updater.loss_scaler if self._updater is not None else None
+            roots, given = [scaler.scale_loss(loss) if scaler is not None else loss], [kwargs.pop("gradient", None)]
         self._progress.before("backward")
         self._managed_backward = True
-        self._open_backward()
         try:
-            scaled.backward(retain_graph=retain_graph, **kwargs)
+            self._open_backward()
+            torch.autograd.backward(roots, given, retain_graph=retain_graph, **kwargs)
         finally:
             self._managed_backward = False
         self._close_backward()
@@ -233,12 +252,10 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, nn.Module):
         """A backward has begun: by ``engine.backward``, or seen at the outputs of forward."""
         if self._runtime.in_backward or self._runtime.reducer is None:
             return
-        self._has_run_backward = True
         if self._sync and self._boundary_override is None:  # whoever decides about steps knows of them
             self._missing_step.backward()
-        self._runtime.begin_backward(
-            boundary=self.is_gradient_accumulation_boundary(), sync=self._sync and self.enable_backward_allreduce
-        )
+        self._runtime.begin_backward(self._micro_batch(), sync=self._sync and self.enable_backward_allreduce)
+        self._has_run_backward = True
         if self._managed_backward:
             return
         self._progress.before("backward")
@@ -256,11 +273,21 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, nn.Module):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the present micro-step ends in an update."""
+        if self._said is not None:
+            return self._said.is_last
         if self._boundary_override is not None:
             return self._boundary_override
         if not self._root.managed_gradient_accumulation:
             return True
         return self._micro_steps_since_update + 1 == self._accumulation_steps
+
+    def _micro_batch(self) -> MicroBatch:
+        """As its driver has said, or else by counting the calls of ``step``."""
+        return self._said or MicroBatch(
+            self._micro_steps_since_update,
+            is_first=not self._has_run_backward,
+            is_last=self.is_gradient_accumulation_boundary(),
+        )
 
     @property
     def _micro_steps_since_update(self) -> int:
@@ -306,14 +333,17 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, nn.Module):
                     "counted, and the schedule advances. Call engine.backward(loss) before each engine.step()",
                     level=logging.WARNING,
                 )
-            self._has_run_backward = False
             self._progress.before("step")
             self._update(lr_kwargs)
+            self._has_run_backward = False
             self._progress.after("step")
             self._report_step()
         else:
             self._runtime.reducer.end_micro_step()  # type: ignore[union-attr]
         self.micro_steps += 1
+        if self._said is not None and self._said.is_last:
+            self._accumulates_from = self.micro_steps  # whoever counts steps after this begins here
+        self._said = None
 
     def _update(self, lr_kwargs: dict[str, Any] | None) -> None:
         assert self._updater is not None
@@ -622,13 +652,3 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, nn.Module):
             if self._stopped_gc:
                 self._stopped_gc = False
                 last_first.callback(gc.enable)
-
-
-def _not_a_loss(loss: Any) -> str:
-    """What is wrong with a loss that nothing can be trained by."""
-    if not isinstance(loss, torch.Tensor):
-        return f"expected the loss as a tensor, found {type(loss).__name__}; pass the element of it that is the loss"
-    return (
-        "the loss does not require a gradient, so it depends on no trained parameter. Compute it from what "
-        "engine(...) returned, without detach() or torch.no_grad(), and see that some parameter has requires_grad"
-    )

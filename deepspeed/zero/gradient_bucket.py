@@ -184,11 +184,15 @@ class GradientBucket:
         self._missing = sum(parameter.requires_grad for parameter in self.bucket.params)
         self.bucket.gradients_in = self._missing == 0
         self.state = GradientState.IDLE
-        sums = (self._result, self._accumulator, self._partial)
-        self._had_sum = any(buffer is not None for buffer in sums)
+        self._had_sum = self.has_sum
         self._had_local_sum = self._accumulator is not None
         self._added = False
         self._used_before = list(self.used)
+
+    @property
+    def has_sum(self) -> bool:
+        """Whether a sum of earlier backwards is there, reduced or not."""
+        return any(buffer is not None for buffer in (self._result, self._accumulator, self._partial))
 
     def is_mixed(self, *, reduced: bool) -> bool:
         """Whether this backward's gradient has been added to a sum that was there before it.

@@ -261,6 +261,11 @@ class GradientReducer:
         return self._cursor
 
     @property
+    def has_sums(self) -> bool:
+        """Whether gradients of earlier backwards wait for an update on this rank."""
+        return any(gradients.has_sum for gradients in self.buckets)
+
+    @property
     def is_mixed(self) -> bool:
         """Whether a part of the open backward has been added to sums of earlier micro-batches."""
         return any(gradients.is_mixed(reduced=self._reduce_now) for gradients in self.buckets)

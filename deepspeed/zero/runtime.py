@@ -32,6 +32,7 @@ from deepspeed.zero.landing import Landing
 from deepspeed.zero.layout import Limits, ModelLayout, UnitTile, model_layout
 from deepspeed.zero.leaf import get_z3_leaf_modules
 from deepspeed.zero.masters import MasterBucket
+from deepspeed.zero.micro_batch import MicroBatch
 from deepspeed.zero.placement import Home, Placement
 from deepspeed.zero.places import Places
 from deepspeed.zero.reduction_policy import ReductionPolicy
@@ -345,11 +346,11 @@ class ZeroRuntime:
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
-    def begin_backward(self, *, boundary: bool, sync: bool) -> None:
+    def begin_backward(self, micro_batch: MicroBatch, *, sync: bool) -> None:
         """Opens a backward: gradients are collected and sharded parameters gathered on demand until it ends.
 
         Args:
-            boundary: Whether the update follows this backward.
+            micro_batch: Where it stands in its update.
             sync: False inside ``no_sync``: nothing is reduced.
         """
         assert not self.in_backward
@@ -358,7 +359,7 @@ class ZeroRuntime:
         if self.reducer is not None:
             alone = all(isinstance(group.reduce, LocalTransport) for group in self.groups)
             every = self.reducer.policy.every_micro_batch and not alone
-            self.reducer.begin(reduce_now=sync and (boundary or every), is_last=boundary)
+            self.reducer.begin(reduce_now=sync and (micro_batch.is_last or every), is_last=micro_batch.is_last)
         self._confirm(True)
         self.schedule.begin("backward")
 

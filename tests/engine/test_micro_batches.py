@@ -1,0 +1,143 @@
+"""Forwards and backwards in any legal order, part by part: what a schedule does gives what the plain order gives."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deepspeed.errors import CallOrderError
+from deepspeed.zero import MicroBatch
+from tests.engine.support import Layer, engine_of, inputs, rank, tower
+from tests.harness import assert_states_equal, run_ranks
+from tests.zero.reading import full_masters
+
+PARTS, MICRO_BATCHES, UPDATES = 3, 4, 3
+Action = tuple[str, int, int]  # "forward" or "backward", part, micro-batch
+
+
+class Chain(nn.Module):
+    """Parts that are called one by one; the first and the last share a weight, and a frozen layer is among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Sequential(Layer(), Layer()) for _ in range(PARTS))
+        self.parts[2][1].rise.weight = self.parts[0][0].rise.weight
+        self.parts[1][0].requires_grad_(False)
+
+
+def plain() -> list[Action]:
+    """One micro-batch after the other."""
+    order: list[Action] = []
+    for number in range(MICRO_BATCHES):
+        order += [("forward", part, number) for part in range(PARTS)]
+        order += [("backward", part, number) for part in reversed(range(PARTS))]
+    return order
+
+
+def shuffled(seed: int) -> list[Action]:
+    """A random order in which every action comes after what it needs."""
+    choose = random.Random(seed)
+    waiting = [
+        [("forward", part, number) for part in range(PARTS)]
+        + [("backward", part, number) for part in reversed(range(PARTS))]
+        for number in range(MICRO_BATCHES)
+    ]
+    order = []
+    while any(waiting):
+        order.append(choose.choice([actions for actions in waiting if actions]).pop(0))
+    return order
+
+
+def positions(order: list[Action]) -> Iterator[tuple[Action, MicroBatch | None]]:
+    """The actions, and of the backwards where they stand in the update."""
+    backwards = [action for action in order if action[0] == "backward"]
+    for action in order:
+        said = MicroBatch(action[2], is_first=action == backwards[0], is_last=action == backwards[-1])
+        yield action, said if action[0] == "backward" else None
+
+
+def run_update(engine: Any, update: int, order: list[Action]) -> None:
+    """Runs the actions, each part with the inputs detached from the part before it."""
+    entering: dict[tuple[int, int], torch.Tensor] = {}
+    leaving: dict[tuple[int, int], torch.Tensor] = {}
+    for (kind, part, number), said in positions(order):
+        if kind == "forward":
+            x = inputs(update, number, rank()).double() if part == 0 else leaving[part - 1, number].detach()
+            entering[part, number] = x = x.clone().requires_grad_(part > 0)
+            leaving[part, number] = engine.module.parts[part](x)
+        elif part == PARTS - 1:
+            engine.backward(leaving.pop((part, number)).square().mean(), micro_batch=said)
+        else:
+            gradient = entering.pop((part + 1, number)).grad
+            engine.backward([leaving.pop((part, number))], gradients=[gradient], micro_batch=said)
+    engine.step()
+
+
+def chain_engine(stage: int, **zero: Any) -> Any:
+    torch.manual_seed(3)
+    section = {"stage3_param_persistence_threshold": 20, **zero}
+    return engine_of(Chain().double(), stage, zero=section, accumulation=MICRO_BATCHES)
+
+
+def interleaved(stage: int, zero: dict[str, Any]) -> None:
+    """Other orders in every update, and one seed more than one update."""
+    one_by_one = chain_engine(stage, **zero)
+    engine = chain_engine(stage, **zero)
+    for update in range(UPDATES):
+        run_update(one_by_one, update, plain())
+        run_update(engine, update, shuffled(update // 2))
+        assert engine.global_steps == update + 1 and engine.was_step_applied()
+    assert_states_equal(full_masters(engine), full_masters(one_by_one), rtol=1e-9, atol=1e-12)
+
+
+NOTHING_KEPT = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+
+
+@pytest.mark.parametrize(
+    ("stage", "zero"),
+    [(0, {}), (1, {}), (2, {"overlap_comm": True}), (3, {}), (3, NOTHING_KEPT)],
+    ids=["0", "1", "2", "3", "3-nothing-kept"],
+)
+def test_any_legal_order_gives_what_the_plain_one_gives(stage: int, zero: dict[str, Any]) -> None:
+    run_ranks(interleaved, 2, stage, zero)
+
+
+def refused(engine: Any, said: str, *arguments: Any, **more: Any) -> None:
+    with pytest.raises(CallOrderError, match=said):
+        engine.backward(*arguments, **more)
+
+
+def mistakes_of_a_driver() -> None:
+    engine = engine_of(tower(), 2, accumulation=2)
+    first, last = MicroBatch(0, is_first=True, is_last=False), MicroBatch(1, is_first=False, is_last=True)
+    loss, one = engine(inputs(0)), torch.ones(())
+    refused(
+        engine, r"expected a gradient \(or None\) for each of 2 tensor\(s\), found 1", [loss, loss], gradients=[one]
+    )
+    refused(engine, r"tensor 0 has shape \(\), its gradient \(3,\)", loss, gradients=torch.ones(3))
+    refused(engine, "no tensor requires a gradient and was given one", [loss, one], gradients=[None, one])
+    refused(engine, "found list; pass the element of it that is the loss, or outputs together with gradients", [loss])
+    engine.backward([one, loss], gradients=[None, one / 2], micro_batch=first)
+    loss = engine(inputs(1))
+    refused(engine, "is said to be the first of an update, but gradients", loss, micro_batch=first)
+    engine.backward(loss, micro_batch=last)
+    engine.step()
+    assert engine.global_steps == 1
+    counted = engine_of(tower(), 2, accumulation=2)
+    for number in range(2):
+        counted.backward(counted(inputs(number)))
+        counted.step()
+    assert_states_equal(full_masters(engine), full_masters(counted))
+    for number in range(2):  # nobody says anything: steps are counted, from here
+        engine.backward(engine(inputs(number)))
+        engine.step()
+        assert engine.global_steps == 1 + number
+
+
+def test_a_driver_that_says_something_else_is_told() -> None:
+    run_ranks(mistakes_of_a_driver, 1)
