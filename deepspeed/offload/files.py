@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -201,6 +203,10 @@ class FileMemory(Memory):
         else:
             self._copying.append((buffer, copied))
         return copied
+
+    def ordered(self) -> AbstractContextManager[Any]:
+        """See the class this one derives from."""
+        return self._up.context()
 
     def forget(self) -> None:
         """See the class this one derives from."""

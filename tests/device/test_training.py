@@ -1,0 +1,142 @@
+"""Training on the simulated device: whatever the stage and the home, everything is ordered."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import deepspeed
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_fp32_param
+from tests.device.support import HOMES, batch, engine_at, evaluate, step
+from tests.harness.device import simulated_device
+
+PREFETCHING = {"stage3_prefetch_bucket_size": 10_000, "stage3_max_reuse_distance": 1000}
+
+# Stage, home, ranks, precision, micro-batches, further keys.
+CELLS: tuple[tuple[int, str, int, str, int, dict[str, Any]], ...] = (
+    (0, "device", 2, "bf16", 2, {}),
+    (1, "device", 2, "fp16", 1, {}),
+    (1, "optimizer on the host", 2, "bf16", 2, {}),
+    (2, "device", 2, "fp32", 1, {}),
+    (2, "optimizer on the host", 1, "fp16", 3, {}),
+    (2, "optimizer in files", 2, "bf16", 1, {}),
+    (3, "device", 2, "bf16", 2, PREFETCHING),
+    (3, "device", 4, "bf16", 1, {"zero_hpz_partition_size": 2}),
+    (3, "device", 4, "bf16", 2, {"mics_shard_size": 2}),
+    (3, "optimizer on the host", 2, "bf16", 1, {}),
+    (3, "both on the host", 1, "bf16", 1, PREFETCHING),
+    (3, "both on the host", 2, "fp16", 3, {}),
+    (3, "both in files", 2, "bf16", 2, PREFETCHING),
+)
+
+
+@pytest.mark.parametrize(("stage", "home", "ranks", "precision", "accumulation", "zero"), CELLS)
+def test_training_is_ordered(
+    stage: int, home: str, ranks: int, precision: str, accumulation: int, zero: dict[str, Any], tmp_path: Path
+) -> None:
+    with simulated_device(ranks=ranks, quick=accumulation == 2):
+        engine = engine_at(
+            stage, home, tmp_path, precision=precision, accumulation=accumulation, zero=zero, gradient_clipping=0.5
+        )
+        for number in range(3):
+            step(engine, number)
+        engine.backward(engine(batch(engine, 4)))
+        evaluate(engine)
+        engine.step()
+        engine.destroy()
+
+
+@pytest.mark.parametrize("home", [home for home in HOMES if home != "optimizer in files"])
+def test_what_a_failure_leaves_is_ordered(home: str, tmp_path: Path) -> None:
+    class Failure(Exception):
+        pass
+
+    def fail(*_: Any) -> None:
+        raise Failure
+
+    with simulated_device(ranks=2):
+        engine = engine_at(3, home, tmp_path, zero=PREFETCHING)
+        step(engine)
+        for register in ("register_forward_hook", "register_full_backward_hook"):
+            hook = getattr(engine.module.layers[1], register)(fail)
+            with pytest.raises(Failure):
+                engine.backward(engine(batch(engine, 1)))
+            hook.remove()
+            step(engine, 2)
+        engine.destroy()
+
+
+@pytest.mark.parametrize("home", ["device", "both on the host"])
+def test_gathers_that_nobody_uses_are_ordered(home: str) -> None:
+    """What was asked for ahead is on its way when a shorter forward ends; its memory is given back then."""
+    with simulated_device(ranks=2):
+        engine = engine_at(3, home, zero={"stage3_prefetch_bucket_size": 10_000, "stage3_max_reuse_distance": 0})
+        step(engine)
+        for _ in range(2):
+            evaluate(engine)
+        first = engine.module.first
+        engine.module.forward = lambda x: first(x.to(first.bias.dtype))
+        for _ in range(2):
+            evaluate(engine)
+        engine.destroy()
+
+
+@pytest.mark.parametrize(("stage", "home"), [(2, "optimizer on the host"), (3, "both on the host"), (3, "device")])
+def test_access_to_parameters_is_ordered(stage: int, home: str) -> None:
+    with simulated_device(ranks=2 if stage == 3 else 1):
+        engine = engine_at(stage, home)
+        step(engine)
+        parameters = list(engine.module.parameters())[:3]
+        engine.backward(engine(batch(engine, 1)))
+        for parameter in parameters:
+            assert safe_get_full_grad(parameter) is not None
+            safe_set_full_fp32_param(parameter, safe_get_full_fp32_param(parameter) * 2)
+        engine.step()
+        with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0):
+            parameters[0].data.mul_(2)
+        with deepspeed.zero.GatheredParameters(parameters):
+            parameters[1].sum().item()
+        evaluate(engine)
+        step(engine, 2)
+        engine.destroy()
+
+
+@pytest.mark.parametrize("optimizer", ["Lamb", "Muon"])
+def test_optimizers_that_exchange_are_ordered(optimizer: str) -> None:
+    with simulated_device(ranks=2):
+        engine = engine_at(3, "optimizer on the host", optimizer={"type": optimizer, "params": {"lr": 0.01}})
+        for number in range(2):
+            step(engine, number)
+        engine.destroy()
+
+
+class _Gains(nn.Module):
+    """Layers each of whose gains is used on demand only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(9, 9) for _ in range(4))
+        self.gains = nn.ParameterList(torch.full((40,), 2.0) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.to(next(self.linears.parameters()).dtype)
+        for linear in self.linears:
+            x = x + linear(x)
+        return x.float().square().mean()
+
+
+@pytest.mark.parametrize(("stage", "home"), [(1, "optimizer on the host"), (3, "both on the host")])
+def test_unused_parameters_keep_their_values(stage: int, home: str) -> None:
+    """The buffers through which results go up hold those of other buckets; what was not updated is not taken."""
+    with simulated_device():
+        engine = engine_at(stage, home, model=_Gains(), zero={"reduce_bucket_size": 200})
+        for number in range(3):
+            step(engine, number)
+        gains = list(engine.module.gains)
+        with deepspeed.zero.GatheredParameters(gains):
+            assert all((gain == 2).all().item() for gain in gains)
+        engine.destroy()

@@ -1,0 +1,10 @@
+"""A device that is only clocks: CPU tensors, and a check that everything on them is ordered (docs/design/device.md).
+
+with simulated_device(ranks=2) as device:
+    engine = deepspeed.initialize(...)      # finds an accelerator called "cuda" and NCCL-like communicators
+    ...                                     # trains; unordered work raises OrderError at the end of the block
+"""
+
+from tests.harness.device.simulation import Device, OrderError, simulated_device
+
+__all__ = ["Device", "OrderError", "simulated_device"]

@@ -1,0 +1,141 @@
+"""Who works when, as vector clocks: the host, every stream of the device, every buffer's transfers to the disk.
+
+An *actor* does its work in one order. Its clock says, for every actor, how much of that one's work is certainly over
+before its own next piece of work begins. Two pieces of work are ordered if the later one's clock contains the earlier
+one; nothing is measured, so one run stands for every speed that the actors may have.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Actor:
+    """Something that works in one order.
+
+    Attributes:
+        name: For sentences.
+        time: Pieces of work so far.
+        known: Per actor, how much of its work is over before the next piece of this one's.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.time = 0
+        self.known: dict[Actor, int] = {}
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def work(self) -> int:
+        """Begins one more piece of work; returns its number."""
+        self.time += 1
+        self.known[self] = self.time
+        return self.time
+
+    def has_seen(self, other: Actor, time: int) -> bool:
+        """Whether piece ``time`` of ``other`` is over before what this one does next."""
+        return other is self or self.known.get(other, 0) >= time
+
+    def learn(self, known: dict[Actor, int]) -> None:
+        """What is over according to ``known`` is over for this one from now on."""
+        mine = self.known
+        for actor, time in known.items():
+            if mine.get(actor, 0) < time:
+                mine[actor] = time
+
+
+class Clocks:
+    """The host and the streams of one device.
+
+    Attributes:
+        host: All host code, whatever its thread.
+        default: The default stream.
+        current: The stream that work is queued on now.
+        device_is_quick: What an event that nobody has waited for answers when it is asked: whether it was reached.
+    """
+
+    def __init__(self, *, device_is_quick: bool = False) -> None:
+        self.host = Actor("the host")
+        self.default = Stream(self, "the default stream")
+        self.current = self.default
+        self.device_is_quick = device_is_quick
+        self.streams = [self.default]
+        self._unnamed = 0
+
+    def new_stream(self, name: str | None = None) -> Stream:
+        """A stream that is ordered after nothing but what the host has seen."""
+        self._unnamed += name is None
+        made = Stream(self, name or f"stream {self._unnamed}")
+        self.streams.append(made)
+        return made
+
+    def new_event(self, *_arguments: Any, **_options: Any) -> Event:
+        """An event; timing and the like are ignored."""
+        return Event(self)
+
+    def launch(self) -> Actor:
+        """The actor of a kernel that the host queues now."""
+        self.current.learn(self.host.known)
+        return self.current
+
+    def synchronize(self) -> None:
+        """The host waits for all streams."""
+        for stream in self.streams:
+            self.host.learn(stream.known)
+
+
+class Stream(Actor):
+    """A stream of the device, with the methods of ``torch.Stream`` that matter."""
+
+    def __init__(self, clocks: Clocks, name: str) -> None:
+        super().__init__(name)
+        self._clocks = clocks
+
+    def wait_stream(self, other: Stream) -> None:
+        self.learn(self._clocks.host.known)
+        self.learn(other.known)
+
+    def wait_event(self, event: Event) -> None:
+        self.learn(self._clocks.host.known)
+        self.learn(event.known)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event if event is not None else Event(self._clocks)
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        self._clocks.host.learn(self.known)
+
+    def query(self) -> bool:
+        return self.record_event().query()
+
+
+class Event:
+    """An event of the device, with the methods of ``torch.Event``."""
+
+    def __init__(self, clocks: Clocks) -> None:
+        self._clocks = clocks
+        self.known: dict[Actor, int] = {}
+
+    def record(self, stream: Stream | None = None) -> None:
+        stream = stream if stream is not None else self._clocks.current
+        self.known = {**stream.known}
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream if stream is not None else self._clocks.current).wait_event(self)
+
+    def synchronize(self) -> None:
+        self._clocks.host.learn(self.known)
+
+    def query(self) -> bool:
+        host = self._clocks.host
+        if all(host.has_seen(actor, time) for actor, time in self.known.items()):
+            return True
+        if self._clocks.device_is_quick:
+            host.learn(self.known)
+        return self._clocks.device_is_quick
+
+    def elapsed_time(self, _end: Event) -> float:
+        return 0.0

@@ -1,0 +1,180 @@
+"""Collectives as NCCL has them: queued on a stream of their communicator, waited for by streams and not by the host.
+
+The other ranks are mirrors of this one: what a rank receives is what it has sent itself, as if all had the same data.
+Their clocks are not needed, because a collective touches only this rank's memory, and only on this rank's stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from deepspeed.comm.native import NativeTransport
+from deepspeed.comm.transport import LocalTransport, Transport
+from tests.harness.device.accelerator import on_stream
+from tests.harness.device.clocks import Clocks, Event
+
+
+class _Queued:
+    """A collective on its way. It keeps its tensors until it is waited for, as NCCL's works do."""
+
+    def __init__(self, group: Communicator, done: Event, tensors: Any) -> None:
+        self._group = group
+        self._done = done
+        self._tensors = tensors
+        group.unfinished.append(self)
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Later work of the current stream comes after it; the host goes on."""
+        self._group.clocks.current.wait_event(self._done)
+        self._tensors = None
+        if self in self._group.unfinished:
+            self._group.unfinished.remove(self)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._done.query()
+
+
+class Communicator:
+    """A process group of one backend with a stream of its own.
+
+    Args:
+        clocks: Of the device.
+        name: For sentences.
+        place: Rank and size.
+
+    Attributes:
+        unfinished: What nobody has waited for.
+    """
+
+    def __init__(self, clocks: Clocks, name: str, place: tuple[int, int]) -> None:
+        self.clocks = clocks
+        self.rank, self.size = place
+        self.stream = clocks.new_stream(name)
+        self.unfinished: list[_Queued] = []
+
+    def _queue(self, run: Any, *tensors: torch.Tensor) -> _Queued:
+        for tensor in tensors:
+            if tensor.device.type == "cpu":
+                raise RuntimeError(f"No backend type associated with device type cpu (shape {tuple(tensor.shape)})")
+        self.stream.wait_stream(self.clocks.current)
+        with on_stream(self.clocks, self.stream), torch.no_grad():
+            run()
+        return _Queued(self, self.stream.record_event(), tensors)
+
+    def _allgather_base(self, flat: torch.Tensor, mine: torch.Tensor) -> _Queued:
+        def run() -> None:
+            for row in flat.view(self.size, -1):
+                if row.data_ptr() != mine.data_ptr():  # in place it stays where it is
+                    row.copy_(mine.view(-1))
+
+        return self._queue(run, flat, mine)
+
+    def _reduce_scatter_base(self, out: torch.Tensor, flat: torch.Tensor) -> _Queued:
+        def run() -> None:
+            torch.mul(flat.view(self.size, -1)[self.rank], self.size, out=out.view(-1))
+
+        return self._queue(run, out, flat)
+
+    def allreduce(self, tensors: list[torch.Tensor], *_options: Any) -> _Queued:
+        return self._queue(lambda: tensors[0].mul_(self.size), *tensors)
+
+    def broadcast(self, tensor: torch.Tensor) -> _Queued:
+        return self._queue(lambda: tensor.copy_(tensor.clone()), tensor)
+
+    def all_to_all(
+        self, output: torch.Tensor, tensor: torch.Tensor, output_numels: list[int], input_numels: list[int]
+    ) -> _Queued:
+        """Every peer sends what this rank sends to itself, cut or repeated to the length that is expected of it."""
+
+        def run() -> None:
+            mine = tensor.split(input_numels)[self.rank]
+            for part in output.split(output_numels):
+                if part.numel() and mine.numel():
+                    part.copy_(mine.repeat(-(-part.numel() // mine.numel()))[: part.numel()])
+                else:
+                    part.zero_()
+
+        return self._queue(run, output, tensor)
+
+    def abort(self) -> None:
+        self.unfinished.clear()
+
+
+class _Operations:
+    """Collectives of ``torch.distributed`` itself, over a communicator of all ranks."""
+
+    def __init__(self, group: Communicator) -> None:
+        self._group = group
+
+    def all_reduce(self, tensor: torch.Tensor, async_op: bool = False, **_options: Any) -> _Queued | None:
+        return self._waited(self._group.allreduce([tensor]), async_op)
+
+    def broadcast(self, tensor: torch.Tensor, *_source: Any, async_op: bool = False, **_options: Any) -> _Queued | None:
+        return self._waited(self._group.broadcast(tensor), async_op)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_numels: list[int],
+        input_numels: list[int],
+        async_op: bool = False,
+        **_options: Any,
+    ) -> _Queued | None:
+        return self._waited(self._group.all_to_all(output, tensor, output_numels, input_numels), async_op)
+
+    def _waited(self, work: _Queued, async_op: bool) -> _Queued | None:
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+
+class _Mirrored(NativeTransport):
+    def broadcast(self, tensor: torch.Tensor, source: int, *, label: str) -> None:
+        self.group.broadcast(tensor).wait()
+
+    def move(self, pieces: Any, *, label: str) -> None:
+        for piece in pieces:
+            if piece.tensor is not None and piece.tensor.numel():
+                self.group.broadcast(piece.tensor).wait()
+
+
+class MirrorWorld:
+    """Rank ``rank`` of ``size`` equal ones; see ``deepspeed.comm.world.World``.
+
+    Attributes:
+        rank: This rank.
+        size: Number of ranks.
+        backend: ``nccl``.
+        operations: Collectives of ``torch.distributed``.
+        communicators: In the order in which they were made; the first is that of ``operations``.
+    """
+
+    backend = "nccl"
+
+    def __init__(self, clocks: Clocks, rank: int, size: int) -> None:
+        self._clocks = clocks
+        self.rank = rank
+        self.size = size
+        self.communicators: list[Communicator] = []
+        self.operations: Any = _Operations(self.communicator((rank, size)))
+
+    def communicator(self, place: tuple[int, int]) -> Communicator:
+        """A new one, of which this rank is ``place``: rank and size."""
+        made = Communicator(self._clocks, f"the stream of communicator {len(self.communicators)}", place)
+        self.communicators.append(made)
+        return made
+
+    def transport(self, device: torch.device | None, ranks: Sequence[int] | None = None) -> Transport:
+        members = range(self.size) if ranks is None else ranks
+        if len(members) == 1:
+            return LocalTransport()
+        place = members.index(self.rank), len(members)
+        made = _Mirrored(self.communicator(place), *place, device if device is not None else torch.device("cuda", 0))
+        made.ranks = tuple(members)
+        return made

@@ -1,0 +1,245 @@
+"""Memory as the checker sees it: every storage in stretches of bytes, with the last write and the reads since.
+
+A *finding* is a read that is not ordered after the last write, a write that is not ordered after the last write and the
+reads since, or memory that may be given to somebody else while it is still in use. It is a sentence that names both
+places. Findings are collected, not raised: the values are right (everything runs at once on the CPU), so the program
+goes on and one run shows all there are.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tests.harness.device.clocks import Actor, Clocks
+from tests.harness.device.places import Place
+
+Ranges = Sequence[tuple[int, int]]
+Access = tuple[int, Place]
+"""Number of the piece of work, and where it was asked for."""
+
+
+class _Stretch:
+    """Bytes from ``start`` to the next stretch that have the same history."""
+
+    __slots__ = ("reads", "start", "write")
+
+    def __init__(self, start: int, write: tuple[Actor, Access] | None, reads: dict[Actor, Access]) -> None:
+        self.start = start
+        self.write = write
+        self.reads = reads
+
+
+class Block:
+    """The memory of one storage.
+
+    Attributes:
+        on_device: Whether it is the device's.
+        pages: Of host memory: ``"plain"``, ``"pinned"`` by torch (whose allocator waits for copies before it hands
+            memory out again) or ``"registered"`` with the driver (nobody waits).
+        made: Where it was allocated.
+        owner: Device memory: the stream it was allocated on, which alone orders its next use.
+        lent: Device memory: the streams that ``record_stream`` named.
+        disk: The actor of its transfers to and from a file.
+    """
+
+    def __init__(self, nbytes: int, *, on_device: bool, made: Place, owner: Actor | None) -> None:
+        self.nbytes = nbytes
+        self.on_device = on_device
+        self.pages = "plain"
+        self.made = made
+        self.owner = owner
+        self.lent: set[Actor] = set()
+        self.disk: Actor | None = None
+        self._stretches = [_Stretch(0, None, {})]
+
+    def describe(self) -> str:
+        kind = "device" if self.on_device else {"plain": "host"}.get(self.pages, "page-locked host")
+        return f"{kind} memory"
+
+    def _split(self, at: int) -> int:
+        """The index of the stretch that begins at ``at``, made if there is none."""
+        stretches = self._stretches
+        index = bisect_right(stretches, at, key=lambda stretch: stretch.start) - 1
+        found = stretches[index]
+        if found.start == at:
+            return index
+        stretches.insert(index + 1, _Stretch(at, found.write, dict(found.reads)))
+        return index + 1
+
+    def touch(
+        self, ranges: Ranges, actor: Actor, access: Access, *, writes: bool, clash: Callable[[str, Actor, Place], None]
+    ) -> None:
+        """Notes an access, and calls ``clash`` for every earlier one that it is not ordered after."""
+        for start, stop in ranges:
+            if start >= stop:
+                continue
+            first = self._split(start)
+            last = self._split(stop) if stop < self.nbytes else len(self._stretches)
+            for stretch in self._stretches[first:last]:
+                if stretch.write is not None:
+                    writer, (time, place) = stretch.write
+                    if not actor.has_seen(writer, time):
+                        clash("write", writer, place)
+                if writes:
+                    for reader, (time, place) in stretch.reads.items():
+                        if not actor.has_seen(reader, time):
+                            clash("read", reader, place)
+                else:
+                    stretch.reads[actor] = access
+            if writes:  # one history from now on
+                self._stretches[first:last] = [_Stretch(start, (actor, access), {})]
+
+    def last_uses(self) -> list[tuple[Actor, Access]]:
+        """The last use of every actor."""
+        found: dict[Actor, Access] = {}
+        for stretch in self._stretches:
+            uses = [*stretch.reads.items(), *([stretch.write] if stretch.write is not None else [])]
+            for actor, access in uses:
+                if actor not in found or found[actor][0] < access[0]:
+                    found[actor] = access
+        return list(found.items())
+
+
+class _Alive(weakref.ref[Any]):
+    __slots__ = ("key",)
+    key: int
+
+
+class Memory:
+    """All storages, by the address of torch's object, and what was found.
+
+    Attributes:
+        findings: Sentences.
+    """
+
+    def __init__(self, clocks: Clocks) -> None:
+        self.clocks = clocks
+        self.findings: list[str] = []
+        self._blocks: dict[int, Block] = {}
+        self._alive: dict[int, _Alive] = {}
+        self._seen: set[object] = set()
+        # Freed blocks by owner, with uses that were not over for it then.
+        self._loose: list[tuple[Block, Place, list[tuple[Actor, Access]]]] = []
+        memory = weakref.ref(self)
+
+        def died(alive: _Alive) -> None:
+            found = memory()
+            if found is not None:
+                found._died(alive)
+
+        self._on_death = died
+
+    def _report(self, key: object, sentence: str) -> None:
+        if key not in self._seen:
+            self._seen.add(key)
+            self.findings.append(sentence)
+
+    def block(self, storage: Any) -> Block | None:
+        """What is known of a storage."""
+        return self._blocks.get(storage._cdata)
+
+    def on_device(self, storage: Any) -> bool:
+        """Whether a storage is device memory."""
+        found = self._blocks.get(storage._cdata)
+        return found is not None and found.on_device
+
+    def know(self, storage: Any, *, on_device: bool) -> Block:
+        """The block of a storage; one that is seen for the first time was made just now."""
+        key = storage._cdata
+        found = self._blocks.get(key)
+        if found is None:
+            found = self._made(storage.nbytes(), on_device)
+            self._blocks[key] = found
+            alive = _Alive(storage, self._on_death)
+            alive.key = key
+            self._alive[key] = alive
+        return found
+
+    def _made(self, nbytes: int, on_device: bool) -> Block:
+        owner = self.clocks.launch() if on_device else None
+        place = Place("allocated")
+        if on_device and nbytes:
+            self._hand_out(owner, place)
+        return Block(nbytes, on_device=on_device, made=place, owner=owner)
+
+    def _hand_out(self, owner: Any, place: Place) -> None:
+        """Memory that was freed for this stream may be used again now."""
+        for entry in [entry for entry in self._loose if entry[0].owner is owner]:
+            self._loose.remove(entry)
+            block, freed, uses = entry
+            for actor, (time, used) in uses:
+                if not owner.has_seen(actor, time):
+                    self._report(
+                        (freed.key, used.key, actor),
+                        f"{block.describe()} ({block.made}) that was freed ({freed}) may be handed out again on "
+                        f"{owner} ({place}) before its last use on {actor} ({used}) is over: wait for it, or call "
+                        "record_stream",
+                    )
+
+    def resized(self, storage: Any, nbytes: int) -> None:
+        """``resize_`` of a storage: what was there is freed, the rest is new."""
+        found = self._blocks.get(storage._cdata)
+        if found is None:
+            return
+        if found.nbytes and found.nbytes != nbytes:
+            self._freed(found, Place("resized"))
+        fresh = self._made(nbytes, found.on_device)
+        fresh.pages = found.pages
+        self._blocks[storage._cdata] = fresh
+
+    def _died(self, alive: _Alive) -> None:
+        del self._alive[alive.key]
+        block = self._blocks.pop(alive.key)
+        if block.nbytes:
+            self._freed(block, Place("last reference dropped"))
+
+    def _freed(self, block: Block, place: Place) -> None:
+        host = self.clocks.host
+        if block.on_device:
+            owner = block.owner
+            assert owner is not None
+            owner.learn(host.known)
+            uses = [
+                (actor, access)
+                for actor, access in block.last_uses()
+                if actor is not host and actor not in block.lent and not owner.has_seen(actor, access[0])
+            ]
+            if uses:
+                self._loose.append((block, place, uses))
+            return
+        if block.pages == "pinned":
+            return
+        for actor, (time, used) in block.last_uses():
+            if not host.has_seen(actor, time):
+                self._report(
+                    (place.key, used.key, actor),
+                    f"{block.describe()} ({block.made}) is freed ({place}) before its last use on {actor} ({used}) is "
+                    "over: the host must wait for it first",
+                )
+
+    def access(self, storage: Any, ranges: Ranges, actor: Actor, time: int, place: Place, *, writes: bool) -> None:
+        """Notes that ``actor`` reads or writes bytes of a storage."""
+        block = self.know(storage, on_device=False)
+
+        def clash(how: str, other: Actor, before: Place) -> None:
+            doing = "writes to" if writes else "reads"
+            self._report(
+                (place.key, before.key, writes, how, actor, other),
+                f"{actor} {doing} {block.describe()} ({place}) without being ordered after the {how} on {other} "
+                f"({before}); the memory was {block.made}",
+            )
+
+        block.touch(ranges, actor, (time, place), writes=writes, clash=clash)
+
+    def mixed(self, tensor: Any, place: Place, *, writes: bool) -> None:
+        """A kernel got a tensor in host memory."""
+        if tensor.dim() == 0 and not writes:
+            return
+        self._report(
+            ("mixed", place.key),
+            f"{place} works on device memory and on a host tensor of shape {tuple(tensor.shape)} at once: move one of "
+            "them",
+        )

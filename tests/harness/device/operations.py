@@ -1,0 +1,260 @@
+"""Every operation of torch as work of an actor that reads and writes memory.
+
+What an operation reads and writes is in its schema. Where it runs follows from its tensors: with one in device memory
+it is a kernel on the current stream, else it is host code. The kernels really run at once, on the CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.harness.device.clocks import Actor, Clocks
+from tests.harness.device.memory import Memory, Ranges
+from tests.harness.device.places import Place
+
+_aten = torch.ops.aten
+_UNWRITTEN = {
+    _aten.empty.memory_format,
+    _aten.empty_strided.default,
+    _aten.empty_like.default,
+    _aten.empty_permuted.default,
+    _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+}
+# Their schema does not say that they touch no memory.
+_VIEWS = {"_unsafe_view", "lift_fresh", "set_"}
+# The host needs their result, so it waits for the current stream.
+_WAITED_FOR = {
+    _aten._local_scalar_dense.default,
+    _aten.equal.default,
+    _aten.is_nonzero.default,
+    _aten.nonzero.default,
+    _aten.masked_select.default,
+}
+_COPIES = {_aten.copy_.default, _aten._to_copy.default, _aten._foreach_copy_.default}
+_MOST_RANGES = 128  # of a tensor with gaps; above that, the whole stretch it spans
+
+
+def tensors_of(values: Any) -> Iterator[torch.Tensor]:
+    """All tensors in lists, tuples and dicts."""
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from tensors_of(value)
+    elif isinstance(values, dict):
+        yield from tensors_of(list(values.values()))
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_meta
+
+
+def ranges_of(tensor: torch.Tensor) -> Ranges:
+    """The bytes of its storage that a tensor covers."""
+    size = tensor.element_size()
+    start = int(tensor.storage_offset()) * size
+    if tensor.numel() == 0:
+        return ()
+    if tensor.is_contiguous():
+        return ((start, start + tensor.numel() * size),)
+    pairs = zip(tensor.stride(), tensor.shape, strict=True)
+    dims = sorted((stride, extent) for stride, extent in pairs if extent > 1 and stride)
+    length = 1
+    while dims and dims[0][0] == length:  # together they are one piece
+        length *= dims.pop(0)[1]
+    pieces = 1
+    for _, extent in dims:
+        pieces *= extent
+    if pieces > _MOST_RANGES:
+        span = length + sum(stride * (extent - 1) for stride, extent in dims)
+        return ((start, start + span * size),)
+    starts = [0]
+    for stride, extent in dims:
+        starts = [first + stride * index for first in starts for index in range(extent)]
+    return tuple((start + first * size, start + (first + length) * size) for first in sorted(starts))
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What a schema says.
+
+    Attributes:
+        written: Names and positions of the arguments that are written.
+        is_view: The result is memory of an argument and nothing is computed.
+        is_factory: Its tensors are only models of the one that it makes.
+    """
+
+    written: frozenset[int | str]
+    is_view: bool
+    is_factory: bool
+
+
+@functools.cache
+def _shape_of(func: Any) -> _Shape:
+    schema = func._schema
+    written: set[int | str] = set()
+    aliased = False
+    for index, argument in enumerate(schema.arguments):
+        if argument.alias_info is None:
+            continue
+        if argument.alias_info.is_write:
+            written |= {index, argument.name}
+        else:
+            aliased = True
+    name = schema.name.removeprefix("aten::")
+    is_view = name in _VIEWS or (aliased and not written)
+    return _Shape(frozenset(written), is_view, name.endswith("_like") or name.startswith(("new_", "empty")))
+
+
+class Operations(TorchDispatchMode):
+    """Records while it is active as a context.
+
+    Args:
+        clocks: Of the device.
+        memory: What is read and written.
+    """
+
+    def __init__(self, clocks: Clocks, memory: Memory) -> None:
+        super().__init__()
+        self._clocks = clocks
+        self._memory = memory
+        self._asked: bool | None = None  # where a new tensor is asked for: on the device or not; None: not said
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    @contextmanager
+    def asked_for(self, on_device: bool | None) -> Iterator[None]:
+        """Tensors that are made inside are made there; None changes nothing."""
+        before = self._asked
+        self._asked = before if on_device is None else on_device
+        try:
+            yield
+        finally:
+            self._asked = before
+
+    def is_on_device(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in device memory."""
+        with torch._C.DisableTorchFunction():
+            return _is_plain(tensor) and self._memory.on_device(tensor.untyped_storage())
+
+    def touch(self, tensor: torch.Tensor, actor: Actor, place: Place, *, writes: bool) -> None:
+        """``actor`` reads or writes a tensor, outside of torch's operations."""
+        with torch._C.DisableTorchFunction():
+            self._touch([tensor], actor, actor.work(), place, writes=writes)
+
+    def _touch(self, tensors: Any, actor: Actor, time: int, place: Place, *, writes: bool) -> None:
+        for tensor in tensors_of(tensors):
+            if _is_plain(tensor):
+                self._memory.access(tensor.untyped_storage(), ranges_of(tensor), actor, time, place, writes=writes)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():
+            return self._run(func, args, kwargs)
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        shape = _shape_of(func)
+        given = [tensor for tensor in tensors_of((args, kwargs)) if _is_plain(tensor)]
+        for tensor in given:
+            self._memory.know(tensor.untyped_storage(), on_device=bool(self._asked))
+        if shape.is_view:
+            return func(*args, **kwargs)
+        place = Place(func._schema.name.removeprefix("aten::"))
+        if func in _COPIES:
+            return self._copy(func, args, kwargs, place)
+        on_device = any(self._memory.on_device(tensor.untyped_storage()) for tensor in given)
+        if self._asked is not None and (shape.is_factory or not any(tensor.dim() for tensor in given)):
+            on_device = self._asked or (on_device and not shape.is_factory)
+        actor: Actor = self._clocks.launch() if on_device else self._clocks.host
+        time = actor.work()
+        if not shape.is_factory:
+            for key, argument in [*enumerate(args), *kwargs.items()]:
+                if key in shape.written:
+                    self._touch_all(argument, on_device, actor, time, place, writes=True)
+                else:
+                    self._touch_all(argument, on_device, actor, time, place, writes=False)
+        result = func(*args, **kwargs)
+        known = {tensor.untyped_storage()._cdata for tensor in given}
+        for tensor in tensors_of(result):
+            if _is_plain(tensor) and tensor.untyped_storage()._cdata not in known:
+                self._memory.know(tensor.untyped_storage(), on_device=on_device)
+                if func not in _UNWRITTEN:
+                    self._touch(tensor, actor, time, place, writes=True)
+        if on_device and func in _WAITED_FOR:
+            self._clocks.current.synchronize()
+        return result
+
+    def _touch_all(
+        self, argument: Any, on_device: bool, actor: Actor, time: int, place: Place, *, writes: bool
+    ) -> None:
+        """As :meth:`_touch`; a kernel is handed the numbers of the host's tensors when it is queued."""
+        for tensor in tensors_of(argument):
+            is_there = not on_device or not _is_plain(tensor) or self._memory.on_device(tensor.untyped_storage())
+            if is_there:
+                self._touch([tensor], actor, time, place, writes=writes)
+            else:
+                self._memory.mixed(tensor, place, writes=writes)
+                self._touch([tensor], self._clocks.host, self._clocks.host.work(), place, writes=writes)
+
+    # -- copies ------------------------------------------------------------------------------------------------------
+
+    def _copy(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], place: Place) -> Any:
+        if func is _aten._to_copy.default:
+            source = args[0]
+            result = func(*args, **{**kwargs, "non_blocking": False})
+            there = self._memory.on_device(source.untyped_storage()) if self._asked is None else self._asked
+            block = self._memory.know(result.untyped_storage(), on_device=there)
+            later = bool(kwargs.get("non_blocking", False))
+            if later and not there and self._memory.on_device(source.untyped_storage()):
+                block.pages = "pinned"  # so does torch
+            self._copied(result, source, place, later=later)
+            return result
+        later = bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
+        targets, sources = list(tensors_of(args[0])), list(tensors_of(args[1]))
+        for target, source in zip(targets, sources, strict=True):
+            self._copied(target, source, place, later=later)
+        return func(*args, **kwargs)
+
+    def _copied(self, target: torch.Tensor, source: torch.Tensor, place: Place, *, later: bool) -> None:
+        clocks, memory = self._clocks, self._memory
+        up = memory.on_device(target.untyped_storage())
+        down = memory.on_device(source.untyped_storage())
+        if not up and not down:
+            time = clocks.host.work()
+            self._touch([source], clocks.host, time, place, writes=False)
+            self._touch([target], clocks.host, time, place, writes=True)
+            return
+        stream = clocks.launch()
+        if up and down:
+            time = stream.work()
+            self._touch([source], stream, time, place, writes=False)
+            self._touch([target], stream, time, place, writes=True)
+            return
+        of_host, of_device = (source, target) if up else (target, source)
+        block = memory.block(of_host.untyped_storage())
+        assert block is not None
+        if later and block.pages != "plain":
+            time = stream.work()
+            self._touch([source], stream, time, place, writes=False)
+            self._touch([target], stream, time, place, writes=True)
+            return
+        if up:
+            self._touch([of_host], clocks.host, clocks.host.work(), place, writes=False)
+            clocks.launch()
+        self._touch([of_device], stream, stream.work(), place, writes=up)
+        if down or not later:  # from ordinary pages the values are taken at once, and the host does not wait
+            clocks.current.synchronize()
+        if down:
+            self._touch([of_host], clocks.host, clocks.host.work(), place, writes=True)

@@ -1,0 +1,155 @@
+"""The simulated device as one context: everything that the package must not notice, undone at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from deepspeed.accelerator import get_accelerator, set_accelerator
+from deepspeed.checkpoint import disk as checkpoint_disk
+from deepspeed.comm.world import played_by
+from deepspeed.offload.disk import Disk, disk_is
+from deepspeed.offload.file_io import BlockFile, IoSettings, Transfer
+from deepspeed.offload.pinned import HostMemorySource, host_memory_from
+from tests.harness.device.accelerator import SimulatedAccelerator
+from tests.harness.device.clocks import Actor, Clocks
+from tests.harness.device.collectives import MirrorWorld
+from tests.harness.device.memory import Memory
+from tests.harness.device.operations import Operations
+from tests.harness.device.places import Place
+from tests.harness.device.surface import tensors_say_where_they_are
+
+
+class OrderError(AssertionError):
+    """Work that is not ordered; the message has a sentence for each pair of places."""
+
+
+class Device:
+    """What a test can ask of the simulated device.
+
+    Attributes:
+        accelerator: As ``get_accelerator()`` returns it.
+        world: The other ranks.
+    """
+
+    def __init__(self, memory: Memory, accelerator: SimulatedAccelerator, world: MirrorWorld) -> None:
+        self._memory = memory
+        self.accelerator = accelerator
+        self.world = world
+
+    @property
+    def findings(self) -> list[str]:
+        """The sentences so far."""
+        return self._memory.findings
+
+
+@contextmanager
+def simulated_device(*, ranks: int = 1, rank: int = 0, quick: bool = False) -> Iterator[Device]:
+    """Inside, the process has an accelerator called ``cuda`` and perhaps peers; at the end unordered work is an error.
+
+    Args:
+        ranks: Ranks that the package finds; more than one are mirrors of this one.
+        rank: This one.
+        quick: An event that nobody has waited for says that it was reached when it is asked, instead of not yet.
+
+    Raises:
+        OrderError: Some work was not ordered.
+    """
+    clocks = Clocks(device_is_quick=quick)
+    memory = Memory(clocks)
+    operations = Operations(clocks, memory)
+    accelerator = SimulatedAccelerator(clocks)
+    world = MirrorWorld(clocks, rank, ranks)
+    before = get_accelerator()
+    set_accelerator(accelerator)
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(tensors_say_where_they_are(operations, memory))
+            stack.enter_context(host_memory_from(_Pages(memory)))
+            stack.enter_context(disk_is(_RecordedDisk(operations, memory)))
+            stack.enter_context(_bytes_are_read(operations, memory))
+            stack.enter_context(played_by(world))
+            stack.enter_context(operations)
+            yield Device(memory, accelerator, world)
+    finally:
+        set_accelerator(before)
+    if memory.findings:
+        raise OrderError(f"{len(memory.findings)} orderings are missing:\n" + "\n".join(memory.findings))
+
+
+class _Pages(HostMemorySource):
+    """Host memory of offloaded states; locked pages are those that nobody but the package looks after."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+
+    def pages(self, nbytes: int, *, pin: bool) -> torch.Tensor:
+        made = super().pages(nbytes, pin=False)
+        if pin:
+            with torch._C.DisableTorchFunction():
+                self._memory.know(made.untyped_storage(), on_device=False).pages = "registered"
+        return made
+
+
+class _RecordedTransfer(Transfer):
+    def __init__(self, real: Transfer, memory: Memory, actor: Actor, time: int, buffer: torch.Tensor) -> None:
+        self._real = real
+        self._memory = memory
+        self._actor = actor
+        self._time = time
+        self._buffer = buffer
+
+    def wait(self) -> None:
+        self._real.wait()
+        self._memory.clocks.host.learn({self._actor: self._time})
+
+
+class _RecordedFile(BlockFile):
+    """A file whose transfers are work of their own, begun by the host and over when it has waited."""
+
+    operations: Operations
+    memory: Memory
+
+    def read(self, buffer: torch.Tensor, offset: int) -> Transfer:
+        return self._recorded(super().read(buffer, offset), buffer, "file read", writes=True)
+
+    def write(self, buffer: torch.Tensor, offset: int) -> Transfer:
+        return self._recorded(super().write(buffer, offset), buffer, "file write", writes=False)
+
+    def _recorded(self, real: Transfer, buffer: torch.Tensor, what: str, *, writes: bool) -> Transfer:
+        with torch._C.DisableTorchFunction():
+            block = self.memory.know(buffer.untyped_storage(), on_device=False)
+        if block.disk is None:
+            block.disk = Actor("the disk")
+        block.disk.learn(self.memory.clocks.host.known)
+        self.operations.touch(buffer, block.disk, Place(what), writes=writes)
+        return _RecordedTransfer(real, self.memory, block.disk, block.disk.time, buffer)
+
+
+class _RecordedDisk(Disk):
+    def __init__(self, operations: Operations, memory: Memory) -> None:
+        self._operations = operations
+        self._memory = memory
+
+    def file(self, path: Path, settings: IoSettings) -> BlockFile:
+        made = _RecordedFile(path, settings)
+        made.operations, made.memory = self._operations, self._memory
+        return made
+
+
+@contextmanager
+def _bytes_are_read(operations: Operations, memory: Memory) -> Iterator[None]:
+    """Checkpoints read host memory by address."""
+    real = checkpoint_disk.bytes_of
+
+    def bytes_of(tensor: torch.Tensor) -> Any:
+        operations.touch(tensor, memory.clocks.host, Place("bytes_of"), writes=False)
+        return real(tensor)
+
+    with mock.patch.object(checkpoint_disk, "bytes_of", bytes_of):
+        yield

@@ -1,0 +1,173 @@
+"""What a program sees of torch: tensors that say they are on a device, though their memory is the CPU's.
+
+``Tensor.device`` answers from the books of the checker. Functions that are asked for a tensor on the device make one on
+the CPU and enter it there. What has no meaning without a device (``record_stream``, page-locking) is noted. All of it
+is put in the place of torch's own names, so it holds in every thread and inside autograd.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from tests.harness.device.memory import Memory
+from tests.harness.device.operations import Operations
+from tests.harness.device.places import Place
+
+DEVICE = torch.device("cuda", 0)
+HOST = torch.device("cpu")
+
+_FACTORIES = (
+    *("empty", "empty_strided", "zeros", "ones", "full", "tensor", "as_tensor", "arange", "linspace", "eye"),
+    *("rand", "randn", "randint", "randperm"),
+    *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
+)
+_METHODS = ("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full", "new_tensor")
+
+
+@contextmanager
+def tensors_say_where_they_are(operations: Operations, memory: Memory) -> Iterator[None]:
+    """Inside, torch has the device.
+
+    Args:
+        operations: Records what runs.
+        memory: Its books.
+    """
+    surface = _Surface(operations, memory)
+    with ExitStack() as stack:
+        for owner, names in ((torch, _FACTORIES), (torch.Tensor, _METHODS)):
+            for name in names:
+                made = surface.factory(getattr(owner, name))
+                stack.enter_context(mock.patch.object(owner, name, made))
+        for name in ("to", "cpu", "cuda"):
+            stack.enter_context(mock.patch.object(torch.Tensor, name, surface.move(name)))
+        for name in ("tolist", "numpy"):
+            stack.enter_context(mock.patch.object(torch.Tensor, name, surface.read(getattr(torch.Tensor, name), name)))
+        for name, value in surface.attributes().items():
+            stack.enter_context(mock.patch.object(torch.Tensor, name, value))
+        resize = surface.resize(torch.UntypedStorage.resize_)
+        stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resize))
+        yield
+
+
+def _wants_device(value: Any) -> bool | None:
+    """Whether an argument names the device (True), the host (False) or something else (None)."""
+    if not isinstance(value, (torch.device, str)):
+        return None
+    kind = value.type if isinstance(value, torch.device) else value.split(":")[0]
+    return {"cuda": True, "cpu": False}.get(kind)
+
+
+class _Surface:
+    def __init__(self, operations: Operations, memory: Memory) -> None:
+        self._operations = operations
+        self._memory = memory
+
+    def _block(self, tensor: torch.Tensor) -> Any:
+        with torch._C.DisableTorchFunction():
+            return self._memory.know(tensor.untyped_storage(), on_device=False)
+
+    def factory(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        """``real``, which may be asked for the device or for locked pages."""
+
+        @functools.wraps(real)
+        def make(*args: Any, **kwargs: Any) -> Any:
+            wanted = _wants_device(kwargs.get("device"))
+            if wanted is None and "pin_memory" not in kwargs:
+                return real(*args, **kwargs)
+            if wanted is not None:
+                kwargs["device"] = HOST
+            locked = kwargs.pop("pin_memory", False)
+            with self._operations.asked_for(wanted):
+                made = real(*args, **kwargs)
+            if locked:
+                self._block(made).pages = "pinned"
+            return made
+
+        return make
+
+    def move(self, name: str) -> Callable[..., torch.Tensor]:
+        """``to`` and its kin: a copy where the device changes."""
+        real = torch.Tensor.to
+
+        def move(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            wanted = {"cpu": False, "cuda": True}.get(name)
+            rest = [] if wanted is not None else list(args)
+            for index, value in enumerate(rest):
+                says = _wants_device(value)
+                if says is not None:
+                    wanted, rest[index] = says, HOST
+                elif isinstance(value, torch.Tensor):
+                    wanted, rest[index : index + 1] = self._operations.is_on_device(value), [HOST, value.dtype]
+            says = _wants_device(kwargs.get("device"))
+            if says is not None:
+                wanted, kwargs["device"] = says, HOST
+            if wanted is None or tensor.is_meta or wanted == self._operations.is_on_device(tensor):
+                return real(tensor, *rest, **kwargs) if rest or kwargs else tensor
+            if not rest and "device" not in kwargs:
+                rest = [HOST]
+            with self._operations.asked_for(wanted):
+                return real(tensor, *rest, **{**kwargs, "copy": True})
+
+        return move
+
+    def read(self, real: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """``real``, with which the host reads a tensor."""
+
+        def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            clocks = self._memory.clocks
+            if self._operations.is_on_device(tensor):
+                self._operations.touch(tensor, clocks.launch(), Place(name), writes=False)
+                clocks.current.synchronize()
+            else:
+                self._operations.touch(tensor, clocks.host, Place(name), writes=False)
+            return real(tensor, *args, **kwargs)
+
+        return read
+
+    def attributes(self) -> dict[str, Any]:
+        """Attributes and methods of all tensors that a device answers."""
+        real = torch._C.TensorBase.device
+        operations = self._operations
+
+        def device(tensor: torch.Tensor) -> torch.device:
+            if operations.is_on_device(tensor):
+                return DEVICE
+            with torch._C.DisableTorchFunction():
+                return real.__get__(tensor)  # type: ignore[attr-defined, no-any-return]
+
+        def record_stream(tensor: torch.Tensor, stream: Any) -> None:
+            self._block(tensor).lent.add(stream)
+
+        def is_pinned(tensor: torch.Tensor, *_device: Any) -> bool:
+            return bool(self._block(tensor).pages != "plain")
+
+        def pin_memory(tensor: torch.Tensor, *_device: Any) -> torch.Tensor:
+            if is_pinned(tensor):
+                return tensor
+            made = tensor.clone()
+            self._block(made).pages = "pinned"
+            return made
+
+        return {
+            "device": property(device),
+            "is_cuda": property(lambda tensor: device(tensor).type == "cuda"),
+            "is_cpu": property(lambda tensor: device(tensor).type == "cpu"),
+            "record_stream": record_stream,
+            "is_pinned": is_pinned,
+            "pin_memory": pin_memory,
+        }
+
+    def resize(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        """``real``, which frees and allocates."""
+
+        def resize(storage: Any, nbytes: int) -> Any:
+            self._memory.resized(storage, nbytes)
+            return real(storage, nbytes)
+
+        return resize
