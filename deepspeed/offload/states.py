@@ -69,8 +69,10 @@ class StateMover:
                 same: the locked pages that they come from are given back then, and nothing else keeps those.
         """
         device = self._runtime.device
+        sources: list[torch.Tensor] = []  # until every copy is over: pages are unlocked with their last reference
 
         def to_device(tensor: torch.Tensor) -> torch.Tensor:
+            sources.append(tensor)
             with torch.inference_mode(False):
                 return torch.empty_like(tensor, device=device).copy_(tensor, non_blocking=non_blocking)
 

@@ -241,7 +241,7 @@ class FlatBuffer:
         if self.is_allocated:
             if self._own_references is not None and self._references() > self._own_references:
                 self._leave_to_others()
-            else:
+            elif self._storage.resizable():  # mapped pages are not: they go with the last reference
                 self._storage.resize_(0)
             self.is_allocated = False
             self._ledger.add(self._kind, self._home, -self.nbytes)
