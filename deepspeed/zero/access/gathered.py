@@ -427,7 +427,7 @@ def _was_edited(parameter: torch.nn.Parameter, address: Address, loan: Loan) -> 
         return True
     values = loan.backup if loan.backup is not None else _master_values(address)
     if values is not None:
-        return not _same_bits(parameter.data, values)
+        return not _same_bits(parameter.data, values.to(parameter.device))
     fragment = address.holder.fragment(address.tile) if address.holder.is_sharded else None
     if fragment is None:
         return False
