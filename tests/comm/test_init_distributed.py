@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 import textwrap
 
 import pytest
 
 from deepspeed.comm.place import free_port
+from tests.comm.processes import Job
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DEEPSPEED_TIMEOUT")
 PREFIXES = ("SLURM_", "OMPI_", "PMI_", "MPI_", "TORCHELASTIC_")
-BEGIN = "import os, torch, torch.distributed as td, deepspeed.comm as dist\n"
 
 
-def start(code: str, **environ: str) -> subprocess.Popen:
+def start(code: str, **environ: str) -> Job:
     clean = {k: v for k, v in os.environ.items() if k not in VARIABLES and not k.startswith(PREFIXES)}
     clean.update(environ, OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu")
-    return subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", BEGIN + textwrap.dedent(code)],
-        env=clean,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return Job(textwrap.dedent(code), clean)
 
 
 def run(code: str, **environ: str) -> tuple[str, str]:
