@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -44,8 +45,9 @@ class CPUAccelerator(DeepSpeedAccelerator):
         return 0
 
     def device_count(self) -> int:
-        """Always 1."""
-        return 1
+        """The ranks on this machine, which take the place of devices: the launcher's ``LOCAL_SIZE``, else 1."""
+        told = os.environ.get("LOCAL_SIZE", "")
+        return max(int(told), 1) if told.isdecimal() else 1
 
     def synchronize(self, index: Index = None) -> None:
         """Does nothing: a call that returned is finished."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from deepspeed.config.findings import Findings, Path, dotted, shown
 from deepspeed.config.types import to_bool, to_float
+from deepspeed.logging import warn_once
 
 
 @dataclass(frozen=True)
@@ -220,6 +222,32 @@ def translate_old_keys(data: dict[str, Any], findings: Findings) -> None:
             shown_value = "" if entry.same_section else f"; {shown(value)} became {shown(converted)}"
             names = " and ".join(dotted(path) for path in entry.new)
             findings.notice(f"{findings.label(entry.old)} is an old name of {names}{shown_value}")
+
+
+@cache
+def old_names(place: Path) -> frozenset[str]:
+    """The old spellings of keys of the section at ``place``."""
+    return frozenset(str(entry.old[-1]) for entry in OLD_KEYS if entry.old[:-1] == place)
+
+
+def with_present_names(data: dict[str, Any], place: Path) -> dict[str, Any]:
+    """A section as a program wrote it, old spellings translated; each is logged once.
+
+    Raises:
+        ValueError: An old spelling has a value that it cannot have, or its present name is there with another one.
+    """
+    findings = Findings({}, {}, None)
+    whole: dict[str, Any] = {}
+    _place(whole, place, dict(data))
+    translate_old_keys(whole, findings)
+    if findings.problems():
+        raise ValueError("; ".join(findings.problems()))
+    for notice in findings.notices:
+        warn_once(notice, notice)
+    holder = _lookup(whole, place)
+    assert holder is not None
+    section: dict[str, Any] = holder[str(place[-1])]
+    return section
 
 
 def _says_nothing(entry: OldKey, value: Any) -> bool:

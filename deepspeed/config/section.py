@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
+from deepspeed.config.deprecated import old_names, with_present_names
+from deepspeed.config.findings import Path
+
 
 @dataclass(frozen=True)
 class KeyFacts:
@@ -115,12 +118,14 @@ class Section(BaseModel):
 
     Class attributes:
         switch_name: Name of the key, where a section has one, that turns it on.
+        place: Where the section stands in a configuration, for those that have old spellings.
     """
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, defer_build=True, protected_namespaces=(), populate_by_name=False
     )
     switch_name: ClassVar[str] = "enabled"
+    place: ClassVar[Path | None] = None
 
     @classmethod
     def switch(cls) -> str | None:
@@ -130,9 +135,13 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _proper_names(cls, data: Any) -> Any:
-        """Takes aliases too when a program builds a section itself; files are resolved before, with messages."""
+        """Takes aliases and old names too when a program builds a section itself; files are resolved before."""
+        if not isinstance(data, dict):
+            return data
+        if cls.place is not None and not old_names(cls.place).isdisjoint(data):
+            data = with_present_names(data, cls.place)
         aliases = _aliases(cls)
-        if not isinstance(data, dict) or not aliases or aliases.keys().isdisjoint(data):
+        if aliases.keys().isdisjoint(data):
             return data
         return {aliases.get(name, name): value for name, value in data.items()}
 

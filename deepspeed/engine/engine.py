@@ -32,6 +32,7 @@ from deepspeed.engine.reports import memory_rows, precision_rows, state_text
 from deepspeed.engine.roots import check_loss, paired_roots
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.logging import log_dist, log_dist_once
+from deepspeed.profiling.timer import ThroughputTimer
 from deepspeed.release import VERSION
 from deepspeed.zero.access.whole_buckets import iter_full
 from deepspeed.zero.micro_batch import MicroBatch
@@ -101,6 +102,8 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, nn.Module):
         self.monitor = parts.monitor
         self._progress = ProgressLog(self._root, self.monitor, self.global_rank == 0)
         self.timers = self._progress.timers
+        # For programs that drive it or count epochs with it; the engine's own figure is in the log and the monitor.
+        self.tput_timer = ThroughputTimer(self._root.timers.throughput, self.train_batch_size())
         self._profiled = ProfiledStep(self._root.flops_profiler, self) if self._root.flops_profiler.enabled else None
         self._checkpoints = EngineCheckpoints(
             parts,

@@ -162,7 +162,10 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "the fused transformer layer",
         "Use torch.nn.TransformerEncoderLayer, whose attention torch fuses.",
-        {"deepspeed": "DeepSpeedTransformerLayer DeepSpeedTransformerConfig"},
+        {
+            "deepspeed": "DeepSpeedTransformerLayer DeepSpeedTransformerConfig",
+            "deepspeed.ops.transformer": "DeepSpeedTransformerLayer DeepSpeedTransformerConfig",
+        },
     ),
     Feature(
         "the LoRA-optimized linear layer",
@@ -172,7 +175,10 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "model compression",
         "Quantise with torch.ao or prune with torch.nn.utils.prune.",
-        {"deepspeed.compression": "init_compression redundancy_clean student_initialization"},
+        {
+            "deepspeed.compression": "init_compression redundancy_clean student_initialization",
+            "deepspeed.compression.compress": "init_compression redundancy_clean student_initialization",
+        },
         (
             switch("compression_training.layer_reduction.enabled"),
             switch("compression_training.weight_quantization.shared_parameters.enabled"),
@@ -231,9 +237,21 @@ FEATURES: tuple[Feature, ...] = (
         {"deepspeed.runtime.checkpoint_engine.checkpoint_engine": "CheckpointEngine TorchCheckpointEngine"},
     ),
     Feature(
-        "taking a checkpoint apart by its upstream layout",
+        "access to an upstream checkpoint by its files",
         "Use the functions of deepspeed.utils.zero_to_fp32, or ds_inspect to look into it.",
         {"deepspeed.checkpoint": "DeepSpeedCheckpoint"},
+    ),
+    Feature(
+        "the building of native operators",
+        "Nothing is compiled here: the optimizers of deepspeed.ops work as they are; ds_report says what is usable.",
+        {
+            "deepspeed.ops.op_builder": (
+                "OpBuilder CUDAOpBuilder CPUAdamBuilder CPUAdagradBuilder CPULionBuilder FusedAdamBuilder "
+                "FusedLambBuilder FusedLionBuilder AsyncIOBuilder GDSBuilder UtilsBuilder TransformerBuilder "
+                "StochasticTransformerBuilder InferenceBuilder SparseAttnBuilder QuantizerBuilder RandomLTDBuilder "
+                "SpatialInferenceBuilder EvoformerAttnBuilder MoEBuilder"
+            )
+        },
     ),
     Feature(
         "binding processes to cores",
@@ -285,12 +303,23 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "elastic batch sizes",
         "Set the batch keys; a checkpoint can be read by any number of ranks.",
-        keys=(switch("elasticity.enabled"),),
+        {"deepspeed.elasticity": "compute_elastic_config ElasticityConfig ElasticityError"},
+        (switch("elasticity.enabled"),),
     ),
     Feature(
         "curriculum learning and token dropping",
         "Order and cut the samples in the data loader.",
-        keys=(switch("data_efficiency.enabled"), switch("curriculum_learning.enabled")),
+        {
+            "deepspeed.runtime.data_pipeline.curriculum_scheduler": "CurriculumScheduler",
+            "deepspeed.runtime.data_pipeline.data_routing.basic_layer": "RandomLayerTokenDrop",
+            "deepspeed.runtime.data_pipeline.data_routing.helper": "convert_to_random_ltd remove_random_ltd_state_dict",
+            "deepspeed.runtime.data_pipeline.data_sampling.data_analyzer": "DataAnalyzer DistributedDataAnalyzer",
+            "deepspeed.runtime.data_pipeline.data_sampling.data_sampler": "DeepSpeedDataSampler",
+            "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset": (
+                "MMapIndexedDataset MMapIndexedDatasetBuilder"
+            ),
+        },
+        (switch("data_efficiency.enabled"), switch("curriculum_learning.enabled")),
     ),
     Feature(
         "progressive layer dropping",

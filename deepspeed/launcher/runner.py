@@ -164,10 +164,10 @@ def _launch_arguments(args: argparse.Namespace, selected: Selected) -> list[str]
         command.append(f"--master_port={args.master_port}")
     if args.no_ssh:
         command.append(f"--node_rank={args.node_rank}")
-    return [*command, *_rank_options(args), args.user_script, *args.user_args]
+    return [*command, *rank_options(args), args.user_script, *args.user_args]
 
 
-def _rank_options(args: argparse.Namespace) -> list[str]:
+def rank_options(args: argparse.Namespace) -> list[str]:
     """The options that concern how a rank is started, spelt out for :mod:`deepspeed.launcher.launch`."""
     switches = ("module", "no_python", "no_local_rank", "save_pid", "quiet", "bind_cores_to_rank")
     options = [f"--{name}" for name in switches if getattr(args, name)]
@@ -201,7 +201,7 @@ def _run_on_machines(args: argparse.Namespace, selected: Selected) -> int:
             master_port=claim.port,
             exports=_exports(),
             folder=os.getcwd(),
-            options=tuple(_rank_options(args)),
+            options=tuple(rank_options(args)),
             script=(args.user_script, *args.user_args),
             launcher_args=tuple(shlex.split(args.launcher_args)),
             ssh_port=args.ssh_port,

@@ -7,12 +7,15 @@ In reading order: ``rules`` (the arithmetic), ``chunks`` (cache-sized pieces), `
 ``sparse_attention`` stands apart: attention over chosen blocks of a sequence.
 """
 
+from __future__ import annotations
+
 from deepspeed.lazy import lazy_names
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
+    {"__compatible_ops__": "deepspeed.ops.native:COMPATIBLE"},
     submodules=[
         *("adagrad", "adam", "build", "chunks", "elementwise", "flat"),
-        *("lamb", "lion", "muon", "rules", "segments", "sparse_attention"),
+        *("lamb", "lion", "muon", "op_builder", "rules", "segments", "sparse_attention", "transformer"),
     ],
 )

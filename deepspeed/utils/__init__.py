@@ -45,6 +45,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         "nvtx",
         "tensor_fragment",
         "timer",
+        "torch",
         "zero_to_fp32",
         "zero_to_torch",
     ],

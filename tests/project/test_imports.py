@@ -22,11 +22,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("monitor", "profiling"),
     ("engine",),
     ("parallel", "plan"),
-    ("pipe", "moe", "sequence", "tensor", "inference", "compression", "autotuning", "linear"),
+    ("pipe", "moe", "sequence", "tensor", "inference", "compression", "autotuning", "elasticity", "linear"),
     ("compile", "io", "datastates"),
     ("launcher", "cli"),
     # Only re-exports, at the paths that the ecosystem imports.
-    ("runtime", "utils", "module_inject", "model_implementations", "constants", "git_version_info"),
+    ("runtime", "utils", "module_inject", "model_implementations", "constants", "env_report", "git_version_info"),
 )
 MAY_IMPORT_TORCH_DISTRIBUTED = ("comm", "parallel")
 

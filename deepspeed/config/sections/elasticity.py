@@ -9,6 +9,8 @@ from deepspeed.config.types import Bool, Float, Int, IntList
 class Elasticity(Section):
     """Batch sizes that suit many numbers of ranks (removed upstream in 0.19.8)."""
 
+    place = ("elasticity",)
+
     enabled: Bool = key(False, "Compute the batch sizes.", removed="0.19.8")
     max_train_batch_size: Int = key(2000, "Upper bound of the batch; required when enabled.", unit="samples", above=0)
     micro_batch_sizes: IntList = key(

@@ -9,6 +9,8 @@ from deepspeed.config.types import Bool, Int
 class Aio(Section):
     """Asynchronous file access for NVMe offload."""
 
+    place = ("aio",)
+
     block_size: Int = key(1_048_576, "Size of one request, rounded up to pages.", unit="bytes", above=0)
     queue_depth: Int = key(8, "Requests in flight.", unit="requests", above=0)
     intra_op_parallelism: Int = key(

@@ -30,6 +30,8 @@ class OffloadParam(Section):
 class OffloadOptimizer(Section):
     """Where master weights and optimizer state live, and hence where the update runs."""
 
+    place = ("zero_optimization", "offload_optimizer")
+
     device: Device = key(
         "none",
         "Home of master weights and optimizer state. Needs stage 1 or more; nvme needs nvme_path. At stage 0 "

@@ -13,6 +13,8 @@ _BF16_SCALING = "bf16 has the exponent range of fp32, so nothing is scaled"
 class Fp16(Section):
     """Half precision: fp16 weights and gradients, fp32 master weights, a loss scale against underflow."""
 
+    place = ("fp16",)
+
     enabled: Bool = key(
         False,
         "Train with fp16 weights. Not together with bf16.enabled; the device must support fp16. Master weights are "
@@ -49,6 +51,8 @@ class Fp16(Section):
 
 class Bf16(Section):
     """Bfloat16 weights and gradients with fp32 master weights; no loss scale."""
+
+    place = ("bf16",)
 
     enabled: Bool = key(
         False, "Train with bfloat16 weights. Not together with fp16.enabled; the device must support bf16."
@@ -126,6 +130,8 @@ class MsAmp(Section):
 
 class DataTypes(Section):
     """Data types apart from the precision mode."""
+
+    place = ("data_types",)
 
     grad_accum_dtype: DType | None = key(
         None,

@@ -70,6 +70,8 @@ class ZeroOptimization(Section):
     Sizes are numbers of elements of one collective or of one rank's memory, as each key says, never bytes.
     """
 
+    place = ("zero_optimization",)
+
     stage: Stage = key(
         0,
         "What each data-parallel rank keeps only a share of: 0 nothing; 1 master weights and optimizer state; 2 also "

@@ -26,5 +26,6 @@ __getattr__, __dir__, __all__ = lazy_names(
         "stage3",
         "stage_1_and_2",
         "tiling",
+        "utils",
     ],
 )

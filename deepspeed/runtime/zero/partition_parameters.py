@@ -14,6 +14,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         "MiCS_Init": "deepspeed.zero",
         "ZeroParamStatus": "deepspeed.zero",
         "ZeroParamType": "deepspeed.zero",
+        "is_zero_param": "deepspeed.runtime.zero.utils",
         "register_external_parameter": "deepspeed.zero",
         "unregister_external_parameter": "deepspeed.zero",
         "zero_wrapper_for_fp_tensor_constructor": "deepspeed.zero.construction.constructors",

@@ -1,0 +1,140 @@
+"""A class per program that starts ranks on several machines, for programs that build the commands themselves.
+
+The ``deepspeed`` command goes another way (:mod:`.runner`); both end in the builders of :mod:`.remote`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any, ClassVar
+
+from deepspeed.launcher.ports import DEFAULT_PORT
+from deepspeed.launcher.remote import BUILDERS, LAUNCHER_PROGRAMS, Command, Run
+from deepspeed.launcher.resources import LauncherError, decode_world_info
+from deepspeed.launcher.runner import rank_options
+
+Resources = Mapping[str, int | Sequence[int | str]]
+
+
+class MultiNodeRunner:
+    """The command that starts a run.
+
+    Args:
+        args: What ``deepspeed.launcher.runner.parse_args`` returned.
+        world_info_base64: Slots of each machine, from ``encode_world_info``.
+        resource_pool: Slots of each machine, if they are at hand; nothing here needs them before :meth:`get_cmd`.
+
+    Attributes:
+        exports: Variables that the ranks will find.
+    """
+
+    launcher: ClassVar[str]
+
+    def __init__(
+        self, args: argparse.Namespace, world_info_base64: str, resource_pool: Resources | None = None
+    ) -> None:
+        self.args = args
+        self.world_info_base64 = world_info_base64
+        self.resource_pool = resource_pool
+        self.user_arguments = list(args.user_args)
+        self.user_script = args.user_script
+        self.exports: dict[str, str] = {}
+
+    @property
+    def name(self) -> str:
+        """As ``--launcher`` names it."""
+        return self.launcher
+
+    def backend_exists(self) -> bool:
+        """Whether the program is installed here."""
+        return shutil.which(LAUNCHER_PROGRAMS[self.launcher]) is not None
+
+    def add_export(self, key: str, var: str) -> None:
+        """A variable that the ranks shall find."""
+        self.exports[key.strip()] = var.strip()
+
+    def validate_args(self) -> None:
+        """Raises where the program cannot do what ``args`` ask for; :meth:`get_cmd` asks again with the machines."""
+        self._command(decode_world_info(self.world_info_base64))
+
+    def get_cmd(self, environment: MutableMapping[str, str], active_resources: Resources) -> Any:
+        """The command as a list of words.
+
+        Args:
+            environment: Receives the variables that the program itself needs.
+            active_resources: Slots of each machine that takes part: their ids, or how many.
+
+        Raises:
+            LauncherError: The program cannot start such a run.
+        """
+        command = self._command(active_resources)
+        environment.update(command.variables)
+        return list(command.program)
+
+    def _command(self, resources: Resources) -> Command:
+        hosts: dict[str, list[int | str]] = {
+            host: list(range(slots)) if isinstance(slots, int) else list(slots) for host, slots in resources.items()
+        }
+        if not hosts:
+            raise LauncherError(f"{type(self).__name__}: there are no machines; give at least one with its slots")
+        address = self.args.master_addr or ("" if self.launcher == "slurm" else next(iter(hosts)))
+        run = Run(
+            hosts=hosts,
+            master_addr=address,
+            master_port=self.args.master_port or DEFAULT_PORT,
+            exports=dict(self.exports),
+            folder=os.getcwd(),
+            options=tuple(rank_options(self.args)),
+            script=(self.user_script, *self.user_arguments),
+            launcher_args=tuple(shlex.split(self.args.launcher_args)),
+            ssh_port=self.args.ssh_port,
+            venv_script=self.args.venv_script,
+        )
+        (command,) = BUILDERS[self.launcher](run)
+        return command
+
+
+class PDSHRunner(MultiNodeRunner):
+    """pdsh: one launcher per machine."""
+
+    launcher = "pdsh"
+
+    def get_cmd(self, environment: MutableMapping[str, str], active_resources: Resources) -> Any:
+        """As of the base, but three things: the command, one that ends the run's scripts, and the environment."""
+        words = super().get_cmd(environment, active_resources)
+        end = ["pdsh", "-R", "ssh", "-w", ",".join(active_resources), f"pkill -f {shlex.quote(self.user_script)}"]
+        return words, end, environment
+
+
+class OpenMPIRunner(MultiNodeRunner):
+    """Open MPI's mpirun."""
+
+    launcher = "openmpi"
+
+
+class MPICHRunner(MultiNodeRunner):
+    """MPICH's mpirun."""
+
+    launcher = "mpich"
+
+
+class IMPIRunner(MultiNodeRunner):
+    """Intel MPI's mpirun."""
+
+    launcher = "impi"
+
+
+class MVAPICHRunner(MultiNodeRunner):
+    """MVAPICH's mpirun."""
+
+    launcher = "mvapich"
+
+
+class SlurmRunner(MultiNodeRunner):
+    """Slurm's srun."""
+
+    launcher = "slurm"

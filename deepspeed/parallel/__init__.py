@@ -1,0 +1,1 @@
+"""Dividing a model's layers and tensors over ranks."""
