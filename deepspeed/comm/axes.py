@@ -90,11 +90,11 @@ class GridTransport(Transport):
 
     def gather_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> torch.Tensor:
         """See the class this one derives from; rows are in the order of ranks, not of positions."""
-        return self.everyone.gather_small(tensor, channel=channel, label=label)
+        return self.peers.gather_small(tensor, channel=channel, label=label)
 
     def move(self, pieces: Sequence[Piece], *, label: str) -> None:
         """See the class this one derives from."""
-        self.everyone.move(
+        self.peers.move(
             [
                 replace(
                     piece,
@@ -108,7 +108,7 @@ class GridTransport(Transport):
 
     def next_move(self) -> int:
         """See the class this one derives from."""
-        return self.everyone.next_move()
+        return self.peers.next_move()
 
 
 @dataclass(frozen=True)

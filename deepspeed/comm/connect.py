@@ -44,16 +44,16 @@ def create_transport(
     return _over(group, backend, device)
 
 
-def part_of_transport(everyone: Transport, group: Any) -> Transport:
-    """A transport over some of the ranks of ``everyone``.
+def part_of_transport(peers: Transport, group: Any) -> Transport:
+    """A transport over some of the ranks of ``peers``.
 
     Args:
-        everyone: All ranks that make the same calls.
+        peers: All ranks that make the same calls.
         group: The torch process group, of the same backend and for this transport alone where order matters.
     """
-    native = isinstance(everyone, NativeTransport)
-    transport = _over(group, "native" if native else "gloo", everyone.device if native else None)  # type: ignore[attr-defined]
-    transport.belongs_to(everyone)
+    native = isinstance(peers, NativeTransport)
+    transport = _over(group, "native" if native else "gloo", peers.device if native else None)  # type: ignore[attr-defined]
+    transport.belongs_to(peers)
     return transport
 
 

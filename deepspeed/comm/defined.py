@@ -80,13 +80,13 @@ def defined_groups() -> Mapping[str, Defined]:
 
 
 def connect_defined(
-    defined: Defined, everyone: Transport, use: str, *, device: torch.device | None, timeout: timedelta | None
+    defined: Defined, peers: Transport, use: str, *, device: torch.device | None, timeout: timedelta | None
 ) -> Transport:
     """A transport over this rank's group. Every rank of the job must call it, in the same order.
 
     Args:
         defined: The groups.
-        everyone: The ranks that make the same calls.
+        peers: The ranks that make the same calls.
         use: What travels, in words.
         device: Where the buffers live.
         timeout: As of ``comm.connect.create_transport``.
@@ -94,21 +94,21 @@ def connect_defined(
     Raises:
         DeepSpeedConfigError: Ranks of the group make other calls.
     """
-    outside = set(defined.mine) - set(everyone.ranks or [rank_in()])
+    outside = set(defined.mine) - set(peers.ranks or [rank_in()])
     if outside:
         raise DeepSpeedConfigError(
             f"the group {defined.name!r} holds the ranks {list(defined.mine)}, of which {sorted(outside)} do not hold "
-            f"the same part of the model as this rank; expected ranks among {list(everyone.ranks) or [rank_in()]}"
+            f"the same part of the model as this rank; expected ranks among {list(peers.ranks) or [rank_in()]}"
         )
     if (others := stand_in()) is not None:
         made: Transport = others.transport(device, defined.mine)
-        made.belongs_to(everyone)
+        made.belongs_to(peers)
         return made
     backend = backend_for(dist.group.WORLD, device)
     # Gloo matches transfers by tag, so that all uses can share a group.
     why = f"the group {defined.name!r}" + ("" if backend == "gloo" else f" ({use})")
     group = my_group(defined.ranks, backend=backend, timeout=timeout, why=why)
-    return part_of_transport(everyone, group)
+    return part_of_transport(peers, group)
 
 
 def _of_this_job() -> dict[str, Defined]:

@@ -139,16 +139,16 @@ class Transport:
         self.companion: Transport | None = None
         self.confirms = False
         self.scope = ""
-        self._everyone: Transport | None = None
+        self._peers: Transport | None = None
 
     @property
-    def everyone(self) -> Transport:
-        """All ranks that train the same model and so make the same calls: this group, or the one it is a part of."""
-        return self if self._everyone is None else self._everyone
+    def peers(self) -> Transport:
+        """All ranks with the same part of the model, which make the same calls: this group, or one it is a part of."""
+        return self if self._peers is None else self._peers
 
-    def belongs_to(self, everyone: Transport) -> None:
+    def belongs_to(self, peers: Transport) -> None:
         """Says of which group this one is a part."""
-        self._everyone = everyone
+        self._peers = peers
 
     def joins(self, party: Party) -> None:
         """Says as which process group of the job it is watched."""
@@ -161,7 +161,7 @@ class Transport:
     def take_place_of(self, other: Transport) -> None:
         """Makes this one serve where ``other``, over the same group, would have served."""
         self.ranks, self.scope, self.watch = other.ranks, other.scope, other.watch
-        self._everyone = other._everyone
+        self._peers = other._peers
 
     def next_owner(self) -> int:
         """A number for one more engine on this group; equal on all ranks if all make their engines together."""

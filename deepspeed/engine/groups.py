@@ -62,11 +62,11 @@ def create_groups(placement: Placement, ranks: Standing, device: torch.device, *
     return groups
 
 
-def _own_group(defined: Defined, everyone: Transport, ranks: Standing, device: torch.device) -> BucketGroup:
+def _own_group(defined: Defined, peers: Transport, ranks: Standing, device: torch.device) -> BucketGroup:
     if defined.name in (DATA, CUT):
         raise DeepSpeedConfigError(f"define_group({defined.name!r}): the name has a meaning; choose another one")
     gather, reduce = (
-        connect_defined(defined, everyone, use, device=device, timeout=comm.default_timeout())
+        connect_defined(defined, peers, use, device=device, timeout=comm.default_timeout())
         for use in ("parameters", "gradients")
     )
     divisor = ranks.data_size if defined.divisor is None else defined.divisor

@@ -26,6 +26,7 @@ from deepspeed.zero.layout import DATA
 CUT = "cut"
 """Name of the group of parameters of which model-parallel ranks have different parts."""
 
+_ALONE = "ep_size_1"  # what mixture-of-experts programs call the group in which every rank has all experts
 _MARK = "ds_group"
 _building: list[str] = []
 
@@ -66,7 +67,7 @@ def describe(name: str, parameter: torch.Tensor) -> Description:
     is_cut = getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "model_parallel", False)
     if group is None:
         group = CUT if is_cut else DATA
-    return Description(str(group))
+    return Description(DATA if group == _ALONE else str(group))
 
 
 def put_in_group(parameters: Iterable[torch.nn.Parameter], name: str) -> None:

@@ -83,7 +83,7 @@ class BucketGroup:
         """
         if not self.ranks:
             return divmod(peer, self.size)
-        ranks = self.gather.everyone.ranks
+        ranks = self.gather.peers.ranks
         if not ranks:
             return 0, 0
         rank = ranks[peer]
@@ -126,7 +126,7 @@ class Groups:
     @classmethod
     def of(cls, *groups: BucketGroup) -> Groups:
         """Of one part of the model that is all there is."""
-        peers = groups[0].reduce.everyone
+        peers = groups[0].reduce.peers
         return cls({group.name: group for group in groups}, peers, peers)
 
     def __iter__(self) -> Iterator[BucketGroup]:

@@ -16,7 +16,7 @@ import deepspeed
 from deepspeed.comm.defined import define_group
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.utils import safe_get_full_fp32_param
-from deepspeed.zero.describe import in_group, put_in_group
+from deepspeed.zero.describe import describe, in_group, put_in_group
 from tests.engine.support import SHARDED, WIDTH, adamw, engine_of, inputs, rank, same_on_all_ranks
 from tests.harness import run_ranks
 
@@ -184,6 +184,8 @@ def _refused() -> None:
     marked.weight.allreduce = False
     with pytest.raises(DeepSpeedConfigError, match="'weight' has allreduce = False and no group_name"):
         engine_of(marked, 2)
+    marked.weight.group_name = "ep_size_1"  # every rank has all experts
+    assert describe("weight", marked.weight).group == "data"
     marked.weight.group_name = "experts"
     engine = engine_of(marked, 2)
     assert [bucket.layout.group for bucket in engine._runtime.buckets] == ["experts", "data"]

@@ -152,7 +152,7 @@ class GatheredBlock:
         self._present: list[Entry] = []
         self._pinned: list[Bucket] = []
         self._whole: list[Bucket] = []
-        ranks = self._transport.everyone.size
+        ranks = self._transport.peers.size
         if modifier is not None and not 0 <= modifier < ranks:
             raise DeepSpeedConfigError(
                 f"GatheredParameters(modifier_rank={modifier}): the parameters' group has ranks 0 to {ranks - 1}"

@@ -103,8 +103,8 @@ class Construction:
         if not found:
             return
         install_views()
-        everyone = self.groups.everyone
-        count = _built[everyone] = _built.get(everyone, 0) + 1
+        peers = self.groups.peers
+        count = _built[peers] = _built.get(peers, 0) + 1
         title = f"{type(module).__name__}#{count}"
         by_group: dict[str, tuple[BucketGroup, dict[str, nn.Parameter]]] = {}
         names = {id(parameter): f"{title}.{name}" for name, parameter in found.items()}

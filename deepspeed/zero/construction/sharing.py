@@ -23,16 +23,16 @@ class ProvisionalGroups:
     """The groups of one ``zero.Init`` context, made when a parameter first asks for them.
 
     Args:
-        everyone: All ranks that build the model.
+        peers: All ranks that build the model.
         device: Where the parameters compute.
         timeout: As of ``comm.connect.create_transport``.
     """
 
-    def __init__(self, everyone: Transport, device: torch.device, timeout: timedelta | None) -> None:
-        self.everyone = everyone
+    def __init__(self, peers: Transport, device: torch.device, timeout: timedelta | None) -> None:
+        self.peers = peers
         self._device = device
         self._timeout = timeout
-        self._groups = _known.setdefault(everyone, {DATA: BucketGroup.over(everyone)})
+        self._groups = _known.setdefault(peers, {DATA: BucketGroup.over(peers)})
 
     def of(self, name: str, parameter: torch.Tensor) -> BucketGroup:
         """The group of a parameter. Every rank must call it, with the same one.
@@ -54,8 +54,8 @@ class ProvisionalGroups:
                     f"deepspeed.comm.defined.define_group({wanted!r}, ranks) on every rank before the model is built"
                 )
             transport = connect_defined(
-                defined, self.everyone, "parameters before initialize", device=self._device, timeout=self._timeout
+                defined, self.peers, "parameters before initialize", device=self._device, timeout=self._timeout
             )
-            transport.owner = self.everyone.owner
+            transport.owner = self.peers.owner
             self._groups[wanted] = replace(BucketGroup.over(transport, name=wanted), ranks=defined.ranks)
         return self._groups[wanted]
