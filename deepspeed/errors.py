@@ -11,8 +11,7 @@
     |-- NonFiniteError (RuntimeError)            gradients stayed NaN or infinite for too long
     |-- CommunicationError (RuntimeError)        a peer died or a collective failed
     |-- CheckpointError (RuntimeError)           a checkpoint is missing, damaged or does not fit
-    |-- OffloadError (RuntimeError)              files of offloaded states cannot be made, read or written
-    `-- MemoryBudgetError (RuntimeError)         more device memory was asked for than the budget holds
+    `-- OffloadError (RuntimeError)              files of offloaded states cannot be made, read or written
 
 Every message says which setting or call, what was expected, what was found, and what to change.
 """
@@ -66,7 +65,3 @@ class CheckpointError(DeepSpeedError, RuntimeError):
 
 class OffloadError(DeepSpeedError, RuntimeError):
     """Files of offloaded states cannot be made, read or written."""
-
-
-class MemoryBudgetError(DeepSpeedError, RuntimeError):
-    """More device memory was asked for than the allowed budget holds."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from deepspeed import git_branch, git_hash, version
-from deepspeed.ops.native import COMPATIBLE as compatible_ops  # noqa: N811: upstream's name
+from deepspeed.ops.native import COMPATIBLE
 
 
 def _major_minor(text: str | None) -> str:
@@ -13,7 +13,7 @@ def _major_minor(text: str | None) -> str:
     return ".".join(text.split("+")[0].split(".")[:2]) if text else "0.0"
 
 
-installed_ops = compatible_ops
+compatible_ops = installed_ops = COMPATIBLE  # what is compatible needs no installation
 torch_info = {
     "version": _major_minor(torch.__version__),
     "cuda_version": _major_minor(torch.version.cuda),

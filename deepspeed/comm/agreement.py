@@ -58,26 +58,15 @@ class Agreement:
         Raises:
             DivergenceError: The ranks want different things; raised on every rank.
         """
-        self.exchange_call(self._segment, position, wish, self._words)
-
-    def exchange_call(self, what: int, detail: int, wish: int, words: Callable[[int], str]) -> None:
-        """Compares three numbers that describe a call all ranks must make alike.
-
-        Args:
-            what: Kind of call.
-            detail: More of it.
-            wish: The number that ``words`` can explain.
-            words: Turns a wish into words for the message and for whoever waits in vain.
-        """
         if self._transport.size == 1:
             return
-        mine = torch.tensor([what, detail, wish], dtype=torch.int64)
-        told = self._transport.gather_small(mine, channel="order", label=words(wish))
+        mine = torch.tensor([self._segment, position, wish], dtype=torch.int64)
+        told = self._transport.gather_small(mine, channel="order", label=self._words(wish))
         if not torch.equal(told, mine.expand_as(told)):
             rows = told.tolist()
-            wishes = "; ".join(f"rank {rank}: {words(row[2])}" for rank, row in enumerate(rows))
+            wishes = "; ".join(f"rank {rank}: {self._words(row[2])}" for rank, row in enumerate(rows))
             raise DivergenceError(
-                f"ranks took different branches in the {self._kind} (segment {self._segment}, position {detail}): "
+                f"ranks took different branches in the {self._kind} (segment {self._segment}, position {position}): "
                 f"{wishes}. Under ZeRO stage 3 every rank must use the same modules in the same order. Make the branch "
                 "depend on data that is equal on all ranks, or mark the module that holds both branches with "
                 "deepspeed.utils.set_z3_leaf_modules so that it is gathered whole"

@@ -18,7 +18,6 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from deepspeed.comm.transport import DoneWork, Work
-from deepspeed.errors import MemoryBudgetError
 from deepspeed.zero.placement import Home
 
 
@@ -49,33 +48,17 @@ class Ledger:
 
     Attributes:
         auditor: Told of every entry, or None.
-        default_device_limit: Of books that are opened from now on (``offload.budget``).
-        device_limit: Most bytes of all kinds together on the device; None for no limit.
     """
 
     auditor: ClassVar[Auditor | None] = None
-    default_device_limit: ClassVar[int | None] = None
 
     def __init__(self) -> None:
-        self.device_limit = self.default_device_limit
         self._live: dict[tuple[Kind, Home], int] = defaultdict(int)
         self._peak: dict[tuple[Kind, Home], int] = defaultdict(int)
 
     def add(self, kind: Kind, home: Home, nbytes: int) -> None:
-        """Adds to the books; to be called before the memory is allocated.
-
-        Raises:
-            MemoryBudgetError: The device's limit would be passed; nothing was added.
-        """
+        """Adds to the books; to be called before the memory is allocated."""
         key = (kind, home)
-        if home is Home.DEVICE and nbytes > 0 and self.device_limit is not None:
-            present = self.live_at(home)
-            if present + nbytes > self.device_limit:
-                raise MemoryBudgetError(
-                    f"{nbytes:,} bytes of {kind.value} do not fit: {present:,} bytes of model states are on the device "
-                    f"and its budget is {self.device_limit:,}. Lower zero_optimization.stage3_max_live_parameters and "
-                    "stage3_prefetch_bucket_size, offload more, or raise the budget"
-                )
         self._live[key] += nbytes
         self._peak[key] = max(self._peak[key], self._live[key])
         if self.auditor is not None:

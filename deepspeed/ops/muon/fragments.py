@@ -103,11 +103,6 @@ class FragmentExchange:
                 "runs have changed"
             )
 
-    @property
-    def owned(self) -> list[int]:
-        """The numbers of the matrices this rank orthogonalises."""
-        return sorted({piece.tensor.index for tour in self._tours for piece in tour.received})
-
     def step(
         self,
         update_of: Callable[[Tensor, slice], Tensor],
