@@ -1,24 +1,35 @@
 """Which ranks share what: the registry of parallel groups that ``deepspeed.utils.groups`` shows.
 
 A model-parallel program brings an ``mpu``, an object that knows its groups (``get_data_parallel_group()``,
-``get_model_parallel_rank()``, ...); every question that it can answer is passed on to it. Without one the world is
-purely data parallel: one data-parallel group of all ranks, and groups of one for everything else.
+``get_model_parallel_rank()``, ...); every question that it can answer is passed on to it. What it cannot answer, a
+registered mesh does. Without either the world is purely data parallel: one data-parallel group of all ranks, and groups
+of one for everything else.
+
+A pipeline grid's ``get_model_parallel_*`` span its stages and the ranks that cut layers; those that cut layers it calls
+``get_slice_parallel_*``.
 
 The leading underscore of most names is what callers in the ecosystem write.
 """
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as torch_dist
 
-from deepspeed.comm.new_groups import group_alone
+from deepspeed.comm.mesh import DATA, EXPERT, PIPE, SEQUENCE, TENSOR, Mesh
+from deepspeed.comm.new_groups import group_alone, my_group
 from deepspeed.comm.process_group import get_all_ranks_from_group
 from deepspeed.errors import CallOrderError, NotYetSupportedError
 
 mpu: Any = None
+mesh: Mesh | None = None
 
+_DENSE = (DATA, EXPERT)  # experts are spread over ranks that see other samples
+_WITH_A_GROUP = (_DENSE, (*_DENSE, SEQUENCE), (PIPE, TENSOR), (TENSOR,), (SEQUENCE,), (EXPERT,), (DATA, SEQUENCE))
+
+_of_axes: dict[tuple[str, ...], Any] = {}  # this rank's groups along axes of the mesh
 _own_group: Any = None  # the group whose only member is this rank, made when first asked for
 _own_group_world: Any = None  # the world it was made in; a new world needs a new one
 
@@ -50,6 +61,56 @@ def set_mpu(unit: Any) -> None:
     mpu = unit
 
 
+def set_mesh(found: Mesh | None, timeout: timedelta | None = None) -> None:
+    """Registers the mesh of the job and makes the groups along its axes; None forgets it. Every rank must call it.
+
+    Args:
+        found: The mesh.
+        timeout: For transfers in the groups; None: torch's.
+
+    Raises:
+        DeepSpeedConfigError: It is not one of as many ranks as the job has.
+        DivergenceError: Some rank does something else.
+        CommunicationError: Some rank has ended or did not come.
+    """
+    global mesh
+    mesh = None
+    _of_axes.clear()
+    if found is None:
+        return
+    world = torch_dist.group.WORLD
+    found.check(_size_of(world))
+    for axes in _WITH_A_GROUP:
+        size = found.size(*axes)
+        if size == 1:
+            _of_axes[axes] = _alone()
+        elif size == found.world_size:
+            _of_axes[axes] = world
+        else:
+            along = found.groups(*(name for name in found.names if name in axes))
+            why = f"ranks along {' and '.join(axes)}"
+            _of_axes[axes] = my_group(along, backend=torch_dist.get_backend_config(world), timeout=timeout, why=why)
+    mesh = found
+
+
+def _along(*axes: str) -> Any:
+    """This rank's group along ``axes`` of the mesh; None without one."""
+    return None if mesh is None else _of_axes[axes]
+
+
+def _mesh_size(*axes: str) -> int:
+    return 1 if mesh is None else mesh.size(*axes)
+
+
+def _mesh_place(*axes: str) -> int:
+    return 0 if mesh is None else torch_dist.get_rank(_along(*axes))
+
+
+def _mesh_or_data(*axes: str) -> Any:
+    """Where an mpu is asked first, its data-parallel ranks count before the mesh."""
+    return _get_data_parallel_group() if mpu is not None or mesh is None else _along(*axes)
+
+
 def _ask(*names: str) -> Any:
     """The answer of the first method that the mpu has; None if it has none of them or there is no mpu."""
     for name in names:
@@ -78,7 +139,7 @@ def _alone() -> Any:
 
 def _get_data_parallel_group() -> Any:
     """The ranks among which gradients are averaged."""
-    return _ask("get_data_parallel_group") or torch_dist.group.WORLD
+    return _ask("get_data_parallel_group") or _along(*_DENSE) or torch_dist.group.WORLD
 
 
 def _get_data_parallel_world_size() -> int:
@@ -98,24 +159,25 @@ def _get_broadcast_src_rank() -> int:
     return get_all_ranks_from_group(_get_data_parallel_group())[0]
 
 
-# --- model (tensor) parallel: ranks that hold different parts of the same layers
+# --- model parallel: ranks that hold different parts of the model
 
 
 def _get_model_parallel_group() -> Any:
-    """The ranks among which layers are cut."""
-    return _ask("get_model_parallel_group", "get_tensor_model_parallel_group") or _alone()
+    """The ranks that hold different parts of one copy of the model: those that cut layers, of all pipeline stages."""
+    names = ("get_model_parallel_group", "get_tensor_model_parallel_group")
+    return _ask(*names) or _along(PIPE, TENSOR) or _alone()
 
 
 def _get_model_parallel_world_size() -> int:
-    """The size of :func:`_get_model_parallel_group`; 1 without an mpu."""
+    """The size of :func:`_get_model_parallel_group`; 1 without an mpu or a mesh."""
     answer = _ask("get_model_parallel_world_size", "get_tensor_model_parallel_world_size")
-    return 1 if answer is None else answer
+    return _mesh_size(PIPE, TENSOR) if answer is None else answer
 
 
 def _get_model_parallel_rank() -> int:
-    """This rank's place in :func:`_get_model_parallel_group`; 0 without an mpu."""
+    """This rank's place in :func:`_get_model_parallel_group`; 0 without an mpu or a mesh."""
     answer = _ask("get_model_parallel_rank", "get_tensor_model_parallel_rank")
-    return 0 if answer is None else answer
+    return _mesh_place(PIPE, TENSOR) if answer is None else answer
 
 
 # --- sequence parallel: ranks that hold different parts of the same sequences
@@ -123,24 +185,24 @@ def _get_model_parallel_rank() -> int:
 
 def _get_sequence_parallel_group() -> Any:
     """The ranks that share a sequence."""
-    return _ask("get_sequence_parallel_group") or _alone()
+    return _ask("get_sequence_parallel_group") or _along(SEQUENCE) or _alone()
 
 
 def _get_sequence_parallel_world_size() -> int:
-    """The size of :func:`_get_sequence_parallel_group`; 1 without an mpu."""
+    """The size of :func:`_get_sequence_parallel_group`; 1 without an mpu or a mesh."""
     answer = _ask("get_sequence_parallel_world_size")
-    return 1 if answer is None else answer
+    return _mesh_size(SEQUENCE) if answer is None else answer
 
 
 def _get_sequence_parallel_rank() -> int:
-    """This rank's place in :func:`_get_sequence_parallel_group`; 0 without an mpu."""
+    """This rank's place in :func:`_get_sequence_parallel_group`; 0 without an mpu or a mesh."""
     answer = _ask("get_sequence_parallel_rank")
-    return 0 if answer is None else answer
+    return _mesh_place(SEQUENCE) if answer is None else answer
 
 
 def _get_sequence_data_parallel_group() -> Any:
     """Sequence- and data-parallel ranks together: those among which ZeRO shards."""
-    return _ask("get_sequence_data_parallel_group") or _get_data_parallel_group()
+    return _ask("get_sequence_data_parallel_group") or _mesh_or_data(*_DENSE, SEQUENCE)
 
 
 def _get_sequence_data_parallel_world_size() -> int:
@@ -155,50 +217,49 @@ def _get_sequence_data_parallel_rank() -> int:
     return torch_dist.get_rank(_get_sequence_data_parallel_group()) if answer is None else answer
 
 
-# --- expert parallel: each rank holds all experts until expert parallelism exists
+# --- expert parallel: each rank holds all experts unless a mesh says otherwise
 
 
 def _check_expert_group(group_name: str) -> None:
-    if group_name != "ep_size_1":
+    known = f"ep_size_{_mesh_size(EXPERT)}"
+    if group_name != known:
         raise NotYetSupportedError(
-            f"expert group {group_name!r}: expert parallelism is not supported yet; the only group is 'ep_size_1'"
+            f"expert group {group_name!r}: expert parallelism is not supported yet; the only group is {known!r}"
         )
 
 
 def _get_expert_parallel_group(group_name: str = "ep_size_1") -> Any:
     """The ranks among which the experts of a layer are spread."""
     _check_expert_group(group_name)
-    return _alone()
+    return _along(EXPERT) or _alone()
 
 
 def _get_expert_parallel_world_size(group_name: str = "ep_size_1") -> int:
     """The size of :func:`_get_expert_parallel_group`."""
     _check_expert_group(group_name)
-    return 1
+    return _mesh_size(EXPERT)
 
 
 def _get_expert_parallel_rank(group_name: str = "ep_size_1") -> int:
     """This rank's place in :func:`_get_expert_parallel_group`."""
     _check_expert_group(group_name)
-    return 0
+    return _mesh_place(EXPERT)
 
 
 def _get_expert_data_parallel_group(group_name: str = "ep_size_1") -> Any:
     """The ranks that hold the same experts."""
     _check_expert_group(group_name)
-    return _get_data_parallel_group()
+    return _mesh_or_data(DATA, SEQUENCE)
 
 
 def _get_expert_data_parallel_world_size(group_name: str = "ep_size_1") -> int:
     """The size of :func:`_get_expert_data_parallel_group`."""
-    _check_expert_group(group_name)
-    return _get_data_parallel_world_size()
+    return _size_of(_get_expert_data_parallel_group(group_name))
 
 
 def _get_expert_data_parallel_rank(group_name: str = "ep_size_1") -> int:
     """This rank's place in :func:`_get_expert_data_parallel_group`."""
-    _check_expert_group(group_name)
-    return _get_data_parallel_rank()
+    return torch_dist.get_rank(_get_expert_data_parallel_group(group_name))
 
 
 def _get_expert_broadcast_src_rank(group_name: str = "ep_size_1") -> int:
@@ -209,26 +270,32 @@ def _get_expert_broadcast_src_rank(group_name: str = "ep_size_1") -> int:
 # --- the names that Megatron-style programs use
 
 
+def _ask_tensor(what: str) -> Any:
+    return _ask(*(f"get_{kind}_parallel_{what}" for kind in ("tensor_model", "slice", "model")))
+
+
 def get_tensor_model_parallel_group() -> Any:
     """The ranks among which layers are cut."""
-    return _get_model_parallel_group()
+    return _ask_tensor("group") or _along(TENSOR) or _alone()
 
 
 def get_tensor_model_parallel_world_size() -> int:
     """The number of ranks among which layers are cut."""
-    return _get_model_parallel_world_size()
+    answer = _ask_tensor("world_size")
+    return _mesh_size(TENSOR) if answer is None else answer
 
 
 def get_tensor_model_parallel_rank() -> int:
     """This rank's place among those that share a layer."""
-    return _get_model_parallel_rank()
+    answer = _ask_tensor("rank")
+    return _mesh_place(TENSOR) if answer is None else answer
 
 
 def get_tensor_model_parallel_src_rank() -> int:
     """The global rank of the first of those that share a layer."""
-    if _get_model_parallel_world_size() == 1:
+    if get_tensor_model_parallel_world_size() == 1:
         return torch_dist.get_rank()
-    return get_all_ranks_from_group(_get_model_parallel_group())[0]
+    return get_all_ranks_from_group(get_tensor_model_parallel_group())[0]
 
 
 get_model_parallel_group = get_tensor_model_parallel_group

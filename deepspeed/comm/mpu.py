@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from deepspeed.comm.mesh import DATA, PIPE, SEQUENCE, TENSOR
 from deepspeed.comm.world import rank_in, size_of
 from deepspeed.errors import DeepSpeedConfigError
 
@@ -86,6 +87,21 @@ def standing(mpu: Any) -> Standing:
 def zero_group(mpu: Any) -> Any:
     """The torch process group among which ZeRO shards; None (all ranks) without an mpu."""
     return standing(mpu).zero_group
+
+
+def place_of(mpu: Any) -> dict[str, int]:
+    """This rank's place on the axes of a mesh, as ``mpu`` says.
+
+    Raises:
+        DeepSpeedConfigError: It leaves out what it must know, or its sizes do not make up the job.
+    """
+    found = standing(mpu)
+    return {
+        PIPE: int(_ask(mpu, "get_pipe_parallel_rank", "get_pipeline_model_parallel_rank", default=0)),
+        DATA: found.data_rank,
+        SEQUENCE: int(_ask(mpu, "get_sequence_parallel_rank", default=found.zero_rank % found.sequence_size)),
+        TENSOR: found.tensor_rank,
+    }
 
 
 def _check(found: Standing) -> None:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as torch_dist
+from torch.distributed import get_process_group_ranks
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from deepspeed.comm import groups
-from deepspeed.errors import CallOrderError, NotYetSupportedError
+from deepspeed.comm.mesh import AXES, Mesh
+from deepspeed.comm.mesh_sources import mesh_of_config, mesh_of_device_mesh, mesh_of_mpu
+from deepspeed.config import parse
+from deepspeed.errors import CallOrderError, DeepSpeedConfigError, NotYetSupportedError
 from tests.harness import run_ranks
 
 
@@ -83,6 +90,112 @@ def check_mpu_is_asked() -> None:
 
 def test_mpu_is_asked():
     run_ranks(check_mpu_is_asked, 2)
+
+
+class PipelineGrid:
+    """What a grid of 2 stages x 2 data-parallel ranks answers; ``stages_first`` says which are neighbours."""
+
+    def __init__(self, stages_first: bool) -> None:
+        rank = torch_dist.get_rank()
+        self.stage, self.data = divmod(rank, 2) if stages_first else (rank % 2, rank // 2)
+        rows, columns = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
+        self.data_groups, self.model_groups = (rows, columns) if stages_first else (columns, rows)
+        made = {tuple(ranks): torch_dist.new_group(ranks) for ranks in (*rows, *columns)}
+        self.data_group = made[tuple(next(ranks for ranks in self.data_groups if rank in ranks))]
+        self.model_group = made[tuple(next(ranks for ranks in self.model_groups if rank in ranks))]
+
+    def get_data_parallel_group(self):
+        return self.data_group
+
+    def get_data_parallel_rank(self):
+        return self.data
+
+    def get_pipe_parallel_rank(self):
+        return self.stage
+
+    def get_pipe_parallel_world_size(self):
+        return 2
+
+    def get_model_parallel_group(self):
+        return self.model_group
+
+    def get_model_parallel_rank(self):
+        return self.stage
+
+    def get_model_parallel_world_size(self):
+        return 2
+
+    def get_slice_parallel_group(self):
+        return groups._alone()
+
+    def get_slice_parallel_rank(self):
+        return 0
+
+    def get_slice_parallel_world_size(self):
+        return 1
+
+
+def check_a_grid_is_read() -> list:
+    found = []
+    for stages_first in (True, False):
+        grid = PipelineGrid(stages_first)
+        groups.initialize(mpu=grid)
+        # Layers are cut by nobody, though the model is spread over two ranks.
+        assert groups.get_tensor_model_parallel_world_size() == 1 and groups.get_tensor_model_parallel_rank() == 0
+        assert groups.get_tensor_model_parallel_src_rank() == torch_dist.get_rank()
+        assert groups._get_model_parallel_world_size() == 2
+        assert groups._get_model_parallel_group() is grid.model_group
+        mesh = mesh_of_mpu(grid, timedelta(seconds=30))
+        assert mesh.groups("data") == grid.data_groups and mesh.groups("pipe", "tensor") == grid.model_groups
+        found.append((mesh.names.index("pipe") < mesh.names.index("data"), mesh.ranks))
+    return found
+
+
+def test_a_pipeline_grid():
+    assert run_ranks(check_a_grid_is_read, 4) == [[(True, ()), (False, ())]] * 4
+
+
+def check_a_mesh_answers() -> None:
+    rank = torch_dist.get_rank()
+    groups.set_mesh(Mesh((("data", 2), ("tensor", 2))))
+    assert get_process_group_ranks(groups._get_data_parallel_group()) == [rank % 2, rank % 2 + 2]
+    assert groups._get_sequence_data_parallel_world_size() == groups._get_expert_data_parallel_world_size() == 2
+    assert groups._get_data_parallel_rank() == groups._get_expert_data_parallel_rank() == rank // 2
+    assert get_process_group_ranks(groups.get_tensor_model_parallel_group()) == [rank // 2 * 2, rank // 2 * 2 + 1]
+    assert groups._get_model_parallel_world_size() == groups.get_tensor_model_parallel_world_size() == 2
+    assert groups._get_model_parallel_rank() == groups.get_tensor_model_parallel_rank() == rank % 2
+    assert groups.get_tensor_model_parallel_src_rank() == rank // 2 * 2
+    assert groups._get_sequence_parallel_world_size() == groups._get_expert_parallel_world_size() == 1
+    groups.set_mesh(Mesh((("data", 2), ("expert", 2))))
+    assert groups._get_data_parallel_group() is torch_dist.group.WORLD
+    assert get_process_group_ranks(groups._get_expert_parallel_group("ep_size_2")) == [rank // 2 * 2, rank // 2 * 2 + 1]
+    assert get_process_group_ranks(groups._get_expert_data_parallel_group("ep_size_2")) == [rank % 2, rank % 2 + 2]
+    with pytest.raises(DeepSpeedConfigError, match="has 2 ranks, but the job has 4"):
+        groups.set_mesh(Mesh((("data", 2),)))
+    groups.set_mesh(None)
+    assert groups._get_data_parallel_world_size() == 4 and groups._get_model_parallel_world_size() == 1
+
+
+def test_a_mesh_answers():
+    run_ranks(check_a_mesh_answers, 4)
+
+
+def check_a_device_mesh_is_read() -> tuple:
+    usual = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    turned = DeviceMesh("cpu", torch.tensor([[1, 0]]), mesh_dim_names=("replicas", "tp"))
+    return tuple(mesh_of_device_mesh(each) for each in (usual, turned))
+
+
+def test_a_device_mesh():
+    usual, turned = run_ranks(check_a_device_mesh_is_read, 2)[0]
+    assert usual == Mesh((("data", 1), ("tensor", 2)))
+    assert turned.groups("tensor") == [[1, 0]] and turned.coordinate(1) == {"replicas": 0, "tensor": 0}
+
+
+def test_the_configuration_asks_for_data_parallel_ranks():
+    root = parse({"train_micro_batch_size_per_gpu": 1}, dp_world_size=6).root
+    mesh = mesh_of_config(root, 6)
+    assert mesh.size("data") == mesh.world_size == 6 and mesh.names == AXES
 
 
 def test_errors_are_sentences():

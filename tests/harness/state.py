@@ -27,6 +27,7 @@ def _package_hook(module: str, restore: Callable[[Any], None]) -> Callable[[], N
 
 def _groups(module: Any) -> None:
     module.set_mpu(None)
+    module.set_mesh(None)
     module._own_group = module._own_group_world = None
 
 
