@@ -42,7 +42,13 @@ class Elastic:
 
 
 def agent_command(
-    elastic: Elastic, local_size: int, address: str, port: int, script: Sequence[str], flags: Sequence[str] = ()
+    elastic: Elastic,
+    local_size: int,
+    address: str,
+    port: int,
+    run_id: str,
+    script: Sequence[str],
+    flags: Sequence[str] = (),
 ) -> tuple[str, ...]:
     """The command of torch's elastic agent for one machine.
 
@@ -51,6 +57,7 @@ def agent_command(
         local_size: Ranks per machine.
         address: Where the machines meet: the first one.
         port: Its port.
+        run_id: Name of the run: agents of another one are not let in.
         script: The script and its arguments.
         flags: ``--module`` or ``--no_python``.
     """
@@ -60,6 +67,6 @@ def agent_command(
     return (
         sys.executable, "-u", "-m", "torch.distributed.run",
         f"--nnodes={elastic.min_nodes}:{elastic.max_nodes}", f"--nproc-per-node={local_size}",
-        "--rdzv-backend=c10d", f"--rdzv-endpoint={address}:{port}", f"--rdzv-id=deepspeed-{port}",
+        "--rdzv-backend=c10d", f"--rdzv-endpoint={address}:{port}", f"--rdzv-id={run_id}",
         *local, f"--max-restarts={MAX_RESTARTS}", *(spelled.get(flag, flag) for flag in flags), *script,
     )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ class World:
         num_nodes: Machines in all.
         master_addr: Where rank 0 is reached.
         master_port: Its port.
+        run_id: Name of the run, the same for all its launchers; empty where they were started by hand.
     """
 
     sizes: tuple[int, ...]
@@ -35,6 +37,7 @@ class World:
     num_nodes: int
     master_addr: str
     master_port: int
+    run_id: str = ""
 
     @property
     def world_size(self) -> int:
@@ -49,7 +52,9 @@ class World:
 
     def variables(self, rank: int, local_rank: int) -> dict[str, str]:
         """The variables that tell one rank its place."""
+        name = {"DS_RUN_ID": self.run_id} if self.run_id else {}
         return {
+            **name,
             "RANK": str(rank),
             "LOCAL_RANK": str(local_rank),
             "WORLD_SIZE": str(self.world_size),
@@ -59,6 +64,11 @@ class World:
             "MASTER_ADDR": self.master_addr,
             "MASTER_PORT": str(self.master_port),
         }
+
+
+def new_run_id() -> str:
+    """A name for a run that no other one has."""
+    return uuid.uuid4().hex[:12]
 
 
 def environment_file_name() -> str:

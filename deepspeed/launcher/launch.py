@@ -25,15 +25,17 @@ from deepspeed.launcher.elastic import Elastic, agent_command
 from deepspeed.launcher.environment import (
     World,
     environment_file_name,
+    new_run_id,
     read_environment_files,
     screen_width,
     threads_per_rank,
 )
 from deepspeed.launcher.placing import PROGRAMS, find_placed
-from deepspeed.launcher.ports import DEFAULT_PORT, PortClaim, claim_port
+from deepspeed.launcher.ports import PortClaim, Wish, agreed_port, claim_port
 from deepspeed.launcher.resources import LauncherError, decode_world_info
 from deepspeed.launcher.slurm import hosts_of_step
 from deepspeed.logging import logger, set_log_level_from_string
+from deepspeed.ports import DEFAULT_PORT
 from deepspeed.release import VERSION
 
 if TYPE_CHECKING:
@@ -79,7 +81,10 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--node_rank", type=int, default=0, help="index of this machine in the world")
     parser.add_argument("--master_addr", default="127.0.0.1", help="where rank 0 is reached")
-    parser.add_argument("--master_port", type=int, default=None, help=f"its port (default {DEFAULT_PORT})")
+    parser.add_argument(
+        "--master_port", type=int, default=None, help=f"its port (default MASTER_PORT, or {DEFAULT_PORT})"
+    )
+    parser.add_argument("--run_id", default="", help="name of the run, the same for all its launchers")
     parser.add_argument(
         "--enable_elastic_training", action="store_true", help="let torch's elastic agent restart ranks"
     )
@@ -117,12 +122,18 @@ def _launch(args: argparse.Namespace) -> int:
     hosts = _hosts(args)
     if args.placed_by == "slurm" and not args.master_addr:
         args.master_addr = hosts_of_step(os.environ)[0]
-    if len(hosts) > 1 or args.placed_by:
-        claim = PortClaim(args.master_port or DEFAULT_PORT)  # all launchers must use the same one: none may choose
-    else:
-        claim = claim_port(args.master_addr, args.master_port)
-    with claim, _pid_file(args.save_pid):
+    with _claim(args, hosts) as claim, _pid_file(args.save_pid):
         return _run(args, _world(args, hosts, claim.port), hosts)
+
+
+def _claim(args: argparse.Namespace, hosts: list[list[int | str]]) -> PortClaim:
+    """The port where the ranks will meet. Where this launcher is the only one, the run gets a name as well."""
+    wish = Wish.of(args.master_port)
+    if len(hosts) == 1 and not args.placed_by:
+        args.run_id = args.run_id or new_run_id()
+        return claim_port(args.master_addr, wish)
+    first = find_placed(args.placed_by, os.environ).rank if args.placed_by else args.node_rank
+    return agreed_port(wish, holds_rank_0=first == 0, is_claimed=bool(args.run_id))
 
 
 def _run(args: argparse.Namespace, world: World, hosts: list[list[int | str]]) -> int:
@@ -134,7 +145,7 @@ def _run(args: argparse.Namespace, world: World, hosts: list[list[int | str]]) -
     workers = _elastic_workers(args, world, hosts) if args.enable_elastic_training else _workers(args, world, hosts)
     link = None
     if len(world.sizes) > 1 and not args.enable_elastic_training:  # torch's agents have their own ways
-        me = Introduction(world.launcher, host, world.sizes, world.master_port, VERSION)
+        me = Introduction(world.launcher, host, world.sizes, world.master_port, VERSION, world.run_id)
         link = Link(me, world.master_addr)
     return Job(
         workers,
@@ -193,7 +204,8 @@ def _elastic_workers(args: argparse.Namespace, world: World, hosts: list[list[in
         common.pop(name, None)
     flags = [f"--{name}" for name in ("module", "no_python") if getattr(args, name)]
     script = (args.training_script, *args.training_script_args)
-    command = agent_command(elastic, world.local_size, world.master_addr, world.master_port, script, flags)
+    run_id = world.run_id or f"deepspeed-{world.master_port}"
+    command = agent_command(elastic, world.local_size, world.master_addr, world.master_port, run_id, script, flags)
     logger.info(
         f"elastic run on {elastic.min_nodes} to {elastic.max_nodes} machine(s): torch's elastic agent starts "
         f"{world.local_size} rank(s) here, meeting at {world.master_addr}:{world.master_port}"
@@ -257,6 +269,7 @@ def _world(args: argparse.Namespace, hosts: list[list[int | str]], port: int) ->
         num_nodes=len(hosts),
         master_addr=args.master_addr,
         master_port=port,
+        run_id=args.run_id,
     )
 
 

@@ -48,6 +48,7 @@ class Introduction:
         sizes: Ranks that each launcher of the run starts.
         master_port: Where the ranks meet; tells runs on the same machines apart.
         version: Of this package.
+        run: Name of the run; empty where its launchers were started by hand.
     """
 
     index: int
@@ -55,6 +56,7 @@ class Introduction:
     sizes: tuple[int, ...]
     master_port: int
     version: str
+    run: str = ""
 
     def to_message(self) -> dict[str, Any]:
         """As JSON can carry it."""
@@ -222,7 +224,7 @@ class Link:
         """Takes in a launcher, or sends whatever connected away."""
         connection = _Connection(peer)
         hello = connection.receive_one(_ANSWER_SECONDS)
-        if hello is None or hello.get("magic") != _MAGIC or hello.get("master_port") != self.me.master_port:
+        if hello is None or hello.get("magic") != _MAGIC or self._is_of_another_run(hello):
             connection.send({"event": "refused"})
             connection.close()
             return
@@ -241,6 +243,9 @@ class Link:
             connection.send(message)
         selector.register(peer, selectors.EVENT_READ, connection)
         self._pass_on(connection, connection.take_waiting())
+
+    def _is_of_another_run(self, hello: dict[str, Any]) -> bool:
+        return hello.get("master_port") != self.me.master_port or hello.get("run", self.me.run) != self.me.run
 
     def _mismatch(self, hello: dict[str, Any]) -> str | None:
         """Why a launcher does not belong to this run; None if it does."""

@@ -12,10 +12,11 @@ import shutil
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, ClassVar
 
-from deepspeed.launcher.ports import DEFAULT_PORT
+from deepspeed.launcher.environment import new_run_id
 from deepspeed.launcher.remote import BUILDERS, LAUNCHER_PROGRAMS, Command, Run
 from deepspeed.launcher.resources import LauncherError, decode_world_info
 from deepspeed.launcher.runner import rank_options
+from deepspeed.ports import DEFAULT_PORT
 
 Resources = Mapping[str, int | Sequence[int | str]]
 
@@ -90,6 +91,7 @@ class MultiNodeRunner:
             folder=os.getcwd(),
             options=tuple(rank_options(self.args)),
             script=(self.user_script, *self.user_arguments),
+            run_id=new_run_id(),
             launcher_args=tuple(shlex.split(self.args.launcher_args)),
             ssh_port=self.args.ssh_port,
             venv_script=self.args.venv_script,

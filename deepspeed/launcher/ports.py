@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import errno
+import os
 import socket
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from deepspeed.launcher.resources import LauncherError
-
-DEFAULT_PORT = 29500
+from deepspeed.logging import logger
+from deepspeed.ports import DEFAULT_PORT, free_port, holder_of, is_free, is_here
 
 
 @dataclass
 class PortClaim:
     """A port that other launchers on this machine leave alone while this object is open.
 
-    Rank 0 opens the port seconds after the launcher has chosen it, and two runs started together would both find the
-    default free. A name in Linux's abstract socket space marks it meanwhile: it is gone with the last process that
-    holds it, and needs no file.
+    Rank 0 opens the port seconds after the launcher has chosen it, and two runs started together would both find it
+    free. A name in Linux's abstract socket space marks it meanwhile: it is gone with the last process that holds it,
+    and needs no file.
 
     Attributes:
         port: The port.
@@ -35,67 +36,117 @@ class PortClaim:
             self._mark.close()
 
 
-def claim_port(address: str, requested: int | None) -> PortClaim:
-    """Chooses the port for the ranks' meeting point on this machine.
+@dataclass(frozen=True)
+class Wish:
+    """The port that the user asked for.
+
+    Attributes:
+        port: It.
+        source: How it was said: ``--master_port 29600`` or ``MASTER_PORT=29600``.
+    """
+
+    port: int
+    source: str
+
+    @classmethod
+    def of(cls, option: int | None, environ: Mapping[str, str] = os.environ) -> Wish | None:
+        """From the option, or else from ``MASTER_PORT``; None if neither is given, or 0, which stands for any.
+
+        Raises:
+            LauncherError: It is no port.
+        """
+        text = environ.get("MASTER_PORT", "").strip() if option is None else str(option)
+        if text in ("", "0"):
+            return None
+        source = f"MASTER_PORT={text}" if option is None else f"--master_port {text}"
+        if not text.isdecimal() or not 0 < int(text) < 65536:
+            raise LauncherError(f"{source}: expected a port from 1 to 65535; correct it, or leave it out")
+        return cls(int(text), source)
+
+
+def claim_port(address: str, wish: Wish | None, *, is_shared: bool = False) -> PortClaim:
+    """Chooses the port for the ranks' meeting point: the one asked for, or a free one if that is taken.
 
     Args:
-        address: Where rank 0 will listen.
-        requested: The user's choice; None or the default (which some tools always pass) means the default, or a free
-            one if that is taken.
+        address: Where rank 0 will listen. On another machine nothing can be looked at: the wish is what is chosen.
+        wish: The user's; None means the default port. A wish for the default is none: some tools always pass it.
+        is_shared: Whether other machines need the port too. One that the user has chosen may be the one that a
+            firewall lets through, so then it is not replaced.
 
     Raises:
-        LauncherError: The user's choice is taken.
+        LauncherError: The port is taken and must not be replaced.
     """
-    if not _is_local(address):
-        return PortClaim(requested or DEFAULT_PORT)
-    if requested is not None and requested != DEFAULT_PORT:
-        if not _is_free(requested):
-            raise LauncherError(
-                f"--master_port {requested}: the port is taken on this machine (or not permitted); "
-                "choose another one, or leave the option out to get a free one"
-            )
-        return PortClaim(requested)
-    if _is_free(DEFAULT_PORT):
-        is_ours, mark = _mark(DEFAULT_PORT)
-        if is_ours:
-            return PortClaim(DEFAULT_PORT, mark)
-    return PortClaim(_free_port())
+    wanted = DEFAULT_PORT if wish is None else wish.port
+    if not is_here(address):
+        return PortClaim(wanted)
+    mark = _mark(wanted) if is_free(wanted) else None
+    if mark is not None:
+        return PortClaim(wanted, mark.socket)
+    if wish is not None and wanted != DEFAULT_PORT:
+        if is_shared:
+            raise _taken(wish.source, wanted)
+        chosen = _claim_any()
+        logger.warning(
+            f"{wish.source}: the port is taken by {_holder(wanted)}; this run meets at port {chosen.port} instead"
+        )
+        return chosen
+    return _claim_any()
 
 
-def _mark(port: int) -> tuple[bool, socket.socket | None]:
-    """Marks the port as ours: whether nobody else has, and what to keep open meanwhile."""
+def agreed_port(wish: Wish | None, *, holds_rank_0: bool, is_claimed: bool) -> PortClaim:
+    """The port that all launchers of a run on several machines use: none of them may choose another one.
+
+    Args:
+        wish: What all of them were told; None means the default port.
+        holds_rank_0: Whether the port must be free on this machine.
+        is_claimed: Whether the command that started this launcher has claimed it.
+
+    Raises:
+        LauncherError: It is taken here.
+    """
+    port = DEFAULT_PORT if wish is None else wish.port
+    if not holds_rank_0:
+        return PortClaim(port)
+    mark = _Mark(None) if is_claimed else _mark(port)
+    if mark is None or not is_free(port):
+        raise _taken(wish.source if wish is not None else f"the default port {port}", port)
+    return PortClaim(port, mark.socket)
+
+
+def _taken(source: str, port: int) -> LauncherError:
+    return LauncherError(
+        f"{source}: the port is taken on this machine, where rank 0 would listen, by {_holder(port)}. Choose another "
+        f"one, the same on all machines, such as --master_port {free_port()}"
+    )
+
+
+def _holder(port: int) -> str:
+    return "a run that is about to start" if is_free(port) else holder_of(port)
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """That a port is ours; where the system has no such marks there is nothing to keep open."""
+
+    socket: socket.socket | None
+
+
+def _mark(port: int) -> _Mark | None:
+    """Marks the port as ours; None if somebody else has."""
     if not sys.platform.startswith("linux"):
-        return True, None
+        return _Mark(None)
     mark = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
         mark.bind(f"\0deepspeed-launcher-port-{port}")
     except OSError:
         mark.close()
-        return False, None
-    return True, mark
+        return None
+    return _Mark(mark)
 
 
-def _is_local(address: str) -> bool:
-    return address in ("localhost", "127.0.0.1", "::1", socket.gethostname())
-
-
-def _is_free(port: int) -> bool:
-    for family, anywhere in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
-        try:
-            with socket.socket(family, socket.SOCK_STREAM) as probe:
-                # Without this, a port that was in use a minute ago would count as taken.
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if family == socket.AF_INET6:
-                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                probe.bind((anywhere, port))
-        except OSError as error:
-            if family == socket.AF_INET or error.errno == errno.EADDRINUSE:
-                return False
-            # Any other error of the second family: this machine has no IPv6.
-    return True
-
-
-def _free_port() -> int:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+def _claim_any() -> PortClaim:
+    while True:
+        port = free_port()
+        mark = _mark(port)
+        if mark is not None:
+            return PortClaim(port, mark.socket)

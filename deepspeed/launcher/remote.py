@@ -31,6 +31,7 @@ class Run:
         folder: The working directory.
         options: Further options of ``deepspeed.launcher.launch``.
         script: The script and its arguments.
+        run_id: Name of the run.
         launcher_args: Further arguments of the program that starts.
         ssh_port: Port of the ssh servers; None for their own choice.
         venv_script: Sourced on each machine before anything else.
@@ -43,6 +44,7 @@ class Run:
     folder: str
     options: tuple[str, ...]
     script: tuple[str, ...]
+    run_id: str
     launcher_args: tuple[str, ...] = ()
     ssh_port: int | None = None
     venv_script: str | None = None
@@ -56,8 +58,8 @@ class Run:
         """The command that starts ranks; ``place`` says which."""
         return [
             sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={encode_world_info(self.hosts)}",
-            f"--master_addr={self.master_addr}", f"--master_port={self.master_port}", "--shares_screen", *place,
-            *self.options, *self.script,
+            f"--master_addr={self.master_addr}", f"--master_port={self.master_port}", f"--run_id={self.run_id}",
+            "--shares_screen", *place, *self.options, *self.script,
         ]  # fmt: skip
 
     def shell_line(self, *place: str, escape: Callable[[str], str] = lambda text: text) -> str:

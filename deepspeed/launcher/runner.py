@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from deepspeed.cli.command import run_command
 from deepspeed.errors import NotYetSupportedError
 from deepspeed.launcher import launch
-from deepspeed.launcher.environment import environment_file_name, read_environment_files
-from deepspeed.launcher.ports import DEFAULT_PORT, claim_port
+from deepspeed.launcher.environment import environment_file_name, new_run_id, read_environment_files
+from deepspeed.launcher.ports import Wish, claim_port
 from deepspeed.launcher.remote import BUILDERS, LAUNCHER_PROGRAMS, Command, Run
 from deepspeed.launcher.resources import (
     DLTS_HOSTFILE,
@@ -30,6 +30,7 @@ from deepspeed.launcher.resources import (
 )
 from deepspeed.launcher.selection import Selected, select_slots
 from deepspeed.logging import logger, set_log_level_from_string
+from deepspeed.ports import DEFAULT_PORT
 
 __all__ = [
     "DEEPSPEED_ENVIRONMENT_NAME",
@@ -48,7 +49,7 @@ DEEPSPEED_ENVIRONMENT_NAME = environment_file_name()
 
 # Our own variables, besides those of EXPORT_ENVS and of the accelerator.
 _OWN_VARIABLES = ("DS_", "DEEPSPEED_")
-_NOT_FOR_OTHERS = ("DS_ENV_FILE",)
+_NOT_FOR_OTHERS = ("DS_ENV_FILE", "DS_RUN_ID")
 # Options that only concern other machines.
 _FOR_OTHER_MACHINES = ("launcher_args", "no_ssh_check", "ssh_port", "venv_script")
 
@@ -72,7 +73,7 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
         "--master_port",
         type=int,
         default=None,
-        help=f"its port (default {DEFAULT_PORT}, or a free one if that is taken)",
+        help=f"its port (default MASTER_PORT, or {DEFAULT_PORT}; a free one if that is taken)",
     )
     launch.add_rank_options(parser)
     others = parser.add_argument_group("several machines")
@@ -194,7 +195,7 @@ def _run_on_machines(args: argparse.Namespace, selected: Selected) -> int:
         if args.launcher in ("pdsh", "ssh") and not args.no_ssh_check:
             front.check_reachable(list(hosts), args.ssh_port)
     address = args.master_addr or _find_address(args, list(hosts))
-    with claim_port(address, args.master_port) as claim:
+    with claim_port(address, Wish.of(args.master_port), is_shared=len(hosts) > 1) as claim:
         run = Run(
             hosts=hosts,
             master_addr=address,
@@ -203,6 +204,7 @@ def _run_on_machines(args: argparse.Namespace, selected: Selected) -> int:
             folder=os.getcwd(),
             options=tuple(rank_options(args)),
             script=(args.user_script, *args.user_args),
+            run_id=new_run_id(),
             launcher_args=tuple(shlex.split(args.launcher_args)),
             ssh_port=args.ssh_port,
             venv_script=args.venv_script,

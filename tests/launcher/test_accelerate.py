@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.comm.place import free_port
 from deepspeed.launcher import launch, runner
 from deepspeed.launcher.resources import decode_world_info
+from deepspeed.ports import free_port
 from tests.launcher.processes import Launcher
 
 launching = pytest.importorskip(

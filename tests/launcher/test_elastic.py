@@ -4,16 +4,16 @@ import sys
 
 import pytest
 
-from deepspeed.comm.place import free_port
 from deepspeed.launcher.elastic import Elastic, agent_command
 from deepspeed.launcher.resources import LauncherError
+from deepspeed.ports import free_port
 from tests.launcher.processes import Launcher, wait_until
 
 pytestmark = pytest.mark.timeout(120)
 
 
 def test_the_agent_is_told_what_was_asked():
-    command = agent_command(Elastic(1, 3), 4, "host-a", 77, ("x.py", "--a"), ("--no_python",))
+    command = agent_command(Elastic(1, 3), 4, "host-a", 77, "name", ("x.py", "--a"), ("--no_python",))
     assert command[:4] == (sys.executable, "-u", "-m", "torch.distributed.run")
     assert {"--nnodes=1:3", "--nproc-per-node=4", "--rdzv-endpoint=host-a:77", "--no-python"} <= set(command)
     assert command[-2:] == ("x.py", "--a")

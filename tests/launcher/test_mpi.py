@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.comm.place import free_port
+from deepspeed.ports import free_port
 from tests.harness.programs import needs_program
 from tests.launcher.processes import Launcher, wait_until
 
@@ -105,6 +105,32 @@ def test_a_plain_mpirun_line_is_found_by_init_distributed(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["2.0", "2.0"] and "found by Open MPI variables" in done.stderr
+
+
+@needs_program("mpirun.openmpi")
+def test_mpirun_at_the_port_of_another_run_is_told_whose_it_is(tmp_path):
+    script = """
+        import pathlib, torch, deepspeed.comm as dist
+        dist.init_distributed()
+        pathlib.Path(f"met{rank}").touch()
+        while not pathlib.Path("go").exists(): time.sleep(0.02)
+        dist.barrier()
+    """
+    port = str(free_port())
+    launcher = Launcher(tmp_path, script, "--num_gpus=2", f"--master_port={port}")
+    launcher.wait_for_files("met0", "met1", timeout=60)
+    other = tmp_path / "other.py"
+    other.write_text("import deepspeed\ndeepspeed.init_distributed()\n")
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment |= {**OPENMPI, "DS_ACCELERATOR": "cpu", "MASTER_PORT": port}
+    done = subprocess.run(
+        ["mpirun.openmpi", "-n", "2", sys.executable, str(other)],
+        env={**environment, "PYTHONPATH": str(Path(__file__).parents[2])},
+        cwd=tmp_path, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    (tmp_path / "go").touch()
+    assert launcher.finish(30)[0] == 0 and done.returncode != 0
+    assert "job.py" in done.stderr and ("the port is held by process" in done.stderr or "met already" in done.stderr)
 
 
 @needs_program("mpirun.mpich")

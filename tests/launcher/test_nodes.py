@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from deepspeed.comm.place import free_port
+from deepspeed.ports import free_port
 from tests.launcher.processes import Launcher, wait_until
 
 pytestmark = pytest.mark.timeout(60)

@@ -93,7 +93,7 @@ def test_a_hostfile_with_this_machine_only(tmp_path):
     assert dumped(tmp_path, 1)["env"]["WORLD_SIZE"] == "2"
 
 
-def test_a_busy_default_port_is_avoided_and_a_chosen_one_kept(tmp_path):
+def test_a_busy_port_is_avoided_and_a_free_one_kept(tmp_path):
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -108,10 +108,13 @@ def test_a_busy_default_port_is_avoided_and_a_chosen_one_kept(tmp_path):
         listener.listen()
         port = listener.getsockname()[1]
         code, _, err = run(tmp_path, DUMP, "--num_gpus=1", f"--master_port={port}")
-        assert (code, err.count("\n")) == (1, 1) and f"--master_port {port}" in err
+        assert code == 0 and f"--master_port {port}: the port is taken by process {os.getpid()}" in err
+        assert dumped(tmp_path, 0)["env"]["MASTER_PORT"] != str(port)
     assert run(tmp_path, DUMP, f"--master_port={port}", "--master_addr=localhost")[0] == 0
     seen = dumped(tmp_path, 0)["env"]
     assert (seen["MASTER_ADDR"], seen["MASTER_PORT"]) == ("localhost", str(port))
+    assert run(tmp_path, DUMP, environment={"MASTER_PORT": str(port)})[0] == 0
+    assert dumped(tmp_path, 0)["env"]["MASTER_PORT"] == str(port)
 
 
 def test_the_environment_file_fills_what_is_not_set(tmp_path):

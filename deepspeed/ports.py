@@ -1,0 +1,132 @@
+"""TCP ports of this machine: which are free, and who holds one that is not."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import shlex
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+DEFAULT_PORT = 29500
+"""Where ranks meet unless something says otherwise."""
+
+_LISTENS = "0A"  # the state as Linux's tables write it
+_MOST_SHOWN = 100
+
+
+def free_port() -> int:
+    """A TCP port that nobody uses at this moment."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def is_free(port: int) -> bool:
+    """Whether this process could listen at ``port`` on every address of the machine."""
+    for family, anywhere in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                # Without this, a port that was in use a minute ago would count as taken.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                probe.bind((anywhere, port))
+        except OSError as error:
+            if family == socket.AF_INET or error.errno == errno.EADDRINUSE:
+                return False
+            # Any other error of the second family: this machine has no IPv6.
+    return True
+
+
+def is_here(address: str) -> bool:
+    """Whether an address is one of this machine; names of others are not looked up."""
+    if address in ("localhost", socket.gethostname()):
+        return True
+    try:
+        family = socket.AF_INET6 if ipaddress.ip_address(address).version == 6 else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((address, 0))
+    except (ValueError, OSError):  # a name, or an address of another machine
+        return False
+    return True
+
+
+def holder_of(port: int) -> str:
+    """Who holds a port of this machine, in words; what cannot be found out is left out.
+
+    Examples:
+        ``"process 4242 on host worker-1 (`python train.py`)"``
+    """
+    host = socket.gethostname()
+    sockets = dict(_sockets_at(port))
+    for pid in sorted(int(name) for name in _names("/proc") if name.isdecimal()):
+        if _inodes_of(pid) & sockets.keys():
+            return f"process {pid} on host {host} (`{command_of(pid)}`)"
+    owners = {uid for uid in sockets.values() if uid != os.getuid()}
+    if owners:
+        return f"a process of user {_user(min(owners))} on host {host}"
+    return f"another program on host {host}"
+
+
+def command_of(pid: int) -> str:
+    """The command line of a process of this machine, shortened; empty where it cannot be read."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+    except OSError:
+        return ""
+    return shortened([word.decode(errors="replace") for word in words])
+
+
+def shortened(words: list[str]) -> str:
+    """A command line as one would type it, without the program's folder and with its middle cut where it gets long."""
+    text = " ".join(shlex.join([os.path.basename(word) for word in words[:1]] + words[1:]).split())
+    half = (_MOST_SHOWN - 3) // 2
+    return text if len(text) <= _MOST_SHOWN else f"{text[:half]}...{text[-half:]}"
+
+
+def _sockets_at(port: int) -> Iterator[tuple[int, int]]:
+    """(inode, user) of the sockets at a port: those that listen, or all where none does."""
+    found = []
+    for table in ("tcp", "tcp6"):
+        try:
+            lines = Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]
+        except OSError:  # not Linux, or a machine without the protocol
+            continue
+        for line in lines:
+            columns = line.split()
+            if int(columns[1].rpartition(":")[2], 16) == port and columns[9] != "0":
+                found.append((columns[3], int(columns[9]), int(columns[7])))
+    listening = [(inode, user) for state, inode, user in found if state == _LISTENS]
+    yield from listening or ((inode, user) for _, inode, user in found)
+
+
+def _inodes_of(pid: int) -> set[int]:
+    """The sockets that a process holds, as far as this one may see them."""
+    inodes = set()
+    for name in _names(f"/proc/{pid}/fd"):
+        try:
+            target = os.readlink(f"/proc/{pid}/fd/{name}")
+        except OSError:  # closed meanwhile
+            continue
+        if target.startswith("socket:["):
+            inodes.add(int(target[8:-1]))
+    return inodes
+
+
+def _names(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:  # another user's, or gone meanwhile
+        return []
+
+
+def _user(uid: int) -> str:
+    import pwd  # there is none where there is no /proc either
+
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
