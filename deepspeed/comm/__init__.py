@@ -1,9 +1,10 @@
 """Communication between the ranks: ``import deepspeed.comm as dist``.
 
 The functions take the arguments of their namesakes in :mod:`torch.distributed` and act on torch's process groups, so
-the two may be mixed freely. In this package: ``place`` (finding out who one is), ``process_group`` (starting and
-asking), ``collectives``, ``recorder`` and ``summary`` (the communication log), ``groups`` (which ranks share what), and
-beneath ZeRO ``transport``, ``agreement`` and ``counters``.
+the two may be mixed freely. In this package: ``place`` (finding out who one is), ``rendezvous`` and ``reception``
+(coming together with the ranks of the same run), ``process_group`` (starting and asking), ``collectives``, ``recorder``
+and ``summary`` (the communication log), ``groups`` (which ranks share what), and beneath ZeRO ``transport``,
+``agreement`` and ``counters``.
 """
 
 from __future__ import annotations

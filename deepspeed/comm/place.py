@@ -16,13 +16,12 @@ cluster.
 from __future__ import annotations
 
 import re
-import socket
+import zlib
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 
 from deepspeed.errors import CommunicationError
-
-DEFAULT_PORT = 29500
+from deepspeed.ports import DEFAULT_PORT, free_port
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _LOCAL_RANK_NAMES = (
@@ -47,6 +46,8 @@ class Place:
         address: Host name or address where rank 0 listens; None if an ``init_method`` takes care of the meeting.
         port: Port where rank 0 listens; None likewise, and 0 if any free one will do (one process, nobody to meet).
         way: How it was found, for the log: "torchrun variables", "Slurm", ...
+        run: Which run the process belongs to, in the words of whoever started it: the same for all ranks of a run, and
+            another one for another run. Empty where nobody says.
     """
 
     rank: int
@@ -55,6 +56,7 @@ class Place:
     address: str | None
     port: int | None
     way: str
+    run: str = ""
 
     def export(self, environ: MutableMapping[str, str]) -> None:
         """Writes the place into ``environ``, where torch, other libraries and the logger look for it."""
@@ -105,7 +107,7 @@ def find_place(
     if init_method is None or init_method.startswith("env:"):
         address, port = _meeting_point(environ, rank, world_size, way, slurm, default_port, mpi_address)
     local_rank = _local_rank(environ, rank, world_size, address, device_count)
-    return Place(rank, world_size, local_rank, address, port, way)
+    return Place(rank, world_size, local_rank, address, port, way, _run_of(environ, way))
 
 
 def _identity(environ: Mapping[str, str], rank: int, world_size: int, discover: bool) -> tuple[int, int, str, bool]:
@@ -204,10 +206,35 @@ def _meeting_point(
             "to meet the others. Set MASTER_ADDR to the host of rank 0 (127.0.0.1 if all ranks run on one host), or "
             "start the script with `deepspeed` or `torchrun`"
         )
-    if port is None and slurm and default_port == DEFAULT_PORT and environ.get("SLURM_JOB_ID", "").isdigit():
+    if port is None and default_port == DEFAULT_PORT:
         # Jobs that share a node must not share a port, and all tasks of a job must agree without talking.
-        port = 15000 + int(environ["SLURM_JOB_ID"]) % 15000
+        job = environ.get("SLURM_JOB_ID", "") if slurm else _open_mpi_job(environ) if way.startswith("Open MPI") else ""
+        if job:
+            port = 15000 + (int(job) if job.isdigit() else zlib.crc32(job.encode())) % 15000
     return address, port or default_port
+
+
+def _run_of(environ: Mapping[str, str], way: str) -> str:
+    """The run that a process belongs to: what its starter says, or ``DS_RUN_ID``."""
+    if way.startswith("torchrun") and environ["TORCHELASTIC_RUN_ID"] != "none":  # what torchrun says without --rdzv-id
+        return f"torchrun run {environ['TORCHELASTIC_RUN_ID']}"
+    if way.startswith("Open MPI") and _open_mpi_job(environ):
+        return f"Open MPI job {_open_mpi_job(environ)}"
+    if way.startswith("Slurm") and environ.get("SLURM_JOB_ID") and not environ.get("SLURM_HET_SIZE"):
+        return f"Slurm step {environ['SLURM_JOB_ID']}.{environ.get('SLURM_STEP_ID', '')}"
+    return f"run {environ['DS_RUN_ID']}" if environ.get("DS_RUN_ID") else ""
+
+
+def _open_mpi_job(environ: Mapping[str, str]) -> str:
+    """What Open MPI calls the processes of one mpirun; empty where it does not say."""
+    return environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid") or ""
+
+
+def run_of_adopted(environ: Mapping[str, str]) -> str:
+    """The run of a process whose group somebody else has started; empty where nobody says."""
+    if environ.get("TORCHELASTIC_RUN_ID"):
+        return _run_of(environ, "torchrun")
+    return _run_of(environ, "Open MPI" if environ.get("OMPI_COMM_WORLD_RANK") else "")
 
 
 def _local_rank(environ: Mapping[str, str], rank: int, world_size: int, address: str | None, device_count: int) -> int:
@@ -266,14 +293,6 @@ def first_host(nodelist: str) -> str:
             end = position
             break
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", nodelist[:end]).strip()
-
-
-def free_port() -> int:
-    """A TCP port that nobody uses at this moment."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _integer(environ: Mapping[str, str], name: str) -> int:

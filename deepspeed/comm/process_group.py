@@ -7,6 +7,7 @@ that a program may mix calls of both libraries and tear the group down with eith
 from __future__ import annotations
 
 import os
+import time
 import zlib
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -19,10 +20,13 @@ from deepspeed.comm import world
 from deepspeed.comm.meeting import SupervisedStore
 from deepspeed.comm.new_groups import meet_to_make
 from deepspeed.comm.party import job_watch, party_of
-from deepspeed.comm.place import DEFAULT_PORT, Place, find_place, free_port, local_rank_of
-from deepspeed.comm.startup import Facts, agree_on_config, agree_on_facts, agree_on_model, own_facts, rank_map
+from deepspeed.comm.place import Place, find_place, local_rank_of
+from deepspeed.comm.reception import Guest, receive_ranks
+from deepspeed.comm.rendezvous import open_store
+from deepspeed.comm.startup import Facts, agree_on_config, agree_on_model, own_facts, rank_map
 from deepspeed.errors import CallOrderError, CommunicationError
 from deepspeed.logging import log_dist
+from deepspeed.ports import DEFAULT_PORT
 
 NCCL_BACKEND = "nccl"
 GLOO_BACKEND = "gloo"
@@ -137,40 +141,30 @@ def _adopt(verbose: bool) -> None:
 
 
 def _start(backend: str, place: Place, init_method: str | None, timeout: timedelta) -> list[Facts]:
-    """Starts the group, after the ranks have agreed that they match; returns the facts of all (on rank 0)."""
+    """Starts the group, after the ranks have met and found that they match; returns the facts of all (on rank 0)."""
     arguments: dict[str, Any] = {"rank": place.rank, "world_size": place.world_size, "timeout": timeout}
-    if init_method is not None and not init_method.startswith("env:"):
-        url = where = init_method
-    elif place.world_size == 1:
-        url, where = None, "this process"
-    else:
-        # torch reads MASTER_ADDR and MASTER_PORT, which place.export has set.
-        url, where = "env://", f"{place.address}:{place.port}"
+    url = init_method if init_method is not None and not init_method.startswith("env:") else None
+    where = url or (f"{place.address}:{place.port}" if place.world_size > 1 else "this process")
     facts: list[Facts] = []
+    started = time.monotonic()
     try:
-        if url is None:
+        if url is None and place.world_size == 1:
             arguments["store"] = torch_dist.HashStore()
         else:
-            # As init_process_group would, but with a word between the ranks before the backend connects them.
-            store, _, _ = next(torch_dist.rendezvous(url, place.rank, place.world_size, timeout=timeout))
-            store.set_timeout(timeout)
-            arguments["store"] = torch_dist.PrefixStore("default_pg", store)
+            store = open_store(url, place, timeout)
+            prefix = "default_pg"
             if place.world_size > 1:
-                mine = own_facts(place.local_rank, backend)
-                facts = agree_on_facts(arguments["store"], place.rank, place.world_size, mine, timeout)
+                guest = Guest.here(place, own_facts(place.local_rank, backend))
+                prefix, facts = receive_ranks(store, guest, where, timeout)
+            arguments["store"] = torch_dist.PrefixStore(prefix, store)
         torch_dist.init_process_group(backend, **arguments)
     except CommunicationError:  # ours, and complete
         raise
     except (RuntimeError, ValueError, OSError) as error:
-        if "EADDRINUSE" in str(error):
-            remedy = (
-                f"Another program listens there: set MASTER_PORT to a free port, such as {free_port()}, on all ranks"
-            )
-        else:
-            remedy = f"Check that all {place.world_size} processes were started and can reach that address"
         raise CommunicationError(
             f"rank {place.rank} of {place.world_size} (from {place.way}) could not start the process group with "
-            f"backend {backend!r} at {where} within {timeout}: {error}. {remedy}"
+            f"backend {backend!r} at {where}; it gave up after {time.monotonic() - started:.0f} s: {error}. Check that "
+            f"all {place.world_size} processes were started and can reach that address"
         ) from error
     return facts
 

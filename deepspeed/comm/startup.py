@@ -1,8 +1,8 @@
 """What the ranks tell each other before they start: who is where, and whether all run the same.
 
 Everything goes through the rendezvous store, because a collective between ranks that do not match is what hangs. Each
-rank posts its facts; rank 0 compares them and posts a verdict, which all ranks read. A rank that comes late is waited
-for; one that does not match is named on every rank.
+rank posts what it has; rank 0 compares and posts a verdict, which all ranks read. A rank that comes late is waited for;
+one that does not match is named on every rank. Who is a rank of the run at all, ``reception`` has found out before.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import socket
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from deepspeed.comm.place import run_of_adopted
 from deepspeed.errors import CommunicationError, DeepSpeedConfigError, DivergenceError
 from deepspeed.release import VERSION
 
@@ -25,6 +26,7 @@ _SCOPE = "deepspeed/start"
 # How long rank 0 stays to see that everybody has read a bad verdict: the store may go with it.
 _READ_SECONDS = 5.0
 _MOST_NAMED = 8
+_MIXED_RUNS = "the processes of one group belong to different runs"
 
 
 @dataclass(frozen=True)
@@ -126,32 +128,6 @@ def rank_map(facts: Sequence[Facts]) -> list[str]:
     return lines
 
 
-def agree_on_facts(store: Any, rank: int, world_size: int, facts: Facts, timeout: timedelta) -> list[Facts]:
-    """Exchanges the facts of all ranks. All of them must call it.
-
-    Args:
-        store: A torch ``Store`` that all ranks share.
-        rank: This rank.
-        world_size: Number of ranks.
-        facts: Of this rank.
-        timeout: How long to wait for the others.
-
-    Returns:
-        The facts of all ranks on rank 0; an empty list on the others.
-
-    Raises:
-        CommunicationError: Something does not match; the same on every rank.
-    """
-
-    def judge(posts: list[str]) -> str | None:
-        return compare_facts([Facts(**json.loads(post)) for post in posts])
-
-    posts, verdict = _exchange(store, "facts", rank, world_size, json.dumps(asdict(facts)), judge, timeout)
-    if verdict is not None:
-        raise CommunicationError(verdict)
-    return [Facts(**json.loads(post)) for post in posts]
-
-
 def agree_on_config(
     store: Any, topic: str, rank: int, world_size: int, config: Mapping[str, Any] | Exception, timeout: timedelta
 ) -> None:
@@ -166,15 +142,17 @@ def agree_on_config(
         timeout: How long to wait for the others.
 
     Raises:
+        CommunicationError: A rank belongs to another run.
         DeepSpeedConfigError: A rank has another configuration, or could not read its own.
     """
-    place = _own_place(rank)
+    mine: dict[str, Any] = {"place": _own_place(rank), "run": run_of_adopted(os.environ)}
     if isinstance(config, Exception):
-        mine: dict[str, Any] = {"place": place, "error": str(config)}
+        mine["error"] = str(config)
     else:
-        values = {key: json.dumps(value, sort_keys=True, default=_type_name) for key, value in config.items()}
-        mine = {"place": place, "values": values}
+        mine["values"] = {key: json.dumps(value, sort_keys=True, default=_type_name) for key, value in config.items()}
     _, verdict = _exchange(store, f"config/{topic}", rank, world_size, json.dumps(mine), _compare_configs, timeout)
+    if verdict is not None and verdict.startswith(_MIXED_RUNS):
+        raise CommunicationError(verdict)
     if isinstance(config, Exception):
         raise config
     if verdict is not None:
@@ -183,6 +161,12 @@ def agree_on_config(
 
 def _compare_configs(posts: list[str]) -> str | None:
     ranks = [json.loads(post) for post in posts]
+    if len({each["run"] for each in ranks} - {""}) > 1:
+        places = [f"{each['place']} is of {each['run'] or 'one that nobody has named'}" for each in ranks]
+        return (
+            f"{_MIXED_RUNS}: {_listed(places)}. Two runs have met at one port before this package was asked: give each "
+            "its own (MASTER_PORT), or call deepspeed.init_distributed instead of torch's init_process_group"
+        )
     failed = [f"{each['place']}: {each['error']}" for each in ranks if "error" in each]
     if failed:
         return f"the configuration cannot be used on every rank: {_listed(failed)}"
@@ -239,7 +223,7 @@ def agree_on_model(
     usual, other = ([*store.get(key).decode().splitlines()] for key in keys)
     store.add(f"{scope}/read", 1)
     if rank == 0:
-        _wait_for_readers(store, f"{scope}/read", world_size)
+        wait_for_readers(store, f"{scope}/read", world_size)
     raise DivergenceError(
         f"the model differs between the ranks: {odd['place']} has {_first_difference(other, usual)}, {common['place']} "
         f"has {_first_difference(usual, other)}. Build the same model on every rank, and freeze the same parameters"
@@ -291,7 +275,7 @@ def _exchange(
         verdict = judge(posts)
         store.set(f"{scope}/verdict", json.dumps(verdict))
         if verdict is not None:
-            _wait_for_readers(store, f"{scope}/read", world_size - 1)
+            wait_for_readers(store, f"{scope}/read", world_size - 1)
         return posts, verdict
     store.wait([f"{scope}/verdict"], timeout)
     verdict = json.loads(store.get(f"{scope}/verdict"))
@@ -300,7 +284,8 @@ def _exchange(
     return posts, verdict
 
 
-def _wait_for_readers(store: Any, key: str, count: int) -> None:
+def wait_for_readers(store: Any, key: str, count: int) -> None:
+    """Waits until ``count`` ranks have counted themselves at ``key``: the store may end with who waits here."""
     deadline = time.monotonic() + _READ_SECONDS
     while store.add(key, 0) < count and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import textwrap
 
 import pytest
 
-from deepspeed.comm.place import free_port
+from deepspeed.ports import free_port
 from tests.comm.processes import Job
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DEEPSPEED_TIMEOUT")
@@ -135,7 +136,41 @@ def test_a_taken_port_is_named_with_a_free_one():
         )
         _, err = job.communicate(timeout=120)
     assert job.returncode == 1
-    assert f"127.0.0.1:{port}" in err and "Another program listens there: set MASTER_PORT to a free port" in err
+    said = err.splitlines()[-1]
+    assert f"cannot open 127.0.0.1:{port}, where the ranks were to meet: the port is held by " in said
+    assert "Set MASTER_PORT to a free port, such as " in said and err.count("Traceback") == 1
+    if sys.platform.startswith("linux"):
+        assert f"process {os.getpid()} on host {socket.gethostname()} (`" in said
+
+
+def test_a_program_that_takes_the_connection_and_says_nothing_is_named():
+    code = "import deepspeed.comm.rendezvous as r; r._ANSWER_SECONDS = 0.5\ndist.init_distributed()"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        job = start(code, RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        _, err = job.communicate(timeout=120)
+    assert job.returncode == 1
+    assert "which does not answer as rank 0 would. Set MASTER_PORT to a free port" in err.splitlines()[-1]
+
+
+def test_two_runs_at_one_port_do_not_mix():
+    """The stranger of the other run comes first, and would have been taken for rank 1."""
+    code = """
+        print(os.getpid())
+        dist.init_distributed()
+        x = torch.ones(1); dist.all_reduce(x); dist.barrier(); print(os.environ["DS_RUN_ID"])
+        """
+    meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    stranger = start(code, RANK="1", LOCAL_RANK="1", DS_RUN_ID="other", **meeting)
+    host = start(code, RANK="0", LOCAL_RANK="0", DS_RUN_ID="ours", **meeting)
+    other_pid, told = stranger.communicate(timeout=120)
+    own = start(code, RANK="1", LOCAL_RANK="1", DS_RUN_ID="ours", **meeting)
+    out, said = host.communicate(timeout=120)
+    pid, *rest = out.split()
+    assert (host.returncode, rest) == (0, ["ours"]), said
+    assert own.communicate(timeout=120)[0].split()[1:] == ["ours"] and stranger.returncode == 1
+    assert f"refused process {other_pid.strip()} on host" in said
+    assert f"another run meets: that of process {pid} on host" in told.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -151,7 +186,7 @@ def test_a_taken_port_is_named_with_a_free_one():
         (
             "from datetime import timedelta; dist.init_distributed(timeout=timedelta(seconds=1))",
             {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "free"},
-            "Check that all 2 processes were started",
+            "rank 1 of 2 did not come to 127.0.0.1:",
         ),
         ("dist.get_local_rank()", {}, "LOCAL_RANK is not set; call deepspeed.init_distributed"),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deepspeed.comm.place import Place, find_place, first_host, free_port
+from deepspeed.comm.place import Place, find_place, first_host, run_of_adopted
 from deepspeed.errors import CommunicationError
 
 MEETING = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000"}
@@ -12,7 +12,7 @@ MEETING = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000"}
 
 def test_torchrun_variables():
     environ = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "x", **MEETING}
-    assert find_place(environ) == Place(5, 8, 1, "10.0.0.1", 4000, "torchrun variables")
+    assert find_place(environ) == Place(5, 8, 1, "10.0.0.1", 4000, "torchrun variables", "torchrun run x")
 
 
 def test_default_port_without_master_port():
@@ -42,12 +42,13 @@ SLURM = {
     "SLURM_LOCALID": "2",
     "SLURM_JOB_NODELIST": "gpu[003-004]",
     "SLURM_JOB_ID": "123456",
+    "SLURM_STEP_ID": "0",
 }
 
 
 def test_slurm():
     place = find_place(SLURM)
-    assert place == Place(6, 8, 2, "gpu003", 15000 + 123456 % 15000, "Slurm variables")
+    assert place == Place(6, 8, 2, "gpu003", 15000 + 123456 % 15000, "Slurm variables", "Slurm step 123456.0")
     assert find_place({**SLURM, **MEETING}).address == "10.0.0.1"
     assert find_place({**SLURM, **MEETING}).port == 4000
     assert find_place(SLURM, default_port=777).port == 777
@@ -88,6 +89,34 @@ def test_open_mpi_asks_for_the_address_only_if_it_must():
     assert find_place(one_host, mpi_address=never).address == "127.0.0.1"
     with pytest.raises(CommunicationError, match=r"rank 3 of 4 \(from Open MPI.*MASTER_ADDR is not set"):
         find_place(OPEN_MPI)
+
+
+def test_jobs_of_open_mpi_meet_at_ports_of_their_own():
+    one_host = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+    ports = {find_place({**one_host, "PMIX_NAMESPACE": job}).port for job in ("305397761", "305397762", "prterun-a@1")}
+    assert len(ports) == 3 and all(port and 15000 <= port < 30000 for port in ports)
+    assert find_place({**one_host, "PMIX_NAMESPACE": "7", "MASTER_PORT": "4000"}).port == 4000
+    assert find_place({**one_host, "PMIX_NAMESPACE": "7"}, default_port=777).port == 777
+
+
+@pytest.mark.parametrize(
+    ("environ", "run"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "none"}, ""),  # what torchrun calls a run that has no name
+        ({"TORCHELASTIC_RUN_ID": "none", "DS_RUN_ID": "x"}, "run x"),
+        ({"TORCHELASTIC_RUN_ID": "y", "DS_RUN_ID": "x"}, "torchrun run y"),
+        ({"DS_RUN_ID": "x", "SLURM_JOB_ID": "1", "SLURM_STEP_ID": "2"}, "run x"),  # a step may be one machine's
+        ({}, ""),
+    ],
+)
+def test_the_run_that_a_process_belongs_to(environ, run):
+    environ = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", **MEETING, **environ}
+    assert find_place(environ).run == run_of_adopted(environ) == run
+
+
+def test_the_job_of_open_mpi_is_a_run():
+    assert find_place({**OPEN_MPI, **MEETING, "PMIX_NAMESPACE": "7"}).run == "Open MPI job 7"
+    assert find_place({**OPEN_MPI, **MEETING, "OMPI_MCA_ess_base_jobid": "8"}).run == "Open MPI job 8"
 
 
 def test_pmi():
@@ -167,10 +196,3 @@ def test_half_of_the_arguments_is_an_error():
 )
 def test_first_host(nodelist, host):
     assert first_host(nodelist) == host
-
-
-def test_free_port_can_be_bound():
-    import socket
-
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", free_port()))

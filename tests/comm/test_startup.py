@@ -14,9 +14,9 @@ import deepspeed.comm as dist
 import deepspeed.engine  # it takes seconds on a busy machine, and calls are timed here
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import startup
-from deepspeed.comm.place import free_port
 from deepspeed.comm.startup import Facts, compare_facts, rank_map
 from deepspeed.errors import CommunicationError, DeepSpeedConfigError, DivergenceError
+from deepspeed.ports import free_port
 from tests.harness import run_ranks
 
 FACTS = Facts("a", 1, 0, "cuda", 4, "1.0", "nccl")
@@ -99,6 +99,10 @@ def configs():
             deepspeed.initialize(model=model, config={**base, **(own if rank == 1 else {})})
         told.append(str(raised.value))
         assert time.monotonic() - started < 10
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(CommunicationError) as strange:
+        patch.setenv("DS_RUN_ID", f"run{rank}")  # torch's own rendezvous has let both in
+        deepspeed.initialize(model=torch.nn.Linear(2, 2), config=base)
+    told.append(str(strange.value))
     engine, *_ = deepspeed.initialize(
         model=torch.nn.Linear(2, 2), config={**base, "steps_per_print": 7 + rank, "wall_clock_breakdown": rank == 1}
     )
@@ -108,7 +112,8 @@ def configs():
 
 def test_a_rank_with_another_configuration_is_named_on_all_ranks():
     first, second = run_ranks(configs, 2)
-    assert first[:2] == second[:2]
+    assert first[:2] == second[:2] and first.pop() == (strange := second.pop())
+    assert "belong to different runs: rank 0" in strange and "is of run run1" in strange
     assert "zero_optimization.stage 2 instead of 0" in first[0] and "rank 1 (host " in first[0]
     assert "optimizer.params.lr 0.2 instead of 0.1" in first[1]
     assert "train_batch_size: 5 does not fit" in second[2] and second[2].startswith("the configuration cannot be used")
