@@ -24,7 +24,6 @@ from deepspeed.engine.flops import ProfiledStep
 from deepspeed.engine.forwarded import forwarded
 from deepspeed.engine.mismatch import explain_mismatch
 from deepspeed.engine.offloading import EngineOffload
-from deepspeed.engine.outputs import tensors_in
 from deepspeed.engine.progress import ProgressLog, StepFacts
 from deepspeed.engine.queries import EngineQueries
 from deepspeed.engine.reminders import MissingStep, watch_other_optimizers
@@ -163,18 +162,9 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, nn.Module):
         if self._profiled is not None:
             self._profiled.after_forward()
         self._progress.after("forward")
-        if torch.is_grad_enabled():
-            self._watch(outputs)
+        if torch.is_grad_enabled() and not self._runtime.hooks.sees_forwards:
+            self._runtime.watch(outputs)
         return outputs
-
-    def _watch(self, outputs: Any) -> None:
-        """Lets a backward through ``outputs`` announce itself, so that the user's own ``loss.backward()`` works."""
-        for tensor in tensors_in(outputs):
-            if tensor.requires_grad and not tensor.is_leaf:  # on a parameter hooks would pile up, forward by forward
-                tensor.register_hook(self._backward_reached_outputs)
-
-    def _backward_reached_outputs(self, _gradient: torch.Tensor) -> None:
-        self._open_backward()
 
     # -- backward ----------------------------------------------------------------------------------------------------
 

@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from deepspeed.engine.outputs import tensors_in
 from deepspeed.errors import DeepSpeedError
 from deepspeed.precision.policy import PrecisionPolicy
+from deepspeed.zero.outputs import tensors_in
 
 _ABOUT_DTYPES = re.compile(r"\bdtype|scalar type|input type|same type", re.IGNORECASE)
 

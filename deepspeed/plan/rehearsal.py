@@ -23,7 +23,6 @@ from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.comm.counters import traffic
 from deepspeed.comm.world import played_by
 from deepspeed.engine.initialize import initialize
-from deepspeed.engine.outputs import tensors_in
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
 from deepspeed.logging import quiet
 from deepspeed.offload.disk import disk_is
@@ -37,6 +36,7 @@ from deepspeed.plan.models import Inputs, Workload
 from deepspeed.plan.network import PlayedWorld
 from deepspeed.plan.stage_set import PlayedDevice, PlayedDisk, PlayedHostMemory
 from deepspeed.plan.values import Rehearsal
+from deepspeed.zero.outputs import tensors_in
 from deepspeed.zero.placement import Home
 from deepspeed.zero.storage import Kind
 

@@ -2,7 +2,8 @@
 
 A *scope* is one running forward of the root module or of a unit. Entering the scope of a unit makes its buckets FULL
 and counts one user each; leaving it takes the users back and reshards what nothing near needs. The outermost scope
-opens and closes the segment of the schedule and carries the saved-tensor hooks. A module between the root and the units
+opens and closes the segment of the schedule and carries the saved-tensor hooks; what it returns lets a backward through
+it announce itself, whoever called the module. A module between the root and the units
 opens a scope only where it is the outermost, which lets a program call part of a model by itself (an encoder, before
 text is generated). A forward inside a backward is
 recomputation: it gathers but does not reshard; the buckets stay until their gradients are in or the next unit is
@@ -14,7 +15,9 @@ backward and the update *pause* the forwards around them; what gathers next open
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections import Counter
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,8 +34,9 @@ from deepspeed.zero.sharded_parameter import NOT_IN_A_GRAPH
 
 @dataclass
 class _Scope:
-    """One running forward."""
+    """One running forward of the module with the number ``entry``."""
 
+    entry: int
     buckets: list[Bucket]
     opened_segment: bool = False
     pushed_hooks: bool = False
@@ -40,14 +44,18 @@ class _Scope:
 
 
 class _ScopeHook:
-    """A module hook. In a copy of its module it does nothing: the copy is not the engine's."""
+    """A module hook. In a copy of its module it does nothing: the copy is not the engine's.
 
-    def __init__(self, run: Callable[[], None]) -> None:
+    Args:
+        run: Called with the last argument of the hook: what the module returns, in a hook after its forward.
+    """
+
+    def __init__(self, run: Callable[[Any], None]) -> None:
         self._run = run
 
     @torch.compiler.disable(reason=NOT_IN_A_GRAPH)
-    def __call__(self, *_args: Any) -> None:
-        self._run()
+    def __call__(self, *args: Any) -> None:
+        self._run(args[-1])
 
     def __deepcopy__(self, memo: Any) -> Callable[..., None]:
         return _idle_hook
@@ -73,6 +81,7 @@ class ForwardHooks:
         buckets: All sharded buckets.
         schedule: Makes buckets FULL.
         in_backward: Whether a backward of this engine is running.
+        on_outputs: Given what a training forward returns, and the number of its module.
     """
 
     def __init__(
@@ -82,14 +91,19 @@ class ForwardHooks:
         buckets: list[Bucket],
         schedule: GatherSchedule,
         in_backward: Callable[[], bool],
+        on_outputs: Callable[[Any, int], None],
     ) -> None:
         self._schedule = schedule
         self._in_backward = in_backward
+        self._on_outputs = on_outputs
         self._buckets = buckets
         self._scopes: list[_Scope] = []
         self._paused: list[_Scope] = []  # outermost first; then there are no open scopes except those of a backward
         self._entered: list[bool] = []  # for every running forward of an entry: whether it opened a scope
         self._recomputed: list[Bucket] = []
+        self._outstanding: Counter[int] = Counter()  # training forwards without their backward, by entry
+        self._below: dict[int, frozenset[Bucket]] = {}
+        self._reached: set[int] = set()  # entries whose outputs the open backward has come through
         self._saved = SavedTensorHooks(buckets, schedule.demand, self._last_handle_died)
         self.handles: list[RemovableHandle] = []
         self._by_module: dict[nn.Module, list[Bucket]] = {root: []}
@@ -104,12 +118,12 @@ class ForwardHooks:
         """Puts the hooks on the model; those that are there are replaced."""
         self.remove()
         if self._buckets:
-            for module, buckets in self._by_module.items():
-                self._hook(module, lambda buckets=buckets: self._enter(buckets), self._leave)  # type: ignore[misc]
-            for module in self._entries:
-                self._hook(module, self._enter_entry, self._leave_entry)
+            for number, (module, buckets) in enumerate(self._by_module.items()):
+                self._hook(module, functools.partial(self._enter, number, buckets), self._leave)
+            for number, module in enumerate(self._entries, start=len(self._by_module)):
+                self._hook(module, functools.partial(self._enter_entry, number), self._leave_entry)
 
-    def _hook(self, module: nn.Module, enter: Callable[[], None], leave: Callable[[], None]) -> None:
+    def _hook(self, module: nn.Module, enter: Callable[[Any], None], leave: Callable[[Any], None]) -> None:
         # First of all: the user's own hooks find the module's parameters full.
         self.handles.append(module.register_forward_pre_hook(_ScopeHook(enter), prepend=True))
         self.handles.append(module.register_forward_hook(_ScopeHook(leave), always_call=True))
@@ -122,9 +136,9 @@ class ForwardHooks:
 
     # -- scopes ------------------------------------------------------------------------------------------------------
 
-    def _enter(self, buckets: list[Bucket]) -> None:
+    def _enter(self, entry: int, buckets: list[Bucket], _inputs: Any) -> None:
         self._resume()
-        scope = _Scope(buckets)
+        scope = _Scope(entry, buckets)
         self._open(scope)
         if len(self._scopes) == 1:
             scope.pushed_hooks = self._saved.push()
@@ -136,24 +150,24 @@ class ForwardHooks:
     def _open(self, scope: _Scope) -> None:
         self._scopes.append(scope)
         if len(self._scopes) == 1 and not self._schedule.in_segment:
-            self._schedule.begin("forward" if torch.is_grad_enabled() else "evaluation")
+            self._schedule.begin("forward" if torch.is_grad_enabled() else "evaluation", scope.entry)
             scope.opened_segment = True
 
-    def _enter_entry(self) -> None:
+    def _enter_entry(self, entry: int, inputs: Any) -> None:
         self._entered.append(not self._scopes and not self._paused)
         if self._entered[-1]:
-            self._enter([])
+            self._enter(entry, [], inputs)
 
-    def _leave_entry(self) -> None:
+    def _leave_entry(self, outputs: Any) -> None:
         if self._entered and self._entered.pop():  # empty after an exception or a whole step inside this forward
-            self._leave()
+            self._leave(outputs)
 
     def _hold(self, scope: _Scope, bucket: Bucket) -> None:
         self._schedule.demand(bucket)
         bucket.users += 1
         scope.held.append(bucket)
 
-    def _leave(self) -> None:
+    def _leave(self, outputs: Any) -> None:
         if not self._scopes:
             # A forward that is paused to its end, or that an exception inside it has closed already.
             if self._paused and self._paused.pop().pushed_hooks:
@@ -161,8 +175,12 @@ class ForwardHooks:
             return
         bare = not self._scopes[0].pushed_hooks  # somebody else's hooks keep plain views of what is saved
         scope = self._scopes.pop()
+        is_training = scope.opened_segment and self._schedule.kind == "forward"
         try:
             self._close(scope, bare)
+            if is_training:
+                self._outstanding[scope.entry] += 1
+                self._on_outputs(outputs, scope.entry)
         finally:  # ranks that differ raise there; the hooks must not outlive this forward
             if scope.pushed_hooks:
                 self._saved.pop()
@@ -249,9 +267,41 @@ class ForwardHooks:
     def free_all(self) -> None:
         """Reshards whatever is gathered and not in use."""
         self._recomputed.clear()
+        self._outstanding.clear()
+        self._free_except(frozenset())
+
+    def _free_except(self, kept: Set[Bucket]) -> None:
         for bucket in self._buckets:
-            if bucket.users == 0 and bucket.state is State.FULL:
+            if bucket.users == 0 and bucket.state is State.FULL and not (bucket.is_kept and bucket in kept):
                 bucket.reshard()
+
+    def reach(self, entry: int) -> None:
+        """The open backward has come through the outputs of a forward."""
+        self._reached.add(entry)
+        self._schedule.enter(entry)
+
+    def end_backward(self) -> None:
+        """Reshards what the backward had gathered; what other forwards keep for their own backwards stays."""
+        if self._reached:
+            self._outstanding.subtract(self._reached)
+            self._outstanding = +self._outstanding  # without those of which none is left
+        else:
+            self._outstanding.clear()
+        self._reached.clear()
+        self._recomputed.clear()
+        self._free_except(frozenset().union(*(self._buckets_below(entry) for entry in self._outstanding)))
+
+    def _buckets_below(self, entry: int) -> frozenset[Bucket]:
+        """Buckets with parameters of the module that has this number: equal on all ranks, unlike what each has used."""
+        if entry not in self._below:
+            own = set([*self._by_module, *self._entries][entry].parameters())
+            self._below[entry] = frozenset(bucket for bucket in self._buckets if not own.isdisjoint(bucket.params))
+        return self._below[entry]
+
+    @property
+    def sees_forwards(self) -> bool:
+        """Whether there are hooks that see each forward begin and end."""
+        return bool(self._buckets)
 
     @property
     def in_forward(self) -> bool:
@@ -284,10 +334,16 @@ class ForwardHooks:
         self._free_if_done(bucket)
 
     def _free_if_done(self, bucket: Bucket) -> None:
-        """During backward: frees a bucket that no scope, no handle and no missing gradient needs any more."""
+        """During backward: frees a bucket that no scope, no handle and no missing gradient needs any more.
+
+        What is kept stays until the end where several forwards wait for their backwards: only then it is known which of
+        them goes on needing it, and it must be the same on all ranks.
+        """
         if not bucket.is_sharded or bucket.state is not State.FULL or bucket.users or bucket.live_handles:
             return
         if bucket.layout.trainable and not bucket.gradients_in:
+            return
+        if bucket.is_kept and self._outstanding.total() > 1:
             return
         if bucket in self._recomputed:
             return  # what recomputation saved are bare views; the next unit, or the end of backward, frees it

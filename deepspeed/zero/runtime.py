@@ -33,6 +33,7 @@ from deepspeed.zero.layout import Limits, ModelLayout, UnitTile, model_layout
 from deepspeed.zero.leaf import get_z3_leaf_modules
 from deepspeed.zero.masters import MasterBucket
 from deepspeed.zero.micro_batch import MicroBatch
+from deepspeed.zero.outputs import tensors_in
 from deepspeed.zero.placement import Home, Placement
 from deepspeed.zero.places import Places
 from deepspeed.zero.reduction_policy import ReductionPolicy
@@ -140,7 +141,12 @@ class ZeroRuntime:
         leaves = self._leaves()
         self.schedule = GatherSchedule(sharded, self.agreement, options.gathers, leaves.values())
         self.hooks = ForwardHooks(
-            model, self._sharded_units(units, leaves), sharded, self.schedule, in_backward=lambda: self.in_backward
+            model,
+            self._sharded_units(units, leaves),
+            sharded,
+            self.schedule,
+            in_backward=lambda: self.in_backward,
+            on_outputs=self.watch,
         )
         self.reducer: GradientReducer | None = None
         if options.reduction is not None:
@@ -346,6 +352,22 @@ class ZeroRuntime:
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
+    def watch(self, outputs: Any, entry: int = 0) -> None:
+        """Lets a backward through what a training forward returned announce itself, whoever starts it.
+
+        Args:
+            outputs: What it returned.
+            entry: Number of the module among those that may be called by themselves; 0 is the model.
+        """
+        for tensor in tensors_in(outputs):
+            if tensor.requires_grad and not tensor.is_leaf:  # on a parameter hooks would pile up, forward by forward
+                tensor.register_hook(lambda _gradient: self._reached(entry))
+
+    def _reached(self, entry: int) -> None:
+        self._stray_gradient()
+        if self.in_backward:
+            self.hooks.reach(entry)
+
     def begin_backward(self, micro_batch: MicroBatch, *, sync: bool) -> None:
         """Opens a backward: gradients are collected and sharded parameters gathered on demand until it ends.
 
@@ -411,13 +433,13 @@ class ZeroRuntime:
         return master
 
     def end_backward(self) -> None:
-        """Settles the backward: leftover gathers, leftover reductions; frees what it gathered."""
+        """Settles the backward: leftover gathers, leftover reductions; frees what it had gathered."""
         assert self.in_backward
         self.schedule.end()
         self._confirm(False)
         if self.reducer is not None:
             self.reducer.end()
-        self.hooks.free_all()
+        self.hooks.end_backward()
         self.in_backward = False
 
     def drop_open_work(self, *, together: bool = True) -> bool:
@@ -492,6 +514,7 @@ class ZeroRuntime:
         return f"a backward, after {self.schedule.num_issued} gathers and {sent} reductions"
 
     def _stray_gradient(self) -> None:
+        """Something of a backward is there that nobody has opened, or that is open."""
         if self.on_stray_backward is not None:
             self.on_stray_backward()
 

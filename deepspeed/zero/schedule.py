@@ -1,11 +1,12 @@
 """When sharded buckets are gathered: the agreed order, prefetching, and what stays gathered.
 
-Time is cut into *segments*: one outermost forward (training or evaluation) or one backward. The first time a segment
-starts in a given situation it is *recorded*: before each gather all ranks compare which bucket they want, and at the
-end that they stopped at the same place. From then on every rank *follows* the recorded order without asking. A rank
-that skips part of the order still takes part in the skipped gathers, because the others rely on its slices; a rank that
-wants something that the rest of the order does not hold *leaves* it, which all ranks must do alike (see
-``comm.agreement``).
+Time is cut into *segments*: one outermost forward (training or evaluation) or one backward. What a segment gathers
+depends on its *entry*, the module whose forward is the outermost, or through whose outputs a backward comes in. The
+first time a segment starts in a given situation it is *recorded*: before each gather all ranks compare which bucket
+they want, and at the end that they stopped at the same place. From then on every rank *follows* the recorded order
+without asking. A rank that skips part of the order still takes part in the skipped gathers, because the others rely on
+its slices; a rank that wants something that the rest of the order does not hold *leaves* it, which all ranks must do
+alike (see ``comm.agreement``).
 
 In a backward the first use of any part of a leaf module gathers the whole of it, as its forward did: which part that is
 may differ between ranks.
@@ -39,8 +40,10 @@ class GatherLimits:
 
 _ANNOUNCED = 2
 
-Situation = tuple[str, frozenset[int]]
-"""Kind of segment and the buckets that are gathered at its start: equal on all ranks."""
+_UNKNOWN = -1  # entry of a backward that has reached no forward's outputs yet, or never does
+
+Situation = tuple[str, int, frozenset[int]]
+"""Kind of segment, number of its entry, and the buckets that are gathered at its start: equal on all ranks."""
 
 
 class GatherSchedule:
@@ -118,20 +121,29 @@ class GatherSchedule:
 
     # -- segments ----------------------------------------------------------------------------------------------------
 
-    def begin(self, kind: str) -> None:
+    def begin(self, kind: str, entry: int = _UNKNOWN) -> None:
         """Opens a segment. All ranks must open the same one.
 
         Args:
             kind: ``forward``, ``evaluation`` or ``backward``.
+            entry: Number of the module that it enters the model by; a backward learns it from :meth:`enter`.
         """
         assert self._situation is None, f"segment {self._situation} is still open"
         full = frozenset(index for index, bucket in self._buckets.items() if bucket.state is State.FULL)
-        self._situation = (kind, full)
+        self._situation = (kind, entry, full)
         self._order = self._orders.get(self._situation)
         self._issued = []
         self._demanded_leaves.clear()
         self._agreement.begin_segment(kind)
         self._show_shapes(True)
+
+    def enter(self, entry: int) -> None:
+        """The open backward has come to the outputs of a forward; the first one before any gather is its entry."""
+        assert self._situation is not None
+        kind, known, full = self._situation
+        if known == _UNKNOWN and not self._issued:
+            self._situation = (kind, entry, full)
+            self._order = self._orders.get(self._situation)
 
     def end(self) -> None:
         """Closes the segment: takes part in what was skipped, and agrees on the order if it was recorded."""
@@ -195,7 +207,7 @@ class GatherSchedule:
             return
         assert self._situation is not None
         self._demanded_leaves.add(leaf)
-        _, gathered = self._situation
+        _, _, gathered = self._situation
         for index in leaf:
             if index not in gathered:
                 self.demand(self._buckets[index])

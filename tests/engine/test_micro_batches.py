@@ -141,3 +141,73 @@ def mistakes_of_a_driver() -> None:
 
 def test_a_driver_that_says_something_else_is_told() -> None:
     run_ranks(mistakes_of_a_driver, 1)
+
+
+class Counted:
+    """Counts what the ranks ask each other about gathers, and the gathers."""
+
+    def __init__(self, engine: Any) -> None:
+        self.asked = self.gathered = 0
+        agreement, transport = engine._runtime.agreement, engine._runtime.buckets[0].group.gather
+        exchange, all_gather = agreement.exchange_call, transport.all_gather
+
+        def counted_exchange(*arguments: Any) -> None:
+            self.asked += 1
+            exchange(*arguments)
+
+        def counted_gather(*arguments: Any, **more: Any) -> Any:
+            self.gathered += 1
+            return all_gather(*arguments, **more)
+
+        agreement.exchange_call, transport.all_gather = counted_exchange, counted_gather
+
+    def take(self) -> tuple[int, int]:
+        """Both numbers since the last call."""
+        taken = self.asked, self.gathered
+        self.asked = self.gathered = 0
+        return taken
+
+
+def parts_keep_their_orders() -> None:
+    """Parts that take turns follow their own orders, and what each kept stays until its own backward is over."""
+    engine = chain_engine(3, **NOTHING_KEPT)
+    counted = Counted(engine)
+    for update in range(3):
+        run_update(engine, update, shuffled(5))
+        asked, gathered = counted.take()
+    assert asked == 0 and gathered > 0, (asked, gathered)
+    # Kept: nothing is gathered for a backward, whatever backwards of other forwards come before it.
+    model = tower()
+    engine = engine_of(model, 3, accumulation=3, zero={"stage3_param_persistence_threshold": 0})
+    counted = Counted(engine)
+    for update in range(2):
+        losses = [engine(inputs(update, number, rank())) for number in range(3)]
+        _, forwards = counted.take()
+        for number, loss in enumerate(losses):
+            engine.backward(loss, micro_batch=MicroBatch(number, is_first=number == 0, is_last=number == 2))
+            assert counted.take()[1] == 0
+            kept = [bucket.is_kept for bucket in engine._runtime.buckets if bucket.is_sharded]
+            assert any(kept) is (number < 2)
+        engine.step()
+        counted.take()
+        assert forwards == len(kept)
+
+
+def parts_without_an_engine() -> None:
+    """A part that is called directly announces its backward, so that the user's own ``backward()`` knows its order."""
+    engine, reference = chain_engine(3, **NOTHING_KEPT), chain_engine(1)
+    counted = Counted(engine)
+    for update in range(3):
+        for each in (engine, reference):
+            each.set_gradient_accumulation_boundary(True)
+            for part in (0, 2):
+                counted.take()
+                each.module.parts[part](inputs(update, part, rank()).double()).square().mean().backward()
+                assert each is reference or update == 0 or counted.take()[0] == 0
+            each.step()
+    assert_states_equal(full_masters(engine), full_masters(reference), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("check", [parts_keep_their_orders, parts_without_an_engine])
+def test_parts(check: Any) -> None:
+    run_ranks(check, 2)
