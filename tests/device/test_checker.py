@@ -199,7 +199,14 @@ def backward(s: Streams) -> None:
         weight.grad.mul_(2)
 
 
+def what_nobody_has_written(s: Streams) -> None:
+    x = torch.empty(16, device=DEVICE)
+    x[: 16 if s.is_ordered else 15].zero_()
+    torch.add(x, 1)
+
+
 PROGRAMS = (
+    what_nobody_has_written,
     a_kernel_on_another_stream,
     two_writes,
     a_write_after_a_read,

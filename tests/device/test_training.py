@@ -10,8 +10,11 @@ import torch
 from torch import nn
 
 import deepspeed
+from deepspeed.comm.native import NativeTransport
+from deepspeed.comm.nodes import NativeByNodes, Nodes
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_fp32_param
 from tests.device.support import HOMES, batch, engine_at, evaluate, step
+from tests.engine.support import tower
 from tests.harness.device import simulated_device
 
 PREFETCHING = {"stage3_prefetch_bucket_size": 10_000, "stage3_max_reuse_distance": 1000}
@@ -67,6 +70,16 @@ def test_what_a_failure_leaves_is_ordered(home: str, tmp_path: Path) -> None:
                 engine.backward(engine(batch(engine, 1)))
             hook.remove()
             step(engine, 2)
+        engine.destroy()
+
+
+@pytest.mark.parametrize("home", ["device", "both in files"])
+def test_a_model_that_was_built_sharded_is_ordered(home: str, tmp_path: Path) -> None:
+    with simulated_device(ranks=2):
+        with deepspeed.zero.Init(dtype=torch.bfloat16):
+            model = tower(depth=2)
+        engine = engine_at(3, home, tmp_path, model=model)
+        step(engine)
         engine.destroy()
 
 
@@ -140,3 +153,23 @@ def test_unused_parameters_keep_their_values(stage: int, home: str) -> None:
         with deepspeed.zero.GatheredParameters(gains):
             assert all((gain == 2).all().item() for gain in gains)
         engine.destroy()
+
+
+def test_gathers_in_two_steps_are_ordered() -> None:
+    """Between nodes, then inside each: the second step is queued at once, on streams of its own."""
+    with simulated_device(ranks=4) as device:
+        flat = torch.zeros(64, device="cuda")
+        flat[:16].fill_(1)
+        world = device.world
+        plain = world.transport(None)
+        far, near = (world.transport(None, ranks) for ranks in ((0, 2), (0, 1)))
+        assert isinstance(plain, NativeTransport) and isinstance(far, NativeTransport)
+        assert isinstance(near, NativeTransport)
+        transport = NativeByNodes(plain, Nodes(2, 2), far, near)
+        for number in range(2):
+            work = transport.all_gather(flat, key=number, label="a gather")
+            torch.ones(64, device="cuda").add_(1)  # beside it
+            work.wait()
+            assert flat.sum().item() == 64
+            del work
+            flat.mul_(1)

@@ -82,8 +82,9 @@ class Communicator:
     def allreduce(self, tensors: list[torch.Tensor], *_options: Any) -> _Queued:
         return self._queue(lambda: tensors[0].mul_(self.size), *tensors)
 
-    def broadcast(self, tensor: torch.Tensor) -> _Queued:
-        return self._queue(lambda: tensor.copy_(tensor.clone()), tensor)
+    def broadcast(self, tensor: torch.Tensor, source: int) -> _Queued:
+        """What comes from another rank is zeros: this one has nothing there to mirror."""
+        return self._queue(lambda: tensor.clone() if source == self.rank else tensor.zero_(), tensor)
 
     def all_to_all(
         self, output: torch.Tensor, tensor: torch.Tensor, output_numels: list[int], input_numels: list[int]
@@ -113,8 +114,8 @@ class _Operations:
     def all_reduce(self, tensor: torch.Tensor, async_op: bool = False, **_options: Any) -> _Queued | None:
         return self._waited(self._group.allreduce([tensor]), async_op)
 
-    def broadcast(self, tensor: torch.Tensor, *_source: Any, async_op: bool = False, **_options: Any) -> _Queued | None:
-        return self._waited(self._group.broadcast(tensor), async_op)
+    def broadcast(self, tensor: torch.Tensor, src: int = 0, async_op: bool = False, **_options: Any) -> _Queued | None:
+        return self._waited(self._group.broadcast(tensor, src), async_op)
 
     def all_to_all_single(
         self,
@@ -136,12 +137,12 @@ class _Operations:
 
 class _Mirrored(NativeTransport):
     def broadcast(self, tensor: torch.Tensor, source: int, *, label: str) -> None:
-        self.group.broadcast(tensor).wait()
+        self.group.broadcast(tensor, source).wait()
 
     def move(self, pieces: Any, *, label: str) -> None:
         for piece in pieces:
             if piece.tensor is not None and piece.tensor.numel():
-                self.group.broadcast(piece.tensor).wait()
+                self.group.broadcast(piece.tensor, piece.source).wait()
 
 
 class MirrorWorld:

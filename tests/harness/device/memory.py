@@ -1,9 +1,9 @@
 """Memory as the checker sees it: every storage in stretches of bytes, with the last write and the reads since.
 
 A *finding* is a read that is not ordered after the last write, a write that is not ordered after the last write and the
-reads since, or memory that may be given to somebody else while it is still in use. It is a sentence that names both
-places. Findings are collected, not raised: the values are right (everything runs at once on the CPU), so the program
-goes on and one run shows all there are.
+reads since, a read of what nobody has written, or memory that may be given to somebody else while it is in use. It is a
+sentence that names both places. Findings are collected, not raised: the values are right (everything runs at once on
+the CPU), so the program goes on and one run shows all there are.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ class Block:
         owner: Device memory: the stream it was allocated on, which alone orders its next use.
         lent: Device memory: the streams that ``record_stream`` named.
         disk: The actor of its transfers to and from a file.
+        is_blank: Device memory whose first values are whatever was there, so reading them is a finding too. Host memory
+            is not held to that: buffers for files are written in whole pages.
     """
 
     def __init__(self, nbytes: int, *, on_device: bool, made: Place, owner: Actor | None) -> None:
@@ -53,6 +55,7 @@ class Block:
         self.owner = owner
         self.lent: set[Actor] = set()
         self.disk: Actor | None = None
+        self.is_blank = False
         self._stretches = [_Stretch(0, None, {})]
 
     def describe(self) -> str:
@@ -71,8 +74,13 @@ class Block:
 
     def touch(
         self, ranges: Ranges, actor: Actor, access: Access, *, writes: bool, clash: Callable[[str, Actor, Place], None]
-    ) -> None:
-        """Notes an access, and calls ``clash`` for every earlier one that it is not ordered after."""
+    ) -> bool:
+        """Notes an access, and calls ``clash`` for every earlier one that it is not ordered after.
+
+        Returns:
+            Whether all that is read has been written.
+        """
+        is_whole = True
         for start, stop in ranges:
             if start >= stop:
                 continue
@@ -88,9 +96,16 @@ class Block:
                         if not actor.has_seen(reader, time):
                             clash("read", reader, place)
                 else:
+                    is_whole = is_whole and (stretch.write is not None or not self.is_blank)
                     stretch.reads[actor] = access
             if writes:  # one history from now on
                 self._stretches[first:last] = [_Stretch(start, (actor, access), {})]
+        return is_whole
+
+    @property
+    def is_unwritten(self) -> bool:
+        """Whether nobody has written any of it."""
+        return self.is_blank and all(stretch.write is None for stretch in self._stretches)
 
     def last_uses(self) -> list[tuple[Actor, Access]]:
         """The last use of every actor."""
@@ -188,6 +203,7 @@ class Memory:
             self._freed(found, Place("resized"))
         fresh = self._made(nbytes, found.on_device)
         fresh.pages = found.pages
+        fresh.is_blank = found.on_device
         self._blocks[storage._cdata] = fresh
 
     def _died(self, alive: _Alive) -> None:
@@ -232,7 +248,11 @@ class Memory:
                 f"({before}); the memory was {block.made}",
             )
 
-        block.touch(ranges, actor, (time, place), writes=writes, clash=clash)
+        if not block.touch(ranges, actor, (time, place), writes=writes, clash=clash):
+            self._report(
+                (place.key, block.made.key),
+                f"{actor} reads {block.describe()} ({place}) that nobody has written since it was {block.made}",
+            )
 
     def mixed(self, tensor: Any, place: Place, *, writes: bool) -> None:
         """A kernel got a tensor in host memory."""

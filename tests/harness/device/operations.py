@@ -189,7 +189,8 @@ class Operations(TorchDispatchMode):
         known = {tensor.untyped_storage()._cdata for tensor in given}
         for tensor in tensors_of(result):
             if _is_plain(tensor) and tensor.untyped_storage()._cdata not in known:
-                self._memory.know(tensor.untyped_storage(), on_device=on_device)
+                made = self._memory.know(tensor.untyped_storage(), on_device=on_device)
+                made.is_blank = on_device
                 if func not in _UNWRITTEN:
                     self._touch(tensor, actor, time, place, writes=True)
         if on_device and func in _WAITED_FOR:
@@ -216,6 +217,10 @@ class Operations(TorchDispatchMode):
             result = func(*args, **{**kwargs, "non_blocking": False})
             there = self._memory.on_device(source.untyped_storage()) if self._asked is None else self._asked
             block = self._memory.know(result.untyped_storage(), on_device=there)
+            origin = self._memory.block(source.untyped_storage())
+            if origin is not None and origin.is_unwritten:  # a cast of what ``empty`` has made is as empty
+                block.is_blank = there
+                return result
             later = bool(kwargs.get("non_blocking", False))
             if later and not there and self._memory.on_device(source.untyped_storage()):
                 block.pages = "pinned"  # so does torch
