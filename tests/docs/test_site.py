@@ -79,6 +79,11 @@ def test_entries_of_a_table_of_contents_are_distinct(site):
         assert len(entries) == len(set(entries)), path.relative_to(site)
 
 
+def test_a_list_goes_on_counting_after_a_code_box(site):
+    text = (site / "migrating" / "from-upstream.html").read_text(encoding="utf-8")
+    assert re.search(r'<ol start="3">\s*<li>Start it as before', text)
+
+
 def test_pictures_take_the_colours_of_the_page(site):
     for page in ("index.html", "zero/index.html"):
         assert '<svg role="img" aria-label="What rank 0 of 4 keeps' in (site / page).read_text(encoding="utf-8")
