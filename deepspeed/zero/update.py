@@ -40,11 +40,6 @@ class Piece:
     stop: int
 
     @property
-    def is_last(self) -> bool:
-        """Whether the bucket is complete after this piece."""
-        return self.stop == self.master.flat.numel()
-
-    @property
     def numel(self) -> int:
         """Elements."""
         return self.stop - self.start
@@ -159,17 +154,17 @@ class PieceUpdater:
             publish: Called when a master is complete and its compute tensor written.
         """
         self._keep_states(work)
-        pieces = [piece for entry in work for piece in self._cut(*entry)]
+        by_master = [(master, self._cut(master, gradients, used)) for master, gradients, used in work]
         for home, strategy in self._strategies.items():
-            strategy.begin([piece for piece in pieces if piece.master.home is home])
+            strategy.begin([piece for master, pieces in by_master if master.home is home for piece in pieces])
         try:
-            for piece in pieces:
-                strategy = self._strategies[piece.master.home]
-                operands = strategy.fetch(piece)
-                strategy.store(piece, operands, self._update(piece, operands, factor))
-                if piece.is_last:
-                    strategy.before_publish(piece.master)
-                    publish(piece.master)
+            for master, pieces in by_master:
+                strategy = self._strategies[master.home]
+                for piece in pieces:
+                    operands = strategy.fetch(piece)
+                    strategy.store(piece, operands, self._update(piece, operands, factor))
+                strategy.before_publish(master)
+                publish(master)
         finally:
             for strategy in self._strategies.values():
                 strategy.finish()
@@ -177,9 +172,15 @@ class PieceUpdater:
                 master.bucket.memory.settle()
 
     def _cut(self, master: MasterBucket, gradients: GradientBucket, used: list[bool]) -> list[Piece]:
+        """The pieces of a master with something to update: none where others own all that got a gradient."""
         numel = master.flat.numel()
         step = self._strategies[master.home].piece_numel or numel
-        return [Piece(master, gradients, used, start, min(start + step, numel)) for start in range(0, numel, step or 1)]
+        spans = [run.span for run in master.runs if used[master.tile_spans(run.span)[0][0]]]
+        return [
+            Piece(master, gradients, used, start, min(start + step, numel))
+            for start in range(0, numel, step or 1)
+            if any(span.start < start + step and start < span.stop for span in spans)
+        ]
 
     def _keep_states(self, work: Sequence[tuple[MasterBucket, GradientBucket, list[bool]]]) -> None:
         """Per-element states live in the home of their master, also after somebody replaced them."""

@@ -51,6 +51,7 @@ def train_uneven(settings: dict[str, Any], elsewhere: bool = False) -> list[list
     model = Mixed()
     engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)[0]
     runtime, seen = engine._runtime, []
+    idle = count_idle_pieces(engine)
     assert len(runtime.buckets) == 1
     for step, used in enumerate(STEPS):
         if step == FROZEN_FROM:
@@ -62,7 +63,22 @@ def train_uneven(settings: dict[str, Any], elsewhere: bool = False) -> list[list
         seen[-1] += [bucket.shard.detach().clone() for bucket in runtime.buckets]
         seen[-1] += [master.flat.detach().clone() for master in runtime.masters]
     engine.destroy()
+    assert not idle
     return seen
+
+
+def count_idle_pieces(engine: Any) -> list[Any]:
+    """Collects the pieces that travel although nothing in them is updated."""
+    updater, idle = engine._updater._updater, []
+    update = updater._update
+
+    def counted(piece: Any, *others: Any) -> list[slice]:
+        updated = update(piece, *others)
+        idle.extend([] if updated else [piece])
+        return updated
+
+    updater._update = counted
+    return idle
 
 
 def train_each(every: list[tuple[dict[str, Any], bool]]) -> list[list[list[torch.Tensor]]]:
