@@ -48,6 +48,15 @@ def test_a_wait_for_a_rank_that_left_is_aborted():
     assert time.monotonic() - started < 2
 
 
+def test_a_rank_that_had_issued_what_is_awaited_is_not_blamed():
+    _, (mine, other) = pair_of_watches()
+    other.issue("gathers")
+    other.say_farewell()
+    mine._patience = 0.2
+    with pytest.raises(CommunicationError, match="probably died"):
+        mine.wait(broken, "gathers", 1, "the gather of a", BOTH)
+
+
 def test_a_broken_connection_is_explained_by_the_farewell_or_in_plain_words_and_only_once_waited_for():
     _, (mine, other) = pair_of_watches()
     started = time.monotonic()

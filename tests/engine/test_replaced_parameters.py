@@ -43,6 +43,27 @@ def test_values_that_were_assigned_are_trained(tmp_path: Path) -> None:
     run_ranks(assigned, 2, (0, 1, 2), tmp_path)
 
 
+def given_other_memory(stages: tuple[int, ...]) -> None:
+    for stage in stages:
+        results = []
+        for in_place in (True, False):
+            engine = engine_of(tower(), stage, bf16={"enabled": True})
+            for parameter in engine.module.parameters():
+                if in_place:
+                    parameter.data.add_(1)
+                else:
+                    parameter.data = parameter.data + 1
+            if in_place:  # writes through .data are not seen
+                engine.optimizer.refresh_fp32_params()
+            results.append(train(engine, 0, 1))
+            engine.destroy()
+        assert_states_equal(results[1], results[0])
+
+
+def test_values_in_other_memory_are_trained() -> None:
+    run_ranks(given_other_memory, 2, (0, 1, 2))
+
+
 def not_taken_back() -> None:
     engine = engine_of(tower(), 0)
     engine.module.last = nn.Linear(9, 5)  # a module of its own is none of the engine's business

@@ -196,6 +196,24 @@ def test_file_system_without_direct_access(tmp_path: Path, monkeypatch: pytest.M
     assert (tmp_path / "f").read_bytes() == bytes([5]) * PAGE
 
 
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+def test_transfers_that_the_system_cuts_short_go_on(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = getattr(os, call)
+
+    def a_page(handle: int, buffers: list[memoryview], offset: int) -> int:
+        return int(real(handle, [buffers[0][:PAGE]], offset))
+
+    monkeypatch.setattr(os, call, a_page)
+    file = BlockFile(tmp_path / "f", IoSettings())
+    file.grow(3 * PAGE)
+    written, found = (page_buffer(3 * PAGE, pin=False) for _ in range(2))
+    written.copy_(torch.arange(3).repeat_interleave(PAGE))
+    file.write(written, 0).wait()
+    file.read(found, 0).wait()
+    file.close()
+    assert torch.equal(found, written)
+
+
 # -- failures ----------------------------------------------------------------------------------------------------------
 
 

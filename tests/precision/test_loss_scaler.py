@@ -138,6 +138,13 @@ def test_a_restored_scaler_goes_on_alike(carry):
     assert second.state_dict() == whole.state_dict()
 
 
+def test_a_restored_tolerance_is_cut_to_the_setting():
+    saved = dynamic(delayed_shift=4).state_dict()
+    scaler = dynamic(delayed_shift=2)
+    scaler.load_state_dict(saved)
+    assert scaler.cur_hysteresis == 2
+
+
 def test_static_scale_stays_and_scales_in_fp32():
     scaler = LossScaler(scale=1e5)
     scaler.update_scale(True)
