@@ -53,11 +53,11 @@ def define_group(name: str, ranks: Sequence[Sequence[int]], divisor: int | None 
     Args:
         name: Its name, for ``zero.describe.put_in_group`` and ``in_group``, or a parameter's ``group_name``.
         ranks: The ranks of the job in lists: those of one list hold the same values and share them. Every rank is in
-            exactly one list, and the ranks of a list hold the same part of the model otherwise.
+            exactly one list, lists are equally long, and the ranks of a list hold the same part of the model otherwise.
         divisor: See :class:`Defined`.
 
     Raises:
-        DeepSpeedConfigError: A rank is missing or occurs twice, or the name is taken.
+        DeepSpeedConfigError: A rank is missing or occurs twice, lists are of unequal length, or the name is taken.
     """
     made = Defined(name, tuple(tuple(sorted(members)) for members in ranks), divisor)
     given = sorted(rank for members in made.ranks for rank in members)
@@ -65,6 +65,11 @@ def define_group(name: str, ranks: Sequence[Sequence[int]], divisor: int | None 
         raise DeepSpeedConfigError(
             f"define_group({name!r}): its lists hold the ranks {given}; expected every rank from 0 to {size_of() - 1} "
             "once"
+        )
+    if len({len(members) for members in made.ranks}) > 1:
+        raise DeepSpeedConfigError(
+            f"define_group({name!r}): its lists have {[len(members) for members in made.ranks]} ranks; expected "
+            "equally many, as ranks with the same part of the model gather in one order"
         )
     known = _of_this_job().setdefault(name, made)
     if known != made:

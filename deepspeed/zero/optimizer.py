@@ -354,16 +354,13 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
             for tile, parameter, flag in zip(master.layout.tiles, master.bucket.params, flags, strict=True)
             if not flag and parameter.requires_grad and tile.param_group >= 0 and tile.numel
         ]
-        if self._groups.knows_everything:
-            ranks = [len(names)]
-        else:
-            ranks = self._groups.job.gather_small(
-                torch.tensor([len(names)]), channel="step", label="the search for parameters without a gradient"
-            ).view(-1).tolist()  # fmt: skip
-        if any(ranks):
+        counts = torch.tensor([len(names)])
+        if not self._groups.knows_everything:
+            label = "the search for parameters without a gradient"
+            counts = self._groups.job.gather_small(counts, channel="step", label=label).view(-1)
+        if bool(counts.any()):
             self._reducer.clear()
-            if not names:
-                names = [f"those of rank(s) {[rank for rank, count in enumerate(ranks) if count]}"]
+            names = names or [f"those of rank(s) {torch.nonzero(counts).view(-1).tolist()}"]
             raise CallOrderError(
                 f"{len(names)} parameter(s) got no gradient on any rank: {', '.join(names[:10])}; zero_optimization."
                 "ignore_unused_parameters is false, so that is an error. Use them in the loss, freeze them, or set it "

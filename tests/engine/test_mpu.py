@@ -235,3 +235,50 @@ def _skips_together(stage):
 
 def test_an_overflow_on_one_tensor_rank_skips_the_step_of_all():
     run_ranks(_skips_together, 4, 1)
+
+
+class StageUnit:
+    """Two ranks with different parts of the model, as the stages of a pipeline have them."""
+
+    def __init__(self) -> None:
+        self.alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+
+    def get_data_parallel_group(self):
+        return self.alone
+
+    def get_pipe_parallel_world_size(self):
+        return 2
+
+
+def _stages(stages):
+    """Ranks that know nothing of each other's parameters decide together."""
+    mpu, parts = StageUnit(), [tower(2), Block()]
+    both = nn.ModuleList(parts)
+    optimizer = _adamw(both.parameters())
+    sum(part(inputs(0)) for part in parts).backward()
+    norm = torch.nn.utils.clip_grad_norm_(both.parameters(), 0.05).item()
+    optimizer.step()
+    for stage in stages:
+        model = [tower(2), Block()][dist.get_rank()]
+        engine = deepspeed.initialize(
+            model=model, optimizer=_adamw(model.parameters()), config=_tensor_config(stage, 0.05), mpu=mpu
+        )[0]
+        engine.backward(engine(inputs(0)))
+        engine.step()
+        assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-5)
+        for name, value in parts[dist.get_rank()].named_parameters():
+            torch.testing.assert_close(dict(engine.iter_full("fp32"))[name], value.detach())
+        engine.destroy()
+    fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}
+    model = [tower(2), Block()][dist.get_rank()]
+    engine = deepspeed.initialize(
+        model=model, optimizer=_adamw(model.parameters()), config=_tensor_config(1, 1.0, fp16=fp16), mpu=mpu
+    )[0]
+    engine.backward(engine(inputs(0)) if dist.get_rank() == 0 else engine(inputs(0), float("inf")))
+    engine.step()
+    assert engine.optimizer.overflow
+    assert "first in 'rise.weight' (slice of rank 1)" in engine.optimizer._first_skip
+
+
+def test_ranks_with_different_parts_of_the_model_decide_together():
+    run_ranks(_stages, 2, (0, 2))
