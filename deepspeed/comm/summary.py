@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as torch_dist
 
 from deepspeed.comm.recorder import OperationTotals, bandwidths, log
+from deepspeed.comm.supervised import collective, purpose
 from deepspeed.logging import log_dist
 
 _SETTINGS = ("enabled", "prof_all", "prof_ops", "verbose", "debug")
@@ -92,7 +94,10 @@ def _straggler_ms(totals: OperationTotals) -> float:
     mine = torch.tensor(totals.seconds, dtype=torch.float64)
     device = "cpu" if torch_dist.get_backend() == "gloo" else torch.accelerator.current_accelerator()
     shortest = mine.to(device)
-    torch_dist.all_reduce(shortest, op=torch_dist.ReduceOp.MIN)
+    # Not through ``collectives``: the log does not count itself.
+    start = functools.partial(torch_dist.all_reduce, shortest, op=torch_dist.ReduceOp.MIN)
+    with purpose("the log's stragglers"):
+        collective("all_reduce", start, None, shortest, False)
     return float((mine - shortest.cpu()).sum()) * 1e3
 
 

@@ -7,7 +7,8 @@ is. On the host it is started first, so that torch's complaints about arguments 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -16,6 +17,19 @@ import torch
 
 from deepspeed.comm.party import Party, party_of
 from deepspeed.comm.store import is_collecting
+
+_purpose = ""  # what the program does, in words, where it has said so
+
+
+@contextmanager
+def purpose(words: str) -> Iterator[None]:
+    """Inside, whoever waits in vain for a collective is told that it belongs to ``words``."""
+    global _purpose
+    before, _purpose = _purpose, words
+    try:
+        yield
+    finally:
+        _purpose = before
 
 
 class SupervisedWork:
@@ -131,4 +145,4 @@ def _key(name: str) -> int:
 def _words(name: str, tensor: torch.Tensor | None, party: Party) -> str:
     what = "" if tensor is None else f" of {tensor.numel()} elements"
     among = f" among ranks {', '.join(map(str, party.ranks))}" if party.scope and len(party.ranks) <= 16 else ""
-    return f"{name}{what}{among}"
+    return f"{name}{what}{among}{f' ({_purpose})' if _purpose else ''}"

@@ -8,21 +8,29 @@ import torch
 from torch import Tensor
 
 
-def add_over_ranks(tensor: Tensor, group: object | None) -> None:
-    """Adds ``tensor`` over the ranks of ``group``, in place; a collective unless that is None."""
+def add_over_ranks(tensor: Tensor, group: object | None, purpose: str) -> None:
+    """Adds ``tensor`` over the ranks of ``group``, in place; a collective unless that is None.
+
+    Args:
+        tensor: What is added.
+        group: The process group.
+        purpose: What it is for, for whoever waits in vain.
+    """
     if group is None:
         return
     from deepspeed import comm
+    from deepspeed.comm import supervised
     from deepspeed.comm.counters import traffic
 
     nbytes = 2 * tensor.numel() * tensor.element_size()
     traffic.record_asked("all_reduce", nbytes)
     traffic.record_ran("all_reduce", nbytes)
-    comm.all_reduce(tensor, group=group)
+    with supervised.purpose(purpose):
+        comm.all_reduce(tensor, group=group)
 
 
 def exchange_parts(
-    incoming: Tensor, outgoing: Tensor, numels: tuple[list[int], list[int]], kept: int, group: object
+    incoming: Tensor, outgoing: Tensor, numels: tuple[list[int], list[int]], kept: int, group: object, purpose: str
 ) -> None:
     """Sends a part of ``outgoing`` to each rank and fills ``incoming`` with what they send; a collective.
 
@@ -32,13 +40,16 @@ def exchange_parts(
         numels: Elements from each rank, elements for each rank.
         kept: Of those, how many this rank sends to itself.
         group: The process group.
+        purpose: What it is for, for whoever waits in vain.
     """
     from deepspeed import comm
+    from deepspeed.comm import supervised
     from deepspeed.comm.counters import traffic
 
     traffic.record_asked("all_to_all", outgoing.numel() * outgoing.element_size())
     traffic.record_ran("all_to_all", (outgoing.numel() - kept) * outgoing.element_size())
-    comm.all_to_all_single(incoming, outgoing, *numels, group=group)
+    with supervised.purpose(purpose):
+        comm.all_to_all_single(incoming, outgoing, *numels, group=group)
 
 
 def exchange_device(params: Iterable[Tensor], group: object | None) -> torch.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import time
 
 import pytest
@@ -12,8 +13,11 @@ from deepspeed import comm
 from deepspeed.comm.new_groups import my_group
 from deepspeed.comm.party import job_watch
 from deepspeed.errors import CommunicationError, DivergenceError
+from deepspeed.ops.lamb import FusedLamb
+from deepspeed.ops.muon.muon import Muon
 from tests.engine.support import engine_of, inputs, rank, tower
 from tests.harness import run_ranks
+from tests.project import graph
 
 LIMIT = 5.0
 
@@ -135,3 +139,56 @@ def test_one_rank_initializes_while_the_other_ends():
     first, _ = run_ranks(_one_initializes, 2)
     assert first[0] == "CommunicationError" and first[2]
     assert "rank 1 has ended while this rank waits for the comparison of the configurations" in first[1]
+
+
+# -- optimizers that talk ----------------------------------------------------------------------------------------------
+
+OPTIMIZERS = {
+    "LAMB's norms of weights and updates": (FusedLamb, "deepspeed.ops.lamb.fused_lamb.add_over_ranks"),
+    "the matrices of Muon": (Muon, "deepspeed.ops.muon.fragments.exchange_parts"),
+}
+
+
+def _one_leaves_the_update(words):
+    """In the middle of the update, the second rank does something else."""
+    make, exchange = OPTIMIZERS[words]
+    engine = engine_of(tower(), 1, optimizer=lambda model: make(model.parameters()))
+    engine.backward(engine(inputs(rank())))
+    if rank() == 0:
+        return _complaint(engine.step)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange, lambda *arguments: comm.barrier())
+        return _complaint(engine.step)
+
+
+@pytest.mark.parametrize("words", OPTIMIZERS)
+def test_waits_of_optimizers(words):
+    first, second = run_ranks(_one_leaves_the_update, 2, words)
+    assert first == second and first[0] == "DivergenceError" and first[2], (first, second)
+    assert f"({words})" in first[1] and "rank 1 waits for barrier" in first[1]
+
+
+# -- the class of the fault --------------------------------------------------------------------------------------------
+
+BLOCKING = {
+    *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single"),
+    *("barrier", "broadcast", "broadcast_object_list", "gather", "monitored_barrier", "new_group", "recv", "reduce"),
+    *("reduce_scatter", "reduce_scatter_tensor", "scatter", "send", "init_device_mesh"),
+}
+SUPERVISED = {"comm.collectives", "comm.new_groups", "comm.process_group"}
+
+
+def test_nobody_else_waits_inside_torch():
+    """Calls of torch that block until other ranks do something are made where they are watched."""
+    wrong = []
+    for module in graph.modules():
+        if module.removeprefix("deepspeed.") in SUPERVISED:
+            continue
+        for node in ast.walk(graph.tree_of(module)):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            owner = ast.unparse(node.func.value)
+            starts = any(keyword.arg == "async_op" for keyword in node.keywords)
+            if owner in ("dist", "torch_dist", "torch.distributed") and node.func.attr in BLOCKING and not starts:
+                wrong.append(f"{graph.path_of(module)}:{node.lineno} {ast.unparse(node)}")
+    assert not wrong, "use deepspeed.comm's, which are watched:\n" + "\n".join(wrong)

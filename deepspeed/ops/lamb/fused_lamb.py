@@ -148,7 +148,7 @@ class FusedLamb(torch.optim.Optimizer):
         squares = torch.zeros(2, num_tensors, dtype=torch.float64, device=device)
         for update in updates:
             squares += update.advance_moments().to(device)
-        add_over_ranks(squares, group)
+        add_over_ranks(squares, group, "LAMB's norms of weights and updates")
         ratios = _ratios(squares)
         self._coeffs = ratios.clamp(self.defaults["min_coeff"], self.defaults["max_coeff"])
         for update in updates:

@@ -136,7 +136,7 @@ class FragmentExchange:
 
     def _exchange(self, incoming: Tensor, outgoing: Tensor, numels: tuple[list[int], list[int]], kept: int) -> None:
         if self._group is not None:
-            exchange_parts(incoming, outgoing, numels, kept, self._group)
+            exchange_parts(incoming, outgoing, numels, kept, self._group, "the matrices of Muon")
 
     @staticmethod
     def _orthogonalize_all(pieces: list[tuple[Piece, Tensor]], orthogonalize: Callable[[Tensor], Tensor]) -> None:
