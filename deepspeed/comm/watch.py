@@ -178,14 +178,15 @@ class Watch:
         self.wait(lambda: self._look_for(list(keys), timeout), channel, index, label, members)
 
     def _look_for(self, keys: list[str], timeout: timedelta) -> None:
-        deadline, pause = time.monotonic() + timeout.total_seconds(), 0.001
+        begun, limit = time.monotonic(), timeout.total_seconds()
         while not self.store.check(keys):
             if self._is_in_vain():
                 raise RuntimeError("other ranks went another way")
-            if time.monotonic() >= deadline:
+            waited = time.monotonic() - begun
+            if waited >= limit:
                 raise RuntimeError(f"not all ranks came within {timeout}")
-            time.sleep(pause)
-            pause = min(1.5 * pause, 0.05)
+            # A tenth late at most, and few questions to the one store of many ranks that wait for long.
+            time.sleep(min(max(0.1 * waited, 0.001), _PERIOD))
 
     def _is_in_vain(self) -> bool:
         return self._verdict is not None or self._farewell is not None
