@@ -149,7 +149,7 @@ class Counted:
     def __init__(self, engine: Any) -> None:
         self.asked = self.gathered = 0
         agreement, transport = engine._runtime.agreement, engine._runtime.buckets[0].group.gather
-        exchange, all_gather = agreement.exchange_call, transport.all_gather
+        exchange, all_gather = agreement.exchange, transport.all_gather
 
         def counted_exchange(*arguments: Any) -> None:
             self.asked += 1
@@ -159,7 +159,7 @@ class Counted:
             self.gathered += 1
             return all_gather(*arguments, **more)
 
-        agreement.exchange_call, transport.all_gather = counted_exchange, counted_gather
+        agreement.exchange, transport.all_gather = counted_exchange, counted_gather
 
     def take(self) -> tuple[int, int]:
         """Both numbers since the last call."""
