@@ -58,6 +58,8 @@ def parse(
     findings = Findings(document.lines, _order(document.data), document.name)
     for sentence in document.problems:
         findings.add((), sentence)
+    for line in document.notices:
+        findings.notice(line)
     data = structural_copy(document.data)
     if purpose == "zero_init":
         data = {name: value for name, value in data.items() if name in ZERO_INIT_KEYS}

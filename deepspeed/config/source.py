@@ -27,12 +27,14 @@ class Document:
         lines: Line of each key, for files.
         name: File name, if there is one.
         problems: Duplicate keys.
+        notices: What is worth a line although it was read.
     """
 
     data: dict[str, Any]
     lines: dict[Path, int] = field(default_factory=dict)
     name: str | None = None
     problems: list[str] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
 
 
 # The key of the value that begins at the end of a text.
@@ -209,7 +211,16 @@ def _read_file(path: FilePath) -> Document:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise configuration_error((f"the file is not UTF-8 text ({error})",), str(path)) from None
-    return _read_text(text, str(path))
+    document = _read_text(text, str(path))
+    if path.suffix.lower() == ".json":
+        try:
+            json.loads(text)
+        except ValueError as error:
+            document.notices.append(
+                f"{path} is not JSON ({error}) and was read as Hjson, which needs no commas or quotation marks: check "
+                "that it says what you mean, or name it .hjson"
+            )
+    return document
 
 
 def load_ds_config(config: Any) -> dict[str, Any]:

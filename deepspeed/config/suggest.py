@@ -1,4 +1,4 @@
-"""Which key was probably meant: known confusions first, then the nearest spelling, then the same name elsewhere."""
+"""Which key was probably meant: known confusions, other libraries' names, the nearest spelling, the name elsewhere."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from os.path import commonprefix
 from deepspeed.config.describe import Entry, entries
 from deepspeed.config.findings import Path, dotted
 from deepspeed.config.sections.root import Root
+from deepspeed.config.synonyms import meant_by
 
 # As found in public files and documents: full dotted name as written, and what to write instead.
 CONFUSIONS: dict[str, str] = {
@@ -17,16 +18,11 @@ CONFUSIONS: dict[str, str] = {
     "zero_optimiser": "zero_optimization",
     "zero_optimizer": "zero_optimization",
     "zero": "zero_optimization",
-    "train_micro_batch_size": "train_micro_batch_size_per_gpu",
-    "micro_batch_size": "train_micro_batch_size_per_gpu",
     "train_micro_batch_size_per_device": "train_micro_batch_size_per_gpu",
     "grandient_accumulation_steps": "gradient_accumulation_steps",
-    "gradient_clip": "gradient_clipping",
-    "max_grad_norm": "gradient_clipping",
     "optimizer.Type": "optimizer.type",
     "optimizer.torch_adam": "optimizer.params.torch_adam",
     "optimizer.lr": "optimizer.params.lr",
-    "lr_scheduler": "scheduler",
     "torch_autocast.enable": "torch_autocast.enabled",
     "flops_profiler.step": "flops_profiler.profile_step",
     "activation_checkpointing.partition_activation": "activation_checkpointing.partition_activations",
@@ -96,6 +92,9 @@ def suggestion(path: Path, valid: Iterable[str]) -> str:
     known = CONFUSIONS.get(full)
     if known is not None:
         return f'did you mean "{known}"?'
+    valid = list(valid)
+    if (meant_elsewhere := meant_by(name, path[:-1], set(valid))) is not None:
+        return f'did you mean "{meant_elsewhere[0]}"{meant_elsewhere[1]}?'
     if len(path) == 1 and name in WRAPPERS:
         return "write what it holds at the top level"
     choice = nearest(name, valid)

@@ -12,6 +12,7 @@ from deepspeed.config.findings import dotted
 from deepspeed.config.sections.root import Root
 from deepspeed.config.sections.zero import ZeroOptimization
 from deepspeed.config.suggest import CONFUSIONS, WRAPPERS, declared_paths
+from deepspeed.config.synonyms import SYNONYMS
 from deepspeed.config.unavailable import value_at
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.features import FEATURES
@@ -116,6 +117,39 @@ def test_known_confusions_are_answered(wrong: str, meant: str) -> None:
         config = nest(tuple(wrong.split(".")), 1)
     assert only_problem(config) == f'{wrong}: unknown key; did you mean "{meant}"?'
     assert meant in declared_paths() or meant.startswith("optimizer.params.")
+
+
+def test_what_other_libraries_say_leads_to_keys_that_exist() -> None:
+    params = {"optimizer.params": {"lr", "betas", "eps", "weight_decay"}}
+    params["scheduler.params"] = {
+        "warmup_num_steps", "total_num_steps", "warmup_min_lr", "warmup_max_lr", "cos_min_ratio",
+    }  # fmt: skip
+    for name, targets in SYNONYMS.items():
+        assert name == name.lower() and name not in declared_paths(), f"{name} is a key itself"
+        for target in targets:
+            section, _, key = target.partition("|")[0].rpartition(".")
+            assert key in params[section] if section in params else f"{section}.{key}".lstrip(".") in declared_paths()
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"optimizer": {"type": "AdamW", "params": {"learning_rate": 1}}}, 'did you mean "optimizer.params.lr"?'),
+        ({"learning_rate": 1}, 'did you mean "optimizer.params.lr"?'),
+        ({"optimizer": {"type": "AdamW", "params": {"wd": 1}}}, 'did you mean "optimizer.params.weight_decay"?'),
+        ({"optimizer": {"type": "AdamW", "params": {"beta1": 1}}}, '"optimizer.params.betas", its first number?'),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"num_warmup_steps": 9}}},
+            'did you mean "scheduler.params.warmup_num_steps"?',
+        ),
+        ({"zero_optimization": {"max_grad_norm": 1}}, 'did you mean "gradient_clipping"?'),
+        ({"Mixed-Precision": "bf16"}, 'did you mean "bf16", fp16 or torch_autocast?'),
+        # what the class in use does not have is not suggested
+        ({"optimizer": {"type": "SGD", "params": {"lr": 1, "beta1": 1}}}, "the closest valid key"),
+    ],
+)
+def test_names_of_other_libraries(config: dict[str, Any], words: str) -> None:
+    assert words in only_problem(config)
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)

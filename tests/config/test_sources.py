@@ -62,6 +62,16 @@ def test_the_callers_dict_is_kept_and_untouched() -> None:
     assert json.dumps(config) == before
 
 
+def test_a_json_file_that_is_hjson_gets_one_line(tmp_path: Path) -> None:
+    text = '{"train_batch_size": 2,\n "optimizer": {"type": "SGD", "params": {"lr": 0.1 "momentum": 0.9}}}'
+    (tmp_path / "a.json").write_text(text.replace('0.1 "', '0.1\n"'))
+    (line,) = [notice for notice in parse(tmp_path / "a.json").notices if "JSON" in notice]
+    assert "a.json is not JSON (Expecting ',' delimiter: line 3" in line and "was read as Hjson" in line
+    for name, content in (("a.hjson", text.replace('0.1 "', '0.1\n"')), ("b.json", '{"train_batch_size": 2}')):
+        (tmp_path / name).write_text(content)
+        assert not [notice for notice in parse(tmp_path / name).notices if "JSON" in notice]
+
+
 def test_hjson(tmp_path: Path) -> None:
     root = parse(write(tmp_path, HJSON)).root
     assert root.fp16.enabled is True and root.fp16.loss_scale_window == 500
