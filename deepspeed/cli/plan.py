@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from deepspeed.cli.progress import progress
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
 from deepspeed.plan.advice import advise
 from deepspeed.plan.api import make_machine
@@ -203,9 +205,12 @@ def _plain_config() -> dict[str, Any]:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    with redirect_stdout(sys.stderr):  # what the model's own code prints is no part of the answer
+    # What the model's own code prints is no part of the answer.
+    with progress("ds_plan") as shown, redirect_stdout(sys.stderr):
+        shown.doing("building the model and rehearsing a training step, without devices")
         plan = make_plan(_request(options))
         if not plan.fits and not options.no_suggestions:
+            shown.doing("it does not fit; rehearsing other settings that may")
             plan.suggestions = advise(plan)
     if options.write:
         chosen = plan if plan.fits or not plan.suggestions else plan.suggestions[0][1]
@@ -220,8 +225,13 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _sweep(options: argparse.Namespace) -> int:
     axes = read_axes(options.sweep)
-    with redirect_stdout(sys.stderr):
-        points = list(sweep(_request(options), axes))
+    total = math.prod(map(len, axes.values()))
+    points: list[Point] = []
+    with progress("ds_plan") as shown, redirect_stdout(sys.stderr):
+        shown.doing(f"rehearsing combination 1 of {total}")
+        for point in sweep(_request(options), axes):
+            points.append(point)
+            shown.doing(f"rehearsing combination {min(len(points) + 1, total)} of {total}")
     fitting = [p.plan for p in points if p.plan is not None and p.plan.fits]
     _show(
         json.dumps([_point(point) for point in points], indent=2) + "\n"

@@ -1,0 +1,37 @@
+"""A command that takes long says what it does: in one line on a terminal, in lines elsewhere."""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+
+import pytest
+
+from deepspeed.cli import progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stream", [Terminal(), io.StringIO()])
+def test_what_takes_long_is_shown(monkeypatch, stream):
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(progress, "PATIENCE_SECONDS", 0.05)
+    with progress.progress("ds_plan") as shown:
+        shown.doing("counting")
+        time.sleep(0.3)
+    if stream.isatty():
+        assert stream.getvalue() == "\rds_plan: counting ... 0 s\x1b[K\r\x1b[K"
+    else:
+        assert stream.getvalue() == "ds_plan: counting ... 0 s\n"
+
+
+def test_what_is_quick_is_not(monkeypatch):
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    with progress.progress("ds_plan"):
+        pass
+    assert stream.getvalue() == ""
