@@ -6,8 +6,8 @@ import base64
 import binascii
 import json
 import re
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from deepspeed.errors import DeepSpeedConfigError
@@ -18,42 +18,48 @@ Selection = dict[str, list[int]]
 DLTS_HOSTFILE = "/job/hostfile"
 """Where the host file is looked for unless ``--hostfile`` says otherwise; upstream's name."""
 
-_HOST_LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>\d+)")
+_HOST_LINE = re.compile(r"(?P<host>[^\s=]+)(\s+slots=(?P<slots>\d+))?")
 
 
 class LauncherError(DeepSpeedConfigError):
     """What the command line asks for cannot be started."""
 
 
-def fetch_hostfile(hostfile_path: str | None) -> OrderedDict[str, int] | None:
-    """Reads ``host slots=N`` lines.
+def fetch_hostfile(hostfile_path: str | None, devices: Callable[[], int] = lambda: 1) -> OrderedDict[str, int] | None:
+    """Reads ``host slots=N`` lines, or a plain list of hosts such as ``$PBS_NODEFILE``.
 
     Args:
         hostfile_path: The file; lines that are blank or start with ``#`` count for nothing.
+        devices: Asked for the slots of hosts that are only named, once each. Where a plain list names hosts repeatedly,
+            as schedulers do, a host has as many slots as lines.
 
     Returns:
         Slots per host in the order of the file; None if there is no such file (the text ``None`` included).
 
     Raises:
-        LauncherError: A line is malformed, a host comes twice, or there is no host at all.
+        LauncherError: A line is malformed, a host with slots comes twice, or there is no host at all.
     """
     if hostfile_path is None or not Path(hostfile_path).is_file():
         return None
     hosts: OrderedDict[str, int] = OrderedDict()
+    named: Counter[str] = Counter()  # without slots
     for number, raw in enumerate(Path(hostfile_path).read_text().splitlines(), 1):
         line = raw.partition("#")[0].strip()
         if not line:
             continue
         match = _HOST_LINE.fullmatch(line)
         if match is None:
-            raise LauncherError(f"{hostfile_path}, line {number}: expected 'host slots=N', found {line!r}")
-        if match["host"] in hosts:
-            raise LauncherError(
-                f"{hostfile_path}, line {number}: host {match['host']!r} comes a second time; keep one line"
-            )
-        hosts[match["host"]] = int(match["slots"])
+            raise LauncherError(f"{hostfile_path}, line {number}: expected 'host slots=N' or 'host', found {line!r}")
+        host, slots = match["host"], match["slots"]
+        if host in hosts and (slots is not None or host not in named):
+            raise LauncherError(f"{hostfile_path}, line {number}: host {host!r} comes a second time; keep one line")
+        if slots is None:
+            named[host] += 1
+        hosts[host] = named[host] if slots is None else int(slots)
     if not hosts:
         raise LauncherError(f"{hostfile_path}: no host in the file; write lines 'host slots=N' or remove the file")
+    if named and max(named.values()) == 1:
+        hosts.update(dict.fromkeys(named, devices()))
     return hosts
 
 

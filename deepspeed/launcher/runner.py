@@ -55,7 +55,14 @@ _FOR_OTHER_MACHINES = ("launcher_args", "no_ssh_check", "ssh_port", "venv_script
 
 
 def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parses the command line; options must precede the script."""
+    """Parses the command line; options must precede the script. Without any it shows the help and ends."""
+    parser = _parser()
+    if not (sys.argv[1:] if args is None else args):
+        parser.parse_args(["--help"])
+    return parser.parse_args(args)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="deepspeed",
         allow_abbrev=False,
@@ -63,7 +70,9 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
         epilog="Everything after the script's name goes to the script.",
     )
     where = parser.add_argument_group("where")
-    where.add_argument("-H", "--hostfile", default=DLTS_HOSTFILE, help="lines 'host slots=N'; no file: this machine")
+    where.add_argument(
+        "-H", "--hostfile", default=DLTS_HOSTFILE, help="lines 'host slots=N' or 'host'; no file: this machine"
+    )
     where.add_argument("-i", "--include", default="", help="host[:slot,...]@host... to use")
     where.add_argument("-e", "--exclude", default="", help="host[:slot,...]@host... to leave out")
     where.add_argument("--num_nodes", type=int, default=-1, help="use the first N hosts")
@@ -91,7 +100,7 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--autotuning", default="", choices=("", "tune", "run"), help=argparse.SUPPRESS)
     parser.add_argument("user_script", help="the script, module or program to run on each rank")
     parser.add_argument("user_args", nargs=argparse.REMAINDER, help="its arguments")
-    return parser.parse_args(args)
+    return parser
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -45,7 +45,7 @@ def select_slots(args: argparse.Namespace, environment: MutableMapping[str, str]
         LauncherError: What was asked for is not there or contradicts itself.
     """
     _check_counts(args)
-    pool: Slots | None = fetch_hostfile(args.hostfile)
+    pool: Slots | None = fetch_hostfile(args.hostfile, lambda: _slots_of_a_name(args, environment))
     if pool is None and args.launcher == "slurm" and "SLURM_JOB_ID" in environment and not args.no_ssh:
         pool = slots_of_allocation(environment, args.num_gpus)
         source = "the Slurm allocation"
@@ -63,6 +63,15 @@ def select_slots(args: argparse.Namespace, environment: MutableMapping[str, str]
     if args.num_nodes > 1:
         return _alike_nodes(args, environment)
     return Selected({_THIS_MACHINE: _local_slots(args, environment)})
+
+
+def _slots_of_a_name(args: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
+    """Slots of a machine of which the host file says only the name: it is taken to be like this one."""
+    if args.num_gpus > 0:
+        return int(args.num_gpus)
+    count = max(len(find_devices(environment).ids), 1)
+    logger.info(f"{args.hostfile} does not say slots=N: {count} rank(s) on each machine, as this one has devices")
+    return count
 
 
 def _check_counts(args: argparse.Namespace) -> None:

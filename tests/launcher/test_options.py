@@ -184,3 +184,10 @@ def test_a_machine_with_a_device_file_asks_torch(monkeypatch):
     monkeypatch.delenv("DS_ACCELERATOR")
     monkeypatch.setattr(devices.glob, "glob", lambda pattern: ["/dev/nvidia0"] if "nvidia[" in pattern else [])
     assert devices._has_signs()
+
+
+def test_without_arguments_the_help_is_shown(capsys):
+    with pytest.raises(SystemExit) as end:
+        runner.main([])
+    assert end.value.code == 0
+    assert "usage: deepspeed" in capsys.readouterr().out

@@ -20,6 +20,21 @@ def test_hostfile(tmp_path):
     assert list(fetch_hostfile(str(path)).items()) == [("worker-1", 2), ("worker-0", 4)]
 
 
+@pytest.mark.parametrize(
+    ("text", "slots"),
+    [
+        ("a\nb\n", {"a": 8, "b": 8}),  # a plain list: every machine has as many as this one
+        ("a\na\nb\nb\n", {"a": 2, "b": 2}),  # $PBS_NODEFILE: a line per slot
+        ("a\na\nb\n", {"a": 2, "b": 1}),
+        ("a slots=2\nb\n", {"a": 2, "b": 8}),
+    ],
+)
+def test_a_plain_list_of_hosts(tmp_path, text, slots):
+    path = tmp_path / "hosts"
+    path.write_text(text)
+    assert fetch_hostfile(str(path), lambda: 8) == slots
+
+
 @pytest.mark.parametrize("missing", [None, "None", "/no/such/hostfile"])
 def test_no_hostfile(missing):
     assert fetch_hostfile(missing) is None
@@ -30,8 +45,9 @@ def test_no_hostfile(missing):
     [
         ("", "no host in the file"),
         ("# nothing\n", "no host in the file"),
-        ("worker-0 slots=2\nworker-1 slots=x\n", "line 2: expected 'host slots=N', found 'worker-1 slots=x'"),
-        ("worker-0\n", "line 1: expected"),
+        ("worker-0 slots=2\nworker-1 slots=x\n", "line 2: expected 'host slots=N' or 'host', found 'worker-1 slots=x'"),
+        ("worker-0 4\n", "line 1: expected 'host slots=N' or 'host'"),
+        ("a\na slots=2\n", "line 2: host 'a' comes a second time"),
         ("worker-0 slots=1 slots=2\n", "line 1: expected"),
         ("a slots=1\nb slots=1\na slots=2\n", "line 3: host 'a' comes a second time"),
     ],
