@@ -27,11 +27,35 @@ class _CurrentStderr(logging.StreamHandler):
         pass
 
 
+_COLOURS = {"WARNING": 33, "ERROR": 31, "CRITICAL": 31}
+
+
+def takes_colour(is_terminal: bool) -> bool:
+    """Whether lines may be coloured: on a terminal, unless ``NO_COLOR`` is set or it is a dumb one."""
+    return is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def with_colour(line: str) -> str:
+    """A log line whose level has a colour, if it is a warning or worse."""
+    for level, colour in _COLOURS.items():
+        if f"] [{level}] " in line[:32]:
+            return line.replace(f"[{level}]", f"\x1b[{colour}m[{level}]\x1b[0m", 1)
+    return line
+
+
+class _LineFormatter(logging.Formatter):
+    """Colours a level where a person reads it, never in a file."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return with_colour(text) if takes_colour(sys.stderr is not None and sys.stderr.isatty()) else text
+
+
 def _create_logger() -> logging.Logger:
     created = logging.getLogger("DeepSpeed")
     if not created.handlers:
         handler = _CurrentStderr()
-        handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] %(message)s", datefmt="%H:%M:%S"))
+        handler.setFormatter(_LineFormatter("[%(asctime)s] [%(levelname)s] %(message)s", datefmt="%H:%M:%S"))
         created.addHandler(handler)
         created.propagate = False
     created.setLevel(_LEVELS.get(os.environ.get("DEEPSPEED_LOG_LEVEL", "info").lower(), logging.INFO))

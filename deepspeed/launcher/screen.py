@@ -12,6 +12,8 @@ import select
 import time
 from collections import deque
 
+from deepspeed.logging import takes_colour, with_colour
+
 _CLEAR_TO_END = b"\x1b[K"
 # A write of this size to a pipe that poll calls writable never blocks (POSIX guarantees 512, Linux 4096).
 _CHUNK = 512 if select.PIPE_BUF < 4096 else 4096
@@ -112,7 +114,10 @@ class Screen:
     def line(self, source: RankStream | None, descriptor: int, text: bytes) -> None:
         """Shows a complete line (of the launcher itself if ``source`` is None); ends the open line of the source."""
         surface, clear = self._surface[descriptor], self._clear[descriptor]
-        labelled = (source.label if source else b"") + text
+        coloured = text
+        if clear and takes_colour(True) and text.startswith(b"["):  # a rank writes into a pipe, and knows no terminal
+            coloured = with_colour(text.decode(errors="surrogateescape")).encode(errors="surrogateescape")
+        labelled = (source.label if source else b"") + coloured
         owner, shown = self._open.pop(surface, (None, b""))
         if owner is None:
             data = labelled + b"\n"

@@ -1,11 +1,13 @@
 """Lines of several ranks on one screen."""
 
+import io
 import os
 import time
 
 import pytest
 
 from deepspeed.launcher.screen import Output, RankStream, Screen
+from deepspeed.logging import logger
 
 
 class Recorder:
@@ -148,3 +150,29 @@ def test_finishing_gives_up_on_a_stuck_reader_and_keeps_the_other():
     assert os.read(reader, 100) == b"summary"
     for end in (stuck_reader, stuck, reader, writer):
         os.close(end)
+
+
+def test_warnings_have_colour_on_a_terminal_only(surface, monkeypatch):
+    kind, recorder, _, (_, one) = surface
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    one.feed(b"[12:00:00] [WARNING] careful\n[12:00:00] [INFO] fine\n")
+    coloured = b"\x1b[33m[WARNING]\x1b[0m" if kind == "terminal" else b"[WARNING]"
+    assert recorder.data == b"[rank 1] [12:00:00] " + coloured + b" careful\n[rank 1] [12:00:00] [INFO] fine\n"
+    recorder.data = b""
+    monkeypatch.setenv("NO_COLOR", "1")
+    one.feed(b"[12:00:00] [ERROR] no\n")
+    assert recorder.data == b"[rank 1] [12:00:00] [ERROR] no\n"
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_so_do_those_of_the_process_itself(is_terminal, monkeypatch):
+    class Stream(io.StringIO):
+        def isatty(self):
+            return is_terminal
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr("sys.stderr", stream := Stream())
+    logger.error("no")
+    assert ("\x1b[31m[ERROR]\x1b[0m no\n" in stream.getvalue()) == is_terminal and " no\n" in stream.getvalue()
