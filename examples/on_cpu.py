@@ -68,8 +68,13 @@ def replace_checks_of(script: Path) -> None:
 
 
 def main() -> None:
-    if len(sys.argv) < 2:
-        sys.exit(__doc__)
+    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
+        sys.stdout.write(__doc__)
+        sys.exit(0 if len(sys.argv) > 1 else 2)
+    if not Path(sys.argv[1]).is_file():
+        sys.exit(
+            f"on_cpu.py: there is no script {sys.argv[1]} in {Path.cwd()}; expected: on_cpu.py SCRIPT [ARGUMENTS...]"
+        )
     # Before torch and deepspeed are imported: a GPU that is here must not be used by half.
     os.environ.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="")
     sys.argv = sys.argv[1:]
