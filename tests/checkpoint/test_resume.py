@@ -65,3 +65,40 @@ def test_each_rank_gets_its_own_random_states_back(tmp_path):
     assert_states_equal(again, first)
     assert_states_equal(other_again, other)
     assert first[0] != other[0]
+
+
+def written_before_the_save(folder: str):
+    run = engine(1)
+    train(run, range(1))
+    with torch.no_grad():
+        run.module.blocks[0].rise.weight.fill_(0.3)
+    run.save_checkpoint(folder)
+    for use_masters in (True, False):
+        again = engine(1, seed=8, zero_optimization={"load_from_fp32_weights": use_masters})
+        again.load_checkpoint(folder)
+        assert_states_equal(dict(again.module.state_dict()), dict(run.module.state_dict()))
+        is_rounded = [torch.equal(master.flat, master.out.float()) for master in again._runtime.masters]
+        assert all(is_rounded) != use_masters
+        if use_masters:
+            masters = joined([fragments(again)])
+            assert masters["master/blocks.0.rise.weight"].unique().tolist() == [torch.tensor(0.3).bfloat16().item()]
+
+
+def test_a_write_before_the_save_is_in_it_and_masters_may_be_left_out(tmp_path):
+    run_ranks(written_before_the_save, 1, str(tmp_path))
+
+
+def on_other_ranks(folder: str):
+    run = engine(2)
+    torch.manual_seed(5)
+    if comm.get_world_size() == 2:
+        run.save_checkpoint(folder)
+    else:
+        torch.manual_seed(6)
+        run.load_checkpoint(folder)
+    return torch.initial_seed()
+
+
+def test_other_ranks_leave_random_states_alone(tmp_path):
+    assert run_ranks(on_other_ranks, 2, str(tmp_path)) == [5, 5]
+    assert run_ranks(on_other_ranks, 1, str(tmp_path)) == [6]
