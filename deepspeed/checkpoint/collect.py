@@ -1,5 +1,6 @@
 """What this rank writes: the stretches of every bucket that fall to it, and the small states of the optimizer.
 
+Along axes on which tiles are whole, one rank stands for the others (``BucketGroup.counts``), which write nothing.
 Sharded states are written by their owner. Replicated ones are divided alike: each rank writes its share of each bucket
 (``Bucket.share``), whatever the placement, so that every byte is written once and all ranks write equally much.
 """
@@ -7,7 +8,7 @@ Sharded states are written by their owner. Replicated ones are divided alike: ea
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,56 +30,59 @@ class Collected:
 
     Attributes:
         stretches: By kind, in bucket order.
-        scalars: For each set of parameter names the optimizer states that are no per-element tensors.
-        left_out: Parameters that are not saved.
-        frozen: Parameters without gradient.
+        scalars: For each set of parameter names the optimizer states that are no per-element tensors, if no other rank
+            has the same.
     """
 
     stretches: dict[str, list[Stretch]] = field(default_factory=lambda: defaultdict(list))
     scalars: list[tuple[tuple[str, ...], dict[str, Any]]] = field(default_factory=list)
-    left_out: set[str] = field(default_factory=set)
-    frozen: set[str] = field(default_factory=set)
 
 
-def collect(runtime: ZeroRuntime, optimizer: torch.optim.Optimizer | None, *, exclude_frozen: bool) -> Collected:
+def collect(
+    runtime: ZeroRuntime,
+    optimizer: torch.optim.Optimizer | None,
+    numbers: Mapping[int, int],
+    *,
+    exclude_frozen: bool,
+) -> Collected:
     """Gathers references; copies nothing.
 
     Args:
         runtime: The sharded model.
         optimizer: The torch optimizer over runs, or None.
+        numbers: Index of each bucket that this rank writes of, to its number in the checkpoint.
         exclude_frozen: Leave out parameters that have no gradient and no master.
     """
     found = Collected()
     masters = {master.bucket.index: master for master in runtime.masters}
     for bucket in runtime.buckets:
-        names = [tile.logical for tile in bucket.layout.tiles]
-        frozen = [not parameter.requires_grad for parameter in bucket.params]
-        found.frozen.update(name for name, is_frozen in zip(names, frozen, strict=True) if is_frozen)
+        number = numbers.get(bucket.index)
+        if number is None:
+            continue
         master = masters.get(bucket.index)
         if master is not None:
-            _collect_master(found, bucket, master)
+            _collect_master(found, bucket, number, master)
             if optimizer is not None:
                 for run in master.runs:
-                    _collect_state(found, bucket, master, run, optimizer.state.get(run.param) or {})
+                    _collect_state(found, bucket, number, master, run, optimizer.state.get(run.param) or {})
         else:
-            kept = [not (exclude_frozen and is_frozen) for is_frozen in frozen]
-            found.left_out.update(name for name, keep in zip(names, kept, strict=True) if not keep)
-            _collect_compute(found, bucket, kept)
+            kept = [parameter.requires_grad or not exclude_frozen for parameter in bucket.params]
+            _collect_compute(found, bucket, number, kept)
     found.stretches = {kind: list(_joined(parts)) for kind, parts in found.stretches.items()}
     return found
 
 
-def _collect_master(found: Collected, bucket: Bucket, master: MasterBucket) -> None:
+def _collect_master(found: Collected, bucket: Bucket, number: int, master: MasterBucket) -> None:
     lower, upper = bucket.share
     base, _ = master.layout.slice_bounds(master.rank)
     flat = master.flat[lower - base : upper - base]
     if lower == upper:
         return
-    found.stretches[MASTER].append(Stretch(bucket.index, lower, upper, (flat,)))
+    found.stretches[MASTER].append(Stretch(number, lower, upper, (flat,)))
     if master.out is not None:
         out = master.out[lower - base : upper - base]
         if not _is_rounded(out, flat):
-            found.stretches[COMPUTE].append(Stretch(bucket.index, lower, upper, (out,)))
+            found.stretches[COMPUTE].append(Stretch(number, lower, upper, (out,)))
 
 
 def _is_rounded(out: torch.Tensor, flat: torch.Tensor) -> bool:
@@ -92,7 +96,7 @@ def _is_rounded(out: torch.Tensor, flat: torch.Tensor) -> bool:
     return True
 
 
-def _collect_compute(found: Collected, bucket: Bucket, kept: list[bool]) -> None:
+def _collect_compute(found: Collected, bucket: Bucket, number: int, kept: list[bool]) -> None:
     lower, upper = bucket.share
     values = bucket.shared_values
     if all(kept):
@@ -102,11 +106,11 @@ def _collect_compute(found: Collected, bucket: Bucket, kept: list[bool]) -> None
         wanted = [(max(start, lower), min(start + tile.numel, upper)) for tile, start, keep in spans if keep]
         intervals = [(first, last) for first, last in wanted if first < last]
     for first, last in intervals:
-        found.stretches[COMPUTE].append(Stretch(bucket.index, first, last, (values[first - lower : last - lower],)))
+        found.stretches[COMPUTE].append(Stretch(number, first, last, (values[first - lower : last - lower],)))
 
 
 def _collect_state(
-    found: Collected, bucket: Bucket, master: MasterBucket, run: MasterRun, state: dict[str, Any]
+    found: Collected, bucket: Bucket, number: int, master: MasterBucket, run: MasterRun, state: dict[str, Any]
 ) -> None:
     """The optimizer state of one run: what falls to this rank of per-element tensors, and everything else by name."""
     if not state:
@@ -122,7 +126,7 @@ def _collect_state(
             first, last = max(start, lower), min(start + flat.numel(), upper)
             if first < last:
                 part = flat[first - start : last - start]
-                found.stretches[optimizer_kind(key)].append(Stretch(bucket.index, first, last, (part,)))
+                found.stretches[optimizer_kind(key)].append(Stretch(number, first, last, (part,)))
         elif isinstance(value, torch.Tensor) and value.numel() > 1 and len(names) > 1:
             raise CheckpointError(
                 f"the optimizer keeps a state {key!r} of shape {tuple(value.shape)} for {len(names)} parameters "
@@ -131,7 +135,8 @@ def _collect_state(
             )
         else:
             scalars[key] = value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
-    found.scalars.append((names, scalars))
+    if master.is_sharded or bucket.group.place == 0:
+        found.scalars.append((names, scalars))
 
 
 def is_per_element(value: Any, param: torch.Tensor) -> bool:

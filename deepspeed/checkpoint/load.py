@@ -18,6 +18,7 @@ from deepspeed.checkpoint.optimizer_state import OptimizerFiller
 from deepspeed.checkpoint.plan import Mismatch, match
 from deepspeed.checkpoint.random_state import restore_random_state
 from deepspeed.checkpoint.reader import CheckpointReader
+from deepspeed.checkpoint.roster import names_elsewhere
 from deepspeed.checkpoint.source import Source, StateDictSource, TrainingState
 from deepspeed.checkpoint.states import ENGINE_KEYS
 from deepspeed.checkpoint.subject import COUNTERS, Subject
@@ -65,13 +66,15 @@ class Loaded:
         folder: The tag folder.
         client_state: The caller's own state and what else the ecosystem expects.
         counters: What the engine must take over; empty if nothing but weights was asked for.
-        world_size: Ranks that saved.
+        world_size: Data-parallel ranks that saved.
+        model_size: Ranks that held other parts of one copy of the model.
     """
 
     folder: Path
     client_state: dict[str, Any]
     counters: dict[str, int]
     world_size: int
+    model_size: int
 
 
 @dataclass
@@ -101,8 +104,9 @@ def load(subject: Subject, options: LoadOptions, exchange: Exchange) -> Loaded |
     found = _find(subject, options, exchange, doing)
     if found is None:
         return None
+    elsewhere = names_elsewhere(subject, exchange)
     with ExitStack() as stack:
-        prepared = _on_all(exchange, doing, lambda: _prepare(subject, options, found, exchange.rank, stack))
+        prepared = _on_all(exchange, doing, lambda: _prepare(subject, options, found, exchange.rank, elsewhere, stack))
         for note in prepared.notes:
             log_dist(f"{doing}: {note}", level=WARNING)
         if prepared.optimizer is not None:
@@ -146,10 +150,12 @@ def load_state_dict(
     """
     doing = "load_module_state_dict"
     source = StateDictSource(state_dict, subject.extra_state_owners())
+    elsewhere = names_elsewhere(subject, exchange)
 
     def prepare() -> tuple[WeightFiller, dict[str, str], Mismatch]:
         matches, buffers, difference = match(source, subject.shapes(), subject.aliases(), subject.buffers())
         difference.missing = [name for name in difference.missing if name not in set(may_miss)]
+        difference.unexpected = [name for name in difference.unexpected if name not in elsewhere]
         _check_fit("the state dict", difference, strict=strict)
         weights = WeightFiller(subject.runtime, source, matches)
         weights.check_state()
@@ -210,10 +216,13 @@ def _open(
     return reader, read_training_state(reader, rank, trust=options.trust_objects)
 
 
-def _prepare(subject: Subject, options: LoadOptions, found: Found, rank: int, stack: ExitStack) -> _Prepared:
+def _prepare(
+    subject: Subject, options: LoadOptions, found: Found, rank: int, elsewhere: set[str], stack: ExitStack
+) -> _Prepared:
     """Everything that can go wrong, before anything is changed."""
     source, state = _open(found, subject, options, rank, stack)
     matches, buffers, difference = match(source, subject.shapes(), subject.aliases(), subject.buffers())
+    difference.unexpected = [name for name in difference.unexpected if name not in elsewhere]
     _check_fit(str(found.folder), difference, strict=options.strict and options.custom_load_fn is None)
     weights = WeightFiller(
         subject.runtime, source, matches, use_masters=subject.use_fp32_weights or subject.optimizer is None
@@ -295,12 +304,12 @@ def _apply(subject: Subject, options: LoadOptions, found: Found, prepared: _Prep
     if prepared.optimizer is not None or options.module_only:
         client_state.pop("optimizer", None)
     counters = {} if options.module_only else {key: int(state.counters.get(key, 0)) for key in COUNTERS}
-    return Loaded(found.folder, client_state, counters, state.world_size)
+    return Loaded(found.folder, client_state, counters, state.world_size, state.mesh.get("model", 1))
 
 
 def _restore_position(subject: Subject, state: TrainingState) -> None:
-    """RNG and data position, which belong to a rank: only where the ranks are the same."""
-    if state.rank_state is None or state.world_size != subject.dp_world_size:
+    """RNG and data position, which belong to a rank: only where the ranks stand as they stood."""
+    if state.rank_state is None or state.mesh != subject.mesh:
         return
     restore = getattr(subject.dataloader, "load_state_dict", None)
     if callable(restore) and "data" in state.rank_state:

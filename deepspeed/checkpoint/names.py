@@ -18,9 +18,9 @@ def data_file(rank: int, kind: str, number: int) -> str:
     return f"rank{rank:05d}-{kind if _SAFE.fullmatch(kind) else f'kind{number}'}.safetensors"
 
 
-def buffers_file() -> str:
-    """The safetensors file of the model's buffers."""
-    return data_file(0, BUFFERS, 0)
+def buffers_file(rank: int = 0) -> str:
+    """The safetensors file of the model's buffers that ``rank`` writes."""
+    return data_file(rank, BUFFERS, 0)
 
 
 def rank_state_file(rank: int) -> str:

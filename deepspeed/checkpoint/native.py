@@ -34,6 +34,7 @@ def read_training_state(reader: CheckpointReader, rank: int, *, trust: bool) -> 
         state = TrainingState(
             counters={str(key): int(value) for key, value in training["counters"].items()},
             world_size=int(training["world_size"]),
+            mesh=_mesh(training),
             optimizer=training["optimizer"],
             param_groups=[{**group, "params": list(group["params"])} for group in training["param_groups"]],
             scalars={name: dict(values) for members, values in training["scalars"] for name in members},
@@ -49,9 +50,14 @@ def read_training_state(reader: CheckpointReader, rank: int, *, trust: bool) -> 
             f"{where} does not hold a training state ({error!r}); the checkpoint was altered"
         ) from None
     # A converted checkpoint has no states of ranks.
-    if 0 <= rank < state.world_size and reader.manifest.file(names.rank_state_file(rank)) is not None:
+    if rank >= 0 and reader.manifest.file(names.rank_state_file(rank)) is not None:
         state.rank_state = _load(reader, names.rank_state_file(rank))
     return state
+
+
+def _mesh(training: dict[str, Any]) -> dict[str, int]:
+    mesh = training.get("mesh", {"data": training["world_size"], "model": 1})  # version 1 knew no other axis
+    return {str(name): int(size) for name, size in mesh.items()}
 
 
 def _load(reader: CheckpointReader, name: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from deepspeed.checkpoint.commit import SaveFolder, point_latest, prune
 from deepspeed.checkpoint.directory import check_tag
 from deepspeed.checkpoint.exchange import Exchange
 from deepspeed.checkpoint.format import BUFFERS, TORCH, Manifest, SavedFile
+from deepspeed.checkpoint.roster import Roster, roster
 from deepspeed.checkpoint.script import SCRIPT_NAME, script
 from deepspeed.checkpoint.subject import Subject
 from deepspeed.checkpoint.writer import FileWriter, Stretch
@@ -53,17 +54,19 @@ class _Job:
 
     Attributes:
         leads: This rank makes the folder and commits it: rank 0, with node-local storage the first of each node.
-        writes_shared: This rank writes the small files and buffers.
+        shared: The small files that this rank writes, by name.
+        buffers: The model's buffers that it writes.
+        buffers_file: Where to.
     """
 
     options: SaveOptions
     token: str
     rank: int
     leads: bool
-    writes_shared: bool
     collected: Collected
     shared: dict[str, bytes]
     buffers: list[tuple[str, torch.Tensor]]
+    buffers_file: str
     rank_state: bytes
     manifest: Callable[[tuple[SavedFile, ...]], Manifest]
     keep_last: int | None
@@ -142,48 +145,49 @@ class Saver:
         token, tag = _agree_on_tag(exchange, options, subject.settings.tag_validation)
         options = SaveOptions(**{**vars(options), "tag": tag})
         node_local = subject.settings.use_node_local_storage
-        aliases = subject.aliases()
+        listed = roster(subject, exchange)
         collected: Collected | None = None
 
         def mine() -> list[Any]:
             nonlocal collected
-            collected = collect(subject.runtime, subject.torch_optimizer, exclude_frozen=options.exclude_frozen)
-            return collected.scalars if exchange.rank == 0 or _is_sharded(subject) else []
+            collected = collect(
+                subject.runtime, subject.torch_optimizer, listed.numbers, exclude_frozen=options.exclude_frozen
+            )
+            return collected.scalars
 
         scalars = [entry for rank in exchange.together("collecting what to save", mine) for entry in rank]
         assert collected is not None
-        buffers = list(subject.buffers().items())
+        buffers = [(name, buffer) for name, buffer in subject.buffers().items() if name in listed.buffers]
 
-        def small() -> Any:
+        def small() -> dict[str, bytes]:
             if exchange.rank != 0:
-                return None
-            files = states.shared_files(subject, options.client_state, scalars, aliases)
-            return (files, [(name, t.detach().cpu()) for name, t in buffers]) if node_local else (files, None)
+                return {}
+            return states.shared_files(subject, listed, options.client_state, scalars)
 
         leads = exchange.rank == 0 or (node_local and subject.local_rank == 0)
         if node_local:
-            shared, buffers = exchange.together("collecting what to save", small)[0]
+            told = exchange.together(
+                "collecting what to save", lambda: (small(), [(name, t.detach().cpu()) for name, t in buffers])
+            )
+            shared = told[0][0] if leads else {}
+            buffers = [entry for _, theirs in told for entry in theirs] if leads else []
         else:
-            made: list[Any] = []
+            made: list[dict[str, bytes]] = []
             exchange.together("collecting what to save", lambda: made.append(small()))
-            shared = made[0][0] if exchange.rank == 0 else {}
+            shared = made[0]
         return _Job(
             options=options,
             token=token,
             rank=exchange.rank,
             leads=leads,
-            writes_shared=leads,
             collected=collected,
             shared=shared,
-            buffers=buffers if leads else [],
+            buffers=buffers,
+            buffers_file=names.buffers_file(0 if node_local else exchange.rank),
             rank_state=states.rank_file(subject),
-            manifest=_manifest_maker(subject, options.tag, collected, aliases),
+            manifest=_manifest_maker(subject, options, listed),
             keep_last=subject.settings.keep_last,
         )
-
-
-def _is_sharded(subject: Subject) -> bool:
-    return any(master.layout.world_size > 1 for master in subject.runtime.masters)
 
 
 def _agree_on_tag(exchange: Exchange, options: SaveOptions, validation: str) -> tuple[str, str]:
@@ -203,30 +207,31 @@ def _agree_on_tag(exchange: Exchange, options: SaveOptions, validation: str) -> 
 
 
 def _manifest_maker(
-    subject: Subject, tag: str, collected: Collected, aliases: dict[str, str]
+    subject: Subject, options: SaveOptions, listed: Roster
 ) -> Callable[[tuple[SavedFile, ...]], Manifest]:
     optimizer = subject.torch_optimizer
     facts = {
-        "tag": tag,
+        "tag": options.tag,
         "written_by": subject.version,
         "torch": torch.__version__,
         "saved_at": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "world_size": subject.dp_world_size,
+        "mesh": subject.mesh,
         "zero_stage": subject.stage,
         "precision": subject.precision,
         "optimizer": type(optimizer).__name__ if optimizer is not None else None,
         **subject.counters,
     }
-    buckets = subject.runtime.layout.buckets
+    left_out = frozenset(listed.idle() if options.exclude_frozen else ())
 
     def make(files: tuple[SavedFile, ...]) -> Manifest:
         return Manifest(
-            buckets=buckets,
+            buckets=listed.buckets,
             files=files,
             facts=facts,
-            aliases=aliases,
-            left_out=frozenset(collected.left_out),
-            frozen=frozenset(collected.frozen),
+            aliases=listed.aliases,
+            left_out=left_out,
+            frozen=frozenset(listed.frozen()),
         )
 
     return make
@@ -272,10 +277,9 @@ def _write_files(job: _Job, folder: Path) -> list[SavedFile]:
             name = names.data_file(job.rank, kind, number)
             written.append(writer.write_stretches(name, kind, stretches))
         written.append(writer.write_bytes(names.rank_state_file(job.rank), TORCH, job.rank_state))
-        if job.writes_shared:
-            if job.buffers:
-                written.append(writer.write_tensors(names.buffers_file(), BUFFERS, job.buffers))
-            written += [writer.write_bytes(name, TORCH, data) for name, data in job.shared.items()]
+        if job.buffers:
+            written.append(writer.write_tensors(job.buffers_file, BUFFERS, job.buffers))
+        written += [writer.write_bytes(name, TORCH, data) for name, data in job.shared.items()]
     return written
 
 

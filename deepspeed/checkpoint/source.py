@@ -76,6 +76,7 @@ class TrainingState:
     Attributes:
         counters: ``global_steps``, ``global_samples``, ``skipped_steps``, ``micro_steps``.
         world_size: Data-parallel ranks that saved.
+        mesh: How all ranks that saved stood; empty where nothing belongs to a rank.
         optimizer: Name of the torch optimizer's class, or None.
         param_groups: Hyperparameters of each group; ``params`` lists parameter names.
         scalars: Per parameter name the optimizer states that are no per-element tensors, such as ``step``.
@@ -84,12 +85,13 @@ class TrainingState:
         lr_scheduler: State of the schedule, or None.
         extra_state: Extra state of modules, by state-dict key.
         model_states: Top level of the model-states file: the caller's keys and the engine's.
-        rank_state: RNG and data position of this rank, or None if the number of ranks differs.
+        rank_state: RNG and data position of this rank, or None where there is none.
         withheld: Paths of objects that only an unrestricted loader would restore.
     """
 
     counters: dict[str, int]
     world_size: int
+    mesh: dict[str, int] = field(default_factory=dict)
     optimizer: str | None = None
     param_groups: list[dict[str, Any]] = field(default_factory=list)
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)

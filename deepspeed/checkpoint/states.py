@@ -10,6 +10,7 @@ import torch
 
 from deepspeed.checkpoint import names, restricted
 from deepspeed.checkpoint.random_state import random_state
+from deepspeed.checkpoint.roster import Roster
 from deepspeed.checkpoint.subject import Subject
 from deepspeed.errors import CheckpointError
 from deepspeed.logging import logger
@@ -34,21 +35,21 @@ _CLIENT, _TRAINING = "client_state", "training"
 
 def shared_files(
     subject: Subject,
+    listed: Roster,
     client_state: dict[str, Any],
     scalars: Iterable[tuple[tuple[str, ...], dict[str, Any]]],
-    aliases: dict[str, str],
 ) -> dict[str, bytes]:
     """Content by file name of everything small that rank 0 writes for all.
 
     Args:
         subject: The training run.
+        listed: The model of all ranks.
         client_state: The caller's state.
         scalars: Optimizer states that are no per-element tensors, of all ranks.
-        aliases: Further names of tied tensors.
     """
-    top = {**_model_states(subject, aliases), **client_state}
+    top = {**_model_states(subject, listed), **client_state}
     kept, refused = restricted.split(top)
-    training, odd = restricted.split(_training(subject, scalars))
+    training, odd = restricted.split(_training(subject, listed, scalars))
     files = {
         names.model_states_file(subject.stage): restricted.dumps(kept),
         names.TRAINING_STATE: restricted.dumps(training),
@@ -123,17 +124,13 @@ def merge_objects(data: bytes, what: str, training: dict[str, Any], top: dict[st
     return withheld
 
 
-def _model_states(subject: Subject, aliases: dict[str, str]) -> dict[str, Any]:
+def _model_states(subject: Subject, listed: Roster) -> dict[str, Any]:
     """What the ecosystem expects at the top level of the model-states file."""
-    groups: list[OrderedDict[str, torch.Size]] = [OrderedDict() for _ in subject.group_names()]
-    frozen: OrderedDict[str, torch.Size] = OrderedDict()
-    shapes = subject.shapes()
-    for group, members in zip(groups, subject.group_names(), strict=True):
-        group.update((name, torch.Size(shapes[name])) for name in members)
-    for bucket in subject.runtime.buckets:
-        for tile, parameter in zip(bucket.layout.tiles, bucket.params, strict=True):
-            if not parameter.requires_grad:
-                frozen[tile.logical] = torch.Size(tile.global_shape)
+    shapes = {name: torch.Size(shape) for name, shape in listed.shapes().items()}
+    groups = [
+        OrderedDict((name, shapes[name]) for name in members) for members in listed.group_names(subject.num_groups)
+    ]
+    frozen = OrderedDict((name, shapes[name]) for name in listed.frozen())
     buffers = subject.buffers()
     return {
         "module": None,
@@ -142,7 +139,7 @@ def _model_states(subject: Subject, aliases: dict[str, str]) -> dict[str, Any]:
         "param_shapes": groups,
         "frozen_param_shapes": frozen or None,
         "frozen_param_fragments": None,
-        "shared_params": {alias: name for alias, name in aliases.items() if name not in buffers},
+        "shared_params": {alias: name for alias, name in listed.aliases.items() if name not in buffers},
         "lr_scheduler": _scheduler_state(subject),
         "data_sampler": None,
         "random_ltd": None,
@@ -150,7 +147,7 @@ def _model_states(subject: Subject, aliases: dict[str, str]) -> dict[str, Any]:
         "global_steps": subject.counters["global_steps"],
         "global_samples": subject.counters["global_samples"],
         "dp_world_size": subject.dp_world_size,
-        "mp_world_size": 1,
+        "mp_world_size": subject.model_size,
         "ds_config": subject.config,
         "ds_version": subject.version,
     }
@@ -161,21 +158,24 @@ def _scheduler_state(subject: Subject) -> dict[str, Any] | None:
     return state_dict() if callable(state_dict) else None
 
 
-def _training(subject: Subject, scalars: Iterable[tuple[tuple[str, ...], dict[str, Any]]]) -> dict[str, Any]:
+def _training(
+    subject: Subject, listed: Roster, scalars: Iterable[tuple[tuple[str, ...], dict[str, Any]]]
+) -> dict[str, Any]:
     optimizer = subject.torch_optimizer
     zero = subject.optimizer
     groups = []
-    for members, group in zip(subject.group_names(), optimizer.param_groups if optimizer else [], strict=True):
+    member_names = listed.group_names(subject.num_groups)
+    for members, group in zip(member_names, optimizer.param_groups if optimizer else [], strict=True):
         groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": members})
-    extra = {key: module.get_extra_state() for key, module in subject.extra_state_owners().items()}
     return {
         "counters": dict(subject.counters),
         "world_size": subject.dp_world_size,
+        "mesh": subject.mesh,
         "optimizer": type(optimizer).__name__ if optimizer is not None else None,
         "param_groups": groups,
         "scalars": [[list(members), values] for members, values in scalars],
         "loss_scaler": zero.loss_scaler.state_dict() if zero is not None and zero.loss_scaler is not None else None,
         "skipped_in_a_row": zero.skipped_in_a_row if zero is not None else 0,
         "lr_scheduler": _scheduler_state(subject),
-        "extra_state": extra,
+        "extra_state": {**listed.extra_state, **subject.extra_state()},
     }

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from deepspeed.config.sections.checkpoint import Checkpoint
+from deepspeed.zero.layout import DATA
 from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer
 from deepspeed.zero.runtime import ZeroRuntime
 from deepspeed.zero.tiles import Tile
@@ -32,7 +33,8 @@ class Subject:
         settings: The ``checkpoint`` section.
         precision: ``fp32``, ``fp16`` or ``bf16``.
         stage: ZeRO stage.
-        dp_world_size: Data-parallel ranks.
+        dp_world_size: Ranks with the same part of the model, among which ZeRO shards.
+        model_size: Ranks with other parts of one copy of the model.
         local_rank: Rank on this machine.
         version: Of this package.
         use_fp32_weights: Fill masters from saved masters, not from 16-bit values.
@@ -49,6 +51,7 @@ class Subject:
     precision: str
     stage: int
     dp_world_size: int
+    model_size: int
     local_rank: int
     version: str
     use_fp32_weights: bool = True
@@ -113,9 +116,28 @@ class Subject:
             if type(module).get_extra_state is not default
         }
 
+    @property
+    def num_groups(self) -> int:
+        """Param groups of the optimizer."""
+        return len(self.torch_optimizer.param_groups) if self.torch_optimizer is not None else 0
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every logical parameter that this rank has something of."""
         return {tile.logical: tile.global_shape for bucket in self.runtime.layout.buckets for tile in bucket.tiles}
+
+    @property
+    def is_one_part(self) -> bool:
+        """Whether the same ranks share every parameter, and there are no others."""
+        return self.model_size == 1 and all(bucket.layout.group == DATA for bucket in self.runtime.buckets)
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """How the ranks stand: what belongs to one of them fits where they stand alike."""
+        return {"data": self.dp_world_size, "model": self.model_size}
+
+    def extra_state(self) -> dict[str, Any]:
+        """Extra state of modules, by state-dict key."""
+        return {key: module.get_extra_state() for key, module in self.extra_state_owners().items()}
 
     def trained_names(self) -> list[list[str]]:
         """Names of the logical parameters of each param group, in the order of the model."""
@@ -127,7 +149,7 @@ class Subject:
         return [_names(tiles) for tiles in self._trained_tiles()]
 
     def _trained_tiles(self) -> list[list[Tile]]:
-        groups: list[list[Tile]] = [[] for _ in (self.torch_optimizer.param_groups if self.torch_optimizer else [])]
+        groups: list[list[Tile]] = [[] for _ in range(self.num_groups)]
         for master in self.runtime.masters:
             for tile in master.layout.tiles:
                 if 0 <= tile.param_group < len(groups):

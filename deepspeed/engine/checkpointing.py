@@ -15,7 +15,6 @@ from deepspeed.checkpoint.subject import Subject
 from deepspeed.checkpoint.weights_file import parse_size
 from deepspeed.errors import NotYetSupportedError
 from deepspeed.logging import log_dist, log_dist_once
-from deepspeed.zero.layout import DATA
 
 if TYPE_CHECKING:
     from deepspeed.config.sections.root import Root
@@ -79,7 +78,7 @@ class EngineCheckpoints:
         Raises:
             CheckpointError: Some rank could not write; the same on all ranks.
         """
-        self._check_plain("save_checkpoint")
+        self._runtime.leave_backward("save_checkpoint")
         if self._sums_are_open():
             log_dist_once(
                 "save_checkpoint in the middle of gradient accumulation: gradients are not saved, so a resumed run "
@@ -138,7 +137,7 @@ class EngineCheckpoints:
             CheckpointError: The checkpoint is missing, damaged or does not fit; the same on all ranks, and nothing
                 was changed.
         """
-        self._check_plain("load_checkpoint")
+        self._runtime.leave_backward("load_checkpoint")
         self._saver.wait()
         self._runtime.refuse_away("load_checkpoint")
         self._runtime.refuse_open_blocks("load_checkpoint")
@@ -209,7 +208,8 @@ class EngineCheckpoints:
                 level=WARNING,
             )
             return False
-        self._check_plain("save_16bit_model")
+        self._check_one_part("save_16bit_model")
+        self._runtime.leave_backward("save_16bit_model")
         self._runtime.refuse_away("save_16bit_model", "lp_params")
         subject = self._settled_subject()
         limit = None if max_shard_size is None else parse_size(max_shard_size)
@@ -242,7 +242,8 @@ class EngineCheckpoints:
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """The full state dict in the compute dtype on rank 0, None elsewhere, at any stage. Every rank must call it."""
-        self._check_plain("_consolidated_16bit_state_dict")
+        self._check_one_part("_consolidated_16bit_state_dict")
+        self._runtime.leave_backward("_consolidated_16bit_state_dict")
         self._runtime.refuse_away("_consolidated_16bit_state_dict", "lp_params")
         rank = self._parts.standing.zero_rank
         return full_state_dict(self._settled_subject(), rank, exclude_frozen=exclude_frozen_parameters)
@@ -270,7 +271,7 @@ class EngineCheckpoints:
         Raises:
             CheckpointError: The state dict does not fit; nothing was changed.
         """
-        self._check_plain("load_module_state_dict")
+        self._runtime.leave_backward("load_module_state_dict")
         self._runtime.refuse_away("load_module_state_dict")
         self._runtime.refuse_open_blocks("load_module_state_dict")
         subject = self._settled_subject()
@@ -287,19 +288,16 @@ class EngineCheckpoints:
     @property
     def _saver(self) -> Saver:
         if self._made_saver is None:
-            self._made_saver = Saver(self._parts.standing.zero_group)
+            standing = self._parts.standing
+            self._made_saver = Saver(standing.zero_group if standing.model_size == 1 else None)
         return self._made_saver
 
-    def _check_plain(self, call: str) -> None:
-        if self._parts.standing.model_size > 1:
-            raise NotYetSupportedError(f"{call}: model-parallel ranks cannot be saved and loaded in this release")
-        own = sorted({bucket.group for bucket in self._runtime.layout.buckets} - {DATA})
-        if own:
+    def _check_one_part(self, call: str) -> None:
+        if not self._subject().is_one_part:
             raise NotYetSupportedError(
-                f"{call}: parameters that groups of their own share ({', '.join(map(repr, own))}) cannot be saved and "
-                "loaded in this release; read them with engine.iter_full on a rank of each group"
+                f"{call}: not all ranks have the whole model, and their parts are not brought together here; use "
+                "engine.save_checkpoint and the zero_to_fp32.py that it puts beside the checkpoint"
             )
-        self._runtime.leave_backward(call)
 
     def _settled_subject(self) -> Subject:
         """The present state with nothing half done and nothing gathered."""

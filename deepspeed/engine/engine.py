@@ -557,6 +557,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, nn.Module):
             precision=self._precision.name,
             stage=self._root.zero_optimization.stage,
             dp_world_size=self._parts.standing.zero_size,
+            model_size=self._parts.standing.model_size,
             local_rank=self.local_rank,
             version=VERSION,
             use_fp32_weights=self._root.zero_optimization.load_from_fp32_weights,
@@ -570,7 +571,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, nn.Module):
         if self._updater is not None:
             self._updater.steps = self.global_steps
         self.loaded_checkpoint_dp_world_size = loaded.world_size
-        self.loaded_checkpoint_mp_world_size = 1
+        self.loaded_checkpoint_mp_world_size = loaded.model_size
 
     def module_state_dict(
         self,

@@ -8,6 +8,7 @@ says it by a mark:
 - ``allreduce = False`` and ``group_name``, as mixture-of-experts programs set them, names a group in the same way;
 - ``tensor_model_parallel`` or ``model_parallel``, as programs with tensor parallelism of their own set them, says that
   other ranks have other parts of the same parameter;
+- ``parts.say_part`` says the same, and which part it is;
 - a parameter without any of them is the same on all ranks that hold this part of the model.
 """
 
@@ -22,6 +23,7 @@ import torch
 
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.zero.layout import DATA
+from deepspeed.zero.parts import says_part
 
 CUT = "cut"
 """Name of the group of parameters of which model-parallel ranks have different parts."""
@@ -64,7 +66,8 @@ def describe(name: str, parameter: torch.Tensor) -> Description:
                 f"the parameter {name!r} has allreduce = False and no group_name; expected both, as the ranks that "
                 "share it are not all data-parallel ones"
             )
-    is_cut = getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "model_parallel", False)
+    marks = (getattr(parameter, "tensor_model_parallel", False), getattr(parameter, "model_parallel", False))
+    is_cut = any(marks) or says_part(parameter)
     if group is None:
         group = CUT if is_cut else DATA
     return Description(DATA if group == _ALONE else str(group))

@@ -34,13 +34,13 @@ from deepspeed.zero.leaf import get_z3_leaf_modules
 from deepspeed.zero.masters import MasterBucket
 from deepspeed.zero.micro_batch import MicroBatch
 from deepspeed.zero.outputs import tensors_in
+from deepspeed.zero.parts import tile_of
 from deepspeed.zero.placement import Home, Placement
 from deepspeed.zero.places import Places
 from deepspeed.zero.reduction_policy import ReductionPolicy
 from deepspeed.zero.schedule import GatherLimits, GatherSchedule
 from deepspeed.zero.sharded_parameter import ShardedParameter, note_placeholders
 from deepspeed.zero.storage import Ledger, Memory
-from deepspeed.zero.tiles import Tile
 from deepspeed.zero.units import Unit, find_units
 
 
@@ -189,7 +189,7 @@ class ZeroRuntime:
         def entry(name: str, parameter: nn.Parameter) -> UnitTile:
             group = param_groups.get(id(parameter), -1)
             dtype = str(dtype_of(name, parameter)).removeprefix("torch.")
-            tile = Tile(name, full_shape(parameter), group)
+            tile = tile_of(name, full_shape(parameter), group, parameter)
             return UnitTile(tile, dtype, parameter.requires_grad and group >= 0, self._group_names[parameter])
 
         return model_layout(

@@ -9,7 +9,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
+from deepspeed.errors import NotYetSupportedError
+from deepspeed.zero.parts import part_of_placements
 from deepspeed.zero.tiles import Box, Span, Tile, TilePart, first_overlap, spans
 
 SHAPES = st.one_of(
@@ -170,3 +174,26 @@ def test_packed_uneven_and_padded():
 def test_impossible_parts_are_refused(shape, boxes, words):
     with pytest.raises(ValueError, match=words):
         Tile("w", shape, part=TilePart("w", (4, 2), tuple(boxes)))
+
+
+@given(st.tuples(st.integers(0, 9), st.integers(1, 5)), st.data())
+def test_placements_of_a_mesh(shape, data):
+    """Against ``torch.chunk``, axis by axis."""
+    mesh = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+    placements = [Shard(data.draw(st.integers(-1, 1))) if data.draw(st.booleans()) else Replicate() for _ in mesh]
+    whole = torch.arange(prod(shape)).view(shape)
+    for coordinate in itertools.product(*map(range, mesh)):
+        mine = whole
+        for size, place, placement in zip(mesh, coordinate, placements, strict=True):
+            if isinstance(placement, Shard):
+                chunks = mine.chunk(size, placement.dim)
+                mine = chunks[place] if place < len(chunks) else mine.narrow(placement.dim, 0, 0)
+        part = part_of_placements("p", shape, mesh, coordinate, placements)
+        tile = Tile("p", tuple(mine.shape), part=part)
+        assert torch.equal(numbers(tile), mine.reshape(-1)) and not tile.is_padded
+
+
+def test_placements_that_say_no_part():
+    for placement in (Partial(), _StridedShard(0, split_factor=2)):
+        with pytest.raises(NotYetSupportedError, match="expected Shard or Replicate"):
+            part_of_placements("p", (4,), [2], [0], [placement])

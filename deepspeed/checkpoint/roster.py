@@ -1,0 +1,165 @@
+"""What the ranks that save together have of the model: every bucket once, with its number in the checkpoint.
+
+Where one group of ranks shares everything, that is what any of them has. Otherwise (model-parallel ranks, groups of
+their own for some parameters) the first rank of each group tells the others of the buckets for which it stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from deepspeed.checkpoint.exchange import Exchange
+from deepspeed.checkpoint.subject import Subject
+from deepspeed.errors import CheckpointError
+from deepspeed.zero.bucket import Bucket
+from deepspeed.zero.layout import BucketLayout
+from deepspeed.zero.tiles import Box, Tile
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A bucket of the model.
+
+    Attributes:
+        rank: The rank that stands for it, among those that save together.
+        layout: Its tiles; the index is that on its own ranks.
+        frozen: Whether each tile's parameter has no gradient.
+        is_trained: Whether there is a master.
+    """
+
+    rank: int
+    layout: BucketLayout
+    frozen: tuple[bool, ...]
+    is_trained: bool
+
+
+@dataclass
+class Roster:
+    """All buckets of the model.
+
+    Attributes:
+        listed: In the order of the checkpoint.
+        numbers: Index of each of this rank's buckets to its number there; those that other ranks stand for, along the
+            axes on which their tiles are whole, are left out.
+        aliases: Further names of tied parameters and buffers.
+        buffers: Names of persistent buffers that this rank writes.
+        extra_state: Of modules that other ranks have, by state-dict key.
+    """
+
+    listed: tuple[Listed, ...]
+    numbers: Mapping[int, int]
+    aliases: dict[str, str]
+    buffers: frozenset[str]
+    extra_state: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def buckets(self) -> tuple[BucketLayout, ...]:
+        """As the manifest lists them."""
+        return tuple(replace(entry.layout, index=number) for number, entry in enumerate(self.listed))
+
+    def _tiles(self) -> Iterator[tuple[Tile, bool, Listed]]:
+        """``(tile, whether it is frozen, its bucket)``."""
+        for entry in self.listed:
+            for tile, is_frozen in zip(entry.layout.tiles, entry.frozen, strict=True):
+                yield tile, is_frozen, entry
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every logical parameter."""
+        return {tile.logical: tile.global_shape for tile, _, _ in self._tiles()}
+
+    def frozen(self) -> list[str]:
+        """Logical parameters without gradient."""
+        return list(dict.fromkeys(tile.logical for tile, is_frozen, _ in self._tiles() if is_frozen))
+
+    def idle(self) -> list[str]:
+        """Those of them that have no master."""
+        left = (tile.logical for tile, is_frozen, entry in self._tiles() if is_frozen and not entry.is_trained)
+        return list(dict.fromkeys(left))
+
+    def group_names(self, count: int) -> list[list[str]]:
+        """Names of the logical parameters of each of ``count`` param groups."""
+        groups: list[dict[str, None]] = [{} for _ in range(count)]
+        for tile, _, entry in self._tiles():
+            if entry.is_trained and 0 <= tile.param_group < count:
+                groups[tile.param_group][tile.logical] = None
+        return [list(names) for names in groups]
+
+
+def roster(subject: Subject, exchange: Exchange) -> Roster:
+    """Lists the model. Every rank that saves must call it; communicates only where the ranks have different buckets.
+
+    Args:
+        subject: The training run.
+        exchange: The ranks that save together.
+    """
+    runtime = subject.runtime
+    counted = [bucket for bucket in runtime.buckets if bucket.group.counts]
+    aliases, buffers = subject.aliases(), list(subject.buffers())
+    if subject.is_one_part:
+        listed = tuple(_listed(subject, bucket, 0) for bucket in counted)
+        numbers = {bucket.index: number for number, bucket in enumerate(counted)}
+        return Roster(listed, numbers, aliases, frozenset(buffers if exchange.rank == 0 else ()))
+
+    def mine() -> _Told:
+        listed = [_listed(subject, bucket, exchange.rank) for bucket in counted if bucket.group.place == 0]
+        is_first = runtime.groups.peers.rank == 0
+        return (listed, aliases, buffers, subject.extra_state()) if is_first else (listed, {}, [], {})
+
+    told = exchange.together("listing the model", mine)
+    everything = tuple(entry for listed, *_ in told for entry in listed)
+    _refuse_copies(everything)
+    places = {(entry.rank, entry.layout.index): number for number, entry in enumerate(everything)}
+    numbers = {bucket.index: places[_leader(bucket), bucket.index] for bucket in counted}
+    merged = Roster(everything, numbers, {}, frozenset())
+    taken: set[str] = set()
+    for rank, (_, their_aliases, their_buffers, their_extra) in enumerate(told):
+        merged.aliases = {**their_aliases, **merged.aliases}
+        merged.extra_state = {**their_extra, **merged.extra_state}
+        if rank == exchange.rank:
+            merged.buffers = frozenset(their_buffers) - taken
+        taken.update(their_buffers)
+    return merged
+
+
+def names_elsewhere(subject: Subject, exchange: Exchange) -> set[str]:
+    """Parameters and buffers that other ranks have, by all of their names; empty where all ranks have the same.
+
+    Every rank that loads must call it.
+    """
+    if subject.is_one_part:
+        return set()
+    mine = [*subject.shapes(), *subject.aliases(), *subject.buffers()]
+    told = exchange.gather(mine if subject.runtime.groups.peers.rank == 0 else [], "comparing the names of the model")
+    return {name for names in told for name in names}
+
+
+_Told = tuple[list[Listed], dict[str, str], list[str], dict[str, Any]]
+
+
+def _refuse_copies(listed: tuple[Listed, ...]) -> None:
+    """A tile that two ranks would write is a copy that is not known as one, or a part that is not known as one."""
+    found: dict[tuple[str, tuple[Box, ...]], int] = {}
+    for entry in listed:
+        for tile in entry.layout.tiles:
+            if tile.boxes and found.setdefault((tile.logical, tile.boxes), entry.rank) != entry.rank:
+                what = "whole" if tile.part is None else "the same part"
+                raise CheckpointError(
+                    f"save_checkpoint: parameter {tile.logical!r} is {what} on rank "
+                    f"{found[tile.logical, tile.boxes]} and again on rank {entry.rank}, and both count. If "
+                    "the ranks hold different parts of it, say which: "
+                    "deepspeed.zero.parts.say_part(parameter, TilePart.cut(...)) before initialize"
+                )
+
+
+def _listed(subject: Subject, bucket: Bucket, rank: int) -> Listed:
+    frozen = tuple(not parameter.requires_grad for parameter in bucket.params)
+    return Listed(rank, bucket.layout, frozen, subject.runtime.master_of(bucket) is not None)
+
+
+def _leader(bucket: Bucket) -> int:
+    """The first of the ranks that share a bucket, in the job."""
+    group, peers = bucket.group, bucket.group.gather.everyone
+    members = next((ranks for ranks in group.ranks if peers.ranks[peers.rank] in ranks), peers.ranks or (0,))
+    return members[0]

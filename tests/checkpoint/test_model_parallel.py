@@ -1,0 +1,204 @@
+"""Runs whose parameters are cut over ranks save one checkpoint; it is read by runs that are cut otherwise, or not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import deepspeed
+from deepspeed.checkpoint import inspect
+from deepspeed.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
+from deepspeed.errors import CheckpointError, DeepSpeedConfigError
+from deepspeed.zero.parts import say_part
+from deepspeed.zero.tiles import TilePart
+from tests.harness import assert_states_equal, run_ranks
+
+SHAPES = {"packed": (12, 5), "wide": (4, 9), "late": (7,), "norm": (6,)}
+KINDS = ("fp32", "exp_avg", "exp_avg_sq")
+
+
+class Unit:
+    """Two tensor-parallel ranks side by side, the others data-parallel."""
+
+    def __init__(self) -> None:
+        ranks = range(dist.get_world_size())
+        apart = [dist.new_group(list(ranks[first::2])) for first in range(2)]
+        self.data, self.place = apart[dist.get_rank() % 2], dist.get_rank() % 2
+
+    def get_data_parallel_group(self):
+        return self.data
+
+    def get_data_parallel_world_size(self):
+        return dist.get_world_size() // 2
+
+    def get_data_parallel_rank(self):
+        return dist.get_rank() // 2
+
+    def get_model_parallel_world_size(self):
+        return 2
+
+    def get_model_parallel_rank(self):
+        return self.place
+
+    def get_tensor_model_parallel_world_size(self):
+        return 2
+
+    def get_tensor_model_parallel_rank(self):
+        return self.place
+
+
+def cuts(how: str, place: int) -> dict[str, tuple[int, list[tuple[int, int]]]]:
+    """Dimension and intervals that a tensor-parallel rank holds."""
+    if how == "rows":  # packed heads, uneven rows, a padded end
+        packed = [(low + 2 * place, low + 2 * place + 2) for low in (0, 4, 8)]
+        return {"packed": (0, packed), "wide": (0, [(3 * place, 3 + place)]), "late": (0, [(4 * place, 4 + 3 * place)])}
+    bounds = {"packed": (1, 2, 5), "wide": (1, 5, 9), "late": (0, 1, 7)}
+    return {name: (dim, [[(0, middle)], [(middle, end)]][place]) for name, (dim, middle, end) in bounds.items()}
+
+
+class Cut(nn.Module):
+    """Parameters in the parts of one rank, with the first values of the whole."""
+
+    def __init__(self, how: str, place: int, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        for name, shape in SHAPES.items():
+            whole = torch.randn(shape)
+            if how == "whole" or name == "norm":
+                self.register_parameter(name, nn.Parameter(whole))
+                continue
+            dim, intervals = cuts(how, place)[name]
+            mine = torch.cat([whole.narrow(dim, low, high - low) for low, high in intervals], dim)
+            if (how, name, place) == ("rows", "late", 1):
+                mine = torch.cat([mine, torch.full((1,), 0.5)])  # rounded up to the length of the other rank's
+            parameter = nn.Parameter(mine.contiguous())
+            say_part(parameter, TilePart.cut(name, shape, dim, intervals))
+            setattr(self, name, parameter)
+        self.register_buffer("seen", torch.tensor(3.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum((x * parameter.float() ** 2).sum() for parameter in self.parameters())
+
+
+def start(how: str, stage: int, seed: int = 1):
+    unit = None if how == "whole" else Unit()
+    model = Cut(how, 0 if unit is None else unit.place, seed)
+    data = dist.get_world_size() // (1 if unit is None else 2)
+    config = {
+        "train_batch_size": data,
+        "bf16": {"enabled": True},
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+    return deepspeed.initialize(model=model, config=config, mpu=unit)[0]
+
+
+def train(engine, steps: int) -> None:
+    for step in range(steps):
+        engine.backward(engine(torch.tensor(1.0 + step)))
+        engine.step()
+
+
+def held(engine) -> dict[str, tuple[TilePart | None, torch.Tensor]]:
+    """What this rank's group has, as tiles."""
+    tiles = {tile.name: tile for bucket in engine._runtime.layout.buckets for tile in bucket.tiles}
+    return {f"{kind}/{name}": (tiles[name].part, value) for kind in KINDS for name, value in engine.iter_full(kind)}
+
+
+def wholes(told: list[dict]) -> dict[str, torch.Tensor]:
+    """Logical parameters and states from the tiles of all ranks."""
+    made: dict[str, torch.Tensor] = {}
+    for rank in told:
+        for key, (part, value) in rank.items():
+            if part is None:
+                assert_states_equal(made.setdefault(key, value), value)
+                continue
+            whole = made.setdefault(key, torch.full(part.global_shape, float("nan")))
+            for box in part.boxes:
+                whole[box.in_whole] = value[box.in_tile]
+    assert not any(bool(value.isnan().any()) for value in made.values())
+    return made
+
+
+def write(folder: str, how: str, stage: int, tag: str):
+    engine = start(how, stage)
+    train(engine, 2)
+    engine.save_checkpoint(folder, tag=tag, client_state={"note": tag})
+    return held(engine)
+
+
+def read(folder: str, how: str, stage: int, tags: list[str]):
+    engine = start(how, stage, seed=9)
+    train(engine, 1)
+    found = {}
+    for tag in tags:
+        _, client = engine.load_checkpoint(folder, tag=tag)
+        assert client["note"] == tag and engine.global_steps == 2
+        found[tag] = held(engine)
+    train(engine, 1)
+    return found
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("cut"))
+    told = run_ranks(write, 4, folder, "rows", 2, "rows", timeout=120)
+    run_ranks(write, 2, folder, "whole", 1, "whole", timeout=120)
+    return folder, wholes(told), told
+
+
+def test_what_is_cut_is_saved_as_one_model(written, capsys):
+    folder, expected, told = written
+    state = get_fp32_state_dict_from_zero_checkpoint(folder, "rows")
+    for name in SHAPES:
+        assert_states_equal(state[name], expected[f"fp32/{name}"])
+    manifest = json.loads((Path(folder) / "rows" / "manifest.json").read_text())["manifest"]
+    rows = [row[0] for bucket in manifest["buckets"] for row in bucket["tiles"]]
+    assert sorted(rows) == ["late", "late", "norm", "packed", "packed", "wide", "wide"]
+    masters = sum(p[2] - p[1] for file in manifest["files"] if file["kind"] == "master" for p in file["pieces"])
+    assert masters == sum(bucket["numel"] for bucket in manifest["buckets"])  # every element once
+    assert inspect.main([folder, "-t", "rows", "--verify", "-p"]) == 0
+    assert "3 parameters into up to 2 tiles each" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("ranks", "how", "stage"), [(4, "columns", 3), (2, "whole", 1), (4, "rows", 1)])
+def test_any_cut_reads_any_other(ranks, how, stage, written):
+    folder, expected, saved = written
+    told = run_ranks(read, ranks, folder, how, stage, ["rows", "whole"], timeout=120)
+    assert_states_equal(wholes([rank["rows"] for rank in told]), expected)
+    assert wholes([rank["whole"] for rank in told]).keys() == expected.keys()
+    if how == "rows":  # the same tiles: their padding is as it was, too
+        assert_states_equal(
+            {key: value for key, (_, value) in told[1]["rows"].items()}, {k: v for k, (_, v) in saved[1].items()}
+        )
+
+
+def _copies(folder: str):
+    model = nn.Linear(4, 4)
+    model.weight.tensor_model_parallel = True
+    config = {"train_batch_size": 1, "zero_optimization": {"stage": 1}, "optimizer": {"type": "Adam"}}
+    engine = deepspeed.initialize(model=model, config=config, mpu=Unit())[0]
+    with pytest.raises(CheckpointError, match="'weight' is whole on rank 0 and again on rank 1.*say_part"):
+        engine.save_checkpoint(folder)
+    assert not list(Path(folder).iterdir())
+
+
+def test_cut_parameters_that_do_not_say_their_part_are_not_saved_as_copies(tmp_path):
+    run_ranks(_copies, 2, str(tmp_path))
+
+
+def _misfit():
+    model = nn.Linear(4, 4)
+    say_part(model.weight, TilePart.cut("weight", (8, 4), 0, [(0, 5)]))
+    with pytest.raises(DeepSpeedConfigError, match="tile 'weight'.*does not lie inside the shape"):
+        deepspeed.initialize(model=model, config={"train_batch_size": 1})
+
+
+def test_a_part_that_does_not_fit_is_refused():
+    run_ranks(_misfit, 1)
