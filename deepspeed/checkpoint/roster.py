@@ -131,7 +131,8 @@ def names_elsewhere(subject: Subject, exchange: Exchange) -> set[str]:
     if subject.is_one_part:
         return set()
     mine = [*subject.shapes(), *subject.aliases(), *subject.buffers()]
-    told = exchange.gather(mine if subject.runtime.groups.peers.rank == 0 else [], "comparing the names of the model")
+    is_first = any(bucket.group.place == 0 for bucket in subject.runtime.buckets)
+    told = exchange.gather(mine if is_first else [], "comparing the names of the model")
     return {name for names in told for name in names}
 
 
@@ -160,6 +161,6 @@ def _listed(subject: Subject, bucket: Bucket, rank: int) -> Listed:
 
 def _leader(bucket: Bucket) -> int:
     """The first of the ranks that share a bucket, in the job."""
-    group, peers = bucket.group, bucket.group.gather.everyone
-    members = next((ranks for ranks in group.ranks if peers.ranks[peers.rank] in ranks), peers.ranks or (0,))
-    return members[0]
+    group, peers = bucket.group, bucket.group.gather.peers
+    everyone = peers.ranks or (0,)
+    return next((ranks for ranks in group.ranks if everyone[peers.rank] in ranks), everyone)[0]

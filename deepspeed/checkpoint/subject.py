@@ -95,9 +95,9 @@ class Subject:
     def aliases(self) -> dict[str, str]:
         """Further names of tied parameters and buffers, to the name they are stored under."""
         logical = {tile.name: tile.logical for bucket in self.runtime.layout.buckets for tile in bucket.tiles}
-        canonical = {id(parameter): logical[name] for parameter, name in self.runtime.param_names.items()}
+        canonical = {id(parameter): name for parameter, name in self.runtime.param_names.items()}
         found = {
-            name: canonical[id(parameter)]
+            name: logical[canonical[id(parameter)]]
             for name, parameter in self.model.named_parameters(remove_duplicate=False)
             if canonical.get(id(parameter), name) != name
         }

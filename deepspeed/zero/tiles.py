@@ -66,6 +66,11 @@ class TilePart:
     boxes: tuple[Box, ...]
 
     @classmethod
+    def all_of(cls, name: str, shape: tuple[int, ...]) -> TilePart:
+        """A logical parameter as a whole, which has another name on its rank: one of several experts, say."""
+        return cls(name, shape, Tile(name, shape).boxes)
+
+    @classmethod
     def cut(cls, name: str, global_shape: tuple[int, ...], dim: int, intervals: Sequence[tuple[int, int]]) -> TilePart:
         """The part of a tile that holds, one after the other along ``dim``, some intervals of it.
 

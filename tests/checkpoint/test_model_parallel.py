@@ -13,7 +13,9 @@ from torch import nn
 import deepspeed
 from deepspeed.checkpoint import inspect
 from deepspeed.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
+from deepspeed.comm.defined import define_group
 from deepspeed.errors import CheckpointError, DeepSpeedConfigError
+from deepspeed.zero.describe import put_in_group
 from deepspeed.zero.parts import say_part
 from deepspeed.zero.tiles import TilePart
 from tests.harness import assert_states_equal, run_ranks
@@ -191,6 +193,55 @@ def _copies(folder: str):
 
 def test_cut_parameters_that_do_not_say_their_part_are_not_saved_as_copies(tmp_path):
     run_ranks(_copies, 2, str(tmp_path))
+
+
+class Expert(nn.Module):
+    """What all ranks share, and one of two experts, which has the same name on every rank."""
+
+    def __init__(self, number: int, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(3, 3)
+        experts = [nn.Linear(3, 2, bias=False) for _ in range(2)]
+        self.expert = experts[number]
+        say_part(self.expert.weight, TilePart.all_of(f"experts.{number}.weight", (2, 3)))
+        put_in_group(self.expert.parameters(), "experts")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.expert(self.first(x)).square().sum()
+
+
+def _experts(folder: str, numbers: list[int], stage: int, seed: int, steps: int):
+    """An engine whose rank holds one of ``numbers``, trained or loaded; what it has then."""
+    ranks = range(len(numbers))
+    define_group("experts", [[rank for rank in ranks if numbers[rank] == expert] for expert in range(2)])
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+    engine = deepspeed.initialize(model=Expert(numbers[dist.get_rank()], seed), config=config)[0]
+    for step in range(steps):
+        engine.backward(engine(torch.full((1, 3), 1.0 + step + dist.get_rank())))
+        engine.step()
+    if steps == 3:
+        engine.save_checkpoint(folder, tag="experts")
+    else:
+        engine.load_checkpoint(folder, tag="experts")
+    tiles = {tile.name: tile.logical for bucket in engine._runtime.layout.buckets for tile in bucket.tiles}
+    return {f"{kind}/{tiles[name]}": value for kind in KINDS for name, value in engine.iter_full(kind)}
+
+
+def test_experts_are_found_by_their_logical_names(tmp_path):
+    saved = run_ranks(_experts, 4, str(tmp_path), [0, 1, 0, 1], 2, 1, 3)
+    expected = {key: value for rank in saved for key, value in rank.items()}
+    assert {"fp32/experts.0.weight", "fp32/experts.1.weight", "exp_avg/first.bias"} <= set(expected)
+    state = get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    assert set(state) == {"first.weight", "first.bias", "experts.0.weight", "experts.1.weight"}
+    for stage, numbers in ((3, [1, 0]), (1, [0, 0, 1, 1])):
+        for rank in run_ranks(_experts, len(numbers), str(tmp_path), numbers, stage, 7, 1):
+            assert len(rank) == 9
+            assert_states_equal(rank, {key: expected[key] for key in rank})
 
 
 def _misfit():
