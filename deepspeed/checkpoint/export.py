@@ -9,33 +9,34 @@ from typing import Any
 import torch
 
 from deepspeed.checkpoint.exchange import Exchange
+from deepspeed.checkpoint.roster import Roster, roster
 from deepspeed.checkpoint.subject import Subject
+from deepspeed.checkpoint.walk import rounds, walk_job
 from deepspeed.checkpoint.weights_file import Entry, WeightsWriter
 from deepspeed.zero.access.whole_buckets import walk_full
 
 
-def full_state_dict(subject: Subject, rank: int, *, exclude_frozen: bool) -> dict[str, Any] | None:
+def full_state_dict(subject: Subject, exchange: Exchange, *, exclude_frozen: bool) -> dict[str, Any] | None:
     """The model's state dict with full parameters in their compute dtype, in host memory. Every rank must call it.
 
     Args:
         subject: The training run.
-        rank: This rank; only rank 0 keeps the values.
+        exchange: The ranks; only rank 0 keeps the values.
         exclude_frozen: Leave frozen parameters out.
 
     Returns:
         On rank 0 copies of which each owns its storage, but for tied ones, which are one tensor; None elsewhere.
     """
+    listed = roster(subject, exchange)
     found: dict[str, torch.Tensor] = {}
-    for names, values in _walk(subject, exclude_frozen=exclude_frozen):
-        if rank == 0:
+    for names, values in _walk(subject, listed, exclude_frozen=exclude_frozen):
+        if exchange.rank == 0:
             copied = values.to("cpu", copy=True, memory_format=torch.contiguous_format)
             found.update(dict.fromkeys(names, copied))
-    if rank != 0:
+    if exchange.rank != 0:
         return None
-    state: dict[str, Any] = {key: found[key] for key in subject.state_dict_names() if key in found}
-    for key, module in subject.extra_state_owners().items():
-        state[key] = module.get_extra_state()
-    return state
+    state: dict[str, Any] = {key: found.pop(key) for key in subject.state_dict_names() if key in found}
+    return {**state, **found, **listed.extra_state, **subject.extra_state()}
 
 
 def write_weights(
@@ -54,7 +55,8 @@ def write_weights(
     Raises:
         CheckpointError: Rank 0 could not write; the same on all ranks.
     """
-    entries = _entries(subject, exclude_frozen)
+    listed = roster(subject, exchange)
+    entries = _entries(subject, listed, exclude_frozen)
     writer: WeightsWriter | None = None
     failure: BaseException | None = None
     if exchange.rank == 0:
@@ -63,7 +65,7 @@ def write_weights(
         except Exception as error:  # whatever it is, the other ranks must hear of it instead of waiting
             failure = error
     waiting = iter(entries)
-    for names, values in _walk(subject, exclude_frozen=exclude_frozen):
+    for names, values in _walk(subject, listed, exclude_frozen=exclude_frozen):
         # After a failure rank 0 goes on, because the others wait for it.
         for _ in names:
             entry = next(waiting)
@@ -84,37 +86,48 @@ def write_weights(
     exchange.together(f"writing {folder / filename}", finish)
 
 
-def _walk(subject: Subject, *, exclude_frozen: bool) -> Iterator[tuple[list[str], torch.Tensor]]:
-    """``(all names, values)`` of every parameter and buffer; valid until the next. Every rank must go through it."""
+def _walk(subject: Subject, listed: Roster, *, exclude_frozen: bool) -> Iterator[tuple[list[str], torch.Tensor]]:
+    """``(all names, values)`` of every parameter and buffer; valid until the next. Every rank must go through it.
+
+    Where not all ranks have the whole model, only the first one of the job gets to see anything.
+    """
+    tied = _tied(listed)
+    for name, values in _parameters(subject, listed, exclude_frozen):
+        yield [name, *tied.get(name, ())], values
+    if subject.is_one_part or subject.runtime.groups.job.rank == 0:
+        for name, buffer in subject.buffers().items():
+            yield [name, *tied.get(name, ())], buffer
+
+
+def _parameters(subject: Subject, listed: Roster, exclude_frozen: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    if not subject.is_one_part or any(entry.layout.has_parts for entry in listed.listed):
+        yield from walk_job(subject, listed, exclude_frozen=exclude_frozen)
+        return
+    frozen = {name for parameter, name in subject.runtime.param_names.items() if not parameter.requires_grad}
+    for tile, values in walk_full(subject.runtime, "param", left_out=frozen if exclude_frozen else (), borrow=True):
+        yield tile.logical, values
+
+
+def _tied(listed: Roster) -> dict[str, list[str]]:
     tied: dict[str, list[str]] = {}
-    for alias, name in subject.aliases().items():
+    for alias, name in listed.aliases.items():
         tied.setdefault(name, []).append(alias)
-    left_out = _frozen(subject) if exclude_frozen else ()
-    for tile, values in walk_full(subject.runtime, "param", left_out=left_out, borrow=True):
-        yield [tile.logical, *tied.get(tile.logical, ())], values
-    for name, buffer in subject.buffers().items():
-        yield [name, *tied.get(name, ())], buffer
+    return tied
 
 
-def _frozen(subject: Subject) -> set[str]:
-    return {name for parameter, name in subject.runtime.param_names.items() if not parameter.requires_grad}
-
-
-def _entries(subject: Subject, exclude_frozen: bool) -> list[Entry]:
+def _entries(subject: Subject, listed: Roster, exclude_frozen: bool) -> list[Entry]:
     """What :func:`_walk` will yield, one entry per name."""
-    tied: dict[str, list[str]] = {}
-    for alias, name in subject.aliases().items():
-        tied.setdefault(name, []).append(alias)
+    tied = _tied(listed)
     found: list[Entry] = []
 
     def add(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         found.append(Entry(name, dtype, shape))
         found.extend(Entry(alias, dtype, shape, same_as=name) for alias in tied.get(name, ()))
 
-    for bucket in subject.runtime.buckets:
-        for tile, parameter in zip(bucket.layout.tiles, bucket.params, strict=True):
-            if parameter.requires_grad or not exclude_frozen:
-                add(tile.logical, bucket.dtype, tile.global_shape)
+    for steps in rounds(listed, exclude_frozen=exclude_frozen):
+        for step in steps:
+            if step.completes:
+                add(step.tile.logical, getattr(torch, step.listed.layout.dtype), step.tile.global_shape)
     for name, buffer in subject.buffers().items():
         add(name, buffer.dtype, tuple(buffer.shape))
     return found

@@ -13,7 +13,6 @@ from deepspeed.checkpoint.load import Loaded, LoadOptions, load, load_by, load_s
 from deepspeed.checkpoint.save import SaveOptions, Saver
 from deepspeed.checkpoint.subject import Subject
 from deepspeed.checkpoint.weights_file import parse_size
-from deepspeed.errors import NotYetSupportedError
 from deepspeed.logging import log_dist, log_dist_once
 
 if TYPE_CHECKING:
@@ -208,7 +207,6 @@ class EngineCheckpoints:
                 level=WARNING,
             )
             return False
-        self._check_one_part("save_16bit_model")
         self._runtime.leave_backward("save_16bit_model")
         self._runtime.refuse_away("save_16bit_model", "lp_params")
         subject = self._settled_subject()
@@ -242,11 +240,10 @@ class EngineCheckpoints:
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """The full state dict in the compute dtype on rank 0, None elsewhere, at any stage. Every rank must call it."""
-        self._check_one_part("_consolidated_16bit_state_dict")
         self._runtime.leave_backward("_consolidated_16bit_state_dict")
         self._runtime.refuse_away("_consolidated_16bit_state_dict", "lp_params")
-        rank = self._parts.standing.zero_rank
-        return full_state_dict(self._settled_subject(), rank, exclude_frozen=exclude_frozen_parameters)
+        subject = self._settled_subject()
+        return full_state_dict(subject, self._saver.exchange, exclude_frozen=exclude_frozen_parameters)
 
     def load_module_state_dict(
         self,
@@ -291,13 +288,6 @@ class EngineCheckpoints:
             standing = self._parts.standing
             self._made_saver = Saver(standing.zero_group if standing.model_size == 1 else None)
         return self._made_saver
-
-    def _check_one_part(self, call: str) -> None:
-        if not self._subject().is_one_part:
-            raise NotYetSupportedError(
-                f"{call}: not all ranks have the whole model, and their parts are not brought together here; use "
-                "engine.save_checkpoint and the zero_to_fp32.py that it puts beside the checkpoint"
-            )
 
     def _settled_subject(self) -> Subject:
         """The present state with nothing half done and nothing gathered."""

@@ -505,6 +505,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, nn.Module):
 
         Yields:
             ``(qualified name, tensor of the full shape)`` in model order; parameters without the quantity are left out.
+            Of a parameter that is cut over model-parallel ranks it is the part that this rank's model has.
             The tensors of one bucket may share memory with each other, never with the model.
         """
         return iter_full(self._runtime, kind, bucket_bytes)

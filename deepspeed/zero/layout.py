@@ -121,6 +121,11 @@ class BucketLayout:
         """Elements of the tiles, padding not counted."""
         return sum(tile.numel for tile in self.tiles)
 
+    @property
+    def has_parts(self) -> bool:
+        """Whether some tile is not just the whole parameter of its name."""
+        return any(tile.part is not None for tile in self.tiles)
+
     def slice_bounds(self, rank: int) -> tuple[int, int]:
         """First and last-plus-one element of ``rank``'s slice in the buffer."""
         return rank * self.slice_numel, (rank + 1) * self.slice_numel

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 
 import deepspeed
@@ -96,7 +97,11 @@ def start(how: str, stage: int, seed: int = 1):
         "bf16": {"enabled": True},
         "gradient_clipping": 0.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
     }
     return deepspeed.initialize(model=model, config=config, mpu=unit)[0]
 
@@ -132,6 +137,11 @@ def write(folder: str, how: str, stage: int, tag: str):
     engine = start(how, stage)
     train(engine, 2)
     engine.save_checkpoint(folder, tag=tag, client_state={"note": tag})
+    engine.save_16bit_model(folder, f"{tag}.safetensors")
+    full = engine._consolidated_16bit_state_dict()
+    assert (full is None) == (dist.get_rank() > 0)
+    if full is not None:
+        assert_states_equal(load_file(f"{folder}/{tag}.safetensors"), full)
     return held(engine)
 
 
@@ -160,6 +170,9 @@ def test_what_is_cut_is_saved_as_one_model(written, capsys):
     state = get_fp32_state_dict_from_zero_checkpoint(folder, "rows")
     for name in SHAPES:
         assert_states_equal(state[name], expected[f"fp32/{name}"])
+    weights = load_file(f"{folder}/rows.safetensors")
+    assert_states_equal(weights.pop("seen"), torch.tensor(3.0, dtype=torch.bfloat16))
+    assert_states_equal(weights, {name: expected[f"fp32/{name}"].bfloat16() for name in SHAPES})
     manifest = json.loads((Path(folder) / "rows" / "manifest.json").read_text())["manifest"]
     rows = [row[0] for bucket in manifest["buckets"] for row in bucket["tiles"]]
     assert sorted(rows) == ["late", "late", "norm", "packed", "packed", "wide", "wide"]
@@ -226,6 +239,8 @@ def _experts(folder: str, numbers: list[int], stage: int, seed: int, steps: int)
         engine.step()
     if steps == 3:
         engine.save_checkpoint(folder, tag="experts")
+        full = engine._consolidated_16bit_state_dict()
+        assert full is None or {"experts.0.weight", "experts.1.weight", "first.bias"} < set(full)
     else:
         engine.load_checkpoint(folder, tag="experts")
     tiles = {tile.name: tile.logical for bucket in engine._runtime.layout.buckets for tile in bucket.tiles}

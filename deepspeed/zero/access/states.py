@@ -1,8 +1,9 @@
 """Reading and writing the fp32 master, the gradient and the optimizer state of single parameters, at every stage.
 
 *Full* functions deal in whole tensors of the parameter's shape. Where the state is sharded the owners' parts are
-brought together, so every rank of the group must call them; the ranks compare their calls first. *Local* functions deal
-in this rank's part of the flattened parameter (all of it where the state is replicated), 1-D and possibly empty.
+brought together, so every rank of the group must call them; the ranks compare their calls first. Of a parameter that is
+cut over model-parallel ranks they deal in the part that this rank's model has, as its layer does. *Local* functions
+deal in this rank's part of the flattened parameter (all of it where the state is replicated), 1-D and possibly empty.
 Getters return copies; None where there is nothing: a parameter that is frozen or under no engine, a gradient before
 backward or after the update, a state before the first update.
 """
