@@ -29,7 +29,7 @@ from deepspeed.checkpoint.format import (
 )
 from deepspeed.checkpoint.source import SavedBuffer, SavedParameter, Wanted
 from deepspeed.errors import CheckpointError
-from deepspeed.zero.tiles import Span, spans
+from deepspeed.zero.tiles import Span, Tile, spans
 
 _THREADS = 4
 _STAGING_NUMEL = 1 << 22
@@ -236,14 +236,19 @@ class CheckpointReader:
         whole = saved[0].tile.whole()
         if whole.numel == 0:
             kinds.setdefault(COMPUTE, dtype)
-        there = sum(box.numel for entry in self._sources_of(name) for box in entry.tile.boxes)
-        if there < whole.numel or (MASTER not in kinds and COMPUTE not in kinds):
+        if not self._is_complete(name, whole) or (MASTER not in kinds and COMPUTE not in kinds):
             raise CheckpointError(
                 f"{self.folder}: the values of parameter {name!r} are not complete; the checkpoint is damaged. Use "
                 "another tag, or copy it again from where it was written"
             )
         tiles = tuple(entry.tile for entry in saved)
         return SavedParameter(name, whole.shape, kinds, name in self.manifest.frozen, dtype, tiles)
+
+    def _is_complete(self, name: str, whole: Tile) -> bool:
+        """Whether the tiles of a parameter together are all of it: their distinct boxes do not overlap."""
+        if self.manifest.tiles[name][0].tile.part is None:
+            return True
+        return sum(box.numel for entry in self._sources_of(name) for box in entry.tile.boxes) == whole.numel
 
     def _sources_of(self, name: str) -> list[SavedTile]:
         """The tiles of a parameter, each with those boxes that no earlier one has (heads that several ranks hold)."""
@@ -292,6 +297,8 @@ class CheckpointReader:
     def _same(self, wanted: Wanted) -> SavedTile | None:
         """The saved tile that is cut as the one of ``wanted``, or None."""
         saved = self.manifest.tiles[wanted.name]
+        if wanted.tile is None and saved[0].tile.part is None:
+            return saved[0]
         tile = saved[0].tile.whole() if wanted.tile is None else wanted.tile
         return next((entry for entry in saved if entry.tile.holds_same(tile)), None)
 
