@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -139,7 +140,13 @@ def _check_batch(root: Root, data: dict[str, Any], dp_world_size: int | None, fi
                 )
         if left != [ACCUMULATION]:
             return
-    findings.problem((TOTAL,), f"{wrong}. {_origins(data, dp_world_size, findings)}")
+    advice = ""
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" and batch_mismatch(*sizes, 1) is None:
+        advice = (
+            ". Accelerate has counted one process, as it does on machines without a GPU: put examples/on_cpu.py of the "
+            "repository before the script (accelerate launch ... on_cpu.py train.py)"
+        )
+    findings.problem((TOTAL,), f"{wrong}. {_origins(data, dp_world_size, findings)}{advice}")
 
 
 def _origins(data: dict[str, Any], dp_world_size: int | None, findings: Findings) -> str:

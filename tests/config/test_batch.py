@@ -60,6 +60,14 @@ def test_each_number_says_where_it_comes_from(tmp_path) -> None:
     assert f"{MICRO} is not given; {STEPS} is not given" in only_problem({TOTAL: 30}, batch=False, dp_world_size=4)
 
 
+def test_ranks_that_accelerate_has_not_counted_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {TOTAL: 16, MICRO: 16, STEPS: 1}
+    assert "on_cpu.py" not in only_problem(config, batch=False, dp_world_size=2)
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    assert "Accelerate has counted one process" in only_problem(config, batch=False, dp_world_size=2)
+    assert "on_cpu.py" not in only_problem({**config, TOTAL: 24}, batch=False, dp_world_size=2)
+
+
 @pytest.mark.parametrize(
     ("config", "ranks", "fit"),
     [({TOTAL: 30, MICRO: 4}, 2, "24 or 32"), ({TOTAL: 30}, 4, "28 or 32"), ({TOTAL: 3, STEPS: 2}, 2, "4 would fit")],
