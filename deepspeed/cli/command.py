@@ -22,6 +22,10 @@ def run_command(name: str, work: Callable[[], int | None], args: Sequence[str] |
     """
     try:
         code = work()
+    except KeyboardInterrupt:
+        if args is not None:
+            raise
+        sys.exit(130)  # as a shell shows it; whoever presses Ctrl-C needs no traceback
     except DeepSpeedError as error:
         if args is not None:
             raise

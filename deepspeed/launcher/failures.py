@@ -30,7 +30,8 @@ _REPORT_START = re.compile(
 _TORCH_LABEL = re.compile(rb"^\[rank\d+\]:\s?")
 _FRAME = re.compile(rb"^\s*File \"(?P<file>.*)\", line (?P<line>\d+)(, in (?P<function>.*))?")
 _EXCEPTION = re.compile(rb"^[A-Za-z_][\w.]*(:|$)")
-_NUMBERED = re.compile(rb"^\s+\d+\. ")  # an error that lists several problems goes on so
+_MORE = re.compile(rb"^[ \t]+[^ \t]")  # an error that lists several problems goes on so
+_MOST_MORE = 40
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))).encode() + b"/"
 # Errors that a rank gets because another one is gone.
 _LOST_PEER = re.compile(
@@ -40,7 +41,7 @@ _LOST_PEER = re.compile(
 )
 _KEPT_LINES = 400
 _CLIPPED_BYTES = 240
-_CLIPPED_CAUSE_BYTES = 600
+_CLIPPED_CAUSE_BYTES = 4000
 # A traceback older than this at the end of its rank was survived, and is not the reason.
 _FRESH_SECONDS = 30.0
 # A native error within so many lines after an exception happened while the interpreter was shutting down.
@@ -105,8 +106,13 @@ class ErrorStream(RankStream):
         self._held = self._held or []
         self._hold_for_good = True
 
-    def shorten(self, reason: str) -> None:
-        """Shows held lines, with a traceback reduced to its exception, its place and ``reason``."""
+    def shorten(self, reason: str, shown: bytes = b"") -> None:
+        """Shows held lines, with a traceback reduced to its exception, its place and ``reason``.
+
+        Args:
+            reason: Why it is.
+            shown: An exception that stands above in full, and is not repeated.
+        """
         held, self._held, self._hold_for_good = self._held or [], None, False
         start = next((number for number, text in enumerate(held) if _REPORT_START.search(text)), len(held))
         for text in held[:start]:
@@ -114,8 +120,11 @@ class ErrorStream(RankStream):
         if report := held[start:]:
             what = describe(report) or Report(report[-1], None)
             place = f"at {what.place}; " if what.place else ""
+            if what.exception.startswith(b"KeyboardInterrupt"):
+                return  # who presses Ctrl-C knows that
             note = f" ({place}{reason}; {len(report)} lines shortened to this one)"
-            super().emit(_clip(what.exception) + note.encode())
+            words = b"the same error" if what.exception == shown else _clip(what.exception.split(b"\n")[0])
+            super().emit(words + note.encode())
 
     def report(self) -> Report | None:
         """The newest traceback among the last lines; None if there is none."""
@@ -137,7 +146,7 @@ class Report:
     """What a traceback says.
 
     Attributes:
-        exception: Its exception line, such as ``b"ValueError: no"``, and the numbered lines that go on with it.
+        exception: Its exception line, such as ``b"ValueError: no"``, and the indented lines that go on with it.
         place: File, line and function of its innermost frame outside installed packages; if none is, of its innermost.
         is_native: Whether it is the last word of native code, not a Python exception.
     """
@@ -178,8 +187,10 @@ def describe(lines: list[bytes]) -> Report | None:
                 found = Report(text.strip(), None, is_native=True)
         elif inside and text[:1].strip() and _EXCEPTION.match(text):
             found, found_at, inside = Report(text.strip(), own_frame or frame), number, False
-        elif found is not None and not inside and not found.is_native and _NUMBERED.match(text):
-            found = dataclasses.replace(found, exception=found.exception + b" " + text.strip())
+        elif found is not None and not inside and not found.is_native and _MORE.match(text):
+            count = found.exception.count(b"\n") + 1
+            if number == found_at + count and count <= _MOST_MORE:  # the lines right below it
+                found = dataclasses.replace(found, exception=found.exception + b"\n" + text.rstrip())
     return found
 
 
@@ -229,7 +240,7 @@ class RankState:
     def lost_a_peer(self) -> bool:
         """Whether its error looks like the consequence of another rank's end."""
         report = self.report
-        return report is not None and _LOST_PEER.search(report.exception) is not None
+        return report is not None and _LOST_PEER.search(report.exception.split(b"\n")[0]) is not None
 
     @property
     def exit_code(self) -> int:
@@ -250,20 +261,21 @@ class RankState:
         )
 
     def cause(self) -> str:
-        """Why it failed, in one line."""
+        """Why it failed; lines that go on with an error follow below."""
         if self.refusal is not None:
             return f"could not be started: {self.refusal}"
         report = self.report
         words = _clip(report.exception, _CLIPPED_CAUSE_BYTES).decode(errors="replace") if report else ""
+        words, newline, rest = words.partition("\n")
         if report and report.place:
             words += f" ({report.place})"
         if self.status is not None and self.status < 0:
             end = f"ended by {signal_cause(-self.status)}"
             if report is None:
                 return end
-            return f"{end} [{words}]" if report.is_native else f"{words}; then {end}"
+            return f"{end} [{words}]" if report.is_native else f"{words}; then {end}{newline}{rest}"
         if report:
-            return words
+            return words + newline + rest
         last = self.errors.last_line().decode(errors="replace").strip()
         return f"exited without a traceback; its last error line: {last}" if last else "exited without an error message"
 

@@ -363,10 +363,12 @@ class Job:
             self._drain()
         for stream in (*self._out, *self._errors):
             stream.finish()
+        failed = self._states.get(self._first.rank) if self._first is not None else None
+        above = failed.report.exception if failed is not None and failed.report is not None else b""
         for state in self._states.values():
             if self._first is not None and state.rank != self._first.rank:
                 where = "the failure above" if self._first.rank in self._states else "a failure on another machine"
-                state.errors.shorten(f"stopped after {where}")
+                state.errors.shorten(f"stopped after {where}", above)
             elif self._signal is not None:
                 state.errors.shorten(f"stopped by {_signal_name(self._signal)}")
             else:

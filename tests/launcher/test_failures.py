@@ -56,8 +56,8 @@ def fail(state, at, status=1):
 @pytest.mark.parametrize(
     ("lines", "exception", "place"),
     [
-        (TRACEBACK, b"ValueError: bad shape:", "model.py:42 in step"),
-        ([b"[rank1]: " + line for line in TRACEBACK], b"ValueError: bad shape:", "model.py:42 in step"),
+        (TRACEBACK, b"ValueError: bad shape:\n  expected 3", "model.py:42 in step"),
+        ([b"[rank1]: " + line for line in TRACEBACK], b"ValueError: bad shape:\n  expected 3", "model.py:42 in step"),
         (
             [b'  File "/job/t.py", line 3', b"    x = (", b"        ^", b"SyntaxError: '(' was never closed"],
             b"SyntaxError: '(' was never closed",
@@ -86,7 +86,7 @@ def fail(state, at, status=1):
                 b"  1. lr: found -1",
                 b"  2. stage: found 9",
             ],
-            b"a.b.ConfigError: cannot be used; 2 problems: 1. lr: found -1 2. stage: found 9",
+            b"a.b.ConfigError: cannot be used; 2 problems:\n  1. lr: found -1\n  2. stage: found 9",
             "train.py:7 in main",
         ),
         (
@@ -103,7 +103,7 @@ def test_describe(lines, exception, place):
 
 def test_a_native_error_at_shutdown_does_not_hide_the_exception():
     native = b"terminate called without an active exception"
-    assert describe([*TRACEBACK, native]).exception == b"ValueError: bad shape:"
+    assert describe([*TRACEBACK, native]).exception == b"ValueError: bad shape:\n  expected 3"
     assert describe([*TRACEBACK, *[b"log"] * 5, native]).exception == native
     _, (zero, _) = make()
     feed(zero, [*TRACEBACK, native])
@@ -142,6 +142,26 @@ def test_a_traceback_that_is_survived_is_shown():
     zero.errors.tick(time.monotonic() + HOLD_SECONDS + 1)
     feed(zero, [b"step 2"])
     assert [text for _, text in screen.shown] == [*TRACEBACK, b"step 2"]
+
+
+def test_what_stands_above_is_not_repeated_and_ctrl_c_needs_no_traceback():
+    screen, (one, two) = make()
+    for state, words in ((one, TRACEBACK), (two, [*TRACEBACK[:-2], b"KeyboardInterrupt"])):
+        state.errors.hold()
+        feed(state, words)
+        state.errors.shorten("stopped after the failure above", b"ValueError: bad shape:\n  expected 3")
+    ((rank, text),) = screen.shown
+    assert rank == 0 and text.startswith(b"the same error (at model.py:42 in step; stopped after the failure above")
+
+
+def test_an_error_of_many_lines_is_whole_in_the_summary():
+    _, (one, _) = make()
+    lines = [*TRACEBACK[:-2], b"ConfigError: 3 problems:", *(b"  %d. " % n + b"x" * 300 for n in (1, 2, 3)), b"later"]
+    feed(one, lines)
+    fail(one, time.monotonic())
+    cause = one.cause()
+    assert cause.startswith("ConfigError: 3 problems: (model.py:42 in step)\n  1. xxx")
+    assert cause.count("x" * 300) == 3 and "later" not in cause
 
 
 def test_after_a_failure_elsewhere_everything_waits_and_is_shortened():
