@@ -38,6 +38,7 @@ from deepspeed.errors import CommunicationError, DivergenceError
 _PERIOD = 0.2  # seconds between looks at the store, and the shortest wait worth one
 _GRACE = 5.0  # seconds in which a broken connection may still turn out to be a divergence
 _FAREWELL = timedelta(seconds=1)  # the longest a program's end may take longer for it
+_LAST_LOOK = timedelta(seconds=5)  # the longest that a program's end waits for a look that has begun
 _VERDICT = "verdict"
 _REMEMBERED = 4096  # latest transfers of a channel whose keys are known
 
@@ -96,12 +97,13 @@ class Watch:
         self._farewell: str | None = None  # of a rank that this one waited for
         self._patience = _GRACE
         self._thread: threading.Thread | None = None
+        self._wake = threading.Event()
         self._at_exit = functools.partial(_say_farewell, weakref.ref(self))
         atexit.register(self._at_exit)
 
     def stop(self) -> None:
         """Ends the watching thread, and says nothing at the program's end: the process groups are gone."""
-        self._is_over = True
+        self._end_thread(timedelta(0))
         atexit.unregister(self._at_exit)
 
     def next_owner(self, scope: str = "") -> int:
@@ -154,7 +156,7 @@ class Watch:
         if not beside:
             if self._thread is None:
                 self._thread = threading.Thread(
-                    target=_watching, args=(weakref.ref(self),), name="deepspeed-watch", daemon=True
+                    target=_watching, args=(weakref.ref(self), self._wake), name="deepspeed-watch", daemon=True
                 )
                 self._thread.start()
             self._awaited = awaited
@@ -303,12 +305,19 @@ class Watch:
         """Posts that this rank's program has ended."""
         if self._is_over or self._size == 1:
             return
-        self._is_over = True
+        # A thread that is inside torch when the interpreter goes brings the process down with it.
+        self._end_thread(_LAST_LOOK)
         try:
             self.store.set_timeout(_FAREWELL)  # a store of files whose folder is gone waits for it to come back
             self.store.set(self._key(self.rank), json.dumps({"has_left": True, "issued": dict(self._issued)}))
         except RuntimeError:
             return  # the store went with the rank that held it: nobody is left to read this
+
+    def _end_thread(self, patience: timedelta) -> None:
+        self._is_over = True
+        self._wake.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(patience.total_seconds())
 
 
 def _say_farewell(reference: weakref.ref[Watch]) -> None:
@@ -339,11 +348,11 @@ def _plain(error: RuntimeError) -> str:
     return re.sub(r"^\[\S+:\d+\] ", "", str(error)).split(" This is typically caused")[0]
 
 
-def _watching(reference: weakref.ref[Watch]) -> None:
+def _watching(reference: weakref.ref[Watch], wake: threading.Event) -> None:
     """The watching thread. It must not keep the watch alive, and with it the process group and its sockets."""
     goes_on = True
     while goes_on:
-        time.sleep(_PERIOD)
+        wake.wait(_PERIOD)
         watch = reference()
         goes_on = watch is not None and watch.look_after_long_wait()
         del watch

@@ -73,6 +73,23 @@ def test_a_broken_connection_is_explained_by_the_farewell_or_in_plain_words_and_
         mine.wait(broken, "gathers", 1, "the gather of a", BOTH)
 
 
+def test_the_end_of_the_program_waits_for_a_look_that_has_begun():
+    """A thread that was still inside torch took the process down (SIGABRT) after the error had been caught."""
+    aborted, (mine, other) = pair_of_watches()
+    mine.aborts[1] = lambda: time.sleep(0.5)  # what torch needs to close its connections
+    other.say_farewell()
+
+    def wait():
+        assert aborted.wait(5), "nobody aborted the wait"
+        broken()
+
+    with pytest.raises(CommunicationError, match="rank 1 has ended"):
+        mine.wait(wait, "gathers", 1, "the gather of a", BOTH)
+    assert mine._thread is not None and mine._thread.is_alive()
+    mine.say_farewell()
+    assert not mine._thread.is_alive()
+
+
 def test_one_number_for_two_transfers():
     """Both have issued something under the number that the other waits for, but not the same."""
     aborted, (mine, other) = pair_of_watches()
