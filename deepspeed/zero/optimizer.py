@@ -300,7 +300,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         """
         groups = self._groups
         flags = _pack_flags([used for gradients in self._reducer.buckets for used in gradients.used])
-        numbers = [self._own_squares(), float(self._agreement.digest), float(_number_of_order(groups))]
+        numbers = [*self._own_squares(), float(self._agreement.digest), float(_number_of_order(groups))]
         together = groups.job is groups.peers
         rows = groups.job.gather_small(
             torch.tensor(numbers + flags if together else numbers, dtype=torch.float64),
@@ -315,17 +315,20 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
             )
         if bool((flag_rows != flag_rows[0]).any()):
             self._reducer.note_uneven()
-        return rows[:, 0].sum().item(), self._merge_flags(flag_rows)
+        counted, copies = rows[:, 0].sum().item(), rows[:, 1].sum().item()
+        # A rank that plays all the others (the planner's) may count nothing; elsewhere both are 0 then.
+        total = (counted or copies) if math.isfinite(copies) else counted + copies
+        return total, self._merge_flags(flag_rows)
 
-    def _own_squares(self) -> float:
-        """This rank's part of the sum of squares. What other ranks count is left out, unless it is not finite."""
+    def _own_squares(self) -> tuple[float, float]:
+        """This rank's parts of the sum of squares: what it counts, and what others count."""
         counted = copies = 0.0
         for master, gradients in zip(self._masters, self._reducer.buckets, strict=True):
             if master.counts:
                 counted += gradients.sum_of_squares()
             else:
                 copies += gradients.sum_of_squares()
-        return counted if math.isfinite(copies) else counted + copies
+        return counted, copies
 
     def _merge_flags(self, rows: torch.Tensor) -> list[list[bool]]:
         """Per bucket and parameter, whether any rank that shares it had a gradient.
@@ -531,11 +534,11 @@ def _number_of_order(groups: Groups) -> int:
 def _check_order(rows: torch.Tensor) -> None:
     """Raises on every rank where ranks that gather in one order have other checksums of it."""
     expected: dict[float, float] = {}
-    for _, digest, order in rows[:, :3].tolist():
+    for _, _, digest, order in rows[:, :4].tolist():
         if expected.setdefault(order, digest) != digest:
             raise DivergenceError(
                 "ranks ran different numbers of forwards and backwards since the last step, or gathered parameters in "
-                f"different orders (checksums by rank: {[int(one) for one in rows[:, 1].tolist()]}); nothing was "
+                f"different orders (checksums by rank: {[int(one) for one in rows[:, 2].tolist()]}); nothing was "
                 "updated. Every rank must run the same modules, for as many micro-batches"
             )
 
