@@ -156,12 +156,14 @@ def create_grid(
         )
     mesh = grid_mesh(everyone.size, shard_size)
     others = stand_in()
+    axes = {"gather": SHARD, "reduce": SHARD, "combine": REPLICATE}
     made: dict[str, Transport] = _real_axes(everyone, mesh, device, timeout) if others is None else {}
     if others is not None:
-        axes = {"gather": SHARD, "reduce": SHARD, "combine": REPLICATE}
         made = {name: others.transport(device, mesh.group(everyone.rank, axis)) for name, axis in axes.items()}
         for transport in made.values():
             transport.belongs_to(everyone)
+    for name, transport in made.items():
+        transport.axis = axes[name]
     if by_nodes:
         made["gather"] = gathering_by_nodes(
             made["gather"], everyone, mesh.groups(SHARD), device=device, timeout=timeout

@@ -1,4 +1,4 @@
-"""Counts what travels: the collectives that the schedule asked for, and what the backend ran for them.
+"""Counts what travels, by collective and axis: what the schedule asked for, and what the backend ran for it.
 
 Both columns are kept because they differ where a backend has something faster than the collective of that name (on gloo
 an all-gather is a set of sends and receives).
@@ -26,29 +26,43 @@ class Tally:
 
 
 class TrafficCounter:
-    """Traffic since the last :meth:`reset`, by name of the collective.
+    """Traffic since the last :meth:`reset`, by name of the collective and by axis, the name of the ranks it is between.
 
     Bytes of ``asked`` are those of the *full* buffer of the collective, the figure that the ZeRO paper counts (an
     all-gather of n elements counts n, a reduce-scatter of n counts n, an all-reduce counts 2n); bytes of ``ran`` are
     what this rank put on the wire.
+
+    Attributes:
+        asked_along: Collectives of the schedule, by ``(name, axis)``.
+        ran_along: What the backend ran, likewise.
     """
 
     def __init__(self) -> None:
-        self.asked: dict[str, Tally] = defaultdict(Tally)
-        self.ran: dict[str, Tally] = defaultdict(Tally)
+        self.asked_along: dict[tuple[str, str], Tally] = defaultdict(Tally)
+        self.ran_along: dict[tuple[str, str], Tally] = defaultdict(Tally)
+
+    @property
+    def asked(self) -> dict[str, Tally]:
+        """Collectives of the schedule by name, over all axes; a name that did not occur is zero."""
+        return _over_axes(self.asked_along)
+
+    @property
+    def ran(self) -> dict[str, Tally]:
+        """What the backend ran by name, over all axes; a name that did not occur is zero."""
+        return _over_axes(self.ran_along)
 
     def reset(self) -> None:
         """Starts again from zero."""
-        self.asked.clear()
-        self.ran.clear()
+        self.asked_along.clear()
+        self.ran_along.clear()
 
-    def record_asked(self, name: str, nbytes: int) -> None:
+    def record_asked(self, name: str, nbytes: int, axis: str) -> None:
         """Notes a collective of the schedule."""
-        self.asked[name].add(nbytes)
+        self.asked_along[name, axis].add(nbytes)
 
-    def record_ran(self, name: str, nbytes: int, calls: int = 1) -> None:
+    def record_ran(self, name: str, nbytes: int, axis: str, calls: int = 1) -> None:
         """Notes what the backend ran."""
-        self.ran[name].add(nbytes, calls)
+        self.ran_along[name, axis].add(nbytes, calls)
 
     def rows(self) -> list[tuple[str, str, int, int]]:
         """``(column, name, calls, bytes)`` for each name, both columns."""
@@ -57,6 +71,13 @@ class TrafficCounter:
             for column, tallies in (("asked", self.asked), ("ran", self.ran))
             for name, tally in sorted(tallies.items())
         ]
+
+
+def _over_axes(along: dict[tuple[str, str], Tally]) -> dict[str, Tally]:
+    total: dict[str, Tally] = defaultdict(Tally)
+    for (name, _), tally in along.items():
+        total[name].add(tally.nbytes, tally.calls)
+    return total
 
 
 class WaitClock:

@@ -192,7 +192,7 @@ class GlooTransport(Transport):
 
     def send(self, tensor: torch.Tensor, peer: int, key: int) -> Any:
         """See the class this one derives from."""
-        traffic.record_ran("send", tensor.numel() * tensor.element_size())
+        traffic.record_ran("send", tensor.numel() * tensor.element_size(), self.axis)
         return self.group.send([tensor], peer, key)
 
     def receive(self, tensor: torch.Tensor, peer: int, key: int) -> Any:
@@ -236,7 +236,7 @@ class GlooTransport(Transport):
     @timed("all_gather_into_tensor")
     def all_gather(self, flat: torch.Tensor, *, key: int, label: str) -> Work:
         """See the class this one derives from."""
-        traffic.record_asked("all_gather", flat.numel() * flat.element_size())
+        traffic.record_asked("all_gather", flat.numel() * flat.element_size(), self.axis)
         if flat.numel() == 0:
             return DoneWork()
         return self.gather_slices(flat, key, "gather", label)
@@ -244,13 +244,13 @@ class GlooTransport(Transport):
     @timed("reduce_scatter_tensor")
     def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, how: Reduction) -> Work:
         """See the class this one derives from."""
-        traffic.record_asked("reduce_scatter", flat.numel() * flat.element_size())
+        traffic.record_asked("reduce_scatter", flat.numel() * flat.element_size(), self.axis)
         return _GlooReduce(self, flat, out, how, whole=False)
 
     @timed("all_reduce")
     def all_reduce(self, flat: torch.Tensor, out: torch.Tensor, how: Reduction) -> Work:
         """See the class this one derives from."""
-        traffic.record_asked("all_reduce", 2 * flat.numel() * flat.element_size())
+        traffic.record_asked("all_reduce", 2 * flat.numel() * flat.element_size(), self.axis)
         if self.size == 2:  # exchanging everything moves the same bytes as reduce-scatter and gather
             return _GlooReduce(self, flat, out, how, whole=True)
         return _GlooAllReduce(self, flat, out, how)
@@ -287,7 +287,7 @@ class GlooTransport(Transport):
                 if peer != self.rank:
                     works.append(self.send(piece.tensor, peer, key))
                     nbytes += piece.tensor.numel() * piece.tensor.element_size()
-        traffic.record_asked("move", nbytes)
+        traffic.record_asked("move", nbytes, self.axis)
         catch_up()
         for work in works:
             self.guard(work.wait, ticket, label)

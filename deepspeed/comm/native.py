@@ -68,10 +68,10 @@ class NativeTransport(Transport):
     def all_gather(self, flat: torch.Tensor, *, key: int, label: str) -> Work:
         """See the class this one derives from."""
         nbytes = flat.numel() * flat.element_size()
-        traffic.record_asked("all_gather", nbytes)
+        traffic.record_asked("all_gather", nbytes, self.axis)
         if flat.numel() == 0:
             return DoneWork()
-        traffic.record_ran("all_gather_into_tensor", nbytes // self.size)
+        traffic.record_ran("all_gather_into_tensor", nbytes // self.size, self.axis)
         work = self.group._allgather_base(flat, self.my_slice(flat))
         return self._work(work, "gather", key, label, None, flat)
 
@@ -79,10 +79,10 @@ class NativeTransport(Transport):
     def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, how: Reduction) -> Work:
         """See the class this one derives from."""
         nbytes = flat.numel() * flat.element_size()
-        traffic.record_asked("reduce_scatter", nbytes)
+        traffic.record_asked("reduce_scatter", nbytes, self.axis)
         if flat.numel() == 0:
             return DoneWork()
-        traffic.record_ran("reduce_scatter_tensor", nbytes)
+        traffic.record_ran("reduce_scatter_tensor", nbytes, self.axis)
         target = out if out.dtype == flat.dtype else torch.empty_like(self.my_slice(flat))
         work = self.group._reduce_scatter_base(target, flat)
         finish = functools.partial(scaled_sum, [target], out, how.scale, how.visit)
@@ -92,10 +92,10 @@ class NativeTransport(Transport):
     def all_reduce(self, flat: torch.Tensor, out: torch.Tensor, how: Reduction) -> Work:
         """See the class this one derives from."""
         nbytes = flat.numel() * flat.element_size()
-        traffic.record_asked("all_reduce", 2 * nbytes)
+        traffic.record_asked("all_reduce", 2 * nbytes, self.axis)
         if flat.numel() == 0:
             return DoneWork()
-        traffic.record_ran("all_reduce", 2 * nbytes)
+        traffic.record_ran("all_reduce", 2 * nbytes, self.axis)
         work = self.group.allreduce([flat])
         finish = functools.partial(scaled_sum, [flat], out, how.scale, how.visit)
         return self._work(work, "reduce", how.key, how.label, finish, (flat, out))
@@ -135,8 +135,8 @@ class NativeTransport(Transport):
             elif piece.target == self.rank != piece.source:
                 between.append(dist.P2POp(dist.irecv, tensor, group=self.group, group_peer=piece.source))
             nbytes += tensor.numel() * tensor.element_size() if piece.source == self.rank else 0
-        traffic.record_asked("move", nbytes)
-        traffic.record_ran("broadcast or send", nbytes, len(works) + len(between))
+        traffic.record_asked("move", nbytes, self.axis)
+        traffic.record_ran("broadcast or send", nbytes, self.axis, len(works) + len(between))
         if between:
             works += dist.batch_isend_irecv(between)
         for work in works:

@@ -165,13 +165,13 @@ class GlooByNodes(GlooTransport):
         """See the class this one derives from; the books say whether it crossed nodes."""
         is_near = peer // self.nodes.width == self.rank // self.nodes.width
         where = "send inside nodes" if is_near else "send between nodes"
-        traffic.record_ran(where, tensor.numel() * tensor.element_size())
+        traffic.record_ran(where, tensor.numel() * tensor.element_size(), self.axis)
         return self.group.send([tensor], peer, key)
 
     @timed("all_gather_into_tensor")
     def all_gather(self, flat: torch.Tensor, *, key: int, label: str) -> Work:
         """See the class this one derives from."""
-        traffic.record_asked("all_gather", flat.numel() * flat.element_size())
+        traffic.record_asked("all_gather", flat.numel() * flat.element_size(), self.axis)
         if flat.numel() == 0:
             return DoneWork()
         return _GlooGatherByNodes(self, flat, key, label)
@@ -212,7 +212,7 @@ class NativeByNodes(NativeTransport):
     @timed("all_gather_into_tensor")
     def all_gather(self, flat: torch.Tensor, *, key: int, label: str) -> Work:
         """See the class this one derives from."""
-        traffic.record_asked("all_gather", flat.numel() * flat.element_size())
+        traffic.record_asked("all_gather", flat.numel() * flat.element_size(), self.axis)
         if flat.numel() == 0:
             return DoneWork()
         count, width = self.nodes.count, self.nodes.width
@@ -220,7 +220,7 @@ class NativeByNodes(NativeTransport):
         place = self.rank % width
         crossed = flat.new_empty(count * length)
         nbytes = length * flat.element_size()
-        traffic.record_ran("all_gather_into_tensor between nodes", nbytes)
+        traffic.record_ran("all_gather_into_tensor between nodes", nbytes, self.axis)
         first = self._far.group._allgather_base(crossed, self.my_slice(flat))
         with self._behind(flat.device):
             first.wait()
@@ -228,7 +228,7 @@ class NativeByNodes(NativeTransport):
             works = []
             for node in flat.view(count, width * length):
                 works.append(self._near.group._allgather_base(node, node.narrow(0, place * length, length)))
-                traffic.record_ran("all_gather_into_tensor inside nodes", nbytes)
+                traffic.record_ran("all_gather_into_tensor inside nodes", nbytes, self.axis)
         return NativeWork(_Together(works), self, self.issue("gather", key), label, None, (flat, crossed))
 
     @contextmanager

@@ -123,9 +123,11 @@ class Transport:
         owner: Number of the engine that the transfers belong to; equal on all ranks.
         watch: The job's; None where nobody is waited for.
         scope: Begins the names of its channels.
+        axis: Name of the axis that the ranks lie along, for the books of what travels.
     """
 
     name = "local"
+    axis = "data"
     needs_one_order = False
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
@@ -162,6 +164,7 @@ class Transport:
         """Makes this one serve where ``other``, over the same group, would have served."""
         self.ranks, self.scope, self.watch = other.ranks, other.scope, other.watch
         self._peers = other._peers
+        self.axis = other.axis
 
     def next_owner(self) -> int:
         """A number for one more engine on this group; equal on all ranks if all make their engines together."""

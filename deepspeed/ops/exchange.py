@@ -23,8 +23,8 @@ def add_over_ranks(tensor: Tensor, group: object | None, purpose: str) -> None:
     from deepspeed.comm.counters import traffic
 
     nbytes = 2 * tensor.numel() * tensor.element_size()
-    traffic.record_asked("all_reduce", nbytes)
-    traffic.record_ran("all_reduce", nbytes)
+    traffic.record_asked("all_reduce", nbytes, "data")
+    traffic.record_ran("all_reduce", nbytes, "data")
     with supervised.purpose(purpose):
         comm.all_reduce(tensor, group=group)
 
@@ -46,8 +46,8 @@ def exchange_parts(
     from deepspeed.comm import supervised
     from deepspeed.comm.counters import traffic
 
-    traffic.record_asked("all_to_all", outgoing.numel() * outgoing.element_size())
-    traffic.record_ran("all_to_all", (outgoing.numel() - kept) * outgoing.element_size())
+    traffic.record_asked("all_to_all", outgoing.numel() * outgoing.element_size(), "data")
+    traffic.record_ran("all_to_all", (outgoing.numel() - kept) * outgoing.element_size(), "data")
     with supervised.purpose(purpose):
         comm.all_to_all_single(incoming, outgoing, *numels, group=group)
 

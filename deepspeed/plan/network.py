@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from deepspeed.comm.gloo import GlooTransport
+from deepspeed.comm.mesh import Mesh
 from deepspeed.comm.native import NativeTransport
 from deepspeed.comm.transport import LocalTransport, Transport
 from deepspeed.errors import NotYetSupportedError
@@ -124,13 +125,15 @@ class PlayedWorld:
     Attributes:
         rank: The rank that is played.
         size: Number of ranks.
+        mesh: All of them, along their axes.
         backend: ``gloo`` or the name of one with native collectives.
         operations: See ``World``.
     """
 
-    def __init__(self, rank: int, size: int, backend: str) -> None:
+    def __init__(self, rank: int, mesh: Mesh, backend: str) -> None:
         self.rank = rank
-        self.size = size
+        self.mesh = mesh
+        self.size = mesh.world_size
         self.backend = backend
         self.operations = _PlayedOperations()
 

@@ -7,9 +7,13 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from deepspeed.comm.axes import grid_mesh
+from deepspeed.comm.mesh import Mesh, data_mesh
 from deepspeed.config import parse
 from deepspeed.config.batch import ACCUMULATION, MICRO, TOTAL
+from deepspeed.config.sections.root import Root
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.offload.homes import placement_of
 from deepspeed.plan.configs import changed, stage_of
 from deepspeed.plan.models import BlockCheckpointing, Workload
 from deepspeed.plan.rehearsal import Part, heaviest_rank, rehearse
@@ -42,12 +46,13 @@ def make_plan(request: Request, *, compare: bool = True) -> Plan:
             "gathers in two steps (mics_hierarchical_params_gather) are planned as gathers in one: they move as many "
             "bytes, fewer of them between nodes, and need room for one part of a bucket more"
         )
+    mesh = mesh_of(parsed.root, ranks)
     part = Part(
         config=rehearsed_config,
         accumulation_steps=parsed.batch.accumulation_steps,
         micro_batch=parsed.batch.micro_batch_size,
         sequence_length=request.sequence_length,
-        ranks=ranks,
+        mesh=mesh,
         rank=min(1, ranks - 1) if request.rank is None else request.rank,
         kind=request.kind,
         autocast=parsed.root.torch_autocast.enabled,
@@ -71,6 +76,8 @@ def make_plan(request: Request, *, compare: bool = True) -> Plan:
     return Plan(
         request=request,
         config=config,
+        mesh=mesh,
+        rank=part.rank,
         micro_batch=part.micro_batch,
         accumulation_steps=part.accumulation_steps,
         rehearsed=found,
@@ -78,6 +85,12 @@ def make_plan(request: Request, *, compare: bool = True) -> Plan:
         notices=notices,
         seconds=time.perf_counter() - start,
     )
+
+
+def mesh_of(root: Root, ranks: int) -> Mesh:
+    """The ranks of a job along the axes of its configuration."""
+    placement = placement_of(root.zero_optimization, ranks)
+    return data_mesh(ranks) if placement.shard_ranks in (None, ranks) else grid_mesh(ranks, placement.shard_ranks)
 
 
 def _workload(request: Request) -> Workload:

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import nn
 
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.comm.counters import traffic
+from deepspeed.comm.mesh import Mesh
 from deepspeed.comm.world import played_by
 from deepspeed.engine.initialize import initialize
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
@@ -43,6 +45,32 @@ from deepspeed.zero.storage import Kind
 _MOST_MICRO_BATCHES = 2  # of a step: the first, which all but the last are like, and the last
 
 
+class Act(Enum):
+    """What a rank does with a micro-batch."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    STEP = "step"
+
+
+@dataclass(frozen=True)
+class Action:
+    """One act of a step.
+
+    Attributes:
+        act: What is done.
+        micro_batch: With which micro-batch, from 0.
+    """
+
+    act: Act
+    micro_batch: int
+
+
+def actions_of_step(micro_batches: int) -> list[Action]:
+    """What a rank without stages does: each micro-batch forward and backward, and the engine is told of it."""
+    return [Action(act, number) for number in range(micro_batches) for act in Act]
+
+
 @dataclass(frozen=True)
 class Part:
     """What is rehearsed.
@@ -52,7 +80,7 @@ class Part:
         accumulation_steps: Micro-batches per step.
         micro_batch: Samples per micro-batch and rank.
         sequence_length: Tokens of a sample.
-        ranks: Number of ranks.
+        mesh: The ranks of the job along their axes.
         rank: The one that is played.
         kind: Kind of device: ``cpu``, or one with memory of its own.
         autocast: Forward runs under ``torch.autocast``.
@@ -62,7 +90,7 @@ class Part:
     accumulation_steps: int
     micro_batch: int
     sequence_length: int
-    ranks: int
+    mesh: Mesh
     rank: int
     kind: str
     autocast: bool = False
@@ -126,10 +154,10 @@ def _stage(part: Part) -> Iterator[tuple[Rehearsal, PlayedDisk]]:
     disk = PlayedDisk(count.note)
     accelerator = get_accelerator()
     device = PlayedDevice(part.kind)
-    world = PlayedWorld(part.rank, part.ranks, device.communication_backend_name() or "nccl")
+    world = PlayedWorld(part.rank, part.mesh, device.communication_backend_name() or "nccl")
     host = PlayedHostMemory(is_device=part.kind == "cpu", note=count.note)
     collects = gc.isenabled()
-    books = copy.deepcopy((traffic.asked, traffic.ran))
+    books = copy.deepcopy((traffic.asked_along, traffic.ran_along))
     local_rank = os.environ.pop("LOCAL_RANK", None)
     # What was there before need not be looked through when the engine has its garbage collected at the end.
     freezes = gc.get_freeze_count() == 0
@@ -147,7 +175,7 @@ def _stage(part: Part) -> Iterator[tuple[Rehearsal, PlayedDisk]]:
     finally:
         drop_scratch(META)
         set_accelerator(accelerator)
-        traffic.asked, traffic.ran = books
+        traffic.asked_along, traffic.ran_along = books
         if local_rank is not None:
             os.environ["LOCAL_RANK"] = local_rank
         if collects:
@@ -255,21 +283,25 @@ class _Run:
         return loss
 
     def _step(self, engine: Any, inputs: Inputs, micro_batches: int) -> list[Flow]:
-        """Micro-batches up to an update; returns what each moved."""
+        """Micro-batches up to an update; returns what each moved, up to the end of its step."""
         flows = []
-        for number in range(1, micro_batches + 1):
-            engine.set_gradient_accumulation_boundary(number == micro_batches)
-            before = self._flow()
-            self._enter("forward")
-            loss = self._forward(engine, inputs)
-            self._enter("backward")
-            engine.backward(loss)
-            ledger = engine._runtime.ledger
-            self._states = {(kind, home): ledger.live(kind, home) for kind in Kind for home in Home}
-            self._enter("step")
-            engine.step()
-            del loss
-            flows.append(self._flow().plus(before, -1))
+        losses: dict[int, torch.Tensor] = {}
+        before = self._flow()
+        for action in actions_of_step(micro_batches):
+            number = action.micro_batch
+            self._enter(action.act.value)
+            if action.act is Act.FORWARD:
+                engine.set_gradient_accumulation_boundary(number == micro_batches - 1)
+                losses[number] = self._forward(engine, inputs)
+            elif action.act is Act.BACKWARD:
+                engine.backward(losses[number])
+                ledger = engine._runtime.ledger
+                self._states = {(kind, home): ledger.live(kind, home) for kind in Kind for home in Home}
+            else:
+                engine.step()
+                del losses[number]
+                flows.append(self._flow().plus(before, -1))
+                before = self._flow()
         return flows
 
     def _extended(self, flows: list[Flow]) -> Flow:
@@ -282,8 +314,8 @@ class _Run:
 
     def _flow(self) -> Flow:
         return Flow(
-            asked={name: (tally.calls, tally.nbytes) for name, tally in traffic.asked.items()},
-            ran={name: (tally.calls, tally.nbytes) for name, tally in traffic.ran.items()},
+            asked_along={key: (tally.calls, tally.nbytes) for key, tally in traffic.asked_along.items()},
+            ran_along={key: (tally.calls, tally.nbytes) for key, tally in traffic.ran_along.items()},
             flops=self._count.flops,
             down=self._count.copied_down,
             up=self._count.copied_up,

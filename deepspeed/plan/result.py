@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from deepspeed.comm.mesh import Mesh
 from deepspeed.plan.devices import Machine
 from deepspeed.plan.models import ModelSource
 from deepspeed.plan.rehearsal import Rehearsed
 from deepspeed.plan.show import plan_text
-from deepspeed.plan.times import lower_bounds, travels
+from deepspeed.plan.times import Travel, lower_bounds, travels
 from deepspeed.zero.placement import Home
 
 
@@ -48,6 +50,8 @@ class Plan:
     Attributes:
         request: What was asked.
         config: The configuration that was planned, batch sizes in numbers.
+        mesh: The ranks of the job along their axes.
+        rank: The one that was played.
         micro_batch: Samples per forward and rank.
         accumulation_steps: Micro-batches per step.
         rehearsed: What was counted.
@@ -60,6 +64,8 @@ class Plan:
 
     request: Request
     config: dict[str, Any]
+    mesh: Mesh
+    rank: int
     micro_batch: int
     accumulation_steps: int
     rehearsed: Rehearsed
@@ -97,10 +103,20 @@ class Plan:
             needed_on_host += self.device_bytes * self.machine.devices_per_node
         return self.device_bytes <= self.machine.usable and (host is None or needed_on_host <= host)
 
+    @cached_property
+    def travels(self) -> list[Travel]:
+        """The collectives of a step."""
+        return travels(self.rehearsed.flow, self.machine, self.mesh, self.rank)
+
+    @property
+    def lower_bounds(self) -> dict[str, float]:
+        """Seconds that each resource is busy in a step, at least; empty where the device's rates are not known."""
+        return lower_bounds(self.rehearsed.flow, self.travels, self.machine)
+
     @property
     def step_seconds(self) -> float | None:
         """Lower bound of the time of a step; None where the device's rates are not known."""
-        return max(lower_bounds(self.rehearsed.flow, self.machine).values(), default=None)
+        return max(self.lower_bounds.values(), default=None)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything in numbers and strings, for programs. Bytes and seconds; device figures are per rank."""
@@ -138,8 +154,8 @@ class Plan:
             "activations": {"with checkpointing" if on else "without": n for on, n in self.activations.items()},
             "initialize_bytes": found.init_peak,
             "collectives": {
-                t.name: {"calls": t.calls, "bytes": t.nbytes, "inside_node": t.inside, "between_nodes": t.between}
-                for t in travels(found.flow, machine)
+                t.title: {"calls": t.calls, "bytes": t.nbytes, "inside_node": t.inside, "between_nodes": t.between}
+                for t in self.travels
             },
             "sent": {name: {"calls": calls, "bytes": nbytes} for name, (calls, nbytes) in found.flow.ran.items()},
             "flops": found.flow.flops,
@@ -147,7 +163,7 @@ class Plan:
             "bytes_to_device": found.flow.up,
             "bytes_read_from_files": found.flow.read,
             "bytes_written_to_files": found.flow.written,
-            "lower_bounds_seconds": lower_bounds(found.flow, machine),
+            "lower_bounds_seconds": self.lower_bounds,
             "step_seconds_at_least": self.step_seconds,
             "config": self.config,
             "notices": self.notices,

@@ -12,7 +12,6 @@ from rich.text import Text
 
 from deepspeed.plan.configs import stage_of
 from deepspeed.plan.devices import in_words
-from deepspeed.plan.times import lower_bounds, travels
 from deepspeed.zero.placement import Home
 from deepspeed.zero.storage import Kind
 
@@ -121,19 +120,19 @@ def _memory(plan: Plan) -> Table:
 
 
 def _collectives(plan: Plan) -> Table | None:
-    rows = travels(plan.rehearsed.flow, plan.machine)
+    rows = plan.travels
     if not rows:
         return None
     table = Table(title="Collectives of one step, per rank", title_justify="left")
     for heading in ("", "calls", "bytes of the buffers", "inside the node, at least", "between nodes, at least"):
         table.add_column(heading, justify="right" if heading else "left")
     for row in rows:
-        table.add_row(row.name, f"{row.calls:,}", in_words(row.nbytes), in_words(row.inside), in_words(row.between))
+        table.add_row(row.title, f"{row.calls:,}", in_words(row.nbytes), in_words(row.inside), in_words(row.between))
     return table
 
 
 def _times(plan: Plan) -> Table | None:
-    bounds = lower_bounds(plan.rehearsed.flow, plan.machine)
+    bounds = plan.lower_bounds
     if not bounds:
         return None
     table = Table(title="A step takes at least", title_justify="left", show_header=False)

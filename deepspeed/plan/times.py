@@ -1,6 +1,7 @@
 """What a step moves inside and between nodes at least, and how long it takes at least.
 
-A collective over nodes of g devices each cannot do with less than this: what a node does not hold must come in through
+Each collective lies along an axis of the mesh, whose ranks are on some nodes and on some devices of each. A collective
+over nodes of g devices each cannot do with less than this: what a node does not hold must come in through
 its network, once, divided among its devices; what a device does not hold must come over its link from its neighbours,
 where that is shorter. So a gather of B bytes costs each device B (nodes - 1) / nodes / g from the network and
 B (g - 1) / g from the node; a reduce-scatter the same the other way; an all-reduce counts as both. An exchange
@@ -10,8 +11,11 @@ its network where it is alone on its node.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from deepspeed.comm.mesh import DATA, Mesh
 from deepspeed.plan.devices import Machine
 from deepspeed.plan.flow import Flow
 
@@ -22,6 +26,7 @@ class Travel:
 
     Attributes:
         name: Of the collective.
+        axis: Along which it goes.
         calls: How often.
         nbytes: Of the full buffers, an all-reduce counted twice.
         inside: Bytes that each device receives (or sends) inside the node, at least.
@@ -29,33 +34,53 @@ class Travel:
     """
 
     name: str
+    axis: str
     calls: int
     nbytes: int
     inside: int
     between: int
 
+    @property
+    def title(self) -> str:
+        """Name and, where it is not that of all data-parallel ranks, axis."""
+        return self.name if self.axis == DATA else f"{self.name} ({self.axis})"
 
-def travels(flow: Flow, machine: Machine) -> list[Travel]:
-    """The collectives of a step."""
-    nodes, devices = machine.nodes, machine.devices_per_node
+
+def span(mesh: Mesh, rank: int, axis: str, machine: Machine) -> tuple[int, int]:
+    """Nodes on which the ranks along an axis lie, and the most of them on one."""
+    if axis not in mesh.names or mesh.size(axis) == mesh.world_size:  # all ranks
+        return machine.nodes, machine.devices_per_node
+    on_node = Counter(member // machine.devices_per_node for member in mesh.group(rank, axis))
+    return len(on_node), max(on_node.values())
+
+
+def travels(flow: Flow, machine: Machine, mesh: Mesh, rank: int) -> list[Travel]:
+    """The collectives of a step.
+
+    Args:
+        flow: Of the rank.
+        machine: On which nodes and devices the ranks are, in their order.
+        mesh: The ranks along their axes.
+        rank: The one whose flow it is.
+    """
     found = []
-    for name, (calls, nbytes) in sorted(flow.asked.items()):
+    for (name, axis), (calls, nbytes) in sorted(flow.asked_along.items()):
+        nodes, devices = span(mesh, rank, axis, machine)
         if name == "all_to_all":
-            sent = flow.ran[name][1]
+            sent = flow.ran_along[name, axis][1]
             inside, between = (sent, 0) if devices > 1 else (0, sent)
         else:
             inside, between = nbytes * (devices - 1) // devices, nbytes * (nodes - 1) // nodes // devices
-        found.append(Travel(name, calls, nbytes, inside, between))
+        found.append(Travel(name, axis, calls, nbytes, inside, between))
     return found
 
 
-def lower_bounds(flow: Flow, machine: Machine) -> dict[str, float]:
+def lower_bounds(flow: Flow, moved: Sequence[Travel], machine: Machine) -> dict[str, float]:
     """Seconds that each resource is busy in a step, at least; empty where the device's rates are not known.
 
     They may all work at once, so the step takes no less than the longest.
     """
     device = machine.device
-    moved = travels(flow, machine)
     disk = (flow.read + flow.written) * machine.devices_per_node
     amounts = {
         "arithmetic": (flow.flops, device.flops),

@@ -16,7 +16,6 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.plan import DecoderShape
 from deepspeed.plan.devices import DEVICES, in_words, read_bytes
 from deepspeed.plan.sweep import read_axes
-from deepspeed.plan.times import travels
 from deepspeed.zero.placement import Home
 from deepspeed.zero.storage import Kind
 
@@ -166,10 +165,26 @@ def test_gathers_in_two_steps_are_planned_as_one():
 
 def test_traffic_between_and_inside_nodes():
     made = plan(nodes=4, devices_per_node=2)
-    rows = {row.name: row for row in travels(made.rehearsed.flow, made.machine)}
+    rows = {row.name: row for row in made.travels}
     gather = rows["all_gather"]
     assert (gather.inside, gather.between) == (gather.nbytes // 2, gather.nbytes * 3 // 4 // 2)
     assert rows["reduce_scatter"].nbytes == gather.nbytes, "stage 1 moves its parameters once each way"
+
+
+def test_ranks_that_share_inside_a_node_send_nothing_between_nodes_to_gather():
+    """hpZ: parameters are shared by neighbours; what goes along the other axis crosses nodes."""
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    wide = plan(config={**CONFIG, "zero_optimization": zero}, nodes=4, devices_per_node=4)
+    near = plan(
+        config={**CONFIG, "zero_optimization": {**zero, "zero_hpz_partition_size": 2}}, nodes=4, devices_per_node=4
+    )
+    gather = {row.axis: row for row in near.travels if row.name == "all_gather"}
+    assert set(gather) == {"shard", "replicate"}
+    assert (gather["shard"].inside, gather["shard"].between) == (gather["shard"].nbytes // 2, 0)
+    # Two ranks with the same slices on each of four nodes.
+    assert gather["replicate"].between == gather["replicate"].nbytes * 3 // 4 // 2
+    assert all(row.axis == "data" for row in wide.travels)
+    assert "all_gather (shard)" in near.table() and "all_gather (shard)" in near.to_dict()["collectives"]
 
 
 def test_muon_at_many_ranks():
@@ -185,7 +200,7 @@ def test_muon_at_many_ranks():
     assert made.rehearsed.flow.flops > idle.rehearsed.flow.flops
     for nodes, devices in ((1, 2), (2, 1)):
         few = plan(config=config, nodes=nodes, devices_per_node=devices)
-        row = next(row for row in travels(few.rehearsed.flow, few.machine) if row.name == "all_to_all")
+        row = next(row for row in few.travels if row.name == "all_to_all")
         sent = few.rehearsed.flow.ran["all_to_all"][1]
         assert 0 < sent < row.nbytes and (row.inside, row.between) == ((sent, 0) if nodes == 1 else (0, sent))
 
