@@ -73,7 +73,7 @@ def test_report_command_without_build_tools(environment, tmp_path):
 
 def test_the_example_of_the_readme_runs(environment, tmp_path):
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
-    example = example.replace("\nfor _ in", "\nlosses = []\nfor _ in", 1)
+    example = example.replace("\nfor step in", "\nlosses = []\nfor step in", 1)
     example += "    losses.append(loss.item())\nassert losses[-1] < losses[0] / 2, losses\n"
     (tmp_path / "train.py").write_text(example)
     run([*DEEPSPEED, "train.py"], environment, tmp_path)
