@@ -35,7 +35,7 @@ def test_a_rank_that_dies_is_started_again_with_the_others(tmp_path):
         while not pathlib.Path(f"up{1 - rank}try{count}").exists(): time.sleep(0.02)
         if count == "0":
             time.sleep(60 * (rank == 0)); os.kill(os.getpid(), signal.SIGKILL)
-        print("done", rank, count, os.environ["WORLD_SIZE"], sys.argv[1:])
+        sys.stdout.write(f"done {rank} {count} {os.environ['WORLD_SIZE']} {sys.argv[1:]}\\n")  # in one piece
     """
     options = ("--elastic_training", "--num_gpus=2", f"--master_port={free_port()}")
     code, out, err = Launcher(tmp_path, script, *options, arguments=("-x", "a b")).finish(60)
