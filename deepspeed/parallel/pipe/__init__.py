@@ -1,0 +1,1 @@
+"""Pipeline parallelism: the layers of a model are divided over stages, micro-batches flow through them."""

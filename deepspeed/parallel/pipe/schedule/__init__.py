@@ -1,0 +1,22 @@
+"""Schedules of a pipeline: pure lists of what each stage does, and what they cost.
+
+``lists`` makes the computations of all stages, ``stage`` derives one stage's instructions from them, ``published`` has
+the schedules in the form that other programs know.
+"""
+
+from __future__ import annotations
+
+from deepspeed.parallel.pipe.schedule.actions import Action, Kind, Schedule
+from deepspeed.parallel.pipe.schedule.lists import TRAIN_SCHEDULES, make_inference, make_schedule, place_chunks
+from deepspeed.parallel.pipe.schedule.stage import StageSchedule
+
+__all__ = [
+    "TRAIN_SCHEDULES",
+    "Action",
+    "Kind",
+    "Schedule",
+    "StageSchedule",
+    "make_inference",
+    "make_schedule",
+    "place_chunks",
+]

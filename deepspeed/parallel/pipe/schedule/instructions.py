@@ -1,0 +1,110 @@
+"""What a stage is told to do, one instruction at a time. The names and attributes are the published ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class PipeInstruction:
+    """One instruction; its keyword arguments are also its attributes.
+
+    Two are equal if they are of one class with equal arguments.
+
+    Attributes:
+        name: Name of the class.
+        kwargs: The keyword arguments.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        self.name = type(self).__name__
+        self.kwargs = kwargs
+        for key, value in kwargs.items():
+            setattr(self, key, value)
+
+    def __repr__(self) -> str:
+        return f"{self.name}({', '.join(f'{key}={value!r}' for key, value in self.kwargs.items())})"
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.kwargs == other.kwargs  # type: ignore[attr-defined]
+
+    def __hash__(self) -> int:
+        return hash((type(self), *self.kwargs.items()))
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{type(self).__name__} has no argument {name!r}")
+
+
+class OptimizerStep(PipeInstruction):
+    """Update the weights; all gradients of the step are there."""
+
+
+class ReduceGrads(PipeInstruction):
+    """Combine the gradients of the stage over its data-parallel ranks."""
+
+
+class ReduceTiedGrads(PipeInstruction):
+    """Sum the gradients of tied weights over the stages that hold them."""
+
+
+class BufferOpInstruction(PipeInstruction):
+    """An instruction about one micro-batch in flight.
+
+    Those of a :class:`~deepspeed.parallel.pipe.schedule.stage.StageSchedule` carry all of these, those of the
+    published schedules ``buffer_id`` only.
+
+    Attributes:
+        buffer_id: Which buffer of the stage holds the micro-batch, from 0. Reused when its backward is done.
+        micro_batch: Number of the micro-batch in the step, from 0.
+        chunk: Number of the chunk in the model, from 0: not the place among the stage's chunks.
+    """
+
+    def __init__(self, buffer_id: int, **kwargs: Any) -> None:
+        super().__init__(buffer_id=buffer_id, **kwargs)
+
+
+class LoadMicroBatch(BufferOpInstruction):
+    """Pull the next item of the data. Told once per micro-batch, to stages with the first or the last chunk."""
+
+
+class ForwardPass(BufferOpInstruction):
+    """Compute the chunk's outputs, for the last chunk the loss.
+
+    Attributes:
+        is_first: No forward of this chunk came before in this step.
+        is_last: None comes after.
+    """
+
+
+class BackwardPass(BufferOpInstruction):
+    """Compute the gradients of the chunk's inputs and weights. ``is_first``, ``is_last`` as of a forward."""
+
+
+class BackwardInput(BufferOpInstruction):
+    """Compute the gradients of the chunk's inputs only; the previous chunk waits for them."""
+
+
+class BackwardWeight(BufferOpInstruction):
+    """Compute the gradients of the chunk's weights, after the :class:`BackwardInput` of the same micro-batch.
+
+    ``is_first`` and ``is_last`` as of a forward.
+    """
+
+
+class SendActivation(BufferOpInstruction):
+    """Send the chunk's outputs to the next chunk.
+
+    Attributes:
+        peer: The stage that holds the other chunk; the stage itself where neighbouring chunks lie on one.
+    """
+
+
+class RecvActivation(BufferOpInstruction):
+    """Receive the chunk's inputs from the previous chunk, on stage ``peer``."""
+
+
+class SendGrad(BufferOpInstruction):
+    """Send the gradients of the chunk's inputs to the previous chunk, on stage ``peer``."""
+
+
+class RecvGrad(BufferOpInstruction):
+    """Receive the gradients of the chunk's outputs from the next chunk, on stage ``peer``."""
