@@ -37,13 +37,15 @@ from deepspeed.ops.flat import supports_flat_update, why_not_flat
 from deepspeed.precision.policy import PrecisionPolicy, create_loss_scaler
 from deepspeed.schedulers import build_scheduler
 from deepspeed.zero.access.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.zero.build import build_runtime
 from deepspeed.zero.group import Groups
 from deepspeed.zero.layout import Limits
 from deepspeed.zero.leaf import mark_leaf_modules
 from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3
 from deepspeed.zero.placement import Home, Placement
 from deepspeed.zero.reduction_policy import ReductionPolicy
-from deepspeed.zero.runtime import RuntimeOptions, ZeroRuntime
+from deepspeed.zero.runtime import ZeroRuntime
+from deepspeed.zero.runtime_options import RuntimeOptions
 from deepspeed.zero.schedule import GatherLimits
 from deepspeed.zero.storage import distinct
 from deepspeed.zero.update import state_itemsizes
@@ -192,7 +194,7 @@ def build_parts(client: Client, config: Any, distributed_port: int, dist_init_re
     _mark_leaf_modules(root, client.model)
     _make_sparse(root, client.model)
     homes = open_homes(root, placement, device, rank=comm.get_rank(), state_itemsizes=state_itemsizes(torch_optimizer))
-    runtime = ZeroRuntime(
+    runtime = build_runtime(
         client.model,
         _options(root, placement, precision, device, torch_optimizer, homes),
         groups,

@@ -112,7 +112,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, nn.Module):
         )
         self._compiling = EngineCompile(self.module, gathers_between_pieces(parts.placement, parts.standing.zero_size))
         self._offloading = EngineOffload(parts)
-        self._runtime.on_stray_backward = self._open_backward
+        self._runtime.announcement.on_sight = self._open_backward
         self._runtime.optimizer = self._updater
         watch_other_optimizers()
         log_dist(self._summary())
@@ -163,7 +163,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, nn.Module):
             self._profiled.after_forward()
         self._progress.after("forward")
         if torch.is_grad_enabled() and not self._runtime.hooks.sees_forwards:
-            self._runtime.watch(outputs)
+            self._runtime.announcement.watch(outputs)
         return outputs
 
     # -- backward ----------------------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ def _landed(
 
 def _staging(runtime: ZeroRuntime) -> tuple[int, str]:
     """Buffers between files and the rest, of the size that was set."""
-    return runtime.staging_bytes(), "buffers x bytes of one"
+    return runtime.states.staging_bytes, "buffers x bytes of one"
 
 
 def _kept_buckets(runtime: ZeroRuntime, precision: PrecisionPolicy, accumulation_steps: int) -> tuple[int, str]:

@@ -1,95 +1,58 @@
-"""One model under ZeRO: buckets, schedule, hooks and gradients, built once and driven by the engine."""
+"""One model under ZeRO while it runs: what a backward opens and settles, what an exception leaves, what calls refuse.
+
+``zero.build`` puts it together; where the states lie is in ``zero.model_states``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.agreement import Agreement
-from deepspeed.comm.transport import LocalTransport, Piece
-from deepspeed.errors import CallOrderError, DeepSpeedConfigError, OffloadError, ShardedAccessError
+from deepspeed.comm.transport import LocalTransport
+from deepspeed.errors import CallOrderError
 from deepspeed.logging import log_dist, logger
-from deepspeed.zero.access.views import install_views, mark_module
+from deepspeed.zero.announced import Announcement
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.calls import agree_to_go_on
-from deepspeed.zero.construction.filling import first_values
-from deepspeed.zero.construction.materialize import Materializer
-from deepspeed.zero.construction.provisional import note_freed
-from deepspeed.zero.describe import describe
-from deepspeed.zero.formula import MemoryFormula
 from deepspeed.zero.gradient_bucket import GradientBucket
 from deepspeed.zero.gradients import GradientReducer
 from deepspeed.zero.group import Groups
-from deepspeed.zero.holder import address_of, full_shape
+from deepspeed.zero.guards import UntrainedGradients
 from deepspeed.zero.hooks import ForwardHooks
-from deepspeed.zero.landing import Landing
-from deepspeed.zero.layout import Limits, ModelLayout, UnitTile, model_layout
+from deepspeed.zero.layout import ModelLayout
 from deepspeed.zero.leaf import get_z3_leaf_modules
 from deepspeed.zero.masters import MasterBucket
 from deepspeed.zero.micro_batch import MicroBatch
-from deepspeed.zero.outputs import tensors_in
-from deepspeed.zero.parts import tile_of
-from deepspeed.zero.placement import Home, Placement
+from deepspeed.zero.model_states import ModelStates
+from deepspeed.zero.placement import BucketPlacement
 from deepspeed.zero.places import Places
-from deepspeed.zero.reduction_policy import ReductionPolicy
-from deepspeed.zero.schedule import GatherLimits, GatherSchedule
-from deepspeed.zero.sharded_parameter import ShardedParameter, note_placeholders
-from deepspeed.zero.storage import Ledger, Memory
-from deepspeed.zero.units import Unit, find_units
-
-
-@dataclass(frozen=True)
-class RuntimeOptions:
-    """What the configuration decides.
-
-    Attributes:
-        placement: The ZeRO row.
-        layout: Sizes that decide which parameters share a bucket.
-        gathers: Sizes that decide when buckets are gathered and freed.
-        reduction: How gradients are combined; None where nothing is trained.
-        granularity: Elements up to which a block is never taken apart into smaller units.
-        compute_dtype: Dtype of a parameter, by name and parameter.
-        whole_tensors: The optimizer needs parameters in their shape (allowed where nothing is sharded).
-        device: Where the model computes.
-        param_memories: Where compute shards are kept, for every home in use.
-        master_memories: Where masters and optimizer states are kept, for every home in use.
-        landing: Makes what brings the reduced gradients of one bucket to their home.
-        state_itemsizes: For every per-element optimizer state, as far as it is known beforehand, its bytes per fp32
-            element.
-    """
-
-    placement: Placement
-    layout: Limits
-    gathers: GatherLimits
-    reduction: ReductionPolicy | None
-    granularity: int
-    compute_dtype: Callable[[str, torch.Tensor], torch.dtype]
-    whole_tensors: bool
-    device: torch.device
-    param_memories: Mapping[Home, Memory]
-    master_memories: Mapping[Home, Memory]
-    landing: Callable[[Home, Ledger], Landing]
-    state_itemsizes: tuple[int, ...] = ()
+from deepspeed.zero.runtime_options import RuntimeOptions
+from deepspeed.zero.schedule import GatherSchedule
 
 
 class ZeroRuntime:
-    """Owns the sharded life of one model.
+    """Owns the sharded life of one model. Made by ``zero.build.build_runtime``.
 
     Attributes:
+        model: The model.
+        placement: The ZeRO row.
+        device: Where the model computes.
+        host_is_device: Whether that is host memory.
         groups: The ranks that share parameters, and those that decide together.
-        layout: Where every parameter lives.
+        states: Where every parameter and every master lies.
         buckets: In model order.
         masters: One per trainable bucket, in the same order as ``reducer.buckets``.
-        placed: Where the states of each bucket live, by index.
         ledger: Books of the memory.
+        agreement: On the order of gathers.
+        schedule: When buckets are gathered.
+        hooks: Tell when modules run.
         reducer: The gradients; None where nothing is trained.
-        in_backward: Whether a backward of this model is running.
+        announcement: How a backward of this model shows itself.
+        handles: Hooks on the model that go with this runtime.
         optimizer: The ZeRO optimizer; set by the engine once it exists.
         places: The parameters as the model had them.
         away: Kinds of states that ``offload_states`` has moved to the host.
@@ -102,271 +65,66 @@ class ZeroRuntime:
         model: nn.Module,
         options: RuntimeOptions,
         groups: Groups,
-        param_groups: Mapping[int, int],
+        states: ModelStates,
+        *,
+        agreement: Agreement,
+        schedule: GatherSchedule,
+        hooks: ForwardHooks,
+        reducer: GradientReducer | None,
+        announcement: Announcement,
     ) -> None:
-        """Moves the model's parameters into buckets. Every rank must call it, with the same model.
-
-        Args:
-            model: The model; its parameters are changed in place and take rank 0's values.
-            options: Decisions of the configuration.
-            groups: The ranks that share parameters, and those that decide together.
-            param_groups: ``id(parameter)`` to index of its optimizer param group.
-        """
         self.model = model
         self.placement = options.placement
-        self.ledger = Ledger()
-        self.in_backward = False
+        self.device = options.device
+        self.host_is_device = options.host_is_device
+        self.groups = groups
+        self.states = states
+        self.buckets = states.buckets
+        self.masters = states.masters
+        self.ledger = states.ledger
+        self.param_names = states.param_names
+        self.agreement = agreement
+        self.schedule = schedule
+        self.hooks = hooks
+        self.reducer = reducer
+        self.announcement = announcement
+        self.places = Places(model)
+        self.handles: list[RemovableHandle] = []
         self.optimizer: Any = None
+        self.away: set[str] = set()
         self.open_blocks = 0
         self.is_retired = False
-        self.away: set[str] = set()
-        self.groups = groups
-        self._options = options
-        self._group_names = {
-            parameter: groups.name_of(name, describe(name, parameter)) for name, parameter in model.named_parameters()
-        }
-        self._retire_earlier_owners(model)
-        self._materializer = Materializer(model, options.device)
-        units = find_units(model, options.granularity)
-        self.layout = self._make_layout(units, param_groups)
-        self.placed = options.placement.of_buckets(self.layout)
-        self._open_memories()
-        self.param_names = {parameter: name for unit in units for name, parameter in unit.params.items()}
-        self.masters: list[MasterBucket] = []
-        self._trained: dict[int, int] = {}  # index of a bucket to its position among the masters
-        self.buckets = self._make_buckets(units)
-        self._materializer.finish()
-        self._sharded = sharded = [bucket for bucket in self.buckets if bucket.is_sharded]
-        self.agreement = Agreement(groups.gathering, self._describe_bucket)
-        leaves = self._leaves()
-        self.schedule = GatherSchedule(sharded, self.agreement, options.gathers, leaves.values())
-        self.hooks = ForwardHooks(
-            model,
-            self._sharded_units(units, leaves),
-            sharded,
-            self.schedule,
-            in_backward=lambda: self.in_backward,
-            on_outputs=self.watch,
-        )
-        self.reducer: GradientReducer | None = None
-        if options.reduction is not None:
-            self.reducer = GradientReducer(
-                [master.bucket for master in self.masters],
-                options.reduction,
-                groups.peers,
-                self.ledger,
-                [self._landing(master.bucket) for master in self.masters],
-                on_packed=self.hooks.gradients_arrived,
-                on_stray=self._stray_gradient,
-                may_block=lambda: self.schedule.expects_no_gather,
-                needs_one_order=bool(sharded) and any(group.gather.needs_one_order for group in groups),
-            )
-        self.on_stray_backward: Callable[[], None] | None = None
-        self._without_owner: set[int] = set()
-        self.places = Places(model)
         self._late: list[int] = []  # positions of buckets that are trained since one of their parameters was unfrozen
-        self._handles = self._drop_gradients_without_owner()
-        if self.placement.shard_params:
-            for module in model.modules():
-                mark_module(module)
-            self._handles.append(model.register_state_dict_post_hook(_note_placeholders))
-            # On every module, as loaders that gather module by module call each one's own part of load_state_dict.
-            for module in model.modules():
-                if next(module.parameters(recurse=False), None) is not None:
-                    self._handles.append(module.register_load_state_dict_pre_hook(_refuse_loading))
-
-    # -- construction ------------------------------------------------------------------------------------------------
-
-    def _retire_earlier_owners(self, model: nn.Module) -> None:
-        """An engine that had the model before gives its parameters up."""
-        addresses = [address for p in model.parameters() if (address := address_of(p)) is not None]
-        for owner in {id(a.holder.owner): a.holder.owner for a in addresses if a.holder.owner is not None}.values():
-            owner.retire()
-
-    def _make_layout(self, units: list[Unit], param_groups: Mapping[int, int]) -> ModelLayout:
-        dtype_of = self._options.compute_dtype
-
-        def entry(name: str, parameter: nn.Parameter) -> UnitTile:
-            group = param_groups.get(id(parameter), -1)
-            dtype = str(dtype_of(name, parameter)).removeprefix("torch.")
-            tile = tile_of(name, full_shape(parameter), group, parameter)
-            return UnitTile(tile, dtype, parameter.requires_grad and group >= 0, self._group_names[parameter])
-
-        return model_layout(
-            [[entry(name, parameter) for name, parameter in unit.params.items()] for unit in units],
-            sharing={group.name: group.sharing for group in self.groups},
-            limits=self._options.layout,
-        )
-
-    def _open_memories(self) -> None:
-        """Tells each memory what it will hold; a lack of space on any rank is an error on all."""
-        formula = MemoryFormula(self.layout, self.placement, host_is_device=self.host_is_device)
-        failure: OffloadError | None = None
-        try:
-            for home, memory in self._options.param_memories.items():
-                memory.open(formula.compute_tensors(home), self.ledger)
-            for home, memory in self._options.master_memories.items():
-                memory.open(formula.master_tensors(self._options.state_itemsizes, home), self.ledger)
-        except OffloadError as error:
-            failure = error
-        failed = self.groups.job.gather_small(
-            torch.tensor([failure is not None], dtype=torch.int64), channel="call", label="initialize"
-        ).view(-1)
-        if failure is not None:
-            raise failure
-        if bool(failed.any()):
-            ranks = torch.nonzero(failed).view(-1).tolist()
-            raise OffloadError(f"the files for offloaded states could not be made on rank(s) {ranks}; see their errors")
-
-    def staging_bytes(self) -> int:
-        """Host memory of the buffers between files and the rest."""
-        memories = (*self._options.param_memories.values(), *self._options.master_memories.values())
-        return sum(memory.staging_bytes for memory in memories)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model computes."""
-        return self._options.device
-
-    @property
-    def host_is_device(self) -> bool:
-        """Whether the model computes in host memory."""
-        return get_accelerator().shares_host_memory(self.device)
-
-    def _landing(self, bucket: Bucket) -> Landing:
-        return self._options.landing(self.placed[bucket.index].gradient_home, self.ledger)
-
-    def _make_buckets(self, units: list[Unit]) -> list[Bucket]:
-        by_name = {name: parameter for unit in units for name, parameter in unit.params.items()}
-        made = []
-        for layout in self.layout.buckets:
-            params = [by_name[tile.name] for tile in layout.tiles]
-            placed = self.placed[layout.index]
-            bucket = Bucket(
-                layout,
-                params,
-                dtype=getattr(torch, layout.dtype),
-                device=self._options.device,
-                group=self.groups[layout.group],
-                is_sharded=placed.is_sharded,
-                ledger=self.ledger,
-                memory=self._options.param_memories[placed.param_home],
-            )
-            was_sharded = any(isinstance(parameter, ShardedParameter) for parameter in params)
-            self._fill(bucket)
-            made.append(bucket)
-            if was_sharded and self.host_is_device:
-                note_freed(layout.slice_numel * bucket.dtype.itemsize)
-        return made
-
-    def _fill(self, bucket: Bucket) -> None:
-        """Gives a new bucket its first values, and its master the values from before the cast."""
-        layout = bucket.layout
-        self._materializer.materialize(bucket.params)
-        with torch.no_grad():
-            original = first_values(
-                layout,
-                bucket.params,
-                group=bucket.group,
-                device=bucket.device,
-                default_dtype=bucket.dtype,
-                cut=bucket.is_sharded,
-            )
-            same = bucket.group.combine
-            if same is not None:
-                same.move([Piece(0, None, original)], label=f"the first values of {bucket.label}")
-            bucket.take_first_values(original)
-            self._own(bucket)
-            if layout.trainable:
-                self._make_master(bucket, original)
-
-    def _make_master(self, bucket: Bucket, original: torch.Tensor) -> MasterBucket:
-        master = MasterBucket(
-            bucket,
-            is_sharded=self.placement.shard_master and bucket.group.size > 1,
-            original=original,
-            ledger=self.ledger,
-            whole_tensors=self._options.whole_tensors,
-            memory=self._options.master_memories[self.placed[bucket.index].master_home],
-        )
-        self.masters.append(master)
-        self._trained[bucket.index] = len(self.masters) - 1
-        return master
-
-    def _own(self, bucket: Bucket) -> None:
-        """Parameters know from now on where their values are kept."""
-        bucket.owner = self
-        bucket.is_partitioned = self.placement.shard_params
-        bucket.take_addresses()
-        if bucket.is_partitioned:
-            install_views()
-
-    def _leaves(self) -> dict[nn.Module, list[Bucket]]:
-        """The leaf modules with everything sharded that they use, tied weights of other units included."""
-        holders = {parameter: bucket for bucket in self._sharded for parameter in bucket.params}
-        found = {}
-        for module in get_z3_leaf_modules(self.model):
-            used = {holders[parameter] for parameter in module.parameters() if parameter in holders}
-            found[module] = sorted(used, key=lambda bucket: bucket.index)
-        return found
-
-    def _sharded_units(
-        self, units: list[Unit], leaves: dict[nn.Module, list[Bucket]]
-    ) -> list[tuple[nn.Module, list[Bucket]]]:
-        found = dict(leaves)
-        for unit, indices in zip(units, self.layout.units, strict=True):
-            found.setdefault(unit.module, [self.buckets[i] for i in indices if self.buckets[i].is_sharded])
-        return [*self._holders_of_units(units), *((module, sharded) for module, sharded in found.items() if sharded)]
-
-    def _holders_of_units(self, units: list[Unit]) -> list[tuple[nn.Module, list[Bucket]]]:
-        """Modules between the root and the units: one called by itself (an encoder) is the outermost forward then."""
-        known = {unit.module for unit in units}
-        for unit in units:
-            if not unit.is_flat:
-                known.update(unit.module.modules())
-        sharded = {parameter for bucket in self.buckets if bucket.is_sharded for parameter in bucket.params}
-        return [
-            (module, [])
-            for module in self.model.modules()
-            if module not in known and any(parameter in sharded for parameter in module.parameters())
-        ]
-
-    def _describe_bucket(self, index: int) -> str:
-        return f"the parameters {self.buckets[index].label}"
-
-    def _drop_gradients_without_owner(self) -> list[RemovableHandle]:
-        """Parameters that require gradients and belong to no optimizer group: their gradients are of no use."""
-        handles, names = [], []
+        self._untrained = UntrainedGradients()
         for bucket in self.buckets:
-            for parameter, tile in zip(bucket.params, bucket.layout.tiles, strict=True):
-                if tile.param_group < 0 and parameter.requires_grad and id(parameter) not in self._without_owner:
-                    self._without_owner.add(id(parameter))
-                    handles.append(parameter.register_post_accumulate_grad_hook(_drop_gradient))
-                    names.append(tile.name)
+            bucket.owner = self
+        self._drop_untrained_gradients()
+
+    @property
+    def layout(self) -> ModelLayout:
+        """Where every parameter lives."""
+        return self.states.layout
+
+    @property
+    def placed(self) -> tuple[BucketPlacement, ...]:
+        """Where the states of each bucket live, by index."""
+        return self.states.placed
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward of this model is open."""
+        return self.announcement.is_open
+
+    def _drop_untrained_gradients(self) -> None:
+        """Parameters that require gradients and belong to no optimizer group: their gradients are of no use."""
+        names = self._untrained.drop_those_of(self.buckets)
         if names and self.reducer is not None:
             log_dist(
                 f"{len(names)} parameter(s) require gradients but are in no param group of the optimizer, so they are "
                 f"not trained: {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}"
             )
-        return handles
 
     # -- backward ----------------------------------------------------------------------------------------------------
-
-    def watch(self, outputs: Any, entry: int = 0) -> None:
-        """Lets a backward through what a training forward returned announce itself, whoever starts it.
-
-        Args:
-            outputs: What it returned.
-            entry: Number of the module among those that may be called by themselves; 0 is the model.
-        """
-        for tensor in tensors_in(outputs):
-            if tensor.requires_grad and not tensor.is_leaf:  # on a parameter hooks would pile up, forward by forward
-                tensor.register_hook(lambda _gradient: self._reached(entry))
-
-    def _reached(self, entry: int) -> None:
-        self._stray_gradient()
-        if self.in_backward:
-            self.hooks.reach(entry)
 
     def begin_backward(self, micro_batch: MicroBatch, *, sync: bool) -> None:
         """Opens a backward: gradients are collected and sharded parameters gathered on demand until it ends.
@@ -377,7 +135,7 @@ class ZeroRuntime:
         """
         assert not self.in_backward
         self.take_unfrozen()
-        self.in_backward = True
+        self.announcement.is_open = True
         if self.reducer is not None:
             alone = all(isinstance(group.reduce, LocalTransport) for group in self.groups)
             every = self.reducer.policy.every_micro_batch and not alone
@@ -401,12 +159,14 @@ class ZeroRuntime:
         self.reducer.listen(self._late)  # further parameters of their buckets
         if not unfrozen:
             return
-        self._handles += self._drop_gradients_without_owner()
+        self._drop_untrained_gradients()
         made = []
         for bucket in unfrozen:
             pairs = zip(bucket.params, bucket.layout.tiles, strict=True)
             if any(parameter.requires_grad and tile.param_group >= 0 for parameter, tile in pairs):
-                made.append(self._train(bucket))
+                made.append(self.states.train(bucket))
+                self._late.append(len(self.reducer.buckets))
+                self.reducer.add(bucket, self.states.landing(bucket))
         if made:
             self.optimizer.add_masters(made)
             numel = sum(master.flat.numel() for master in made)
@@ -414,23 +174,6 @@ class ZeroRuntime:
                 f"{len(made)} bucket(s) of parameters that were frozen are trained from now on: {numel:,} elements of "
                 f"masters, gradients and optimizer state on this rank ({', '.join(m.bucket.label for m in made[:3])})"
             )
-
-    def _train(self, bucket: Bucket) -> MasterBucket:
-        assert self.reducer is not None
-        if bucket.dtype.is_complex:
-            raise DeepSpeedConfigError(
-                f"the frozen parameters of {bucket.label} are {bucket.dtype} and cannot be trained from now on: "
-                "expected a real dtype, in which gradients are combined and masters kept. Keep requires_grad false"
-            )
-        bucket.layout = replace(bucket.layout, trainable=True)
-        buckets = tuple(b.layout for b in self.buckets)
-        self.layout = replace(self.layout, buckets=buckets)
-        self.placed = self.placement.of_unfrozen(self.layout, self.placed, bucket.index)
-        with torch.no_grad(), torch.inference_mode(False):
-            master = self._make_master(bucket, bucket.shard if bucket.is_sharded else bucket.full.tensor)
-        self._late.append(len(self.reducer.buckets))
-        self.reducer.add(bucket, self._landing(bucket))
-        return master
 
     def end_backward(self) -> None:
         """Settles the backward: leftover gathers, leftover reductions; frees what it had gathered."""
@@ -440,7 +183,7 @@ class ZeroRuntime:
         if self.reducer is not None:
             self.reducer.end()
         self.hooks.end_backward()
-        self.in_backward = False
+        self.announcement.is_open = False
 
     def drop_open_work(self, *, together: bool = True) -> bool:
         """After an exception left a forward or backward open: throws away what is half done.
@@ -469,7 +212,7 @@ class ZeroRuntime:
             self._confirm(False)
             if self.reducer is not None and self.reducer.is_open:
                 self.reducer.drop(with_sums=is_mixed)
-            self.in_backward = False
+            self.announcement.is_open = False
             self.hooks.abandon()
             if together:
                 logger.warning("the last forward or backward ended in an exception; what it had half done was dropped")
@@ -503,7 +246,7 @@ class ZeroRuntime:
     @property
     def _peers_rely_on_open_work(self) -> bool:
         """Whether what an exception left open has transfers that other ranks take part in."""
-        gathers = any(bucket.group.size > 1 for bucket in self._sharded)
+        gathers = any(bucket.is_sharded and bucket.group.size > 1 for bucket in self.buckets)
         reduces = self.reducer is not None and self.reducer.is_reducing
         return self.groups.peers.size > 1 and (gathers or reduces)
 
@@ -513,11 +256,6 @@ class ZeroRuntime:
         sent = self.reducer.num_sent if self.reducer is not None else 0
         return f"a backward, after {self.schedule.num_issued} gathers and {sent} reductions"
 
-    def _stray_gradient(self) -> None:
-        """Something of a backward is there that nobody has opened, or that is open."""
-        if self.on_stray_backward is not None:
-            self.on_stray_backward()
-
     # -- parameters --------------------------------------------------------------------------------------------------
 
     def leaf_parameters(self) -> set[nn.Parameter]:
@@ -526,12 +264,12 @@ class ZeroRuntime:
 
     def master_of(self, bucket: Bucket) -> MasterBucket | None:
         """The master weights of a bucket; None where it is not trained."""
-        position = self._trained.get(bucket.index)
+        position = self.states.position_of(bucket)
         return None if position is None else self.masters[position]
 
     def gradients_of(self, bucket: Bucket) -> GradientBucket | None:
         """The gradients of a bucket; None where it is not trained."""
-        position = self._trained.get(bucket.index)
+        position = self.states.position_of(bucket)
         return None if position is None or self.reducer is None else self.reducer.buckets[position]
 
     def refuse_away(self, call: str, *kinds: str) -> None:
@@ -577,29 +315,8 @@ class ZeroRuntime:
     def destroy(self) -> None:
         """Takes every hook from the model and gives its memory back; the parameters keep what they hold."""
         self.hooks.remove()
-        for handle in self._handles:
+        for handle in (*self.handles, *self._untrained.handles):
             handle.remove()
         if self.reducer is not None:
             self.reducer.clear()
             self.reducer.remove()
-
-
-def _note_placeholders(_module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    """One line where a state dict is not what it looks like; a module that is nested in another says it too."""
-    if any(isinstance(value, torch.Tensor) and value.shape == (0,) for value in state.values()):
-        note_placeholders("state_dict()")
-
-
-def _refuse_loading(module: nn.Module, state: dict[str, Any], prefix: str, *_others: Any) -> None:
-    """Torch's own complaint would be that every shape differs."""
-    for name, parameter in module.named_parameters(recurse=False):
-        if isinstance(parameter, ShardedParameter) and prefix + name in state:
-            raise ShardedAccessError(
-                f"load_state_dict: {prefix + name!r} and others are sharded (ZeRO stage 3), so there is nothing to "
-                "copy into. Use engine.load_checkpoint, or load on rank 0 inside "
-                "`with deepspeed.zero.GatheredParameters(model.parameters(), modifier_rank=0)`"
-            )
-
-
-def _drop_gradient(parameter: torch.Tensor) -> None:
-    parameter.grad = None

@@ -19,12 +19,14 @@ from deepspeed.comm.mpu import zero_group
 from deepspeed.config import parse
 from deepspeed.errors import CallOrderError, NotYetSupportedError
 from deepspeed.zero.access.gathered import GatheredParameters
+from deepspeed.zero.build import build_runtime
 from deepspeed.zero.construction.init import local_device
 from deepspeed.zero.group import BucketGroup, Groups
 from deepspeed.zero.landing import Landing
 from deepspeed.zero.layout import Limits
 from deepspeed.zero.placement import Placement
-from deepspeed.zero.runtime import RuntimeOptions, ZeroRuntime
+from deepspeed.zero.runtime import ZeroRuntime
+from deepspeed.zero.runtime_options import RuntimeOptions
 from deepspeed.zero.schedule import GatherLimits
 from deepspeed.zero.storage import Memory
 
@@ -118,7 +120,7 @@ class DeepSpeedZeRoOffload:  # noqa: N801 - the public name
             master_memories={memory.home: memory},
             landing=lambda home, ledger: Landing(home),
         )
-        self._adopt(ZeroRuntime(module, options, Groups.of(BucketGroup.over(gather, reduce)), {}))
+        self._adopt(build_runtime(module, options, Groups.of(BucketGroup.over(gather, reduce)), {}))
 
     def _adopt(self, runtime: ZeroRuntime) -> None:
         self._runtime = runtime

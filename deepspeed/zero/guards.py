@@ -1,0 +1,71 @@
+"""Hooks on a model that keep programs from mistakes: state dicts of placeholders, gradients that nobody takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from deepspeed.errors import ShardedAccessError
+from deepspeed.zero.access.views import mark_module
+from deepspeed.zero.bucket import Bucket
+from deepspeed.zero.sharded_parameter import ShardedParameter, note_placeholders
+
+
+def guard_state_dicts(model: nn.Module) -> list[RemovableHandle]:
+    """For a model whose parameters are sharded: its state dict says what it is, loading one into it is refused."""
+    for module in model.modules():
+        mark_module(module)
+    handles = [model.register_state_dict_post_hook(_note_placeholders)]
+    # On every module, as loaders that gather module by module call each one's own part of load_state_dict.
+    for module in model.modules():
+        if next(module.parameters(recurse=False), None) is not None:
+            handles.append(module.register_load_state_dict_pre_hook(_refuse_loading))
+    return handles
+
+
+def _note_placeholders(_module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    """One line where a state dict is not what it looks like; a module that is nested in another says it too."""
+    if any(isinstance(value, torch.Tensor) and value.shape == (0,) for value in state.values()):
+        note_placeholders("state_dict()")
+
+
+def _refuse_loading(module: nn.Module, state: dict[str, Any], prefix: str, *_others: Any) -> None:
+    """Torch's own complaint would be that every shape differs."""
+    for name, parameter in module.named_parameters(recurse=False):
+        if isinstance(parameter, ShardedParameter) and prefix + name in state:
+            raise ShardedAccessError(
+                f"load_state_dict: {prefix + name!r} and others are sharded (ZeRO stage 3), so there is nothing to "
+                "copy into. Use engine.load_checkpoint, or load on rank 0 inside "
+                "`with deepspeed.zero.GatheredParameters(model.parameters(), modifier_rank=0)`"
+            )
+
+
+class UntrainedGradients:
+    """Drops the gradients of parameters that require one and belong to no group of the optimizer.
+
+    Attributes:
+        handles: The hooks that do it.
+    """
+
+    def __init__(self) -> None:
+        self.handles: list[RemovableHandle] = []
+        self._known: set[int] = set()
+
+    def drop_those_of(self, buckets: Iterable[Bucket]) -> list[str]:
+        """The names of such parameters that were not known yet; their gradients go from now on."""
+        names = []
+        for bucket in buckets:
+            for parameter, tile in zip(bucket.params, bucket.layout.tiles, strict=True):
+                if tile.param_group < 0 and parameter.requires_grad and id(parameter) not in self._known:
+                    self._known.add(id(parameter))
+                    self.handles.append(parameter.register_post_accumulate_grad_hook(_drop_gradient))
+                    names.append(tile.name)
+        return names
+
+
+def _drop_gradient(parameter: torch.Tensor) -> None:
+    parameter.grad = None

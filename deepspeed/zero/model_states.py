@@ -1,0 +1,212 @@
+"""The model states of one model on this rank: its parameters in buckets, and a master for every bucket that is trained.
+
+Making them moves the model's parameters into flat buffers. What runs over them is ``zero.runtime``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from deepspeed.comm.transport import Piece
+from deepspeed.errors import DeepSpeedConfigError, OffloadError
+from deepspeed.zero.access.views import install_views
+from deepspeed.zero.bucket import Bucket
+from deepspeed.zero.construction.filling import first_values
+from deepspeed.zero.construction.materialize import Materializer
+from deepspeed.zero.construction.provisional import note_freed
+from deepspeed.zero.describe import describe
+from deepspeed.zero.formula import MemoryFormula
+from deepspeed.zero.group import Groups
+from deepspeed.zero.holder import full_shape
+from deepspeed.zero.landing import Landing
+from deepspeed.zero.layout import ModelLayout, UnitTile, model_layout
+from deepspeed.zero.masters import MasterBucket
+from deepspeed.zero.parts import tile_of
+from deepspeed.zero.runtime_options import RuntimeOptions
+from deepspeed.zero.sharded_parameter import ShardedParameter
+from deepspeed.zero.storage import Ledger
+from deepspeed.zero.units import Unit
+
+
+class ModelStates:
+    """Buckets and masters of one model. Every rank must make it, with the same model.
+
+    Attributes:
+        layout: Where every parameter lives.
+        placed: Where the states of each bucket live, by index.
+        buckets: In model order.
+        masters: One per bucket that is trained; those that were unfrozen later come last.
+        param_names: Parameter to qualified name.
+        ledger: Books of the memory.
+
+    Args:
+        model: The model; its parameters are changed in place and take rank 0's values.
+        units: What is gathered together.
+        options: Decisions of the configuration.
+        groups: The ranks that share parameters, and those that decide together.
+        param_groups: ``id(parameter)`` to index of its optimizer param group.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: list[Unit],
+        options: RuntimeOptions,
+        groups: Groups,
+        param_groups: Mapping[int, int],
+    ) -> None:
+        self.ledger = Ledger()
+        self._options = options
+        self._groups = groups
+        self._group_names = {
+            parameter: groups.name_of(name, describe(name, parameter)) for name, parameter in model.named_parameters()
+        }
+        self._materializer = Materializer(model, options.device)
+        self.layout = self._make_layout(units, param_groups)
+        self.placed = options.placement.of_buckets(self.layout)
+        self._open_memories()
+        self.param_names = {parameter: name for unit in units for name, parameter in unit.params.items()}
+        self.masters: list[MasterBucket] = []
+        self._trained: dict[int, int] = {}  # index of a bucket to its position among the masters
+        self.buckets: list[Bucket] = []
+        self._make_buckets(units)
+        self._materializer.finish()
+
+    def _make_layout(self, units: list[Unit], param_groups: Mapping[int, int]) -> ModelLayout:
+        dtype_of = self._options.compute_dtype
+
+        def entry(name: str, parameter: nn.Parameter) -> UnitTile:
+            group = param_groups.get(id(parameter), -1)
+            dtype = str(dtype_of(name, parameter)).removeprefix("torch.")
+            tile = tile_of(name, full_shape(parameter), group, parameter)
+            return UnitTile(tile, dtype, parameter.requires_grad and group >= 0, self._group_names[parameter])
+
+        return model_layout(
+            [[entry(name, parameter) for name, parameter in unit.params.items()] for unit in units],
+            sharing={group.name: group.sharing for group in self._groups},
+            limits=self._options.layout,
+        )
+
+    def _open_memories(self) -> None:
+        """Tells each memory what it will hold; a lack of space on any rank is an error on all."""
+        options = self._options
+        formula = MemoryFormula(self.layout, options.placement, host_is_device=options.host_is_device)
+        failure: OffloadError | None = None
+        try:
+            for home, memory in options.param_memories.items():
+                memory.open(formula.compute_tensors(home), self.ledger)
+            for home, memory in options.master_memories.items():
+                memory.open(formula.master_tensors(options.state_itemsizes, home), self.ledger)
+        except OffloadError as error:
+            failure = error
+        failed = self._groups.job.gather_small(
+            torch.tensor([failure is not None], dtype=torch.int64), channel="call", label="initialize"
+        ).view(-1)
+        if failure is not None:
+            raise failure
+        if bool(failed.any()):
+            ranks = torch.nonzero(failed).view(-1).tolist()
+            raise OffloadError(f"the files for offloaded states could not be made on rank(s) {ranks}; see their errors")
+
+    def _make_buckets(self, units: list[Unit]) -> None:
+        by_name = {name: parameter for unit in units for name, parameter in unit.params.items()}
+        for layout in self.layout.buckets:
+            params = [by_name[tile.name] for tile in layout.tiles]
+            placed = self.placed[layout.index]
+            bucket = Bucket(
+                layout,
+                params,
+                dtype=getattr(torch, layout.dtype),
+                device=self._options.device,
+                group=self._groups[layout.group],
+                is_sharded=placed.is_sharded,
+                ledger=self.ledger,
+                memory=self._options.param_memories[placed.param_home],
+            )
+            was_sharded = any(isinstance(parameter, ShardedParameter) for parameter in params)
+            self._fill(bucket)
+            self.buckets.append(bucket)
+            if was_sharded and self._options.host_is_device:
+                note_freed(layout.slice_numel * bucket.dtype.itemsize)
+
+    def _fill(self, bucket: Bucket) -> None:
+        """Gives a new bucket its first values, and its master the values from before the cast."""
+        layout = bucket.layout
+        self._materializer.materialize(bucket.params)
+        with torch.no_grad():
+            original = first_values(
+                layout,
+                bucket.params,
+                group=bucket.group,
+                device=bucket.device,
+                default_dtype=bucket.dtype,
+                cut=bucket.is_sharded,
+            )
+            same = bucket.group.combine
+            if same is not None:
+                same.move([Piece(0, None, original)], label=f"the first values of {bucket.label}")
+            bucket.take_first_values(original)
+            self._own(bucket)
+            if layout.trainable:
+                self._make_master(bucket, original)
+
+    def _own(self, bucket: Bucket) -> None:
+        """Parameters know from now on where their values are kept."""
+        bucket.is_partitioned = self._options.placement.shard_params
+        bucket.take_addresses()
+        if bucket.is_partitioned:
+            install_views()
+
+    def _make_master(self, bucket: Bucket, original: torch.Tensor) -> MasterBucket:
+        master = MasterBucket(
+            bucket,
+            is_sharded=self._options.placement.shard_master and bucket.group.size > 1,
+            original=original,
+            ledger=self.ledger,
+            whole_tensors=self._options.whole_tensors,
+            memory=self._options.master_memories[self.placed[bucket.index].master_home],
+        )
+        self.masters.append(master)
+        self._trained[bucket.index] = len(self.masters) - 1
+        return master
+
+    def train(self, bucket: Bucket) -> MasterBucket:
+        """Gives a bucket that was frozen a master. Every rank must call it.
+
+        Raises:
+            DeepSpeedConfigError: Its dtype cannot be trained.
+        """
+        if bucket.dtype.is_complex:
+            raise DeepSpeedConfigError(
+                f"the frozen parameters of {bucket.label} are {bucket.dtype} and cannot be trained from now on: "
+                "expected a real dtype, in which gradients are combined and masters kept. Keep requires_grad false"
+            )
+        bucket.layout = replace(bucket.layout, trainable=True)
+        buckets = tuple(b.layout for b in self.buckets)
+        self.layout = replace(self.layout, buckets=buckets)
+        self.placed = self._options.placement.of_unfrozen(self.layout, self.placed, bucket.index)
+        with torch.no_grad(), torch.inference_mode(False):
+            return self._make_master(bucket, bucket.shard if bucket.is_sharded else bucket.full.tensor)
+
+    @property
+    def sharded(self) -> list[Bucket]:
+        """The buckets that are gathered for their uses."""
+        return [bucket for bucket in self.buckets if bucket.is_sharded]
+
+    def position_of(self, bucket: Bucket) -> int | None:
+        """The place of a bucket among those that are trained; None where it is not."""
+        return self._trained.get(bucket.index)
+
+    def landing(self, bucket: Bucket) -> Landing:
+        """What brings the reduced gradients of a bucket to where the update reads them."""
+        return self._options.landing(self.placed[bucket.index].gradient_home, self.ledger)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Host memory of the buffers between files and the rest."""
+        memories = (*self._options.param_memories.values(), *self._options.master_memories.values())
+        return sum(memory.staging_bytes for memory in memories)

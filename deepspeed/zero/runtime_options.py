@@ -1,0 +1,55 @@
+"""What the configuration decides about one model under ZeRO."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.zero.landing import Landing
+from deepspeed.zero.layout import Limits
+from deepspeed.zero.placement import Home, Placement
+from deepspeed.zero.reduction_policy import ReductionPolicy
+from deepspeed.zero.schedule import GatherLimits
+from deepspeed.zero.storage import Ledger, Memory
+
+
+@dataclass(frozen=True)
+class RuntimeOptions:
+    """What the configuration decides.
+
+    Attributes:
+        placement: The ZeRO row.
+        layout: Sizes that decide which parameters share a bucket.
+        gathers: Sizes that decide when buckets are gathered and freed.
+        reduction: How gradients are combined; None where nothing is trained.
+        granularity: Elements up to which a block is never taken apart into smaller units.
+        compute_dtype: Dtype of a parameter, by name and parameter.
+        whole_tensors: The optimizer needs parameters in their shape (allowed where nothing is sharded).
+        device: Where the model computes.
+        param_memories: Where compute shards are kept, for every home in use.
+        master_memories: Where masters and optimizer states are kept, for every home in use.
+        landing: Makes what brings the reduced gradients of one bucket to their home.
+        state_itemsizes: For every per-element optimizer state, as far as it is known beforehand, its bytes per fp32
+            element.
+    """
+
+    placement: Placement
+    layout: Limits
+    gathers: GatherLimits
+    reduction: ReductionPolicy | None
+    granularity: int
+    compute_dtype: Callable[[str, torch.Tensor], torch.dtype]
+    whole_tensors: bool
+    device: torch.device
+    param_memories: Mapping[Home, Memory]
+    master_memories: Mapping[Home, Memory]
+    landing: Callable[[Home, Ledger], Landing]
+    state_itemsizes: tuple[int, ...] = ()
+
+    @property
+    def host_is_device(self) -> bool:
+        """Whether the model computes in host memory."""
+        return get_accelerator().shares_host_memory(self.device)
