@@ -13,12 +13,13 @@ The leading underscore of most names is what callers in the ecosystem write.
 
 from __future__ import annotations
 
+import sys
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as torch_dist
 
-from deepspeed.comm.mesh import DATA, EXPERT, PIPE, SEQUENCE, TENSOR, Mesh
+from deepspeed.comm.mesh import DATA, EXPERT, PIPE, SAME_PART, SAMPLES, SEQUENCE, TENSOR, Mesh
 from deepspeed.comm.new_groups import group_alone, my_group
 from deepspeed.comm.process_group import get_all_ranks_from_group
 from deepspeed.errors import CallOrderError, NotYetSupportedError
@@ -26,10 +27,10 @@ from deepspeed.errors import CallOrderError, NotYetSupportedError
 mpu: Any = None
 mesh: Mesh | None = None
 
-_DENSE = (DATA, EXPERT)  # experts are spread over ranks that see other samples
-_WITH_A_GROUP = (_DENSE, (*_DENSE, SEQUENCE), (PIPE, TENSOR), (TENSOR,), (SEQUENCE,), (EXPERT,), (DATA, SEQUENCE))
+_WITH_A_GROUP = (SAMPLES, SAME_PART, (PIPE, TENSOR), (TENSOR,), (SEQUENCE,), (EXPERT,), (DATA, SEQUENCE))
 
-_of_axes: dict[tuple[str, ...], Any] = {}  # this rank's groups along axes of the mesh
+_of_axes: dict[tuple[str, ...], Any] = {}  # this rank's groups along axes of the mesh that have more than one rank
+_mesh_world: Any = None  # the world whose ranks the mesh numbers
 _own_group: Any = None  # the group whose only member is this rank, made when first asked for
 _own_group_world: Any = None  # the world it was made in; a new world needs a new one
 
@@ -56,9 +57,9 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
 
 
 def set_mpu(unit: Any) -> None:
-    """Registers the program's model-parallel unit; None forgets it."""
+    """Registers the program's model-parallel unit; None forgets it. This module itself, given as one, is none."""
     global mpu
-    mpu = unit
+    mpu = None if unit is sys.modules[__name__] else unit
 
 
 def set_mesh(found: Mesh | None, timeout: timedelta | None = None) -> None:
@@ -73,29 +74,60 @@ def set_mesh(found: Mesh | None, timeout: timedelta | None = None) -> None:
         DivergenceError: Some rank does something else.
         CommunicationError: Some rank has ended or did not come.
     """
-    global mesh
+    global mesh, _mesh_world
+    if found is not None and found == mesh and _mesh_world is torch_dist.group.WORLD:
+        return  # engines of one job follow each other
     mesh = None
     _of_axes.clear()
     if found is None:
         return
     world = torch_dist.group.WORLD
-    found.check(_size_of(world))
+    mesh, _mesh_world = found.check(_size_of(world)), world
     for axes in _WITH_A_GROUP:
-        size = found.size(*axes)
-        if size == 1:
-            _of_axes[axes] = _alone()
-        elif size == found.world_size:
-            _of_axes[axes] = world
+        group_along(*axes, timeout=timeout)
+
+
+def group_along(*axes: str, timeout: timedelta | None = None) -> Any:
+    """This rank's torch process group along axes of the registered mesh. Every rank must call it, in the same order.
+
+    A group is made once: axes of one rank make no difference.
+
+    Args:
+        axes: Names of ``comm.mesh``, in any order.
+        timeout: For transfers in a group that is made now; None: torch's.
+
+    Raises:
+        CallOrderError: No mesh is registered.
+        DivergenceError: Some rank does something else.
+        CommunicationError: Some rank has ended or did not come.
+    """
+    if mesh is None:
+        raise CallOrderError(
+            f"groups.group_along({', '.join(map(repr, axes))}): the job has no mesh yet; deepspeed.initialize makes it "
+            "from the configuration, or call deepspeed.utils.groups.set_mesh first"
+        )
+    key = _effective(axes)
+    if key not in _of_axes:
+        world = torch_dist.group.WORLD
+        size = mesh.size(*key)
+        if size in (1, mesh.world_size):
+            _of_axes[key] = _alone() if size == 1 else world
         else:
-            along = found.groups(*(name for name in found.names if name in axes))
-            why = f"ranks along {' and '.join(axes)}"
-            _of_axes[axes] = my_group(along, backend=torch_dist.get_backend_config(world), timeout=timeout, why=why)
-    mesh = found
+            why = f"ranks along {' and '.join(key)}"
+            backend = torch_dist.get_backend_config(world)
+            _of_axes[key] = my_group(mesh.groups(*key), backend=backend, timeout=timeout, why=why)
+    return _of_axes[key]
+
+
+def _effective(axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of ``axes`` that have more than one rank, in the order of the mesh."""
+    assert mesh is not None
+    return tuple(name for name, size in mesh.axes if name in axes and size > 1)
 
 
 def _along(*axes: str) -> Any:
     """This rank's group along ``axes`` of the mesh; None without one."""
-    return None if mesh is None else _of_axes[axes]
+    return None if mesh is None else _of_axes[_effective(axes)]
 
 
 def _mesh_size(*axes: str) -> int:
@@ -139,7 +171,7 @@ def _alone() -> Any:
 
 def _get_data_parallel_group() -> Any:
     """The ranks among which gradients are averaged."""
-    return _ask("get_data_parallel_group") or _along(*_DENSE) or torch_dist.group.WORLD
+    return _ask("get_data_parallel_group") or _along(*SAMPLES) or torch_dist.group.WORLD
 
 
 def _get_data_parallel_world_size() -> int:
@@ -202,7 +234,7 @@ def _get_sequence_parallel_rank() -> int:
 
 def _get_sequence_data_parallel_group() -> Any:
     """Sequence- and data-parallel ranks together: those among which ZeRO shards."""
-    return _ask("get_sequence_data_parallel_group") or _mesh_or_data(*_DENSE, SEQUENCE)
+    return _ask("get_sequence_data_parallel_group") or _mesh_or_data(*SAMPLES, SEQUENCE)
 
 
 def _get_sequence_data_parallel_world_size() -> int:

@@ -20,6 +20,12 @@ from deepspeed.errors import DeepSpeedConfigError
 PIPE, DATA, EXPERT, SEQUENCE, TENSOR = "pipe", "data", "expert", "sequence", "tensor"
 AXES = (PIPE, DATA, EXPERT, SEQUENCE, TENSOR)
 """The axes of a job in their usual order."""
+SAMPLES = (DATA, EXPERT)
+"""Along these, ranks see other samples: experts are spread over such ranks. They share the batch."""
+SAME_PART = (*SAMPLES, SEQUENCE)
+"""Along these, ranks hold the same part of the dense model: ZeRO shards it over them."""
+OTHER_PARTS = (PIPE, TENSOR)
+"""Along these, ranks hold other parts of one copy of the model."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,9 @@ from deepspeed.comm.mesh import AXES, DATA, EXPERT, PIPE, SEQUENCE, TENSOR, Mesh
 from deepspeed.comm.mpu import place_of
 from deepspeed.comm.party import party_of
 from deepspeed.comm.world import size_of
+from deepspeed.config.degrees import data_parallel_size, degrees
 from deepspeed.config.sections.root import Root
+from deepspeed.errors import DeepSpeedConfigError
 
 _USUAL_NAMES = {
     "pp": PIPE,
@@ -19,6 +21,8 @@ _USUAL_NAMES = {
     "pipeline_parallel": PIPE,
     "dp": DATA,
     "data_parallel": DATA,
+    "dp_replicate": DATA,
+    "dp_shard": DATA,
     "ep": EXPERT,
     "expert_parallel": EXPERT,
     "sp": SEQUENCE,
@@ -55,31 +59,58 @@ def mesh_of_mpu(mpu: Any, timeout: timedelta) -> Mesh:
 def mesh_of_device_mesh(device_mesh: Any) -> Mesh:
     """The mesh of a torch ``DeviceMesh`` over all ranks of the job, under the names of this package.
 
+    Neighbouring dimensions that mean the same (``dp_replicate``, ``dp_shard``) become one axis.
+
     Args:
         device_mesh: With names for its dimensions.
 
     Raises:
-        DeepSpeedConfigError: It has no names, two dimensions mean the same, or it does not hold every rank once.
+        DeepSpeedConfigError: It has no names, two dimensions that are no neighbours mean the same, or it does not hold
+            every rank once.
     """
     names = device_mesh.mesh_dim_names or ()
-    named = (_USUAL_NAMES.get(name, name) for name in names)
-    axes = tuple(zip(named, device_mesh.mesh.shape, strict=False))
-    return Mesh(axes, tuple(device_mesh.mesh.flatten().tolist())).check(size_of())
+    axes: list[tuple[str, int]] = []
+    for name, size in zip(names, device_mesh.mesh.shape, strict=False):
+        axis = _USUAL_NAMES.get(name, name)
+        if axes and axes[-1][0] == axis:
+            size *= axes.pop()[1]
+        axes.append((axis, size))
+    return Mesh(tuple(axes), tuple(device_mesh.mesh.flatten().tolist())).check(size_of())
 
 
-def mesh_of_config(root: Root, world_size: int) -> Mesh:
+def mesh_of_param(mesh_param: Any) -> Mesh:
+    """The mesh that ``initialize(mesh_param=...)`` says.
+
+    Args:
+        mesh_param: A torch ``DeviceMesh``, a :class:`~deepspeed.comm.mesh.Mesh`, or the sizes ``(data, sequence)``.
+
+    Raises:
+        DeepSpeedConfigError: It is none of these, or does not make up the job.
+    """
+    if isinstance(mesh_param, Mesh):
+        return mesh_param.check(size_of())
+    if hasattr(mesh_param, "mesh_dim_names"):
+        return mesh_of_device_mesh(mesh_param)
+    if isinstance(mesh_param, (tuple, list)) and len(mesh_param) == 2 and all(type(n) is int for n in mesh_param):
+        return Mesh(tuple(zip((DATA, SEQUENCE), mesh_param, strict=True))).check(size_of())
+    raise DeepSpeedConfigError(
+        f"initialize(mesh_param={mesh_param!r}): expected the sizes (data, sequence), whose product is the number of "
+        "ranks, or a torch DeviceMesh with names for its dimensions"
+    )
+
+
+def mesh_of_config(root: Root, world_size: int, *, stages: int = 1) -> Mesh:
     """The mesh that the configuration asks for: its degrees, and data-parallel ranks for the rest.
+
+    Args:
+        root: The configuration.
+        world_size: Ranks of the job.
+        stages: Stages of the pipeline, which the configuration does not know.
 
     Raises:
         DeepSpeedConfigError: The degrees do not divide ``world_size``.
     """
-    stages, experts = root.pipeline.stages, root.expert_parallel
-    degrees = {
-        PIPE: stages if isinstance(stages, int) else 1,
-        EXPERT: experts.autoep_size if experts is not None and experts.enabled else 1,
-        SEQUENCE: root.sequence_parallel_size,
-        TENSOR: max(root.tensor_parallel.autotp_size, 1),
-    }
-    others = Mesh(tuple(degrees.items())).world_size
-    data = max(world_size // others, 1)
-    return Mesh(tuple((name, degrees.get(name, data)) for name in AXES)).check(world_size)
+    data = data_parallel_size(root, world_size, stages=stages)
+    sizes = degrees(root)
+    sizes |= {PIPE: stages, DATA: data // sizes[EXPERT]}
+    return Mesh(tuple((name, sizes[name]) for name in AXES)).check(world_size)

@@ -10,9 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed.comm.mesh import DATA, PIPE, SEQUENCE, TENSOR
+from deepspeed.comm.mesh import DATA, PIPE, SEQUENCE, TENSOR, Mesh, data_mesh
 from deepspeed.comm.world import rank_in, size_of
 from deepspeed.errors import DeepSpeedConfigError
+
+_STAGE = ("get_pipe_parallel_rank", "get_pipeline_model_parallel_rank", "get_stage_id")
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Standing:
         sequence_group: Torch process group of them; None where there is no sequence parallelism.
         model_size: Ranks that hold other parts of one copy of the model: tensor times pipe.
         tensor_rank: This rank's place among those that share a layer.
+        mesh: The job's, for further axes; ``comm.groups.group_along`` has the groups where the mesh is not an mpu's
+            own. Of an mpu that knows some ranks of the job only: that of these ranks.
     """
 
     zero_group: Any
@@ -43,6 +47,7 @@ class Standing:
     sequence_group: Any = None
     model_size: int = 1
     tensor_rank: int = 0
+    mesh: Mesh = Mesh()
 
 
 def standing(mpu: Any) -> Standing:
@@ -53,7 +58,7 @@ def standing(mpu: Any) -> Standing:
     """
     if mpu is None:
         size, rank = size_of(), rank_in()
-        return Standing(None, None, size, rank, size, rank)
+        return Standing(None, None, size, rank, size, rank, mesh=data_mesh(size))
     sequence_size = int(_ask(mpu, "get_sequence_parallel_world_size", default=1))
     data_group = _ask(mpu, "get_data_parallel_group")
     joint = _ask(mpu, "get_sequence_data_parallel_group")
@@ -74,7 +79,7 @@ def standing(mpu: Any) -> Standing:
         zero_size=zero_size,
         zero_rank=zero_rank,
         data_size=int(_ask(mpu, "get_data_parallel_world_size", default=zero_size // sequence_size)),
-        data_rank=int(_ask(mpu, "get_data_parallel_rank", default=zero_rank // sequence_size)),
+        data_rank=int(_ask(mpu, "get_data_parallel_rank", default=_rank_or(data_group, zero_rank // sequence_size))),
         sequence_size=sequence_size,
         sequence_group=_ask(mpu, "get_sequence_parallel_group"),
         model_size=_model_size(mpu),
@@ -97,11 +102,25 @@ def place_of(mpu: Any) -> dict[str, int]:
     """
     found = standing(mpu)
     return {
-        PIPE: int(_ask(mpu, "get_pipe_parallel_rank", "get_pipeline_model_parallel_rank", default=0)),
+        PIPE: int(_ask(mpu, *_STAGE, default=0)),
         DATA: found.data_rank,
-        SEQUENCE: int(_ask(mpu, "get_sequence_parallel_rank", default=found.zero_rank % found.sequence_size)),
+        SEQUENCE: int(
+            _ask(
+                mpu,
+                "get_sequence_parallel_rank",
+                default=_rank_or(found.sequence_group, found.zero_rank % found.sequence_size),
+            )
+        ),
         TENSOR: found.tensor_rank,
     }
+
+
+def knows_its_place(mpu: Any) -> bool:
+    """Whether :func:`place_of` is this rank's alone: an mpu may say how many stages there are and not which is its."""
+    stages = int(_ask(mpu, "get_pipe_parallel_world_size", "get_pipeline_model_parallel_world_size", default=1))
+    return (stages == 1 or _ask(mpu, *_STAGE) is not None) and (
+        _tensor(mpu, "world_size", default=1) == 1 or _tensor(mpu, "rank", default=-1) >= 0
+    )
 
 
 def _check(found: Standing) -> None:
@@ -117,6 +136,11 @@ def _check(found: Standing) -> None:
             f"{found.model_size * found.zero_size}, but the job has {size_of()}; all ranks of the job decide "
             "about an update together, so its sizes must make up the job"
         )
+
+
+def _rank_or(group: Any, otherwise: int) -> int:
+    """This rank's place in ``group``, if there is one."""
+    return otherwise if group is None else rank_in(group)
 
 
 def _ask(mpu: Any, *names: str, default: Any = None) -> Any:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from deepspeed.config.degrees import data_parallel_size
 from deepspeed.config.parsing import ParsedConfig, parse
 from deepspeed.config.reference import reference_text
 from deepspeed.config.schema import schema_text
@@ -22,18 +23,19 @@ def _check(source: str, world_size: int | None, console: Console) -> int:
         console.print(f"[red]there is no file {escape(source)}[/]", soft_wrap=True)
         return 1
     try:
-        parsed = parse(source, dp_world_size=world_size)
+        ranks = None if world_size is None else lambda root: data_parallel_size(root, world_size)
+        parsed = parse(source, dp_world_size=ranks)
     except DeepSpeedConfigError as error:
         count = len(error.problems)
         console.print(f"[red]{escape(source)}: {count} problem{'s' if count != 1 else ''}[/]", soft_wrap=True)
         for number, problem in enumerate(error.problems, 1):
             console.print(f"  {number}. {escape(problem)}", soft_wrap=True, highlight=False)
         return 1
-    _show(source, parsed, world_size, console)
+    _show(source, parsed, console)
     return 0
 
 
-def _show(source: str, parsed: ParsedConfig, world_size: int | None, console: Console) -> None:
+def _show(source: str, parsed: ParsedConfig, console: Console) -> None:
     root = parsed.root
     console.print(f"[green]{escape(source)} is in order[/]", soft_wrap=True)
     for notice in parsed.notices:
@@ -49,7 +51,7 @@ def _show(source: str, parsed: ParsedConfig, world_size: int | None, console: Co
         table.add_row(
             "batch",
             f"{batch.train_batch_size} = micro-batch {batch.micro_batch_size} x accumulation "
-            f"{batch.accumulation_steps} x {world_size} ranks",
+            f"{batch.accumulation_steps} x {batch.data_ranks} ranks",
         )
     else:
         table.add_row("batch", "give --world-size to have it checked in full")

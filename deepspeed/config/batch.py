@@ -25,6 +25,11 @@ class BatchSizes:
     micro_batch_size: int
     accumulation_steps: int
 
+    @property
+    def data_ranks(self) -> int:
+        """The ranks that share a batch."""
+        return self.train_batch_size // self.micro_batch_size // self.accumulation_steps
+
 
 def _fitting(total: int, multiple: int) -> str:
     """The multiples next to ``total``."""

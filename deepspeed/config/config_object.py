@@ -5,18 +5,20 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from deepspeed.config.degrees import data_parallel_size
 from deepspeed.config.parsing import ParsedConfig, parse
 from deepspeed.config.sections.optimizer import name_for_programs
+from deepspeed.config.sections.root import Root
 
 
-def _data_parallel_size(mpu: Any, mesh_device: Any) -> int:
-    """The number of data-parallel ranks that ``mpu``, a device mesh or else the environment tells."""
+def _data_ranks(root: Root, mpu: Any, mesh_device: Any) -> int:
+    """The number of data-parallel ranks that ``mpu``, a device mesh or else environment and configuration tell."""
     if mpu is not None:
         return int(mpu.get_data_parallel_world_size())
     if mesh_device is not None:
         names = tuple(mesh_device.mesh_dim_names or ())
         return int(mesh_device.size(names.index("data_parallel") if "data_parallel" in names else None))
-    return int(os.environ.get("WORLD_SIZE", "1") or 1)
+    return data_parallel_size(root, int(os.environ.get("WORLD_SIZE", "1") or 1))
 
 
 class DeepSpeedConfig:
@@ -27,7 +29,8 @@ class DeepSpeedConfig:
     Args:
         config: A dict, a path to an Hjson file, or URL-safe base64 of JSON.
         mpu: An object with ``get_data_parallel_world_size()``; decides the data-parallel size when given.
-        mesh_device: A device mesh, whose axis ``data_parallel`` decides it otherwise. Without both: ``WORLD_SIZE``.
+        mesh_device: A device mesh, whose axis ``data_parallel`` decides it otherwise. Without both: ``WORLD_SIZE`` and
+            the degrees that the configuration asks for.
 
     Raises:
         DeepSpeedConfigError: With every problem of the configuration.
@@ -36,11 +39,11 @@ class DeepSpeedConfig:
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
         self.mpu = mpu
         self.mesh_device = mesh_device
-        self.world_size = _data_parallel_size(mpu, mesh_device)
         self.global_rank = int(os.environ.get("RANK", "0") or 0)
-        self.parsed: ParsedConfig = parse(config, dp_world_size=self.world_size)
+        self.parsed: ParsedConfig = parse(config, dp_world_size=lambda root: _data_ranks(root, mpu, mesh_device))
         assert self.parsed.batch is not None, "the number of ranks was given"
         self._batch = self.parsed.batch
+        self.world_size = _data_ranks(self.parsed.root, mpu, mesh_device)
         self._param_dict = self.parsed.raw
 
     # What upstream calls otherwise than the key; every other attribute is the key itself (see __getattr__).

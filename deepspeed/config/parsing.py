@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from deepspeed.config.sections.root import Root
 from deepspeed.config.source import read_source
 from deepspeed.config.suggest import declared_paths
 from deepspeed.config.unavailable import refuse_unavailable
+from deepspeed.errors import DeepSpeedConfigError
 
 # What zero.Init needs to know; the rest of its dict may not be finished yet.
 ZERO_INIT_KEYS = frozenset({"zero_optimization", "fp16", "bf16", "bfloat16", "torch_autocast", "data_types"})
@@ -41,7 +43,10 @@ class ParsedConfig:
 
 
 def parse(
-    source: Any, *, dp_world_size: int | None = None, purpose: Literal["train", "zero_init"] = "train"
+    source: Any,
+    *,
+    dp_world_size: int | Callable[[Root], int] | None = None,
+    purpose: Literal["train", "zero_init"] = "train",
 ) -> ParsedConfig:
     """Reads and checks a configuration.
 
@@ -49,7 +54,8 @@ def parse(
 
     Args:
         source: A dict, a path to an Hjson file, or URL-safe base64 of JSON.
-        dp_world_size: Data-parallel ranks, for the batch arithmetic.
+        dp_world_size: Data-parallel ranks, for the batch arithmetic; or what finds their number from the keys (as
+            :func:`~deepspeed.config.degrees.data_parallel_size`), whose DeepSpeedConfigError is one of the problems.
         purpose: ``zero_init`` reads only ZeRO, offload, precision and data types.
 
     Raises:
@@ -75,24 +81,35 @@ def parse(
     root = build(Root, cleaned, (), findings)
     assert root is not None, "no key of the top level is required"
     check_rules(root, findings)
-    if dp_world_size is not None:
-        check_ranks(root, dp_world_size, findings)
+    ranks = _data_ranks(dp_world_size, root, findings)
+    if ranks is not None:
+        check_ranks(root, ranks, findings)
     refuse_unavailable(root, findings)
     if purpose == "train":
-        _check_batch(root, data, dp_world_size, findings)
+        _check_batch(root, data, ranks, findings)
     findings.raise_if_any()
     note_effects(root, findings)
     batch = None
-    if purpose == "train" and dp_world_size is not None:
+    if purpose == "train" and ranks is not None:
         batch = resolve_batch(
             root.train_batch_size,
             root.train_micro_batch_size_per_gpu,
             root.gradient_accumulation_steps,
-            dp_world_size,
+            ranks,
         )
     if purpose == "train":
         _note_auto_batch(data, batch, findings)
     return ParsedConfig(root, document.data, findings.notices, batch)
+
+
+def _data_ranks(given: int | Callable[[Root], int] | None, root: Root, findings: Findings) -> int | None:
+    if not callable(given):
+        return given
+    try:
+        return given(root)
+    except DeepSpeedConfigError as error:
+        findings.add((), str(error))
+        return None
 
 
 def _order(data: Any, path: Path = (), order: dict[Path, int] | None = None) -> dict[Path, int]:

@@ -14,7 +14,8 @@ from torch.nn.parameter import is_lazy
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.host_allocator import keep_freed_memory
-from deepspeed.comm.mpu import Standing, standing
+from deepspeed.comm.job_mesh import JobMesh
+from deepspeed.comm.mpu import Standing
 from deepspeed.comm.transport import Transport
 from deepspeed.config import ParsedConfig, parse
 from deepspeed.config.compared import compared_values
@@ -62,6 +63,7 @@ class Client:
     training_data: Any
     lr_scheduler: Any
     mpu: Any
+    mesh_param: Any
     collate_fn: Any
 
 
@@ -160,9 +162,10 @@ def build_parts(client: Client, config: Any, distributed_port: int, dist_init_re
                 "first, or leave the argument out"
             )
         comm.init_distributed(distributed_port=distributed_port)
-    ranks = standing(client.mpu)
-    parsed = _parse_alike(config, None if ranks.model_size > 1 else ranks.zero_group, ranks.data_size)
+    job_mesh = JobMesh(client.mpu, client.mesh_param, client.model, comm.default_timeout())
+    parsed = _parse_alike(config, job_mesh)
     root = parsed.root
+    ranks = job_mesh.settle(root)
     if root.log_level:
         set_log_level_from_string(root.log_level)
     for notice in parsed.notices:
@@ -223,14 +226,14 @@ def build_parts(client: Client, config: Any, distributed_port: int, dist_init_re
     )
 
 
-def _parse_alike(config: Any, group: Any, data_size: int) -> ParsedConfig:
+def _parse_alike(config: Any, job_mesh: JobMesh) -> ParsedConfig:
     """Reads the configuration, and sees to it that all ranks have the same one."""
     try:
-        parsed = parse(config, dp_world_size=data_size)
+        parsed = parse(config, dp_world_size=job_mesh.data_size)
     except DeepSpeedConfigError as error:
-        comm.check_same_config(error, group)  # raises it here, and a word about it on the others
+        comm.check_same_config(error, job_mesh.decides_together)  # raises it here, and a word about it on the others
         raise
-    comm.check_same_config(compared_values(parsed.root), group)
+    comm.check_same_config(compared_values(parsed.root), job_mesh.decides_together)
     return parsed
 
 

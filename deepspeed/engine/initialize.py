@@ -10,7 +10,7 @@ import torch
 
 from deepspeed.engine.build import Client, build_parts
 from deepspeed.engine.engine import DeepSpeedEngine
-from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
+from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.zero.construction.modules import suspended
 from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer
 
@@ -47,7 +47,8 @@ def initialize(
         dist_init_required: False: a process group must exist already.
         collate_fn: For the loader.
         config: Dict, path of an Hjson file, or URL-safe base64 of JSON.
-        mesh_param: Sequence-parallel mesh; not supported yet.
+        mesh_param: How the ranks are laid out: the sizes ``(data, sequence)``, or a torch ``DeviceMesh`` whose
+            dimensions have names.
         config_params: Old name of ``config``.
 
     Returns:
@@ -58,10 +59,6 @@ def initialize(
     """
     if model is None:
         raise DeepSpeedConfigError("initialize: model is missing; pass the torch.nn.Module to train as model=...")
-    if mesh_param is not None:
-        raise NotYetSupportedError(
-            "initialize(mesh_param=...): sequence parallelism does not exist in this release; leave mesh_param out"
-        )
     client = Client(
         args=args,
         model=model,
@@ -70,6 +67,7 @@ def initialize(
         training_data=training_data,
         lr_scheduler=lr_scheduler,
         mpu=mpu,
+        mesh_param=mesh_param,
         collate_fn=collate_fn,
     )
     with suspended():  # an enclosing zero.Init

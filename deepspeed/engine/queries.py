@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from deepspeed.comm.mesh import OTHER_PARTS
 from deepspeed.engine.build import EngineParts
 from deepspeed.precision.policy import PrecisionPolicy
 
@@ -55,10 +56,16 @@ class EngineQueries:
         return self._parts.standing.data_rank
 
     def get_model_parallel_rank(self) -> int:
-        """This rank among the model-parallel ranks."""
-        return 0 if self.mp_world_size == 1 else int(self.mpu.get_model_parallel_rank())
+        """This rank among the model-parallel ranks: those of all stages that cut layers."""
+        if self.mp_world_size == 1:
+            return 0
+        if self.mpu is None:
+            return self._parts.standing.mesh.position(self._parts.global_rank, *OTHER_PARTS)
+        return int(self.mpu.get_model_parallel_rank())
 
-    get_tensor_parallel_rank = get_model_parallel_rank
+    def get_tensor_parallel_rank(self) -> int:
+        """This rank among those that share a layer."""
+        return self._parts.standing.tensor_rank
 
     def get_sequence_parallel_group(self) -> Any:
         """The torch process group of the ranks that share a sequence; None where none do."""
