@@ -57,6 +57,17 @@ def part_of_transport(peers: Transport, group: Any) -> Transport:
     return transport
 
 
+def transport_over(group: Any, device: torch.device | None = None) -> Transport:
+    """A transport over a group that exists; no ranks meet.
+
+    Args:
+        group: A torch process group. Where order matters (not gloo), what else travels in it must come in one order on
+            all of its ranks too.
+        device: Where the tensors live.
+    """
+    return _over(group, backend_for(group, device), device)
+
+
 def _over(group: Any, backend: str, device: torch.device | None) -> Transport:
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     party = party_of(group)

@@ -123,7 +123,6 @@ FEATURES: tuple[Feature, ...] = (
         "sequence parallelism",
         "Use activation checkpointing (deepspeed.checkpointing) for long sequences.",
         {
-            "deepspeed.sequence.layer": "DistributedAttention",
             "deepspeed.runtime.sequence_parallel.ulysses_sp": (
                 "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter sequence_tiled_compute SequenceTiledCompute TiledMLP "
                 "TiledFusedLogitsLoss"

@@ -1,7 +1,9 @@
-"""Sequence parallelism; the feature is missing (:mod:`deepspeed.features`)."""
+"""Sequence parallelism, at the path that programs import; it lives in :mod:`deepspeed.parallel.sequence`."""
 
 from __future__ import annotations
 
 from deepspeed.lazy import lazy_names
 
-__getattr__, __dir__, __all__ = lazy_names(__name__, submodules=["layer"])
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__, {"exchange": "deepspeed.parallel.sequence.exchange"}, submodules=["layer"]
+)

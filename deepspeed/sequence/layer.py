@@ -1,7 +1,8 @@
-"""Sequence-parallel attention; the feature is missing (:mod:`deepspeed.features`)."""
+"""Sequence-parallel attention; see :mod:`deepspeed.parallel.sequence.attention`."""
 
 from __future__ import annotations
 
 from deepspeed.lazy import lazy_names
 
-__getattr__, __dir__, __all__ = lazy_names(__name__)
+_HOME = "deepspeed.parallel.sequence.attention"
+__getattr__, __dir__, __all__ = lazy_names(__name__, {"DistributedAttention": _HOME, "_SeqAllToAll": _HOME})

@@ -20,8 +20,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("checkpoint",),
     # Sinks, timers and counters that know nothing of the engine, which drives them.
     ("monitor", "profiling"),
+    # Layers, schedules and groups of further axes, which the engine puts into a model.
+    ("parallel",),
     ("engine",),
-    ("parallel", "plan"),
+    ("plan",),
     ("pipe", "moe", "sequence", "tensor", "inference", "compression", "autotuning", "elasticity", "linear"),
     ("compile", "io", "datastates"),
     ("launcher", "cli"),

@@ -1,0 +1,194 @@
+"""Attention over whole sequences, for programs whose activations are cut along the sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.parallel.sequence.exchange import exchange
+from deepspeed.parallel.sequence.shares import one_after_another, shares_of_heads
+from deepspeed.parallel.sequence.wire import wire_of
+
+
+class DistributedAttention(nn.Module):
+    """Makes any attention sequence-parallel: it sees all tokens of some heads (DeepSpeed-Ulysses, arXiv 2309.14509).
+
+    Heads need not be divisible by the ranks, and there may be fewer key and value heads than ranks; see
+    ``shares_of_heads``.
+
+    Args:
+        local_attention: Called with query, key, value ``[batch, all tokens, this rank's heads, width]`` (or the layout
+            that ``batch_dim_idx`` names), contiguous, and the further arguments; returns the same layout.
+        sequence_process_group: Torch process group of the ranks that share a sequence.
+        scatter_idx: Axis of heads.
+        gather_idx: Axis of tokens; what ``batch_dim_idx`` says overrules it.
+        sp_stream: A stream for the exchanges, so that they run beside the projections. Each starts when its input is
+            there: at the event ``done_event`` of the tensor where it has one, else behind the current stream.
+        num_kv_heads: Checked against the key, where given.
+    """
+
+    def __init__(
+        self,
+        local_attention: Callable[..., torch.Tensor],
+        sequence_process_group: Any,
+        scatter_idx: int = 2,
+        gather_idx: int = 0,
+        sp_stream: Any = None,
+        num_kv_heads: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.local_attn = local_attention
+        self.spg = sequence_process_group
+        self.scatter_idx = scatter_idx
+        self.gather_idx = gather_idx
+        self.sp_stream = sp_stream
+        self.sp_overlap_comm = sp_stream is not None
+        self.num_kv_heads = num_kv_heads
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        batch_dim_idx: int,
+        rotary_pos_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Attends. Every rank of the group must call it, with the same shapes.
+
+        Args:
+            query: 4-D; this rank's tokens, all heads.
+            key: Likewise, with as many heads or a divisor of them.
+            value: As ``key``.
+            batch_dim_idx: 0: ``[batch, tokens, heads, width]``; 1: ``[tokens, batch, heads, width]``.
+            rotary_pos_emb: ``(cos, sin)`` of all tokens, ``[tokens, width]`` or broadcastable; applied to query and key
+                after the exchange.
+            *args: For the local attention.
+            **kwargs: For the local attention.
+
+        Returns:
+            As ``query``.
+
+        Raises:
+            DeepSpeedConfigError: The tensors are not as said, or heads do not suffice for the ranks.
+        """
+        tokens = self._token_axis(query, batch_dim_idx)
+        wire = wire_of(self.spg, query.device)
+        shares = shares_of_heads(query.size(self.scatter_idx), key.size(self.scatter_idx), wire.size)
+        if self.num_kv_heads is not None and key.size(self.scatter_idx) != self.num_kv_heads:
+            raise DeepSpeedConfigError(
+                f"DistributedAttention: num_kv_heads is {self.num_kv_heads}, but the key has "
+                f"{key.size(self.scatter_idx)} heads"
+            )
+        query, key, value = (
+            self._in(tensor, tokens, heads).contiguous()
+            for tensor, heads in ((query, shares.query), (key, shares.key), (value, shares.key))
+        )
+        if rotary_pos_emb is not None:
+            query, key = (_rotated(x, *rotary_pos_emb, tokens) for x in (query, key))
+        context = self.local_attn(query, key, value, *args, **kwargs)
+        with self._beside(context):
+            return exchange(context, self.spg, tokens, self.scatter_idx, back=True, heads=shares.query).contiguous()
+
+    def _token_axis(self, query: torch.Tensor, batch_axis: int) -> int:
+        if query.dim() != 4 or batch_axis not in (0, 1):
+            raise DeepSpeedConfigError(
+                f"DistributedAttention: expected 4-D tensors and batch_dim_idx 0 or 1, found {query.dim()}-D and "
+                f"{batch_axis}"
+            )
+        return 1 - batch_axis
+
+    def _in(self, tensor: torch.Tensor, tokens: int, heads: Any) -> torch.Tensor:
+        with self._beside(tensor):
+            return exchange(tensor, self.spg, tokens, self.scatter_idx, heads=heads)
+
+    def _beside(self, tensor: torch.Tensor) -> Any:
+        """The stream of the exchanges, behind what makes ``tensor``; what comes after the block waits for it."""
+        if self.sp_stream is None:
+            return nullcontext()
+        return _OnStream(self.sp_stream, tensor)
+
+
+class _OnStream:
+    """Runs a block on a stream that waits for its input; the stream outside waits for the block.
+
+    Backward needs nothing of it: autograd runs a node on the stream of its forward.
+    """
+
+    def __init__(self, stream: Any, tensor: torch.Tensor) -> None:
+        self._stream, self._done = stream, getattr(tensor, "done_event", None)
+        self._outside = torch.accelerator.current_stream(tensor.device)
+        tensor.record_stream(stream)
+
+    def __enter__(self) -> None:
+        if self._done is not None:
+            self._stream.wait_event(self._done)
+        else:
+            self._stream.wait_stream(self._outside)
+        torch.accelerator.set_stream(self._stream)
+
+    def __exit__(self, *_error: Any) -> None:
+        torch.accelerator.set_stream(self._outside)
+        self._outside.wait_stream(self._stream)
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Rotary position embedding over the last axis, in the split-halves form (arXiv 2104.09864)."""
+    cos, sin = (_like_tokens(part, x, tokens) for part in (cos, sin))
+    width = cos.size(-1)
+    turned, rest = x[..., :width], x[..., width:]
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((turned, rest), dim=-1) if rest.size(-1) else turned
+
+
+def _like_tokens(part: torch.Tensor, x: torch.Tensor, tokens: int) -> torch.Tensor:
+    if part.dim() == x.dim():
+        return part.to(x.dtype)
+    shape = [1] * x.dim()
+    shape[tokens], shape[-1] = part.size(0), part.size(-1)
+    return part.reshape(shape).to(x.dtype)
+
+
+class _SeqAllToAll(torch.autograd.Function):
+    """The exchange under the name and with the arguments by which other projects call it.
+
+    ``apply(group, input, scatter_idx, gather_idx, batch_dim_idx, stream, handle, type, is_fwd)``: the larger of the two
+    axes is that of heads. Of uneven heads the ranks tell each other how many they have, on the way back.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        group: Any,
+        input: torch.Tensor,
+        scatter_idx: int,
+        gather_idx: int,
+        batch_dim_idx: int,
+        stream: Any = None,
+        handle: Any = None,
+        type: Any = None,
+        is_fwd: bool = True,
+    ) -> torch.Tensor:
+        tokens, head_axis = sorted((scatter_idx, gather_idx))
+        back = scatter_idx == tokens
+        heads = None
+        if back:
+            wire = wire_of(group, input.device)
+            mine = torch.tensor([input.size(head_axis)])
+            counts = wire.gather_small(mine, channel="call", label="the numbers of heads (_SeqAllToAll)")
+            heads = one_after_another(counts.flatten().tolist())
+        ctx.arguments = group, scatter_idx, gather_idx, batch_dim_idx
+        return exchange(input.detach(), group, tokens, head_axis, back=back, heads=heads).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:  # type: ignore[override]
+        group, scatter_idx, gather_idx, batch = ctx.arguments
+        back = _SeqAllToAll.apply(group, gradients[0], gather_idx, scatter_idx, batch)
+        return None, back, None, None, None, None, None, None, None
