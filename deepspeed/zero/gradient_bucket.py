@@ -7,6 +7,7 @@ one fused copy then packs them into the flat buffer and ``.grad`` is dropped.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from enum import Enum
 
@@ -372,11 +373,17 @@ class GradientBucket:
             self._incoming.tensor,
             Reduction(
                 scale=self._after,
-                key=transfer_key(transport.owner, self.bucket.index, _REDUCTION, self._rounds),
+                key=transfer_key(transport.owner, self._number_among_copies, _REDUCTION, self._rounds),
                 label=f"the sum of the gradients of {self.bucket.label} over all groups",
                 limit=self._policy.bucket_numel,
             ),
         )
+
+    @property
+    def _number_among_copies(self) -> int:
+        """What the ranks with the same slices call the bucket; those with other parts of the model index otherwise."""
+        layout = self.bucket.layout
+        return zlib.crc32(layout.tiles[0].logical.encode()) if self._group.spans_parts else layout.index
 
     def finish_combining(self) -> None:
         """Waits for :meth:`start_combining`."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -77,15 +77,20 @@ class GradientReducer:
             GradientBucket(bucket, policy, ledger, landing) for bucket, landing in zip(buckets, landings, strict=True)
         ]
         self._combines = any(bucket.group.combine is not None for bucket in buckets)
+        self._combines_late = any(bucket.group.spans_parts for bucket in buckets)
         self._combines_to_owners = any(bucket.group.is_spread for bucket in buckets)
-        self._order: list[int] | None = None
+        self._orders: dict[frozenset[int], list[int]] = {}  # by what a backward reduces
+        self._known: set[int] = set()  # in any of them, so that it is known whether gradients arrive more than once
+        self._order: list[int] | None = None  # that of the open backward
+        self._reaches: Sequence[int] = ()  # by the open backward
+        self._reduces: frozenset[int] = frozenset()  # by the open backward
         self._completed: list[int] = []
         self._packed: set[int] = set()
         self._cursor = 0
         self._in_flight: deque[GradientBucket] = deque()
         self.is_open = False
-        self._reduce_now = False
-        self._has_local_sums = False  # of earlier backwards; equal on all ranks, unlike which buckets have one
+        # Buckets with sums of earlier backwards: equal on all ranks, unlike which of them have one.
+        self._local_sums: set[int] = set()
         self._hooks: dict[tuple[int, int], RemovableHandle] = {}
         self._ledger = ledger
         self.listen(range(len(self.buckets)))
@@ -99,7 +104,8 @@ class GradientReducer:
         """
         assert not self.is_open
         self.buckets.append(GradientBucket(bucket, self.policy, self._ledger, landing))
-        self._order = None  # the ranks agree anew at the end of the next backward
+        self._orders.clear()
+        self._known.clear()  # the ranks agree anew at the end of the next backward
         self.listen([len(self.buckets) - 1])
 
     def listen(self, positions: Iterable[int]) -> None:
@@ -140,38 +146,46 @@ class GradientReducer:
 
     # -- one backward ------------------------------------------------------------------------------------------------
 
-    def begin(self, *, reduce_now: bool, is_last: bool) -> None:
-        """Opens a backward.
+    def begin(self, *, reaches: Sequence[int], reduces: frozenset[int], closes: Set[int]) -> None:
+        """Opens a backward. All ranks must say the same.
 
         Args:
-            is_last: The update follows it.
-            reduce_now: Whether this backward's gradients are to be reduced (the boundary, or sharded gradients outside
-                ``no_sync``); otherwise they are added to the local sum.
+            reaches: Positions of the buckets whose parameters it may reach.
+            reduces: Those whose gradients are to be reduced (at the boundary, or sharded gradients outside
+                ``no_sync``); what reaches the others is added to the local sum.
+            closes: Those that no later backward reaches before the update.
         """
         assert not self.is_open
-        self._combine_now = reduce_now and self._combines and (is_last or self._combines_to_owners)
+        is_last = len(closes) == len(self.buckets)
+        # Parts of a model do not reach their ends together, so what spans them waits for the update.
+        self._combine_now = (
+            bool(reduces) and self._combines and not self._combines_late and (is_last or self._combines_to_owners)
+        )
         self.is_open = True
-        self._reduce_now = reduce_now
+        self._reaches, self._reduces = reaches, reduces
+        self._order = self._orders.get(reduces)
         self._completed = []
         self._packed.clear()
         self._cursor = 0
-        for gradients in self.buckets:
-            gradients.begin_backward(is_last=is_last)
+        for position in reaches:
+            self.buckets[position].begin_backward(is_last=position in closes)
 
     def _complete(self, position: int) -> None:
         """Every gradient of a bucket is there; it is packed now unless more may come."""
         self._completed.append(position)
-        if self._order is None or self.buckets[position].repeats or not self._overlaps:
+        if position not in self._known or self.buckets[position].repeats or not self._overlaps:
+            return
+        if position in self._reduces and self._order is None:
             return
         self._pack(position)
-        if self._reduce_now:
+        if position in self._reduces:
             self._send_ready()
 
     def _pack(self, position: int) -> None:
         gradients = self.buckets[position]
         gradients.pack()
         self._packed.add(position)
-        if not self._reduce_now:
+        if position not in self._reduces:
             gradients.accumulate_locally()
         self._on_packed(gradients.bucket)
 
@@ -195,32 +209,33 @@ class GradientReducer:
                 break
             self._in_flight.remove(ready)
             ready.finish_reduction()
-        self.buckets[position].start_reduction(as_sum=self._has_local_sums)
+        self.buckets[position].start_reduction(as_sum=position in self._local_sums)
         self._in_flight.append(self.buckets[position])
 
     def end(self) -> None:
         """Settles what is left of the backward, in the agreed order, and waits for every reduction."""
         assert self.is_open
-        order = self._order if self._order is not None else list(reversed(range(len(self.buckets))))
-        for position in order:
+        reduced = self._order if self._order is not None else sorted(self._reduces, reverse=True)
+        for position in (*reduced, *(position for position in self._reaches if position not in self._reduces)):
             gradients = self.buckets[position]
             if position in self._packed:
                 continue
             gradients.note_unannounced()
-            if self._reduce_now or gradients.has_arrivals:
+            if position in self._reduces or gradients.has_arrivals:
                 self._pack(position)
-        if self._reduce_now:
-            for position in order[self._cursor :]:
-                self._send(position)
+        for position in reduced[self._cursor :]:
+            self._send(position)
         self._drain()
-        if self._reduce_now and self._combines:
+        if self._reduces and self._combines:
             self._has_partial_sums = True
         if self._combine_now:
-            self._combine(order)
+            self._combine(reduced)
         self.is_open = False
-        self._has_local_sums = not self._reduce_now
-        if self._order is None and self._reduce_now:
-            self._order = self._agree_on_order()
+        self._local_sums.update(self._reaches)
+        self._local_sums -= self._reduces
+        if self._order is None and self._reduces:
+            self._orders[self._reduces] = self._agree_on_order()
+            self._known |= self._reduces
 
     def _combine(self, order: Sequence[int]) -> None:
         """The second step of all sums, one being sent while the one before it is waited for."""
@@ -240,9 +255,8 @@ class GradientReducer:
 
     def _agree_on_order(self) -> list[int]:
         """Rank 0's order of completion, the incomplete buckets and those with repeated arrivals last."""
-        count = len(self.buckets)
-        held_back = [p for p in range(count) if p not in self._completed or self.buckets[p].repeats]
-        mine = [p for p in self._completed if p not in held_back] + held_back
+        held_back = [p for p in sorted(self._reduces) if p not in self._completed or self.buckets[p].repeats]
+        mine = [p for p in self._completed if p in self._reduces and p not in held_back] + held_back
         if not mine:
             return mine
         rows = self._peers.gather_small(
@@ -253,7 +267,7 @@ class GradientReducer:
     @property
     def is_reducing(self) -> bool:
         """Whether a backward is open that other ranks reduce with this one."""
-        return self.is_open and self._reduce_now
+        return self.is_open and bool(self._reduces)
 
     @property
     def num_sent(self) -> int:
@@ -268,7 +282,7 @@ class GradientReducer:
     @property
     def is_mixed(self) -> bool:
         """Whether a part of the open backward has been added to sums of earlier micro-batches."""
-        return any(gradients.is_mixed(reduced=self._reduce_now) for gradients in self.buckets)
+        return any(self.buckets[p].is_mixed(reduced=p in self._reduces) for p in self._reaches)
 
     def drop(self, *, with_sums: bool) -> None:
         """After an exception in backward: throws away what the backward has delivered.
@@ -285,21 +299,22 @@ class GradientReducer:
             logger.warning(
                 "gradients of the failed backward were already added to those of earlier micro-batches, so %s of this "
                 "update starts again from zero",
-                "the sum" if self._reduce_now else "this rank's own sum",
+                "the sum" if self._reduces else "this rank's own sum",
             )
-        for gradients in self.buckets:
-            gradients.drop_backward(reduced=self._reduce_now, with_sum=with_sums)
-        if self._reduce_now:
-            self._has_local_sums = self._has_local_sums and not with_sums
+        for position in self._reaches:
+            self.buckets[position].drop_backward(reduced=position in self._reduces, with_sum=with_sums)
+        if self._reduces:
             self._has_partial_sums = any(gradients.has_partial_sum for gradients in self.buckets)
-        else:
-            self._has_local_sums = True  # of ranks on which this backward went well
+            if with_sums:
+                self._local_sums -= self._reduces
+        # Of the others, ranks on which this backward went well have sums.
+        self._local_sums.update(position for position in self._reaches if position not in self._reduces)
         self.is_open = False
 
     def end_micro_step(self) -> None:
         """A micro-step without an update is over: ranks may have sums of it, also where this one ran no backward."""
         if not self.policy.every_micro_batch:
-            self._has_local_sums = True
+            self._local_sums.update(range(len(self.buckets)))
 
     def note_uneven(self) -> None:
         """Some ranks had no gradient of a parameter that others had one of. Every rank must call it.
@@ -326,7 +341,7 @@ class GradientReducer:
             gradients.note_unannounced()
             gradients.pack()
             gradients.accumulate_locally()
-        if self._has_local_sums or unannounced:
+        if self._local_sums or unannounced:
             self._reduce_local_sums()
         if self._has_partial_sums:
             self._combine(range(len(self.buckets)))
@@ -344,7 +359,7 @@ class GradientReducer:
                 gradients.pack()
             self._send(position)
         self._drain()
-        self._has_local_sums = False
+        self._local_sums.clear()
 
     def zero_grad(self) -> None:
         """Throws away every gradient, those too that were put into ``.grad`` and are nowhere else."""
@@ -355,6 +370,7 @@ class GradientReducer:
 
     def clear(self) -> None:
         """Frees all gradients."""
-        self._has_local_sums = self._has_partial_sums = False
+        self._local_sums.clear()
+        self._has_partial_sums = False
         for gradients in self.buckets:
             gradients.clear()

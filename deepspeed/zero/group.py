@@ -31,6 +31,8 @@ class BucketGroup:
         counts: Whether this rank stands for the ranks that hold the same tiles and are in another group of that name
             (tensor-parallel ranks, for what is not cut there). Of those ranks one counts.
         ranks: The ranks, in the job, of all groups of that name; empty where the peers are one group.
+        spans_parts: The ranks that hold the same slices have different parts of the model otherwise (tied weights on
+            several stages of a pipeline): sums over them wait for the update.
     """
 
     name: str
@@ -41,6 +43,7 @@ class BucketGroup:
     divisor: int = 1
     counts: bool = True
     ranks: tuple[tuple[int, ...], ...] = ()
+    spans_parts: bool = False
 
     @classmethod
     def over(cls, gather: Transport, reduce: Transport | None = None, *, name: str = DATA) -> BucketGroup:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -139,9 +140,20 @@ class ZeroRuntime:
         if self.reducer is not None:
             alone = all(isinstance(group.reduce, LocalTransport) for group in self.groups)
             every = self.reducer.policy.every_micro_batch and not alone
-            self.reducer.begin(reduce_now=sync and (micro_batch.is_last or every), is_last=micro_batch.is_last)
+            reaches, closes = self._positions(micro_batch)
+            reduced = reaches if every and (micro_batch.part is None or micro_batch.part.reduces_each) else closes
+            self.reducer.begin(reaches=reaches, reduces=frozenset(reduced if sync else ()), closes=frozenset(closes))
         self._confirm(True)
         self.schedule.begin("backward")
+
+    def _positions(self, micro_batch: MicroBatch) -> tuple[Sequence[int], Sequence[int]]:
+        """The trained buckets that a backward may reach, and those that none reaches after it in its update."""
+        part, everything = micro_batch.part, range(len(self.masters))
+        if part is None:
+            return everything, everything if micro_batch.is_last else ()
+        trained = [{p for p in master.bucket.params if p.requires_grad} for master in self.masters]
+        reaches = [position for position in everything if not trained[position].isdisjoint(part.reaches)]
+        return reaches, [position for position in reaches if trained[position] <= part.closes]
 
     def _confirm(self, confirms: bool) -> None:
         """Whether gathers carry along how many reductions of their group have been started."""
