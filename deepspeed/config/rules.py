@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from deepspeed.config.data_rules import check_data
 from deepspeed.config.findings import Findings, Path
 from deepspeed.config.sections.optimizer import Optimizer
 from deepspeed.config.sections.root import Root
@@ -23,6 +24,7 @@ def check_rules(root: Root, findings: Findings) -> None:
     _activation_checkpointing(root, findings)
     _structure(root, findings)
     _neighbours(root.zero_optimization, findings)
+    check_data(root, findings)
 
 
 def check_ranks(root: Root, dp_world_size: int, findings: Findings) -> None:

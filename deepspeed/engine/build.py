@@ -22,6 +22,7 @@ from deepspeed.config.compared import compared_values
 from deepspeed.config.sections.root import Root
 from deepspeed.engine.alike import model_lines
 from deepspeed.engine.compiling import gathers_between_pieces, refuse_whole_graphs
+from deepspeed.engine.efficiency import refuse_what_the_model_cannot
 from deepspeed.engine.groups import create_groups, refuse_cut_tensors
 from deepspeed.engine.optimizers import (
     choose_optimizer,
@@ -170,6 +171,7 @@ def build_parts(client: Client, config: Any, distributed_port: int, dist_init_re
         set_log_level_from_string(root.log_level)
     for notice in parsed.notices:
         log_dist(f"config: {notice}")
+    refuse_what_the_model_cannot(root, client.model)
     monitor = MonitorMaster(root)
     if root.comms_logger.enabled:
         comm.configure(deepspeed_config=parsed)

@@ -20,6 +20,7 @@ from deepspeed.engine.accessors import ConfigAccessors
 from deepspeed.engine.build import EngineParts
 from deepspeed.engine.checkpointing import EngineCheckpoints
 from deepspeed.engine.compiling import EngineCompile, gathers_between_pieces
+from deepspeed.engine.efficiency import Efficiency, EfficiencyAccess
 from deepspeed.engine.flops import ProfiledStep
 from deepspeed.engine.forwarded import forwarded
 from deepspeed.engine.mismatch import explain_mismatch
@@ -39,7 +40,7 @@ from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer
 from deepspeed.zero.runtime import ZeroRuntime
 
 
-class DeepSpeedEngine(ConfigAccessors, EngineQueries, nn.Module):
+class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, nn.Module):
     """Wraps a model for training. Made by ``deepspeed.initialize``.
 
     Attributes unknown to the engine are those of the wrapped model.
@@ -69,6 +70,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, nn.Module):
         self._batch = parts.parsed.batch
         self._accumulation_steps = self._batch.accumulation_steps
         self._runtime: ZeroRuntime = parts.runtime
+        self._efficiency = Efficiency(self._root, parts.model, parts.runtime)
         self._updater: DeepSpeedZeroOptimizer | None = parts.make_optimizer(self.backward, self._before_update)
         self.optimizer = parts.public_optimizer(self._updater)
         self.basic_optimizer = parts.torch_optimizer
@@ -145,6 +147,9 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, nn.Module):
         self._runtime.places.take_back()
         if self._precision.cast_inputs:
             inputs, kwargs = self._precision.cast_arguments(inputs), self._precision.cast_arguments(kwargs)
+        kwargs |= self._efficiency.before_forward(
+            is_training=self.module.training, global_steps=self.global_steps, micro_steps=self.micro_steps
+        )
         self._progress.before("forward")
         if self._profiled is not None:
             self._profiled.before_forward()
@@ -343,6 +348,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, nn.Module):
         self._updater.step()
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
+        self._efficiency.at(self.global_steps)
         if self._updater.overflow:
             self.skipped_steps += 1
         else:
@@ -569,6 +575,7 @@ class DeepSpeedEngine(ConfigAccessors, EngineQueries, nn.Module):
         for name, value in loaded.counters.items():
             setattr(self, name, value)
         self._accumulates_from = self.micro_steps
+        self._efficiency.at(self.global_steps)
         if self._updater is not None:
             self._updater.steps = self.global_steps
         self.loaded_checkpoint_dp_world_size = loaded.world_size

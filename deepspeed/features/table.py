@@ -309,7 +309,6 @@ FEATURES: tuple[Feature, ...] = (
         "curriculum learning and token dropping",
         "Order and cut the samples in the data loader.",
         {
-            "deepspeed.runtime.data_pipeline.curriculum_scheduler": "CurriculumScheduler",
             "deepspeed.runtime.data_pipeline.data_routing.basic_layer": "RandomLayerTokenDrop",
             "deepspeed.runtime.data_pipeline.data_routing.helper": "convert_to_random_ltd remove_random_ltd_state_dict",
             "deepspeed.runtime.data_pipeline.data_sampling.data_analyzer": "DataAnalyzer DistributedDataAnalyzer",
@@ -318,11 +317,6 @@ FEATURES: tuple[Feature, ...] = (
                 "MMapIndexedDataset MMapIndexedDatasetBuilder"
             ),
         },
-        (switch("data_efficiency.enabled"), switch("curriculum_learning.enabled")),
-    ),
-    Feature(
-        "progressive layer dropping",
-        "Drop layers in the model's own forward.",
-        keys=(switch("progressive_layer_drop.enabled"),),
+        (switch("data_efficiency.enabled"),),
     ),
 )

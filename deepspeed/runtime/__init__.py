@@ -22,6 +22,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         "hybrid_engine",
         "lr_schedules",
         "pipe",
+        "progressive_layer_drop",
         "sequence_parallel",
         "utils",
         "zero",

@@ -8,6 +8,9 @@ without asking. A rank that skips part of the order still takes part in the skip
 its slices; a rank that wants something that the rest of the order does not hold *leaves* it, which all ranks must do
 alike (see ``comm.agreement``).
 
+A pass may announce, on all ranks alike, buckets that it will not use (layers that are dropped at random): they are not
+gathered, and what is learned from such passes is put together (:mod:`deepspeed.zero.learned_order`).
+
 In a backward the first use of any part of a leaf module gathers the whole of it, as its forward did: which part that is
 may differ between ranks.
 """
@@ -19,6 +22,7 @@ from dataclasses import dataclass
 
 from deepspeed.comm.agreement import END_OF_SEGMENT, Agreement
 from deepspeed.zero.bucket import Bucket, State
+from deepspeed.zero.learned_order import LearnedOrder
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,8 @@ _ANNOUNCED = 2
 _UNKNOWN = -1  # entry of a backward that has reached no forward's outputs yet, or never does
 
 Situation = tuple[str, int, frozenset[int]]
-"""Kind of segment, number of its entry, and the buckets that are gathered at its start: equal on all ranks."""
+"""Kind of segment, number of its entry, and the buckets that are gathered at its start, or would be if none were left
+out: equal on all ranks."""
 
 
 class GatherSchedule:
@@ -68,7 +73,8 @@ class GatherSchedule:
         self._demanded_leaves: set[tuple[int, ...]] = set()  # of this backward
         self._agreement = agreement
         self._limits = limits
-        self._orders: dict[Situation, list[int]] = {}
+        self._orders: dict[Situation, LearnedOrder] = {}
+        self._skipped: frozenset[int] = frozenset()
         self._situation: Situation | None = None
         self._order: list[int] | None = None  # followed; None while recording
         self._issued: list[int] = []  # of this segment
@@ -119,6 +125,14 @@ class GatherSchedule:
         """Records every segment anew; all ranks must do so together."""
         self._orders.clear()
 
+    def skip(self, indices: frozenset[int]) -> None:
+        """From now on no forward uses these buckets, nor does its backward; equal on all ranks, between two forwards.
+
+        Args:
+            indices: Numbers of buckets; none: every bucket may be used.
+        """
+        self._skipped = indices & self._buckets.keys()
+
     # -- segments ----------------------------------------------------------------------------------------------------
 
     def begin(self, kind: str, entry: int = _UNKNOWN) -> None:
@@ -130,8 +144,10 @@ class GatherSchedule:
         """
         assert self._situation is None, f"segment {self._situation} is still open"
         full = frozenset(index for index, bucket in self._buckets.items() if bucket.state is State.FULL)
+        if kind == "backward":
+            full |= self._skipped & self._kept_after_forward
         self._situation = (kind, entry, full)
-        self._order = self._orders.get(self._situation)
+        self._order = self._known_order()
         self._issued = []
         self._demanded_leaves.clear()
         self._agreement.begin_segment(kind)
@@ -143,14 +159,25 @@ class GatherSchedule:
         kind, known, full = self._situation
         if known == _UNKNOWN and not self._issued:
             self._situation = (kind, entry, full)
-            self._order = self._orders.get(self._situation)
+            self._order = self._known_order()
+
+    def _known_order(self) -> list[int] | None:
+        assert self._situation is not None
+        learned = self._orders.get(self._situation)
+        return None if learned is None else learned.without(self._left_out)
+
+    @property
+    def _left_out(self) -> frozenset[int]:
+        """Of the open segment; an evaluation uses everything."""
+        return frozenset() if self.kind == "evaluation" else self._skipped
 
     def end(self) -> None:
         """Closes the segment: takes part in what was skipped, and agrees on the order if it was recorded."""
         assert self._situation is not None, "no segment is open"
         if self._order is None:
             self._agreement.exchange(len(self._issued), END_OF_SEGMENT)
-            self._orders[self._situation] = list(self._issued)
+            learned = self._orders.setdefault(self._situation, LearnedOrder())
+            learned.learn(self._issued, self._left_out, falls=self.kind == "backward")
         else:
             for index in self._order[len(self._issued) :]:
                 self._issue(self._buckets[index])

@@ -16,7 +16,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # Optimizers and the loss scaler work on plain tensors and know nothing of sharding; `zero` drives them.
     ("ops", "precision", "schedulers"),
     ("zero",),
-    ("offload", "data", "activation_checkpointing"),
+    ("offload", "data", "dropping", "activation_checkpointing"),
     ("checkpoint",),
     # Sinks, timers and counters that know nothing of the engine, which drives them.
     ("monitor", "profiling"),

@@ -1,0 +1,107 @@
+"""The difficulty of the training data as a function of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from deepspeed.config.data_rules import problems_of
+from deepspeed.config.sections.data_efficiency import CurriculumLearning, CurriculumMetric
+from deepspeed.data.curriculum.growth import grown
+
+
+def settings_of(section: CurriculumLearning | CurriculumMetric) -> dict[str, Any]:
+    """A section of the configuration as the dict that :class:`CurriculumScheduler` takes."""
+    return section.model_dump(exclude_none=True)
+
+
+class CurriculumScheduler:
+    """The difficulty at each step, by one of the published shapes.
+
+    ``fixed_linear`` and ``fixed_root`` grow as :func:`~deepspeed.data.curriculum.growth.grown` says;
+    ``fixed_discrete`` is a list of difficulties and the last step of each but the last; ``custom`` is a function.
+
+    Args:
+        config: ``min_difficulty``, ``max_difficulty``, ``schedule_type`` (one of the four) and ``schedule_config``:
+            ``total_curriculum_step``, ``difficulty_step`` and for the root ``root_degree``; or ``difficulty`` and
+            ``max_step``.
+
+    Attributes:
+        custom_get_difficulty: The function of a ``custom`` schedule, or None.
+
+    Raises:
+        ValueError: Something is missing or contradicts itself; every such thing is named.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        found = problems_of(config)
+        if found:
+            lines = "; ".join(f"{'.'.join(path)} {text}" for path, text in found)
+            raise ValueError(f"CurriculumScheduler: {lines}")
+        self._min: int = config["min_difficulty"]
+        self._max: int = config["max_difficulty"]
+        self._kind: str = config["schedule_type"]
+        self._settings: dict[str, Any] = dict(config.get("schedule_config") or {})
+        self._current = self._min
+        self.custom_get_difficulty: Callable[[int], int] | None = None
+
+    def get_current_difficulty(self) -> int:
+        """The difficulty of the latest update."""
+        return self._current
+
+    def set_current_difficulty(self, difficulty: int) -> None:
+        """Sets it, until the next update."""
+        self._current = difficulty
+
+    def set_custom_get_difficulty(self, schedule_function: Callable[[int], int]) -> None:
+        """Gives a ``custom`` schedule its function of the step."""
+        self.custom_get_difficulty = schedule_function
+
+    def get_state(self) -> dict[str, Any]:
+        """Bounds, shape and the present difficulty; a function is not part of it."""
+        return {
+            "min_difficulty": self._min,
+            "max_difficulty": self._max,
+            "current_difficulty": self._current,
+            "schedule_type": self._kind,
+            "schedule_config": dict(self._settings),
+        }
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Goes to where :meth:`get_state` was."""
+        self._min, self._max = state["min_difficulty"], state["max_difficulty"]
+        self._kind, self._settings = state["schedule_type"], dict(state["schedule_config"])
+        self._current = state["current_difficulty"]
+
+    def get_difficulty(self, global_steps: int) -> int:
+        """The difficulty at a step; nothing is changed.
+
+        Raises:
+            ValueError: A ``custom`` schedule has no function yet.
+        """
+        if self._kind == "custom":
+            if self.custom_get_difficulty is None:
+                raise ValueError(
+                    "a custom curriculum has no function yet; give it one with "
+                    "engine.set_custom_curriculum_learning_schedule({metric: function}) or, for the older section "
+                    "curriculum_learning, engine.curriculum_scheduler_legacy.set_custom_get_difficulty(function)"
+                )
+            return self.custom_get_difficulty(global_steps)
+        if self._kind == "fixed_discrete":
+            for difficulty, last_step in zip(self._settings["difficulty"], self._settings["max_step"], strict=False):
+                if global_steps <= last_step:
+                    return difficulty
+            return self._settings["difficulty"][-1]
+        return grown(
+            global_steps,
+            low=self._min,
+            high=self._max,
+            steps=self._settings["total_curriculum_step"],
+            granularity=self._settings["difficulty_step"],
+            degree=self._settings["root_degree"] if self._kind == "fixed_root" else 1,
+        )
+
+    def update_difficulty(self, global_steps: int) -> int:
+        """Goes to a step and returns its difficulty; a ``custom`` one may fall again."""
+        self._current = self.get_difficulty(global_steps)
+        return self._current

@@ -1,0 +1,13 @@
+"""Layers and tokens that training leaves out at random."""
+
+from __future__ import annotations
+
+from deepspeed.lazy import lazy_names
+
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "ProgressiveLayerDrop": "deepspeed.dropping.theta",
+        "progressive_layer_drop": "deepspeed.dropping.layers",
+    },
+)

@@ -1,0 +1,183 @@
+"""Layers that training forwards leave out at random, the same ones on all ranks (arXiv:2010.13369).
+
+Block *i* of *L* stays with probability ``1 - i / L * (1 - theta)``; a block that is left out is the identity, and what
+one that stays adds to its input is divided by that probability, so that each block is right in the mean. In evaluation
+every block stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+from deepspeed.dropping.swapped import give_base
+
+
+class LayerDrop:
+    """Which blocks of one row the present forward leaves out.
+
+    Args:
+        num_blocks: Length of the row.
+        seed: Of the draws.
+
+    Attributes:
+        num_blocks: As given.
+        dropped: Numbers of the blocks that are left out until the next draw.
+        kept_share: For each block the probability with which it stays.
+    """
+
+    def __init__(self, num_blocks: int, seed: int = 0) -> None:
+        self.num_blocks = num_blocks
+        self._seed = seed
+        self._skips_as: type | int | None = None  # how a block that stayed answered: with a tensor, or so many values
+        self.keep_all()
+
+    def keep_all(self) -> None:
+        """No block is left out, and none is scaled."""
+        self.dropped: frozenset[int] = frozenset()
+        self.kept_share = [1.0] * self.num_blocks
+
+    def draw(self, theta: float, *moment: int) -> frozenset[int]:
+        """Draws anew; the same for the same arguments, whatever was drawn before, on every rank.
+
+        Args:
+            theta: The keep ratio in force, between 0 and 1.
+            *moment: Numbers that tell this forward from others, not negative (the step, the micro-batch).
+
+        Returns:
+            The numbers of the blocks that are left out.
+        """
+        self.kept_share = [1 - i / self.num_blocks * (1 - theta) for i in range(self.num_blocks)]
+        dice = numpy.random.default_rng([self._seed, *moment]).random(self.num_blocks)
+        self.dropped = frozenset(i for i, share in enumerate(self.kept_share) if dice[i] >= share)
+        return self.dropped
+
+    def note_answer(self, answer: Any) -> None:
+        """Learns from a block that stayed what a block that is left out must answer.
+
+        Raises:
+            ValueError: There is no such answer.
+        """
+        if isinstance(answer, torch.Tensor):
+            self._skips_as = torch.Tensor
+        elif isinstance(answer, tuple) and answer and all(part is None for part in answer[1:]):
+            self._skips_as = len(answer)
+        else:
+            raise ValueError(
+                "progressive_layer_drop: a block must answer with its hidden states, alone or as the first of a tuple "
+                f"of nothing else, but it gave {_shown(answer)}, which a block that is left out cannot; drop layers in "
+                "the model's own forward instead, which gets pld_theta from the engine"
+            )
+
+    def skipped(self, hidden: torch.Tensor) -> Any:
+        """What a block that is left out answers."""
+        # Block 0 always stays, so there has been an answer; a model that begins with a later one gets a tensor.
+        return (hidden, *[None] * (self._skips_as - 1)) if isinstance(self._skips_as, int) else hidden
+
+
+class DroppableBlock(nn.Module):
+    """In front of the class of each block; decides before anything of the block runs, its hooks included."""
+
+    _layer_drop: LayerDrop
+    _number_in_row: int
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The block's answer, or what stands for it."""
+        drop, number = self._layer_drop, self._number_in_row
+        share = drop.kept_share[number]
+        if share == 1.0 or not self.training:
+            answer = super().__call__(*args, **kwargs)
+            if self.training:
+                drop.note_answer(answer)
+            return answer
+        hidden = _hidden_states(type(self).__name__, args, kwargs)
+        if number in drop.dropped:
+            return drop.skipped(hidden)
+        answer = super().__call__(*args, **kwargs)
+        drop.note_answer(answer)
+        if isinstance(answer, torch.Tensor):
+            return hidden + (answer - hidden) / share
+        return (hidden + (answer[0] - hidden) / share, *answer[1:])
+
+
+def progressive_layer_drop(
+    model: nn.Module, blocks: str | nn.Module | Sequence[nn.Module], *, seed: int = 0
+) -> LayerDrop:
+    """Lets training forwards of ``model`` leave blocks out, as the section ``progressive_layer_drop`` says.
+
+    To be called before ``deepspeed.initialize``. The engine draws for every training forward, by the step, so that all
+    ranks leave out the same blocks and a resumed run the ones it would have left out. At ZeRO stage 3 nothing is
+    gathered for them. Names of parameters, types of blocks and checkpoints stay as they are.
+
+    Args:
+        model: The model.
+        blocks: The row of blocks, each of which takes hidden states of any shape first and answers with new ones of
+            that shape, alone or as the first of a tuple of nothing else: the name of a ``ModuleList`` or
+            ``Sequential`` of the model, that module, or a list of modules.
+        seed: Of the draws.
+
+    Returns:
+        The draws, for programs without an engine: ``draw(theta, step)`` before each forward.
+
+    Raises:
+        ValueError: There are no such blocks, or they are in a row already.
+    """
+    row = _row(model, blocks)
+    taken = [number for number, block in enumerate(row) if isinstance(block, DroppableBlock)]
+    if taken:
+        raise ValueError(f"progressive_layer_drop: block {taken[0]} of these is in a row already; name each once")
+    drop = LayerDrop(len(row), seed)
+    for number, block in enumerate(row):
+        droppable = give_base(block, DroppableBlock)
+        droppable._layer_drop, droppable._number_in_row = drop, number
+    return drop
+
+
+def rows_of(model: nn.Module) -> list[tuple[LayerDrop, list[nn.Module]]]:
+    """The rows of blocks of a model that may be left out, with their blocks."""
+    found: dict[int, tuple[LayerDrop, dict[int, nn.Module]]] = {}
+    for module in model.modules():
+        if isinstance(module, DroppableBlock):
+            drop = module._layer_drop
+            found.setdefault(id(drop), (drop, {}))[1][module._number_in_row] = module
+    return [(drop, [blocks[number] for number in sorted(blocks)]) for drop, blocks in found.values()]
+
+
+def _row(model: nn.Module, blocks: str | nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    if isinstance(blocks, str):
+        named = dict(model.named_modules())
+        if blocks not in named:
+            lists = [name for name, module in named.items() if isinstance(module, (nn.ModuleList, nn.Sequential))]
+            raise ValueError(
+                f"progressive_layer_drop(blocks={blocks!r}): the model has no module of that name; it has these rows "
+                f"of modules: {', '.join(map(repr, lists)) or 'none'}"
+            )
+        return _row(model, named[blocks])
+    row: list[nn.Module] = [*blocks.children()] if isinstance(blocks, nn.Module) else [*blocks]
+    known = {id(module) for module in model.modules()}
+    if not row or not all(id(block) in known for block in row) or len({id(block) for block in row}) < len(row):
+        raise ValueError(
+            "progressive_layer_drop(blocks=...): expected the name of a ModuleList, the ModuleList, or modules of the "
+            f"model, each once; found {len(row)} module(s)"
+        )
+    return row
+
+
+def _hidden_states(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    hidden = args[0] if args else kwargs.get("hidden_states")
+    if not isinstance(hidden, torch.Tensor):
+        raise ValueError(
+            f"progressive_layer_drop: {kind} was called without hidden states as its first argument or by the keyword "
+            f"hidden_states (found {type(hidden).__name__}), so it cannot be left out"
+        )
+    return hidden
+
+
+def _shown(answer: Any) -> str:
+    if isinstance(answer, (tuple, list)):
+        return f"a {type(answer).__name__} of {', '.join(type(part).__name__ for part in answer)}"
+    return f"a {type(answer).__name__}"

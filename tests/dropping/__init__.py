@@ -1,0 +1,1 @@
+"""Layers and tokens that training leaves out."""
