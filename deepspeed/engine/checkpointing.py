@@ -296,3 +296,19 @@ class EngineCheckpoints:
         subject = self._subject()
         subject.settle()
         return subject
+
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """The model's ``state_dict``; sharded parameters are empty tensors in it."""
+        model = self._subject().model
+        state = model.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if exclude_frozen_parameters:
+            for name, parameter in model.named_parameters():
+                if not parameter.requires_grad:
+                    state.pop(prefix + name, None)
+        return state

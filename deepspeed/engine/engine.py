@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,20 +14,22 @@ from torch import nn
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.load import Loaded
 from deepspeed.checkpoint.subject import COUNTERS, Subject
-from deepspeed.config import ParsedConfig
 from deepspeed.engine.accessors import ConfigAccessors
+from deepspeed.engine.batches import Batches
 from deepspeed.engine.build import EngineParts
 from deepspeed.engine.checkpointing import EngineCheckpoints
 from deepspeed.engine.compiling import EngineCompile, gathers_between_pieces
 from deepspeed.engine.efficiency import Efficiency, EfficiencyAccess
 from deepspeed.engine.flops import ProfiledStep
 from deepspeed.engine.forwarded import forwarded
+from deepspeed.engine.loading import EngineLoading
+from deepspeed.engine.loss_scaling import LossScaling
 from deepspeed.engine.mismatch import explain_mismatch
 from deepspeed.engine.offloading import EngineOffload
 from deepspeed.engine.progress import ProgressLog, StepFacts
 from deepspeed.engine.queries import EngineQueries
 from deepspeed.engine.reminders import MissingStep, watch_other_optimizers
-from deepspeed.engine.reports import memory_rows, precision_rows, state_text
+from deepspeed.engine.reports import memory_rows, precision_rows, state_text, summary
 from deepspeed.engine.roots import check_loss, paired_roots
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.logging import log_dist, log_dist_once
@@ -63,15 +64,16 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, nn.Modul
         super().__init__()
         self.module = parts.model
         self._parts = parts
-        self._parsed: ParsedConfig = parts.parsed
         self._root = parts.parsed.root
         self._precision = parts.precision
         assert parts.parsed.batch is not None
-        self._batch = parts.parsed.batch
-        self._accumulation_steps = self._batch.accumulation_steps
+        self._batches = Batches(
+            parts.parsed.batch, parts.standing.data_size, is_counted=self._root.managed_gradient_accumulation
+        )
         self._runtime: ZeroRuntime = parts.runtime
         self._efficiency = Efficiency(self._root, parts.model, parts.runtime)
         self._updater: DeepSpeedZeroOptimizer | None = parts.make_optimizer(self.backward, self._before_update)
+        self._scaling = LossScaling(self._updater.loss_scaler if self._updater is not None else None)
         self.optimizer = parts.public_optimizer(self._updater)
         self.basic_optimizer = parts.torch_optimizer
         self.client_optimizer = parts.client.optimizer
@@ -80,25 +82,19 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, nn.Modul
         self.collate_fn = parts.client.collate_fn
         self.mpu = parts.client.mpu
         self.lr_scheduler = parts.make_scheduler()
+        self._loading = EngineLoading(parts, self._batches, lambda: self.collate_fn)
         self.training_dataloader = self.deepspeed_io(self.training_data) if self.training_data is not None else None
         self.config: dict[str, Any] = parts.parsed.raw
         self.device = parts.device
         self.local_rank, self.global_rank = parts.local_rank, parts.global_rank
         self.world_size = parts.world_size
-        self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
+        self.global_steps = self.global_samples = self.skipped_steps = 0
         self.enable_backward_allreduce = True
         self.loaded_checkpoint_dp_world_size: int | None = None
         self.loaded_checkpoint_mp_world_size: int | None = None
-        self._boundary_override: bool | None = None
-        self._said: MicroBatch | None = None  # by the driver of the last backward, until the next one or a step
-        self._accumulates_from = 0  # ``micro_steps`` from which on the present accumulation steps are counted
-        self._sync = True
         self._managed_backward = False
-        self._has_run_backward = False  # since the last update
         self._missing_step = MissingStep()
         self._in_forward = False  # of this engine; a whole training step may be part of it
-        self._scaled_losses = 0
-        self._saw_unscaled_backward = False
         self._step_applied = False
         self.monitor = parts.monitor
         self._progress = ProgressLog(self._root, self.monitor, self.global_rank == 0)
@@ -110,14 +106,14 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, nn.Modul
             parts,
             subject=self._subject,
             resume=self._resume_from,
-            sums_are_open=lambda: self._micro_steps_since_update > 0,
+            sums_are_open=lambda: self._batches.since_update > 0,
         )
         self._compiling = EngineCompile(self.module, gathers_between_pieces(parts.placement, parts.standing.zero_size))
         self._offloading = EngineOffload(parts)
         self._runtime.announcement.on_sight = self._open_backward
         self._runtime.optimizer = self._updater
         watch_other_optimizers()
-        log_dist(self._summary())
+        log_dist(summary(self._runtime, parts.placement, parts.standing, self._batches))
         if self._root.dump_state:
             log_dist(state_text(self._root, self.device, self.precision_report(), self.memory_report()))
         self._stopped_gc = self._root.disable_python_gc and gc.isenabled()
@@ -218,13 +214,12 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, nn.Modul
                 f"engine.backward: micro-batch {micro_batch.index} is said to be the first of an update, but gradients "
                 "of earlier ones wait for theirs; call engine.step() after the last of them, or engine.zero_grad()"
             )
-        self._said = micro_batch
+        self._batches.say(micro_batch)
         if gradients is None:
-            if scale_wrt_gas and self._accumulation_steps > 1:
-                loss = loss / self._accumulation_steps
+            if scale_wrt_gas and (steps := self.gradient_accumulation_steps()) > 1:
+                loss = loss / steps
             self._progress.loss(loss)
-            scaler = self._updater.loss_scaler if self._updater is not None else None
-            roots, given = [scaler.scale_loss(loss) if scaler is not None else loss], [kwargs.pop("gradient", None)]
+            roots, given = [self._scaling.apply(loss)], [kwargs.pop("gradient", None)]
         self._progress.before("backward")
         self._managed_backward = True
         try:
@@ -242,26 +237,21 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, nn.Modul
         the accumulation steps.
         """
         self._progress.loss(loss)
-        self._scaled_losses += 1
-        scaler = self._updater.loss_scaler if self._updater is not None else None
-        return scaler.scale_loss(loss) if scaler is not None else loss
+        return self._scaling.apply_for_program(loss)
 
     def _open_backward(self) -> None:
         """A backward has begun: by ``engine.backward``, or seen at the outputs of forward."""
         if self._runtime.in_backward or self._runtime.reducer is None:
             return
-        if self._sync and self._boundary_override is None:  # whoever decides about steps knows of them
+        batches = self._batches
+        if batches.are_reduced and not batches.is_decided_outside:  # whoever decides about steps knows of them
             self._missing_step.backward()
-        self._runtime.begin_backward(self._micro_batch(), sync=self._sync and self.enable_backward_allreduce)
-        self._has_run_backward = True
+        self._runtime.begin_backward(batches.present(), sync=batches.are_reduced and self.enable_backward_allreduce)
+        batches.has_run_backward = True
         if self._managed_backward:
             return
         self._progress.before("backward")
-        if self._updater is not None and self._updater.loss_scaler is not None:
-            if self._scaled_losses > 0:
-                self._scaled_losses -= 1
-            else:
-                self._saw_unscaled_backward = True
+        self._scaling.program_runs_backward()
         torch.autograd.Variable._execution_engine.queue_callback(self._close_backward)
 
     def _close_backward(self) -> None:
@@ -269,45 +259,26 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, nn.Modul
             self._runtime.end_backward()
             self._progress.after("backward")
 
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the present micro-step ends in an update."""
-        if self._said is not None:
-            return self._said.is_last
-        if self._boundary_override is not None:
-            return self._boundary_override
-        if not self._root.managed_gradient_accumulation:
-            return True
-        return self._micro_steps_since_update + 1 == self._accumulation_steps
-
-    def _micro_batch(self) -> MicroBatch:
-        """As its driver has said, or else by counting the calls of ``step``."""
-        return self._said or MicroBatch(
-            self._micro_steps_since_update,
-            is_first=not self._has_run_backward,
-            is_last=self.is_gradient_accumulation_boundary(),
-        )
-
     @property
-    def _micro_steps_since_update(self) -> int:
-        return (self.micro_steps - self._accumulates_from) % self._accumulation_steps
+    def micro_steps(self) -> int:
+        """Calls of :meth:`step` so far."""
+        return self._batches.micro_steps
 
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Decides from outside, until called again, whether micro-steps end in an update."""
-        self._boundary_override = is_boundary
+    @micro_steps.setter
+    def micro_steps(self, count: int) -> None:
+        self._batches.micro_steps = count
+
+    is_gradient_accumulation_boundary = forwarded("_batches", Batches.is_gradient_accumulation_boundary)
+    set_gradient_accumulation_boundary = forwarded("_batches", Batches.set_gradient_accumulation_boundary)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside reduce nothing at any stage; each rank keeps whole gradients until the next one outside."""
-        if not self._sync:
-            raise CallOrderError("engine.no_sync: it is already open; do not nest it")
         whole = sum(bucket.layout.numel for bucket in self._runtime.buckets if bucket.layout.trainable)
         size = whole * self._precision.accumulate_dtype.itemsize
         log_dist_once(f"no_sync keeps whole gradients on every rank until the boundary: {size / 2**20:,.0f} MiB")
-        self._sync = False
-        try:
+        with self._batches.unreduced():
             yield
-        finally:
-            self._sync = True
 
     # -- step --------------------------------------------------------------------------------------------------------
 
@@ -319,13 +290,13 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, nn.Modul
         """
         if self._updater is None:
             raise CallOrderError("engine.step: this engine has no optimizer; see initialize(optimizer=...)")
-        if not self._sync:
+        if not self._batches.are_reduced:
             raise CallOrderError("engine.step: called inside no_sync; leave it before the update")
         self._runtime.leave_backward("engine.step")
         self._step_applied = False
         self._missing_step.step()
         if self.is_gradient_accumulation_boundary():
-            if not self._has_run_backward:
+            if not self._batches.has_run_backward:
                 log_dist_once(
                     "engine.step: no backward has run since the last update, so there are no gradients; the update is "
                     "counted, and the schedule advances. Call engine.backward(loss) before each engine.step()",
@@ -333,15 +304,12 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, nn.Modul
                 )
             self._progress.before("step")
             self._update(lr_kwargs)
-            self._has_run_backward = False
+            self._batches.has_run_backward = False
             self._progress.after("step")
             self._report_step()
         else:
             self._runtime.reducer.end_micro_step()  # type: ignore[union-attr]
-        self.micro_steps += 1
-        if self._said is not None and self._said.is_last:
-            self._accumulates_from = self.micro_steps  # whoever counts steps after this begins here
-        self._said = None
+        self._batches.end_step()
 
     def _update(self, lr_kwargs: dict[str, Any] | None) -> None:
         assert self._updater is not None
@@ -381,14 +349,9 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, nn.Modul
 
     def _before_update(self) -> None:
         """Called by the optimizer's own ``step``, whoever calls that."""
-        if self._saw_unscaled_backward:
-            self._saw_unscaled_backward = False
+        if self._scaling.saw_unscaled:
             self._runtime.reducer.clear()  # type: ignore[union-attr]
-            raise CallOrderError(
-                "fp16: the gradients come from a loss.backward() whose loss was not scaled; small gradients would have "
-                "become zero. Write engine.scale(loss).backward(), or engine.backward(loss)"
-            )
-        self._scaled_losses = 0
+        self._scaling.refuse_unscaled()
         self._missing_step.step()
         self._runtime.refuse_open_blocks("the update")
         self._runtime.refuse_away("engine.step")
@@ -421,78 +384,16 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, nn.Modul
 
     # -- batch sizes -------------------------------------------------------------------------------------------------
 
-    def train_batch_size(self) -> int:
-        """Samples per update over all ranks."""
-        return self._batch.micro_batch_size * self._accumulation_steps * self.dp_world_size
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples per forward on one rank."""
-        return self._batch.micro_batch_size
-
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches per update."""
-        return self._accumulation_steps
-
-    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Changes the micro-batch and keeps the accumulation steps; the global batch follows."""
-        if micro_batch_size <= 0:
-            raise DeepSpeedConfigError(f"set_train_micro_batch_size({micro_batch_size}): expected a positive number")
-        self._batch = replace(self._batch, micro_batch_size=micro_batch_size)
-
-    def get_batch_info(self) -> tuple[int, int, int]:
-        """Global batch, micro-batch, accumulation steps."""
-        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
-
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Changes the global batch by changing the accumulation steps; micro-steps since the last update count.
-
-        Raises:
-            DeepSpeedConfigError: It is not a multiple of micro-batch times ranks.
-        """
-        per_pass = self._batch.micro_batch_size * self.dp_world_size
-        if train_batch_size <= 0 or train_batch_size % per_pass:
-            raise DeepSpeedConfigError(
-                f"set_train_batch_size({train_batch_size}): expected a positive multiple of micro-batch "
-                f"{self._batch.micro_batch_size} x ranks {self.dp_world_size} = {per_pass}"
-            )
-        self._accumulates_from = self.micro_steps - self._micro_steps_since_update
-        self._accumulation_steps = train_batch_size // per_pass
+    train_batch_size = forwarded("_batches", Batches.train_batch_size)
+    train_micro_batch_size_per_gpu = forwarded("_batches", Batches.train_micro_batch_size_per_gpu)
+    gradient_accumulation_steps = forwarded("_batches", Batches.gradient_accumulation_steps)
+    get_batch_info = forwarded("_batches", Batches.get_batch_info)
+    set_train_micro_batch_size = forwarded("_batches", Batches.set_train_micro_batch_size)
+    set_train_batch_size = forwarded("_batches", Batches.set_train_batch_size)
 
     # -- data --------------------------------------------------------------------------------------------------------
 
-    def deepspeed_io(
-        self,
-        dataset: Any,
-        batch_size: int | None = None,
-        route: str = "train",
-        pin_memory: bool = True,
-        data_sampler: Any = None,
-        collate_fn: Any = None,
-        num_local_io_workers: int | None = None,
-    ) -> Any:
-        """A loader that gives each rank its share of ``dataset``."""
-        from deepspeed.data import DeepSpeedDataLoader
-
-        loader = DeepSpeedDataLoader(
-            dataset=dataset,
-            batch_size=batch_size or self._batch.micro_batch_size,
-            pin_memory=pin_memory and self._parts.device.type != "cpu",
-            data_sampler=data_sampler,
-            collate_fn=collate_fn or self.collate_fn,
-            num_local_io_workers=num_local_io_workers,
-            data_parallel_rank=self._parts.standing.data_rank,
-            data_parallel_world_size=self.dp_world_size,
-            drop_last=self._root.dataloader_drop_last,
-            shuffle=route == "train",
-        )
-        if isinstance(dataset, Sized) and len(loader) == 0:
-            log_dist(
-                f"the data loader gives no batch: the dataset has {len(dataset)} sample(s) for {self.dp_world_size} "
-                f"rank(s) with batches of {loader.batch_size}"
-                + (", and dataloader_drop_last leaves out what does not fill one" if len(dataset) else ""),
-                level=logging.WARNING,
-            )
-        return loader
+    deepspeed_io = forwarded("_loading", EngineLoading.deepspeed_io)
 
     @property
     def param_names(self) -> dict[nn.Parameter, str]:
@@ -550,6 +451,8 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, nn.Modul
     )
     _consolidated_16bit_state_dict = forwarded("_checkpoints", EngineCheckpoints._consolidated_16bit_state_dict)
 
+    module_state_dict = forwarded("_checkpoints", EngineCheckpoints.module_state_dict)
+
     def _subject(self) -> Subject:
         """What a checkpoint of this moment holds."""
         return Subject(
@@ -574,50 +477,22 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, nn.Modul
         """Goes on where the run that saved a checkpoint was; accumulation begins anew."""
         for name, value in loaded.counters.items():
             setattr(self, name, value)
-        self._accumulates_from = self.micro_steps
+        self._batches.count_anew()
         self._efficiency.at(self.global_steps)
         if self._updater is not None:
             self._updater.steps = self.global_steps
         self.loaded_checkpoint_dp_world_size = loaded.world_size
         self.loaded_checkpoint_mp_world_size = loaded.model_size
 
-    def module_state_dict(
-        self,
-        destination: Any = None,
-        prefix: str = "",
-        keep_vars: bool = False,
-        exclude_frozen_parameters: bool = False,
-    ) -> dict[str, Any]:
-        """The model's ``state_dict``; sharded parameters are empty tensors in it."""
-        state = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
-        if exclude_frozen_parameters:
-            for name, parameter in self.module.named_parameters():
-                if not parameter.requires_grad:
-                    state.pop(prefix + name, None)
-        return state
-
     # -- reports -----------------------------------------------------------------------------------------------------
 
     def memory_report(self) -> list[tuple[str, int, int, str]]:
         """Model-state bytes of this rank now: ``(kind, counted, by formula, formula)`` for each kind."""
-        return memory_rows(self._runtime, self._updater, self._precision, self._accumulation_steps)
+        return memory_rows(self._runtime, self._updater, self._precision, self.gradient_accumulation_steps())
 
     def precision_report(self) -> list[dict[str, Any]]:
         """Dtypes per param group: ``compute``, ``accumulate``, ``reduce``, ``master`` and ``state``."""
-        return precision_rows(self._runtime, self.basic_optimizer, self._precision, self._accumulation_steps)
-
-    def _summary(self) -> str:
-        layout = self._runtime.layout
-        numel = sum(bucket.used_numel for bucket in layout.buckets)
-        sharded = sum(bucket.layout.used_numel for bucket in self._runtime.buckets if bucket.is_sharded)
-        shared_by = {bucket.world_size for bucket in layout.buckets if bucket.replicas > 1}
-        groups = f" in groups of {shared_by.pop()}" if shared_by else ""
-        return (
-            f"ZeRO stage {self.zero_optimization_stage()} on {self.seq_dp_world_size} rank(s){groups}: "  # type: ignore[attr-defined]
-            f"{numel:,} parameters in {len(layout.buckets)} buckets, {sharded:,} of them sharded between uses; batch "
-            f"{self.train_batch_size()} = {self._batch.micro_batch_size} x {self._accumulation_steps} x "
-            f"{self.dp_world_size} (micro-batch x accumulation x ranks)"
-        )
+        return precision_rows(self._runtime, self.basic_optimizer, self._precision, self.gradient_accumulation_steps())
 
     def collect_python_gc(self) -> None:
         """Runs Python's garbage collector now, for runs under ``disable_python_gc``."""

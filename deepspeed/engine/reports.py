@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
+from deepspeed.comm.mpu import Standing
 from deepspeed.config.sections.root import Root
+from deepspeed.engine.batches import Batches
 from deepspeed.precision.policy import PrecisionPolicy
 from deepspeed.zero.formula import MemoryFormula
 from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer
-from deepspeed.zero.placement import Home
+from deepspeed.zero.placement import Home, Placement
 from deepspeed.zero.runtime import ZeroRuntime
 from deepspeed.zero.storage import Kind
 
@@ -154,3 +156,18 @@ def state_text(
     lines.append("model-state memory of rank 0 (bytes now, by formula between steps, formula):")
     lines += [f"  {kind}: {counted:,}, {by_formula:,}, {formula}" for kind, counted, by_formula, formula in memory]
     return "\n".join(lines)
+
+
+def summary(runtime: ZeroRuntime, placement: Placement, ranks: Standing, batches: Batches) -> str:
+    """What an engine says of itself when it is made: stage, ranks, elements, batch."""
+    layout = runtime.layout
+    numel = sum(bucket.used_numel for bucket in layout.buckets)
+    sharded = sum(bucket.layout.used_numel for bucket in runtime.buckets if bucket.is_sharded)
+    shared_by = {bucket.world_size for bucket in layout.buckets if bucket.replicas > 1}
+    groups = f" in groups of {shared_by.pop()}" if shared_by else ""
+    whole, micro_batch, steps = batches.get_batch_info()
+    return (
+        f"ZeRO stage {placement.stage} on {ranks.zero_size} rank(s){groups}: {numel:,} parameters in "
+        f"{len(layout.buckets)} buckets, {sharded:,} of them sharded between uses; batch {whole} = {micro_batch} x "
+        f"{steps} x {ranks.data_size} (micro-batch x accumulation x ranks)"
+    )

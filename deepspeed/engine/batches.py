@@ -1,0 +1,136 @@
+"""The micro-batches of an update: how large and how many they are, and which of them the training is at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from deepspeed.config import BatchSizes
+from deepspeed.errors import CallOrderError, DeepSpeedConfigError
+from deepspeed.zero.micro_batch import MicroBatch
+
+
+class Batches:
+    """Sizes of batches, and the count of micro-steps since the last update.
+
+    Attributes:
+        micro_steps: Calls of the engine's ``step`` so far.
+        has_run_backward: Whether a backward has run since the last update.
+        are_reduced: Whether backwards reduce gradients as the ZeRO stage says; False inside ``no_sync``.
+
+    Args:
+        sizes: What the configuration says.
+        data_size: Data-parallel ranks.
+        is_counted: Whether updates are found by counting micro-steps; otherwise each micro-step ends in one.
+    """
+
+    def __init__(self, sizes: BatchSizes, data_size: int, *, is_counted: bool) -> None:
+        self._micro_batch_size = sizes.micro_batch_size
+        self._accumulation_steps = sizes.accumulation_steps
+        self._data_size = data_size
+        self._is_counted = is_counted
+        self.micro_steps = 0
+        self.has_run_backward = False
+        self.are_reduced = True
+        self._counted_from = 0  # ``micro_steps`` from which on the present accumulation steps are counted
+        self._override: bool | None = None
+        self._said: MicroBatch | None = None  # by the driver of the last backward, until the next one or a step
+
+    # -- sizes -------------------------------------------------------------------------------------------------------
+
+    def train_batch_size(self) -> int:
+        """Samples per update over all ranks."""
+        return self._micro_batch_size * self._accumulation_steps * self._data_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples per forward on one rank."""
+        return self._micro_batch_size
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per update."""
+        return self._accumulation_steps
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Global batch, micro-batch, accumulation steps."""
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Changes the micro-batch and keeps the accumulation steps; the global batch follows."""
+        if micro_batch_size <= 0:
+            raise DeepSpeedConfigError(f"set_train_micro_batch_size({micro_batch_size}): expected a positive number")
+        self._micro_batch_size = micro_batch_size
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Changes the global batch by changing the accumulation steps; micro-steps since the last update count.
+
+        Raises:
+            DeepSpeedConfigError: It is not a multiple of micro-batch times ranks.
+        """
+        per_pass = self._micro_batch_size * self._data_size
+        if train_batch_size <= 0 or train_batch_size % per_pass:
+            raise DeepSpeedConfigError(
+                f"set_train_batch_size({train_batch_size}): expected a positive multiple of micro-batch "
+                f"{self._micro_batch_size} x ranks {self._data_size} = {per_pass}"
+            )
+        self._counted_from = self.micro_steps - self.since_update
+        self._accumulation_steps = train_batch_size // per_pass
+
+    # -- where the training is ---------------------------------------------------------------------------------------
+
+    @property
+    def since_update(self) -> int:
+        """Micro-steps since the last update, by counting."""
+        return (self.micro_steps - self._counted_from) % self._accumulation_steps
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the present micro-step ends in an update."""
+        if self._said is not None:
+            return self._said.is_last
+        if self._override is not None:
+            return self._override
+        if not self._is_counted:
+            return True
+        return self.since_update + 1 == self._accumulation_steps
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Decides from outside, until called again, whether micro-steps end in an update."""
+        self._override = is_boundary
+
+    @property
+    def is_decided_outside(self) -> bool:
+        """Whether the program has said what is a boundary."""
+        return self._override is not None
+
+    def say(self, micro_batch: MicroBatch | None) -> None:
+        """A schedule says where the backward that begins stands; None: nobody does, steps are counted."""
+        self._said = micro_batch
+
+    def present(self) -> MicroBatch:
+        """As its driver has said, or else by counting the calls of ``step``."""
+        return self._said or MicroBatch(
+            self.since_update,
+            is_first=not self.has_run_backward,
+            is_last=self.is_gradient_accumulation_boundary(),
+        )
+
+    def end_step(self) -> None:
+        """A call of the engine's ``step`` is over."""
+        self.micro_steps += 1
+        if self._said is not None and self._said.is_last:
+            self._counted_from = self.micro_steps  # whoever counts steps after this begins here
+        self._said = None
+
+    def count_anew(self) -> None:
+        """What comes next is the first micro-batch of an update."""
+        self._counted_from = self.micro_steps
+
+    @contextmanager
+    def unreduced(self) -> Iterator[None]:
+        """For ``no_sync``; see :attr:`are_reduced`."""
+        if not self.are_reduced:
+            raise CallOrderError("engine.no_sync: it is already open; do not nest it")
+        self.are_reduced = False
+        try:
+            yield
+        finally:
+            self.are_reduced = True
