@@ -65,3 +65,7 @@ class CheckpointError(DeepSpeedError, RuntimeError):
 
 class OffloadError(DeepSpeedError, RuntimeError):
     """Files of offloaded states cannot be made, read or written."""
+
+
+class DeprecatedException(DeepSpeedError):  # noqa: N818 - the name that programs catch
+    """A call that has gone: what replaces it."""

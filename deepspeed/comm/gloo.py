@@ -65,6 +65,26 @@ class GlooGather:
         return not self._works
 
 
+class _GlooExchange:
+    """Rows on their way between all ranks."""
+
+    def __init__(self, transport: GlooTransport, works: list[Any], ticket: tuple[str, int], label: str) -> None:
+        self._transport = transport
+        self._works = works
+        self._ticket = ticket
+        self._label = label
+
+    def will_arrive(self) -> bool:
+        return not self._works
+
+    def wait(self) -> None:
+        works, self._works = self._works, []
+        if works:
+            catch_up()
+        for work in works:
+            self._transport.guard(work.wait, self._ticket, self._label)
+
+
 class _GlooReduce:
     """An exchange of slices piece by piece; the sum of a piece runs while the next one travels."""
 
@@ -254,6 +274,22 @@ class GlooTransport(Transport):
         if self.size == 2:  # exchanging everything moves the same bytes as reduce-scatter and gather
             return _GlooReduce(self, flat, out, how, whole=True)
         return _GlooAllReduce(self, flat, out, how)
+
+    @timed("all_to_all_single")
+    def all_to_all(
+        self, source: torch.Tensor, sent: Sequence[int], out: torch.Tensor, received: Sequence[int], *, label: str
+    ) -> Work:
+        """See the class this one derives from."""
+        key = self.next_move()
+        ticket = self.issue("all_to_all", key)
+        sends, places = source.split(list(sent)), out.split(list(received))
+        peers = [(self.rank + step) % self.size for step in range(1, self.size)]
+        works = [self.receive(places[peer], peer, key) for peer in peers if places[peer].numel()]
+        works += [self.send(sends[peer], peer, key) for peer in reversed(peers) if sends[peer].numel()]
+        nbytes = sum(sends[peer].numel() for peer in peers) * source.element_size()
+        traffic.record_asked("all_to_all", nbytes, self.axis)
+        places[self.rank].copy_(sends[self.rank])
+        return _GlooExchange(self, works, ticket, label)
 
     def gather_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> torch.Tensor:
         """See the class this one derives from."""

@@ -19,10 +19,13 @@ from typing import Any
 
 import torch.distributed as torch_dist
 
+from deepspeed.comm.expert_groups import declare_experts, declared_sizes, make_torch_groups, torch_groups
+from deepspeed.comm.expert_groups import group_name as group_name_of
+from deepspeed.comm.expert_ranks import along_mesh
 from deepspeed.comm.mesh import DATA, EXPERT, PIPE, SAME_PART, SAMPLES, SEQUENCE, TENSOR, Mesh
-from deepspeed.comm.new_groups import group_alone, my_group
+from deepspeed.comm.new_groups import group_alone, groups_beside, my_group
 from deepspeed.comm.process_group import get_all_ranks_from_group
-from deepspeed.errors import CallOrderError, NotYetSupportedError
+from deepspeed.errors import CallOrderError, DeprecatedException
 
 mpu: Any = None
 mesh: Mesh | None = None
@@ -39,16 +42,17 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
     """Registers ``mpu``. Every rank must call it.
 
     Args:
-        ep_size: Number of ranks that share the experts of a layer; more than 1 is not supported yet.
+        ep_size: Only 1: how many ranks share experts belongs to the layer, ``deepspeed.moe.layer.MoE(ep_size=...)``.
         mpu: The program's model-parallel unit; None: keep the one registered before, if any.
 
     Raises:
-        NotYetSupportedError: ``ep_size`` is above 1.
+        DeprecatedException: ``ep_size`` is not 1.
         CallOrderError: There is no process group yet.
     """
     if ep_size != 1:
-        raise NotYetSupportedError(
-            f"groups.initialize(ep_size={ep_size}): expert parallelism is not supported yet; use ep_size=1"
+        raise DeprecatedException(
+            f"groups.initialize(ep_size={ep_size}): how many ranks share experts belongs to the layer; leave it out "
+            f"here and build the layer as deepspeed.moe.layer.MoE(..., ep_size={ep_size})"
         )
     if not torch_dist.is_initialized():
         raise CallOrderError("groups.initialize needs the process group; call deepspeed.init_distributed() first")
@@ -249,39 +253,57 @@ def _get_sequence_data_parallel_rank() -> int:
     return torch_dist.get_rank(_get_sequence_data_parallel_group()) if answer is None else answer
 
 
-# --- expert parallel: each rank holds all experts unless a mesh says otherwise
+# --- expert parallel: by name, ``ep_size_<n>``; each rank holds all experts unless layers or a mesh say otherwise
 
 
-def _check_expert_group(group_name: str) -> None:
-    known = f"ep_size_{_mesh_size(EXPERT)}"
-    if group_name != known:
-        raise NotYetSupportedError(
-            f"expert group {group_name!r}: expert parallelism is not supported yet; the only group is {known!r}"
-        )
+def _expert_groups(group_name: str) -> tuple[Any, Any]:
+    if group_name != group_name_of(_mesh_size(EXPERT)) or group_name in _made():
+        return torch_groups(group_name)
+    return _along(EXPERT) or _alone(), _mesh_or_data(DATA, SEQUENCE)
+
+
+def _made() -> list[str]:
+    return [group_name_of(size) for size in declared_sizes(made=True)]
 
 
 def _get_expert_parallel_group(group_name: str = "ep_size_1") -> Any:
     """The ranks among which the experts of a layer are spread."""
-    _check_expert_group(group_name)
-    return _along(EXPERT) or _alone()
+    return _expert_groups(group_name)[0]
+
+
+def _get_expert_parallel_group_dict() -> dict[str, Any]:
+    """:func:`_get_expert_parallel_group` by name."""
+    return {name: _get_expert_parallel_group(name) for name in _made()}
 
 
 def _get_expert_parallel_world_size(group_name: str = "ep_size_1") -> int:
     """The size of :func:`_get_expert_parallel_group`."""
-    _check_expert_group(group_name)
-    return _mesh_size(EXPERT)
+    return _size_of(_get_expert_parallel_group(group_name))
 
 
 def _get_expert_parallel_rank(group_name: str = "ep_size_1") -> int:
     """This rank's place in :func:`_get_expert_parallel_group`."""
-    _check_expert_group(group_name)
-    return _mesh_place(EXPERT)
+    return torch_dist.get_rank(_get_expert_parallel_group(group_name))
+
+
+def _get_expert_parallel_group_ranks(group_name: str = "ep_size_1") -> list[int]:
+    """The global ranks of :func:`_get_expert_parallel_group`."""
+    return list(get_all_ranks_from_group(_get_expert_parallel_group(group_name)))
+
+
+def _get_expert_parallel_src_rank(group_name: str = "ep_size_1") -> int:
+    """The global rank of the first of those among which experts are spread."""
+    return _get_expert_parallel_group_ranks(group_name)[0]
 
 
 def _get_expert_data_parallel_group(group_name: str = "ep_size_1") -> Any:
     """The ranks that hold the same experts."""
-    _check_expert_group(group_name)
-    return _mesh_or_data(DATA, SEQUENCE)
+    return _expert_groups(group_name)[1]
+
+
+def _get_expert_data_parallel_group_dict() -> dict[str, Any]:
+    """:func:`_get_expert_data_parallel_group` by name."""
+    return {name: _get_expert_data_parallel_group(name) for name in _made()}
 
 
 def _get_expert_data_parallel_world_size(group_name: str = "ep_size_1") -> int:
@@ -294,9 +316,85 @@ def _get_expert_data_parallel_rank(group_name: str = "ep_size_1") -> int:
     return torch_dist.get_rank(_get_expert_data_parallel_group(group_name))
 
 
+def _get_expert_data_parallel_group_ranks(group_name: str = "ep_size_1") -> list[int]:
+    """The global ranks of :func:`_get_expert_data_parallel_group`."""
+    return list(get_all_ranks_from_group(_get_expert_data_parallel_group(group_name)))
+
+
 def _get_expert_broadcast_src_rank(group_name: str = "ep_size_1") -> int:
     """The global rank of the first of those that hold the same experts."""
-    return get_all_ranks_from_group(_get_expert_data_parallel_group(group_name))[0]
+    return _get_expert_data_parallel_group_ranks(group_name)[0]
+
+
+def _get_max_expert_size() -> int:
+    """The largest number of ranks that share the experts of a layer.
+
+    Raises:
+        CallOrderError: There is no expert layer yet.
+    """
+    sizes = declared_sizes(made=True)
+    if not sizes:
+        raise CallOrderError("there are no expert groups yet; deepspeed.initialize makes those of the model's layers")
+    return max(sizes)
+
+
+def _get_max_expert_size_name() -> str:
+    """The name of the groups of that size."""
+    return group_name_of(_get_max_expert_size())
+
+
+def _get_max_expert_parallel_group() -> Any:
+    """:func:`_get_expert_parallel_group` of that size."""
+    return _get_expert_parallel_group(_get_max_expert_size_name())
+
+
+def _get_expert_parallel_ranks(
+    world_size: int,
+    tensor_parallel_size_: int,
+    expert_parallel_size_: int,
+    pipeline_parallel_size_: int = 1,
+    use_data_before_expert_parallel_: bool = False,
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Which ranks share experts, and which hold the same ones; nothing is made.
+
+    Args:
+        world_size: Ranks of the job.
+        tensor_parallel_size_: Neighbours that cut the same layers.
+        expert_parallel_size_: Ranks that share experts.
+        pipeline_parallel_size_: Stages, of neighbouring ranks each.
+        use_data_before_expert_parallel_: See the configuration's ``use_data_before_expert_parallelism``.
+    """
+    samples = world_size // (tensor_parallel_size_ * pipeline_parallel_size_)
+    axes = ((PIPE, pipeline_parallel_size_), (DATA, samples), (TENSOR, tensor_parallel_size_))
+    found = along_mesh(Mesh(axes).check(world_size), expert_parallel_size_, data_first=use_data_before_expert_parallel_)
+    return [list(ranks) for ranks in found.sharing], [list(ranks) for ranks in found.same]
+
+
+def declare_expert_groups(ep_size: int, data_first: bool | None = None) -> None:
+    """Declares the groups of layers whose experts ``ep_size`` ranks share, on the ranks of the job as they are known.
+
+    Every rank must call it. Arguments and errors as of ``comm.expert_groups.declare_experts``.
+    """
+    if ep_size in declared_sizes() and data_first is None:
+        return
+    dense = () if mpu is None else groups_beside(_get_sequence_data_parallel_group(), None)
+    declare_experts(ep_size, mesh=None if dense else mesh, dense=dense, data_first=data_first)
+
+
+def _create_expert_and_data_parallel(
+    expert_parallel_size_: int, use_data_before_expert_parallel_: bool = False
+) -> None:
+    """Makes the groups of a size. Every rank must call it; ``deepspeed.initialize`` does for the layers of a model."""
+    declare_expert_groups(expert_parallel_size_, use_data_before_expert_parallel_ or None)
+    make_torch_groups(expert_parallel_size_)
+
+
+def _create_expert_data_and_model_parallel(
+    expert_parallel_size_: int, mpu: Any, use_data_before_expert_parallel_: bool = False
+) -> None:
+    """The same in a program with tensor parallelism, whose ``mpu`` is registered."""
+    set_mpu(mpu)
+    _create_expert_and_data_parallel(expert_parallel_size_, use_data_before_expert_parallel_)
 
 
 # --- the names that Megatron-style programs use

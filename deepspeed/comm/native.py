@@ -100,6 +100,17 @@ class NativeTransport(Transport):
         finish = functools.partial(scaled_sum, [flat], out, how.scale, how.visit)
         return self._work(work, "reduce", how.key, how.label, finish, (flat, out))
 
+    @timed("all_to_all_single")
+    def all_to_all(
+        self, source: torch.Tensor, sent: Sequence[int], out: torch.Tensor, received: Sequence[int], *, label: str
+    ) -> Work:
+        """See the class this one derives from."""
+        nbytes = (sum(sent) - sent[self.rank]) * (source[:1].numel() if source.numel() else 0) * source.element_size()
+        traffic.record_asked("all_to_all", nbytes, self.axis)
+        traffic.record_ran("all_to_all_single", nbytes, self.axis)
+        work = self.group.alltoall_base(out, source, list(received), list(sent))
+        return self._work(work, "all_to_all", self.next_move(), label, None, (source, out))
+
     def gather_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> torch.Tensor:
         """See the class this one derives from."""
         rows = torch.empty((self.size, tensor.numel()), dtype=tensor.dtype, device=self.device)

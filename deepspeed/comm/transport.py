@@ -240,6 +240,22 @@ class Transport:
         """
         raise NotImplementedError
 
+    def all_to_all(
+        self, source: torch.Tensor, sent: Sequence[int], out: torch.Tensor, received: Sequence[int], *, label: str
+    ) -> Work:
+        """Hands out consecutive rows of ``source``, and fills ``out`` with those that the ranks hand to this one.
+
+        Every rank must call it, as often and in the same order; any of the counts may be 0. Autograd does not see it.
+
+        Args:
+            source: Contiguous; its rows are along the first dimension.
+            sent: How many rows go to each rank, in order; together they are all.
+            out: Contiguous, of the same dtype and row length; not ``source``.
+            received: How many rows come from each rank: what that rank says it sends.
+            label: What travels, for error messages.
+        """
+        raise NotImplementedError
+
     def next_move(self) -> int:
         """The key of the next round of pieces."""
         self._moves += 1
@@ -294,6 +310,13 @@ class LocalTransport(Transport):
         return DoneWork()
 
     all_reduce = reduce_scatter
+
+    def all_to_all(
+        self, source: torch.Tensor, sent: Sequence[int], out: torch.Tensor, received: Sequence[int], *, label: str
+    ) -> Work:
+        """See the class this one derives from."""
+        out.copy_(source)
+        return DoneWork()
 
     def gather_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> torch.Tensor:
         """See the class this one derives from."""

@@ -36,6 +36,7 @@ from deepspeed.logging import log_dist, set_log_level_from_string
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.offload.homes import OffloadHomes, open_homes, placement_of
 from deepspeed.ops.flat import supports_flat_update, why_not_flat
+from deepspeed.parallel.expert.prepare import prepare_expert_layers
 from deepspeed.precision.policy import PrecisionPolicy, create_loss_scaler
 from deepspeed.schedulers import build_scheduler
 from deepspeed.zero.access.parameter_offload import DeepSpeedZeRoOffload
@@ -183,6 +184,7 @@ def build_parts(client: Client, config: Any, distributed_port: int, dist_init_re
     _check_device_supports(precision)
     if gathers_between_pieces(placement, ranks.zero_size):
         refuse_whole_graphs(client.model)
+    prepare_expert_layers(client.model, device, data_first=root.use_data_before_expert_parallelism)
     torch_optimizer = choose_optimizer(
         root,
         client.model,

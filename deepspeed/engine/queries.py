@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
+from deepspeed.comm import groups
 from deepspeed.comm.mesh import OTHER_PARTS
 from deepspeed.engine.build import EngineParts
+from deepspeed.parallel.expert.prepare import expert_layers
 from deepspeed.precision.policy import PrecisionPolicy
 
 
@@ -93,14 +95,32 @@ class EngineQueries:
 
     # -- mixture of experts ------------------------------------------------------------------------------------------
 
-    has_moe_layers = False
-    expert_parallel_group: Any = None
-    expert_data_parallel_group: Any = None
+    @property
+    def has_moe_layers(self) -> bool:
+        """Whether the model has expert layers of this package."""
+        return bool(self.moe_layers)
+
+    @property
+    def moe_layers(self) -> list[Any]:
+        """The expert layers, in the order of the model."""
+        return [layer for _, layer in expert_layers(self._parts.model)]
+
+    @property
+    def gate_modules(self) -> list[Any]:
+        """Their gates."""
+        return [layer.gate for layer in self.moe_layers]
 
     @property
     def num_experts(self) -> list[int]:
-        """Experts per expert layer: there are none."""
-        return []
+        """Their experts, of all ranks together."""
+        return [layer.num_local_experts * layer.ep_size for layer in self.moe_layers]
 
-    gate_modules = num_experts
-    moe_layers = num_experts
+    @property
+    def expert_parallel_group(self) -> dict[str, Any]:
+        """The torch process groups of the ranks that share experts, by name ``ep_size_<n>``."""
+        return groups._get_expert_parallel_group_dict()
+
+    @property
+    def expert_data_parallel_group(self) -> dict[str, Any]:
+        """The torch process groups of the ranks that hold the same experts, by name."""
+        return groups._get_expert_data_parallel_group_dict()

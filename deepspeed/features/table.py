@@ -106,18 +106,9 @@ FEATURES: tuple[Feature, ...] = (
         },
     ),
     Feature(
-        "expert parallelism (MoE layers, AutoEP)",
-        "Use the model's own expert layers; ZeRO shards their parameters like any others.",
-        {
-            "deepspeed.moe.layer": "MoE",
-            "deepspeed.moe.experts": "Experts",
-            "deepspeed.moe.sharded_moe": "TopKGate MOELayer top1gating top2gating topkgating",
-            "deepspeed.moe.utils": (
-                "split_params_into_shared_and_expert_params split_params_grads_into_shared_and_expert_params "
-                "split_params_into_different_moe_groups_for_optimizer configure_moe_param_groups"
-            ),
-        },
-        (switch("expert_parallel.enabled"),),
+        "expert parallelism for Transformers models (AutoEP)",
+        "Use the model's own expert layers, which ZeRO shards like any others, or deepspeed.moe.layer.MoE.",
+        keys=(switch("expert_parallel.enabled"),),
     ),
     Feature(
         "sequence parallelism",

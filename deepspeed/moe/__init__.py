@@ -1,4 +1,4 @@
-"""Mixture of experts; the feature is missing (:mod:`deepspeed.features`)."""
+"""Mixture of experts; re-exports; the code is in :mod:`deepspeed.parallel.expert`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The experts of a mixture-of-experts layer; the feature is missing (:mod:`deepspeed.features`)."""
+"""The experts of one rank; re-exports; the code is in :mod:`deepspeed.parallel.expert.experts`."""
 
 from __future__ import annotations
 
 from deepspeed.lazy import lazy_names
 
-__getattr__, __dir__, __all__ = lazy_names(__name__)
+__getattr__, __dir__, __all__ = lazy_names(__name__, {"Experts": "deepspeed.parallel.expert.experts"})

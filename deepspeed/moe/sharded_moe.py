@@ -1,7 +1,17 @@
-"""Gating of mixture-of-experts layers; the feature is missing (:mod:`deepspeed.features`)."""
+"""Gates and the dispatch; re-exports; the code is in :mod:`deepspeed.parallel.expert`."""
 
 from __future__ import annotations
 
 from deepspeed.lazy import lazy_names
 
-__getattr__, __dir__, __all__ = lazy_names(__name__)
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "MOELayer": "deepspeed.parallel.expert.layer",
+        "TopKGate": "deepspeed.parallel.expert.gate",
+        "multiplicative_jitter": "deepspeed.parallel.expert.gates:jittered",
+        "top1gating": "deepspeed.parallel.expert.gates",
+        "top2gating": "deepspeed.parallel.expert.gates",
+        "topkgating": "deepspeed.parallel.expert.gates",
+    },
+)

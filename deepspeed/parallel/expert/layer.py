@@ -1,0 +1,259 @@
+"""Mixture-of-experts layers: a gate, experts on several ranks, and the exchange between them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch import nn
+
+from deepspeed.comm import groups
+from deepspeed.comm.connect import shared_transport
+from deepspeed.comm.expert_groups import connect_experts, group_name
+from deepspeed.comm.transport import Transport
+from deepspeed.comm.world import is_initialized
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.parallel.expert.dispatch import combine, dispatch, plan_routes
+from deepspeed.parallel.expert.experts import Experts, first_of
+from deepspeed.parallel.expert.gate import TopKGate, check_policy
+from deepspeed.zero.describe import in_group
+from deepspeed.zero.leaf import set_z3_leaf_module
+
+
+class MOELayer(nn.Module):
+    """Sends tokens to their experts and adds up, weighted, what these make of them.
+
+    Every rank of the expert-parallel group must call it as often as the others; they may bring any number of tokens.
+
+    Args:
+        gate: The gate.
+        experts: The experts of this rank.
+        ep_group_name: As of :class:`MoE`.
+        ep_size: Ranks that share the experts.
+        num_local_experts: Experts of this rank.
+        use_tutel: Accepted; the dispatch is one for all.
+
+    Attributes:
+        l_aux: Balance loss of the last forward, 0-dim fp32.
+        exp_counts: ``[E]`` int64: how many routes of this rank chose each expert in the last forward, before any is
+            dropped.
+        kept: Routes of this rank that reached an expert in the last forward.
+        load: Rows that each expert of this rank saw in the last forward, of all ranks.
+        time_moe: Milliseconds of the last forward, while ``wall_clock_breakdown``.
+    """
+
+    def __init__(
+        self,
+        gate: TopKGate,
+        experts: Experts,
+        ep_group_name: str,
+        ep_size: int,
+        num_local_experts: int,
+        use_tutel: bool = False,
+    ) -> None:
+        super().__init__()
+        self.gate = gate
+        self.experts = experts
+        self.ep_group: Any = None
+        self.ep_size = ep_size
+        self.ep_group_name = ep_group_name
+        self.num_local_experts = num_local_experts
+        self.use_tutel = use_tutel
+        self.wall_clock_breakdown = False
+        self.time_falltoall = 0.0
+        self.time_salltoall = 0.0
+        self.time_moe = 0.0
+        self.l_aux: torch.Tensor | None = None
+        self.exp_counts: torch.Tensor | None = None
+        self.kept = 0
+        self.load: Sequence[int] = ()
+        self._transport: Transport | None = None
+        set_z3_leaf_module(self, True)
+
+    def forward(self, *input: Any, **kwargs: Any) -> torch.Tensor:  # noqa: A002 - upstream's name
+        """The layer.
+
+        Args:
+            *input: ``[..., M]`` hidden states, and ``used_token`` or nothing.
+            **kwargs: ``used_token`` by name.
+
+        Returns:
+            A tensor in shape and dtype of the first.
+        """
+        begun = time.perf_counter()
+        hidden, used_token = input[0], input[1] if len(input) > 1 else kwargs.get("used_token")
+        x = hidden.reshape(-1, hidden.shape[-1])
+        routes = self.gate.routes(x, used_token)
+        self.l_aux, self.exp_counts = routes.l_aux, routes.counts
+        plan = plan_routes(routes.indices, routes.num_experts, self._connected(x.device))
+        self.kept, self.load = len(plan.order), plan.load
+        results = dispatch(x, plan, self.experts)
+        out = combine(results, routes.weights, plan).to(hidden.dtype).reshape(hidden.shape)
+        if self.wall_clock_breakdown:
+            self.time_moe = (time.perf_counter() - begun) * 1000
+        return out
+
+    def _set_ep_group(self, ep_group: Any) -> None:
+        """Takes a process group of the program's own; once.
+
+        Raises:
+            DeepSpeedConfigError: It has another one already.
+        """
+        if self.ep_group is not None and self.ep_group is not ep_group:
+            raise DeepSpeedConfigError(
+                f"the expert layer has the group {self.ep_group_name!r} already; build a new layer for other ranks"
+            )
+        self.ep_group = ep_group
+        self.gate.ep_group = ep_group
+
+    def connect(self, device: torch.device | None = None) -> None:
+        """Makes the ranks of the layer known to each other. Every rank of the job must call it, in the same order.
+
+        Args:
+            device: Where the tokens are; None: the accelerator's, where the backend is none of the host's.
+        """
+        if self.ep_group is not None:
+            self._transport = shared_transport(self.ep_group, device=device)
+        elif self.ep_size > 1:
+            groups.declare_expert_groups(self.ep_size)
+            self._transport = connect_experts(self.ep_size, device)
+
+    def _connected(self, device: torch.device) -> Transport | None:
+        if self._transport is None:
+            self.connect(device)
+        return self._transport
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: who talks to whom and what the last forward left behind is not copied."""
+        return {**self.__dict__, "_transport": None, "ep_group": None, "l_aux": None, "exp_counts": None}
+
+
+class MoE(nn.Module):
+    """A mixture-of-experts layer in the place of ``expert``.
+
+    Args:
+        hidden_size: M, the last dimension of the input.
+        expert: The module that every expert is a copy of; ``[n, M]`` in, ``[n, M]`` out.
+        num_experts: E, of all ranks together.
+        ep_size: Ranks that share the experts; a divisor of E and of the data-parallel ranks.
+        k: Experts per token.
+        capacity_factor: See :class:`TopKGate`; in training.
+        eval_capacity_factor: See :class:`TopKGate`; in evaluation.
+        min_capacity: See :class:`TopKGate`.
+        use_residual: Every token also goes through ``expert`` itself, and a learnt coefficient mixes both (PR-MoE,
+            Rajbhandari et al. 2022).
+        noisy_gate_policy: See :class:`TopKGate`.
+        drop_tokens: See :class:`TopKGate`.
+        use_rts: See :class:`TopKGate`.
+        use_tutel: Accepted; the dispatch is one for all.
+        enable_expert_tensor_parallelism: The experts are cut over the tensor-parallel ranks by the program.
+        top2_2nd_expert_sampling: See :class:`TopKGate`.
+
+    Raises:
+        DeepSpeedConfigError: The sizes do not fit, or the noise policy is unknown.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        expert: nn.Module,
+        num_experts: int = 1,
+        ep_size: int = 1,
+        k: int = 1,
+        capacity_factor: float = 1.0,
+        eval_capacity_factor: float = 1.0,
+        min_capacity: int = 4,
+        use_residual: bool = False,
+        noisy_gate_policy: str | None = None,
+        drop_tokens: bool = True,
+        use_rts: bool = True,
+        use_tutel: bool = False,
+        enable_expert_tensor_parallelism: bool = False,
+        top2_2nd_expert_sampling: bool = True,
+    ) -> None:
+        super().__init__()
+        _check_sizes(num_experts, ep_size)
+        check_policy(noisy_gate_policy)
+        self.use_residual = use_residual
+        self.enable_expert_tensor_parallelism = enable_expert_tensor_parallelism
+        self.ep_size = ep_size
+        self.expert_group_name = group_name(ep_size)
+        self.num_experts = num_experts
+        self.num_local_experts = num_experts // ep_size
+        with _shared_by(ep_size):
+            experts = Experts(expert, self.num_local_experts, self.expert_group_name)
+        gate = TopKGate(
+            hidden_size,
+            num_experts,
+            k,
+            capacity_factor,
+            eval_capacity_factor,
+            min_capacity,
+            noisy_gate_policy,
+            drop_tokens,
+            use_rts,
+            None,
+            top2_2nd_expert_sampling,
+        )
+        self.deepspeed_moe = MOELayer(
+            gate, experts, self.expert_group_name, ep_size, self.num_local_experts, use_tutel=use_tutel
+        )
+        if use_residual:
+            self.mlp = expert
+            self.coefficient = nn.Linear(hidden_size, 2)
+
+    def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
+        """Makes the ranks of the layer known to each other. Every rank of the job must call it, in the same order.
+
+        ``initialize`` calls it; a layer that is used without an engine calls it by itself when it first runs.
+
+        Args:
+            use_data_before_expert_parallel_: See ``use_data_before_expert_parallelism`` in the configuration.
+        """
+        if self.ep_size > 1:
+            groups._create_expert_and_data_parallel(self.ep_size, use_data_before_expert_parallel_)
+            self.deepspeed_moe.connect()
+
+    def forward(
+        self, hidden_states: torch.Tensor, used_token: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """The layer.
+
+        Args:
+            hidden_states: ``[..., M]``.
+            used_token: ``[S]`` of 0 and 1: tokens with 0 go nowhere (k = 1).
+
+        Returns:
+            ``(output, l_aux, exp_counts)``: output in shape and dtype of ``hidden_states``; the balance loss, 0-dim
+            fp32; how many routes of this rank chose each expert, ``[E]`` int64.
+        """
+        output = self.deepspeed_moe(hidden_states, used_token)
+        if self.use_residual:
+            dense = first_of(self.mlp(hidden_states))
+            share = F.softmax(self.coefficient(hidden_states), dim=-1)
+            output = output * share[..., 0:1] + dense * share[..., 1:]
+        return output, self.deepspeed_moe.l_aux, self.deepspeed_moe.exp_counts
+
+
+def _shared_by(ep_size: int) -> AbstractContextManager[None]:
+    """Inside, ``zero.Init`` shards what is built among the ranks that hold the same experts."""
+    if ep_size == 1 or not is_initialized():
+        return nullcontext()
+    groups.declare_expert_groups(ep_size)
+    return in_group(group_name(ep_size))
+
+
+def _check_sizes(num_experts: int, ep_size: int) -> None:
+    if not isinstance(num_experts, int):
+        raise DeepSpeedConfigError(
+            f"MoE(num_experts={num_experts!r}): expected one number; for a pyramid give each layer its own"
+        )
+    if num_experts < 1 or ep_size < 1 or num_experts % ep_size:
+        raise DeepSpeedConfigError(
+            f"MoE(num_experts={num_experts}, ep_size={ep_size}): the ranks share the experts evenly; choose ep_size "
+            "among the divisors of num_experts"
+        )

@@ -1,0 +1,59 @@
+"""What ``initialize`` does with the expert layers of a model before ZeRO lays its parameters out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from deepspeed.comm.expert_groups import group_name, ranks_of
+from deepspeed.comm.groups import declare_expert_groups
+from deepspeed.comm.world import rank_in
+from deepspeed.parallel.expert.layer import MOELayer
+from deepspeed.zero.holder import full_shape
+from deepspeed.zero.parts import say_part
+from deepspeed.zero.tiles import TilePart
+
+
+def prepare_expert_layers(model: nn.Module, device: torch.device, *, data_first: bool = False) -> None:
+    """Makes the groups of the expert layers of ``model``, and says which expert is which.
+
+    Every rank of the job must call it, with the same model.
+
+    Args:
+        model: Any model; one without such layers is left alone.
+        device: Where it computes.
+        data_first: ``use_data_before_expert_parallelism``.
+
+    Raises:
+        DeepSpeedConfigError: The number of ranks cannot be cut as a layer wants it.
+    """
+    layers = dict(expert_layers(model))
+    for ep_size in sorted({layer.ep_size for layer in layers.values()} - {1}):
+        declare_expert_groups(ep_size, data_first or None)
+    for module in model.modules():
+        connect = getattr(module, "set_deepspeed_parallelism", None)
+        if callable(connect):
+            connect(data_first)
+    for name, layer in layers.items():
+        layer.connect(device)
+        _name_experts(name, layer)
+
+
+def expert_layers(model: nn.Module) -> Iterator[tuple[str, MOELayer]]:
+    """``(qualified name, layer)`` of every expert layer, in the order of the model."""
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, MOELayer))
+
+
+def _name_experts(name: str, layer: MOELayer) -> None:
+    """Says of every expert's parameters which expert of all it is: its own numbers begin at 0 on every rank."""
+    if layer.ep_size == 1:
+        return
+    sharing, _ = ranks_of(group_name(layer.ep_size))
+    first = sharing.index(rank_in()) * layer.num_local_experts
+    prefix = f"{name}.experts.deepspeed_experts" if name else "experts.deepspeed_experts"
+    for number, expert in enumerate(layer.experts.deepspeed_experts):
+        for own, parameter in expert.named_parameters():
+            shape = tuple(full_shape(parameter))
+            say_part(parameter, TilePart.all_of(f"{prefix}.{first + number}.{own}", shape))

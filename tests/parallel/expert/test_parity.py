@@ -1,0 +1,135 @@
+"""Layers whose experts are spread over ranks equal one process that has them all."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import deepspeed
+from deepspeed.moe.layer import MoE
+from tests.engine.support import SHARDED, WIDTH, adamw, engine_of, rank, same_on_all_ranks
+from tests.harness import run_ranks
+
+EXPERTS = 4
+
+
+class Net(nn.Module):
+    """Two expert layers between linears, of which the second may have another size."""
+
+    def __init__(self, sizes: tuple[int, int], **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(
+            MoE(WIDTH, nn.Sequential(nn.Linear(WIDTH, 7), nn.Tanh(), nn.Linear(7, WIDTH)), EXPERTS, size, **options)
+            for size in sizes
+        )
+        self.last = nn.Linear(WIDTH, 3)
+        self.aux: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.aux = []
+        x = self.first(x.to(self.first.weight.dtype))
+        for block in self.blocks:
+            y, l_aux, _ = block(x)
+            self.aux.append(l_aux)
+            x = x + y
+        return self.last(x).float().square().mean() + 0.1 * sum(self.aux)
+
+
+@torch.no_grad()
+def told_apart(model: Net, of_rank: int) -> None:
+    """Experts begin with equal values: gives each its own, by its number among all."""
+    for number, block in enumerate(model.blocks):
+        for local, expert in enumerate(block.deepspeed_moe.experts.deepspeed_experts):
+            which = of_rank % block.ep_size * block.num_local_experts + local
+            draws = torch.Generator().manual_seed(100 * number + which)
+            for parameter in expert.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=draws) * 0.1)
+
+
+def tokens(step: int, micro: int, of_rank: int) -> torch.Tensor:
+    """Another number of tokens on every rank and in every micro-batch; now and then none at all."""
+    count = (3, 11, 6, 1, 0)[(2 * step + micro + of_rank) % 5] if (step, micro) != (0, 0) else 5 + of_rank
+    draws = torch.Generator().manual_seed(1000 * step + 100 * micro + of_rank)
+    return torch.randn(max(count, 1), WIDTH, generator=draws)
+
+
+def logical(model: Net, of_rank: int) -> dict[str, torch.Tensor]:
+    """Parameters by the names that they have where all experts are."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        parts = name.split(".")
+        if "deepspeed_experts" in parts:
+            block = model.blocks[int(parts[1])]
+            place = parts.index("deepspeed_experts") + 1
+            parts[place] = str(int(parts[place]) + of_rank % block.ep_size * block.num_local_experts)
+        found[".".join(parts)] = parameter
+    return found
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6, msg=lambda text: f"{what}: {text}")
+
+
+def compare(world: int, sizes: tuple[int, int], stage: int, accumulation: int, clip: float, **more: Any) -> list[float]:
+    """Four steps of an engine against plain torch in one process."""
+    options = more.pop("options", {})
+    zero = {**(SHARDED if stage == 3 else {}), **more.pop("zero", {})}
+    reference = Net((1, 1), **options)
+    told_apart(reference, 0)
+    model = Net(sizes, **options)
+    told_apart(model, rank())
+    optimizer = adamw(reference)
+    engine = engine_of(model, stage, zero=zero, accumulation=accumulation, gradient_clipping=clip, **more)
+    names = logical(model, rank())
+    norms = []
+    for step in range(4):
+        for micro in range(accumulation):
+            torch.manual_seed(step * 10 + micro + rank() * 100)
+            engine.backward(engine(tokens(step, micro, rank())))
+            engine.step()
+        optimizer.zero_grad()
+        for micro in range(accumulation):
+            for other in range(world):
+                torch.manual_seed(step * 10 + micro + other * 100)
+                loss = reference(tokens(step, micro, other))
+                if micro == accumulation - 1 and other == rank():
+                    for ours, theirs in zip(engine.module.aux, reference.aux, strict=True):
+                        close(ours, theirs, f"l_aux, step {step}")
+                (loss / (world * accumulation)).backward()
+        norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), clip or math.inf)
+        optimizer.step()
+        assert engine.get_global_grad_norm() == pytest.approx(norm.item(), rel=1e-5)
+        norms.append(engine.get_global_grad_norm())
+        wanted = dict(reference.named_parameters())
+        for name, parameter in names.items():
+            found = deepspeed.utils.safe_get_full_fp32_param(parameter)
+            close(found, wanted[name].detach(), f"{name}, step {step}")
+    engine.destroy()
+    return norms
+
+
+CELLS: list[tuple[tuple[int, int], int, int, float, dict[str, Any]]] = [
+    ((2, 2), 0, 1, 0.2, {}),
+    ((2, 1), 1, 3, 0.0, {"options": {"k": 2, "top2_2nd_expert_sampling": False}}),
+    ((2, 2), 2, 1, 0.2, {"options": {"k": 3, "drop_tokens": False}}),
+    ((2, 2), 3, 3, 0.2, {"options": {"use_residual": True}}),
+]
+
+
+def _all_cells(world: int, cells: list[Any]) -> None:
+    for sizes, stage, accumulation, clip, more in cells:
+        try:
+            norms = compare(world, sizes, stage, accumulation, clip, **dict(more))
+        except AssertionError as error:
+            raise AssertionError(f"ep {sizes}, stage {stage}, accumulation {accumulation}, {more}: {error}") from None
+        assert same_on_all_ranks(norms)
+
+
+def test_two_ranks_equal_one_process() -> None:
+    run_ranks(_all_cells, 2, 2, CELLS, timeout=200)
