@@ -14,7 +14,7 @@ from deepspeed.comm import groups
 from deepspeed.comm.mesh import AXES, Mesh
 from deepspeed.comm.mesh_sources import mesh_of_config, mesh_of_device_mesh, mesh_of_mpu
 from deepspeed.config import parse
-from deepspeed.errors import CallOrderError, DeepSpeedConfigError, NotYetSupportedError
+from deepspeed.errors import CallOrderError, DeepSpeedConfigError, DeprecatedException
 from tests.harness import run_ranks
 
 
@@ -199,9 +199,44 @@ def test_the_configuration_asks_for_data_parallel_ranks():
 
 
 def test_errors_are_sentences():
-    with pytest.raises(NotYetSupportedError, match="ep_size=2.*use ep_size=1"):
+    with pytest.raises(DeprecatedException, match=r"ep_size=2.*belongs to the layer.*MoE\(\.\.\., ep_size=2\)"):
         groups.initialize(ep_size=2)
     with pytest.raises(CallOrderError, match="init_distributed"):
         groups.initialize()
-    with pytest.raises(NotYetSupportedError, match="ep_size_4"):
+    with pytest.raises(CallOrderError, match="'ep_size_4' does not exist yet; known are none"):
         groups._get_expert_parallel_world_size("ep_size_4")
+
+
+def test_expert_ranks_are_those_of_the_documentation():
+    near = groups._get_expert_parallel_ranks(8, 1, 2)
+    assert near == ([[0, 1], [2, 3], [4, 5], [6, 7]], [[0, 2, 4, 6], [1, 3, 5, 7]])
+    far = groups._get_expert_parallel_ranks(8, 1, 2, use_data_before_expert_parallel_=True)
+    assert far == ([[0, 4], [1, 5], [2, 6], [3, 7]], [[0, 1, 2, 3], [4, 5, 6, 7]])
+    staged = groups._get_expert_parallel_ranks(8, 1, 2, 2)
+    assert staged == ([[0, 1], [2, 3], [4, 5], [6, 7]], [[0, 2], [1, 3], [4, 6], [5, 7]])
+    sharing, same = groups._get_expert_parallel_ranks(16, 2, 4)
+    assert sorted(sharing) == [[0, 2, 4, 6], [1, 3, 5, 7], [8, 10, 12, 14], [9, 11, 13, 15]]
+    assert [0, 8] in same and [2, 10] in same and [7, 15] in same
+    with pytest.raises(DeepSpeedConfigError, match="ep_size 3: the 8 ranks .* choose a divisor of 8"):
+        groups._get_expert_parallel_ranks(8, 1, 3)
+
+
+def check_groups_by_hand() -> None:
+    rank = torch_dist.get_rank()
+    groups._create_expert_and_data_parallel(2)
+    groups._create_expert_and_data_parallel(4)
+    assert groups._get_expert_parallel_group_ranks("ep_size_2") == [rank // 2 * 2, rank // 2 * 2 + 1]
+    assert groups._get_expert_data_parallel_group_ranks("ep_size_2") == [rank % 2, rank % 2 + 2]
+    assert groups._get_expert_parallel_rank("ep_size_4") == rank and groups._get_max_expert_size_name() == "ep_size_4"
+    assert groups._get_expert_broadcast_src_rank("ep_size_2") == rank % 2
+    assert groups._get_expert_parallel_src_rank("ep_size_2") == rank // 2 * 2
+    assert set(groups._get_expert_parallel_group_dict()) == {"ep_size_2", "ep_size_4"}
+    summed = torch.tensor([float(rank)])
+    torch_dist.all_reduce(summed, group=groups._get_expert_data_parallel_group("ep_size_2"))
+    assert summed.item() == 2 * (rank % 2) + 2
+    with pytest.raises(DeepSpeedConfigError, match=r"are shared by the ranks \[0, 1\], \[2, 3\], as was decided before"):
+        groups._create_expert_and_data_parallel(2, use_data_before_expert_parallel_=True)
+
+
+def test_expert_groups_by_hand():
+    run_ranks(check_groups_by_hand, 4)
