@@ -1,67 +1,275 @@
-"""The schedules, each a function of sizes that gives the computations of all stages."""
+"""The schedules, each a function of sizes that gives the computations of all stages.
+
+They may go on beyond the last micro-batch: computations on micro-batches that do not exist are left out afterwards. No
+computation depends on another micro-batch, so what is left still runs, and no schedule needs a case for few of them.
+"""
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Callable
+from itertools import pairwise
 
+from deepspeed.parallel.partition import partition_uniform
 from deepspeed.parallel.pipe.schedule.actions import Action, Kind, Schedule
 
-Lists = list[list[Action]]
+
+class _Stage(list[Action]):
+    """The computations of one stage; each call appends the next micro-batch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._done: Counter[tuple[bool, int]] = Counter()
+        self._weights: deque[tuple[int, int]] = deque()
+
+    def forward(self, chunk: int) -> None:
+        self.append(Action(Kind.FORWARD, chunk, self._next(True, chunk)))
+
+    def backward(self, chunk: int) -> None:
+        self.append(Action(Kind.BACKWARD, chunk, self._next(False, chunk)))
+
+    def backward_input(self, chunk: int) -> None:
+        micro_batch = self._next(False, chunk)
+        self.append(Action(Kind.BACKWARD_INPUT, chunk, micro_batch))
+        self._weights.append((chunk, micro_batch))
+
+    def weight(self) -> None:
+        """The weights' part of the longest waiting backward."""
+        self.append(Action(Kind.BACKWARD_WEIGHT, *self._weights.popleft()))
+
+    def remaining_weights(self) -> None:
+        while self._weights:
+            self.weight()
+
+    def _next(self, is_forward: bool, chunk: int) -> int:
+        self._done[is_forward, chunk] += 1
+        return self._done[is_forward, chunk] - 1
 
 
-def gpipe(stages: int, micro_batches: int) -> Lists:
+def gpipe(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Action]:
     """All forwards, then all backwards (Huang et al. 2019)."""
-    forwards = [Action(Kind.FORWARD, 0, i) for i in range(micro_batches)]
-    backwards = [Action(Kind.BACKWARD, 0, i) for i in range(micro_batches)]
-    return [[a._replace(chunk=stage) for a in forwards + backwards] for stage in range(stages)]
+    actions = _Stage()
+    for _ in range(micro_batches):
+        actions.forward(stage)
+    for _ in range(micro_batches):
+        actions.backward(stage)
+    return actions
 
 
-def one_f_one_b(stages: int, micro_batches: int) -> Lists:
-    """Forwards until the first backward can come, then in turn (Narayanan et al. 2021)."""
-    lists: Lists = []
-    for stage in range(stages):
-        ahead = min(stages - 1 - stage, micro_batches)
-        actions = [Action(Kind.FORWARD, stage, i) for i in range(ahead)]
-        for i in range(micro_batches):
-            if i + ahead < micro_batches:
-                actions.append(Action(Kind.FORWARD, stage, i + ahead))
-            actions.append(Action(Kind.BACKWARD, stage, i))
-        lists.append(actions)
-    return lists
+def one_f_one_b(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Action]:
+    """A forward and a backward in turn, as soon as backwards come (Narayanan et al. 2021)."""
+    return _in_turn(stage, stages, micro_batches, chunks, ahead=stages - 1 - stage)
 
 
-_LISTS: dict[str, Callable[[int, int], Lists]] = {"gpipe": gpipe, "1f1b": one_f_one_b}
+def interleaved(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Action]:
+    """1F1B in which stage s also holds chunks s + p, s + 2 p, ... (Narayanan et al. 2021).
 
+    Published are groups of p micro-batches, which cost extra where p does not divide m; groups of about equal size,
+    none below p, reach (p - 1) (F + B) / v idle time for every m >= p.
+    """
+    return _in_turn(stage, stages, micro_batches, chunks, ahead=2 * (stages - 1 - stage))
+
+
+def zb_h1(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Action]:
+    """1F1B with split backwards; weights are done s backwards late, which fills the bubble at the end.
+
+    Idle are (p - 1) (F + B - 2 W) / v; no stage holds more than the first of 1F1B, for m >= p divided by p (Qi et al.
+    2023, who have one chunk per stage).
+    """
+    return _in_turn(stage, stages, micro_batches, chunks, ahead=stages - 1 - stage, weights_late=stage)
+
+
+def _in_turn(
+    stage: int, stages: int, micro_batches: int, chunks: int, *, ahead: int, weights_late: int | None = None
+) -> list[Action]:
+    """A forward and a backward in turn; groups of micro-batches go through one chunk of the stage after the other.
+
+    Args:
+        ahead: Forwards before the first backward, beside those that let the first group reach the last chunk.
+        weights_late: How many backwards wait for their weights' part; None: backwards are not split.
+    """
+    bounds = partition_uniform(micro_batches, max(1, micro_batches // stages))
+    groups = [range(start, end) for start, end in pairwise(bounds)]
+    own = range(stage, stages * chunks, stages)
+    forwards = [Action(Kind.FORWARD, chunk, i) for group in groups for chunk in own for i in group]
+    backwards = [(chunk, i) for group in groups for chunk in reversed(own) for i in group]
+    ahead += (chunks - 1) * len(groups[0])
+    actions = forwards[:ahead]
+    weights: deque[Action] = deque()
+    for number, (chunk, i) in enumerate(backwards):
+        actions += forwards[ahead + number : ahead + number + 1]
+        if weights_late is None:
+            actions.append(Action(Kind.BACKWARD, chunk, i))
+            continue
+        actions.append(Action(Kind.BACKWARD_INPUT, chunk, i))
+        weights.append(Action(Kind.BACKWARD_WEIGHT, chunk, i))
+        if number >= weights_late:
+            actions.append(weights.popleft())
+    return actions + [*weights]
+
+
+def zbv(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Action]:
+    """Split backwards on two chunks per stage, laid in a V, so that the first stage also computes the loss.
+
+    Each stage works without a gap from its first forward on if F = B / 2 = W, and holds 2 p chunk activations, as
+    much as the first stage of 1F1B (Qi et al. 2024).
+    """
+    down, up = stage, 2 * stages - 1 - stage
+    after, total = stages - stage, max(micro_batches, 2 * stages)
+    actions = _Stage()
+    for _ in range(2 * after - 1):
+        actions.forward(down)
+    for _ in range(stage):
+        actions.forward(up)
+        actions.forward(down)
+    for _ in range(after):
+        actions.forward(up)
+        actions.backward_input(up)
+        actions.weight()
+    for _ in range(total - stages):
+        actions.forward(down)
+        actions.backward_input(down)
+        actions.weight()
+        actions.forward(up)
+        actions.backward_input(up)
+        actions.weight()
+    for _ in range(stage):
+        actions.backward_input(down)
+        actions.backward_input(up)
+    for _ in range(after):
+        actions.backward_input(down)
+        actions.weight()
+    actions.remaining_weights()
+    return actions
+
+
+def dualpipev(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Action]:
+    """The V of ZBV with pairs of a forward and a whole backward, which may overlap (DeepSeek-AI 2025).
+
+    Only the backwards at the end are split.
+    """
+    down, up = stage, 2 * stages - 1 - stage
+    after, total = stages - 1 - stage, max(micro_batches, 2 * stages)
+    actions = _Stage()
+    for _ in range(2 * after):
+        actions.forward(down)
+    for _ in range(stage + 1):
+        actions.forward(down)
+        actions.forward(up)
+    for _ in range(after):
+        actions.backward_input(up)
+        actions.weight()
+        actions.forward(up)
+    for _ in range(total - 2 * stages + stage + 1):
+        actions.forward(down)
+        actions.backward(up)
+        actions.forward(up)
+        actions.backward(down)
+    for _ in range(after):
+        actions.backward(up)
+        actions.forward(up)
+        actions.backward(down)
+    # The weights of the last stage + 1 backwards wait for the gaps that follow.
+    for number in range(2 * (stage + 1)):
+        chunk = down if number % 2 else up
+        if number > stage:
+            actions.backward_input(chunk)
+        else:
+            actions.backward(chunk)
+    for _ in range(after):
+        actions.weight()
+        actions.backward_input(down)
+    actions.remaining_weights()
+    return actions
+
+
+_LISTS: dict[str, Callable[[int, int, int, int], list[Action]]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zb-h1": zb_h1,
+    "zbv": zbv,
+    "dualpipev": dualpipev,
+}
 # What ``PipelineModule(schedule=...)`` and ``pipeline.schedule`` accept.
 TRAIN_SCHEDULES = tuple(_LISTS)
+_VEES = ("zbv", "dualpipev")
 
 
-def place_chunks(name: str, stages: int, num_chunks: int = 1) -> tuple[int, ...]:
+def place_chunks(name: str, stages: int, num_chunks: int | None = None) -> tuple[int, ...]:
     """The stage of each chunk of the model, in order.
 
     Args:
         name: One of :data:`TRAIN_SCHEDULES`.
         stages: Stages of the pipeline.
-        num_chunks: Chunks per stage.
+        num_chunks: Chunks per stage; None: as few as the schedule can have.
 
     Raises:
         ValueError: The schedule does not exist or cannot have so many chunks.
     """
     if name not in _LISTS:
         raise ValueError(f"schedule={name!r} is not known; choose one of {', '.join(map(repr, TRAIN_SCHEDULES))}")
+    if stages < 1:
+        raise ValueError(f"a pipeline of {stages} stages is not possible; give it one stage or more")
+    if name in _VEES:
+        if num_chunks not in (None, 2):
+            raise ValueError(
+                f"schedule={name!r} lays two chunks per stage in a V, so num_chunks={num_chunks} is not possible; "
+                "leave num_chunks out, or choose schedule='interleaved', which takes any number from 2"
+            )
+        return (*range(stages), *reversed(range(stages)))
+    if name == "interleaved":
+        if num_chunks is not None and num_chunks < 2:
+            raise ValueError(
+                f"schedule='interleaved' needs 2 chunks per stage or more and num_chunks is {num_chunks}; with one "
+                "chunk it is schedule='1f1b'"
+            )
+        return tuple(range(stages)) * (num_chunks or 2)
+    if name == "zb-h1" and num_chunks is not None and num_chunks > 1:
+        return tuple(range(stages)) * num_chunks
+    if num_chunks not in (None, 1):
+        raise ValueError(
+            f"schedule={name!r} has one chunk per stage and num_chunks is {num_chunks}; leave num_chunks out, or "
+            "choose schedule='interleaved'"
+        )
     return tuple(range(stages))
 
 
-def make_schedule(name: str, stages: int, micro_batches: int, num_chunks: int = 1) -> Schedule:
-    """The schedule of that name; arguments and errors as of :func:`place_chunks`."""
+def make_schedule(name: str, stages: int, micro_batches: int, num_chunks: int | None = None) -> Schedule:
+    """What all stages compute in a training step; any number of micro-batches from 1 will do.
+
+    Arguments and errors as of :func:`place_chunks`.
+    """
     stage_of = place_chunks(name, stages, num_chunks)
-    lists = _LISTS[name](stages, micro_batches)
-    return Schedule(name, micro_batches, stage_of, tuple(map(tuple, lists)))
+    if micro_batches < 1:
+        raise ValueError(f"a step of {micro_batches} micro-batches is not possible; it needs one or more")
+    chunks = len(stage_of) // stages
+    lists = [_LISTS[name](stage, stages, micro_batches, chunks) for stage in range(stages)]
+    return Schedule(
+        name,
+        micro_batches,
+        stage_of,
+        tuple(tuple(action for action in actions if action.micro_batch < micro_batches) for actions in lists),
+    )
 
 
 def make_inference(stage_of: tuple[int, ...], micro_batches: int) -> Schedule:
-    """Forwards only, with the chunks where training has them; a stage does its chunks one after the other."""
-    lists: Lists = [[] for _ in range(max(stage_of) + 1)]
-    for chunk, stage in enumerate(stage_of):
-        lists[stage] += [Action(Kind.FORWARD, chunk, i) for i in range(micro_batches)]
+    """Forwards only, with the chunks where training has them.
+
+    A stage works on what has come farthest, so that little is on its way.
+
+    Args:
+        stage_of: The stage of each chunk.
+        micro_batches: How many micro-batches are evaluated; 0 will do.
+    """
+    stages = max(stage_of) + 1
+    waiting = [[Action(Kind.FORWARD, chunk, i) for chunk in range(len(stage_of))] for i in range(micro_batches)]
+    lists: list[list[Action]] = [[] for _ in range(stages)]
+    while any(waiting):
+        # One tick: each stage takes one micro-batch one chunk further; those in front go first.
+        busy: set[int] = set()
+        for chain in waiting:
+            if chain and (stage := stage_of[chain[0].chunk]) not in busy:
+                busy.add(stage)
+                lists[stage].append(chain.pop(0))
     return Schedule("inference", micro_batches, stage_of, tuple(map(tuple, lists)))

@@ -8,7 +8,7 @@ from deepspeed.parallel.pipe.schedule import instructions as told
 from deepspeed.parallel.pipe.schedule.actions import Action, Kind, Schedule, held
 from deepspeed.parallel.pipe.schedule.published import PipeSchedule
 
-_PASSES = {
+PASSES: dict[Kind, type[told.BufferOpInstruction]] = {
     Kind.FORWARD: told.ForwardPass,
     Kind.BACKWARD: told.BackwardPass,
     Kind.BACKWARD_INPUT: told.BackwardInput,
@@ -53,7 +53,7 @@ class StageSchedule(PipeSchedule):
                 loaded.add(action.micro_batch)
                 step.append(told.LoadMicroBatch(**about))
             step += self._receives(action, about)
-            step.append(_PASSES[action.kind](**about, **({} if action.kind is Kind.BACKWARD_INPUT else marks)))
+            step.append(PASSES[action.kind](**about, **({} if action.kind is Kind.BACKWARD_INPUT else marks)))
             step += self._sends(action, about)
             yield step
         if self.schedule.is_training:

@@ -1,0 +1,215 @@
+"""Runs a schedule in thought: proves that it is live, complete and in order, and says when everything happens.
+
+The ranks run the very instructions that the engine gets. A receive waits for its message; a send never waits, or, with
+bounded channels, waits until the receiver has taken an earlier message.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from deepspeed.parallel.pipe.schedule import instructions as told
+from deepspeed.parallel.pipe.schedule.actions import Action, Kind, Schedule
+from deepspeed.parallel.pipe.schedule.stage import PASSES, StageSchedule
+
+_KINDS: dict[type, Kind] = {instruction: kind for kind, instruction in PASSES.items()}
+_GRADIENTS = (told.SendGrad, told.RecvGrad)
+
+
+class ScheduleError(Exception):
+    """A schedule that would hang, lose a message or train something else."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """How long one micro-batch takes on a whole stage, all of its chunks together, in any unit.
+
+    Attributes:
+        forward: Forward.
+        backward: Whole backward.
+        weight: The part of the backward that gives the weights' gradients.
+        transfer: From the end of a computation until the other stage has the result; the sender is not kept busy.
+    """
+
+    forward: float = 1.0
+    backward: float = 2.0
+    weight: float = 1.0
+    transfer: float = 0.0
+
+    def of(self, kind: Kind) -> float:
+        """Time of one computation on all chunks of a stage."""
+        backward_input = self.backward - self.weight
+        return {Kind.FORWARD: self.forward, Kind.BACKWARD: self.backward, Kind.BACKWARD_INPUT: backward_input}.get(
+            kind, self.weight
+        )
+
+
+class Span(NamedTuple):
+    """When a stage did one computation."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A step, computation by computation.
+
+    Attributes:
+        spans: Of each stage, in order.
+        held: Of each stage, for how many micro-batches and chunks it keeps activations at once, at most.
+    """
+
+    spans: tuple[tuple[Span, ...], ...]
+    held: tuple[int, ...]
+
+    @property
+    def makespan(self) -> float:
+        """From the common start until the last stage is done."""
+        return max((span.end for spans in self.spans for span in spans), default=0.0)
+
+    def idle(self, stage: int) -> float:
+        """Time in which the stage computes nothing."""
+        return self.makespan - sum(span.end - span.start for span in self.spans[stage])
+
+
+def simulate(schedule: Schedule, times: Times | None = None, *, channel_size: int | None = None) -> Timeline:
+    """Runs all stages from a common start.
+
+    Args:
+        schedule: What to run.
+        times: How long things take.
+        channel_size: How many messages of one kind may be on their way from one stage to another before the sender
+            waits; None: any number.
+
+    Raises:
+        ScheduleError: A stage waits for ever, a message is not the one that is expected, or a computation is missing,
+            repeated, misplaced or out of order.
+    """
+    _check_complete(schedule)
+    run = _Run(schedule, times or Times(), channel_size)
+    ranks = [_Rank(stage, run.steps(stage)) for stage in range(schedule.stages)]
+    # Ranks are advanced in turn until all wait or are done; only messages carry time from one to another, so the order
+    # in which they are advanced changes nothing.
+    moved = True
+    while moved:
+        moved = False
+        for rank in ranks:
+            moved |= rank.advance()
+    stuck = [f"stage {rank.stage} waits for ever: {rank.waits_for}" for rank in ranks if rank.waits_for]
+    if stuck:
+        raise ScheduleError(f"schedule {schedule.name!r} hangs: " + "; ".join(stuck))
+    if left := [key for key, channel in run.channels.items() if channel]:
+        raise ScheduleError(f"schedule {schedule.name!r} sends what nobody receives: {left}")
+    buffers = (StageSchedule(schedule, stage).num_pipe_buffers() for stage in range(schedule.stages))
+    return Timeline(tuple(map(tuple, run.spans)), tuple(buffers))
+
+
+class _Rank:
+    """A stage that runs until it must wait."""
+
+    def __init__(self, stage: int, steps: Iterator[str | None]) -> None:
+        self.stage = stage
+        self.waits_for: str | None = "its start"
+        self._steps = steps
+
+    def advance(self) -> bool:
+        """Goes on as far as possible; True if it went on at all."""
+        moved = False
+        for waits_for in self._steps:
+            if waits_for is not None:
+                self.waits_for = waits_for
+                return moved
+            moved = True
+        moved, self.waits_for = moved or self.waits_for is not None, None
+        return moved
+
+
+class _Run:
+    """What is on its way between the stages."""
+
+    def __init__(self, schedule: Schedule, times: Times, channel_size: int | None) -> None:
+        self.schedule = schedule
+        self.spans: list[list[Span]] = [[] for _ in range(schedule.stages)]
+        # (sender, receiver, of gradients) -> what was sent and not yet received: (producing chunk, micro-batch), when
+        self.channels: defaultdict[tuple[int, int, bool], deque[tuple[int, int, float]]] = defaultdict(deque)
+        self._taken: defaultdict[tuple[int, int, bool], list[float]] = defaultdict(list)
+        self._sent: Counter[tuple[int, int, bool]] = Counter()
+        self._times = times
+        self._size = channel_size
+
+    def steps(self, stage: int) -> Iterator[str | None]:
+        """Runs a stage: None after each instruction that is done, a sentence whenever one cannot be done yet."""
+        clock, loaded = 0.0, 0
+        for instruction in (told_ for step in StageSchedule(self.schedule, stage) for told_ in step):
+            if isinstance(instruction, (told.RecvActivation, told.RecvGrad)):
+                while (taken := self._receive(stage, instruction, clock)) is None:
+                    yield f"{instruction!r}, of which nothing was sent"
+                clock = taken
+            elif isinstance(instruction, (told.SendActivation, told.SendGrad)):
+                while (room := self._room(stage, instruction)) is None:
+                    yield f"{instruction!r}, for which there is no room"
+                clock = max(clock, room)
+                self._send(stage, instruction, clock)
+            elif kind := _KINDS.get(type(instruction)):
+                end = clock + self._times.of(kind) / len(self.schedule.chunks_of(stage))
+                action = Action(kind, instruction.chunk, instruction.micro_batch)
+                self.spans[stage].append(Span(action, clock, end))
+                clock = end
+            elif isinstance(instruction, told.LoadMicroBatch):
+                if instruction.micro_batch != loaded:
+                    raise ScheduleError(f"stage {stage} loads {instruction!r} when the data gives item {loaded}")
+                loaded += 1
+            yield None
+
+    def _receive(self, stage: int, instruction: told.PipeInstruction, clock: float) -> float | None:
+        is_gradient = isinstance(instruction, _GRADIENTS)
+        key = (instruction.peer, stage, is_gradient)
+        if not self.channels[key]:
+            return None
+        chunk, micro_batch, arrival = self.channels[key].popleft()
+        if (chunk, micro_batch) != (instruction.chunk + (1 if is_gradient else -1), instruction.micro_batch):
+            raise ScheduleError(
+                f"schedule {self.schedule.name!r}: stage {stage} does {instruction!r} and would get what chunk {chunk} "
+                f"sent of micro-batch {micro_batch}"
+            )
+        self._taken[key].append(max(clock, arrival))
+        return self._taken[key][-1]
+
+    def _room(self, stage: int, instruction: told.PipeInstruction) -> float | None:
+        """From when on a message can be sent; None: not before the receiver has gone on."""
+        key = (stage, instruction.peer, isinstance(instruction, _GRADIENTS))
+        # A stage hands its own chunks the tensors themselves.
+        before = 0 if self._size is None or stage == instruction.peer else self._sent[key] - self._size + 1
+        if before <= 0:
+            return 0.0
+        return self._taken[key][before - 1] if len(self._taken[key]) >= before else None
+
+    def _send(self, stage: int, instruction: told.PipeInstruction, clock: float) -> None:
+        key = (stage, instruction.peer, isinstance(instruction, _GRADIENTS))
+        arrival = clock + (self._times.transfer if stage != instruction.peer else 0.0)
+        self.channels[key].append((instruction.chunk, instruction.micro_batch, arrival))
+        self._sent[key] += 1
+
+
+def _check_complete(schedule: Schedule) -> None:
+    """Each chunk meets each micro-batch once in each direction, on its stage, forward first and weights last."""
+    whole = [[Kind.FORWARD, Kind.BACKWARD], [Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT]]
+    wanted = whole if schedule.is_training else [[Kind.FORWARD]]
+    for stage, actions in enumerate(schedule.actions):
+        done: defaultdict[tuple[int, int], list[Kind]] = defaultdict(list)
+        for action in actions:
+            done[action.chunk, action.micro_batch].append(action.kind)
+        for key in [(chunk, i) for chunk in schedule.chunks_of(stage) for i in range(schedule.micro_batches)]:
+            if (kinds := done.pop(key, [])) not in wanted:
+                raise ScheduleError(
+                    f"schedule {schedule.name!r}: stage {stage} does {[kind.value for kind in kinds]} on chunk "
+                    f"{key[0]}, micro-batch {key[1]}; expected is one of "
+                    f"{[[kind.value for kind in kinds] for kinds in wanted]}"
+                )
+        if done:
+            raise ScheduleError(f"schedule {schedule.name!r}: stage {stage} computes what is not its own: {[*done]}")
