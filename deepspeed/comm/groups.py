@@ -61,9 +61,12 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
 
 
 def set_mpu(unit: Any) -> None:
-    """Registers the program's model-parallel unit; None forgets it. This module itself, given as one, is none."""
+    """Registers the program's model-parallel unit; None forgets it.
+
+    This module itself, given as one, is none; nor is a unit that only passes on what the registered mesh says.
+    """
     global mpu
-    mpu = None if unit is sys.modules[__name__] else unit
+    mpu = None if unit is sys.modules[__name__] or getattr(unit, "speaks_for_the_mesh", False) else unit
 
 
 def set_mesh(found: Mesh | None, timeout: timedelta | None = None) -> None:
@@ -198,21 +201,27 @@ def _get_broadcast_src_rank() -> int:
 # --- model parallel: ranks that hold different parts of the model
 
 
+def _ask_model(what: str) -> Any:
+    """An older unit calls the ranks that share a sequence model-parallel ones too; nobody there cuts the model."""
+    if hasattr(mpu, "initialize_sequence_parallel"):
+        return None
+    return _ask(f"get_model_parallel_{what}", f"get_tensor_model_parallel_{what}")
+
+
 def _get_model_parallel_group() -> Any:
     """The ranks that hold different parts of one copy of the model: those that cut layers, of all pipeline stages."""
-    names = ("get_model_parallel_group", "get_tensor_model_parallel_group")
-    return _ask(*names) or _along(PIPE, TENSOR) or _alone()
+    return _ask_model("group") or _along(PIPE, TENSOR) or _alone()
 
 
 def _get_model_parallel_world_size() -> int:
     """The size of :func:`_get_model_parallel_group`; 1 without an mpu or a mesh."""
-    answer = _ask("get_model_parallel_world_size", "get_tensor_model_parallel_world_size")
+    answer = _ask_model("world_size")
     return _mesh_size(PIPE, TENSOR) if answer is None else answer
 
 
 def _get_model_parallel_rank() -> int:
     """This rank's place in :func:`_get_model_parallel_group`; 0 without an mpu or a mesh."""
-    answer = _ask("get_model_parallel_rank", "get_tensor_model_parallel_rank")
+    answer = _ask_model("rank")
     return _mesh_place(PIPE, TENSOR) if answer is None else answer
 
 
@@ -401,6 +410,8 @@ def _create_expert_data_and_model_parallel(
 
 
 def _ask_tensor(what: str) -> Any:
+    if hasattr(mpu, "initialize_sequence_parallel"):
+        return None
     return _ask(*(f"get_{kind}_parallel_{what}" for kind in ("tensor_model", "slice", "model")))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.offload.homes import OffloadHomes, open_homes, placement_of
 from deepspeed.ops.flat import supports_flat_update, why_not_flat
 from deepspeed.parallel.expert.prepare import prepare_expert_layers
-from deepspeed.precision.policy import PrecisionPolicy, create_loss_scaler
+from deepspeed.precision.policy import PrecisionPolicy, create_loss_scaler, dtype_of_name
 from deepspeed.schedulers import build_scheduler
 from deepspeed.zero.access.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.zero.build import build_runtime
@@ -182,6 +182,8 @@ def build_parts(client: Client, config: Any, distributed_port: int, dist_init_re
     placement = placement_of(root.zero_optimization, ranks.zero_size)
     precision = PrecisionPolicy.from_config(root, get_accelerator(), client.model)
     _check_device_supports(precision)
+    if ranks.sequence_size > 1 and precision.compute_dtype is not None and precision.communication_dtype is None:
+        precision = replace(precision, communication_dtype=dtype_of_name(root.seq_parallel_communication_data_type))
     if gathers_between_pieces(placement, ranks.zero_size):
         refuse_whole_graphs(client.model)
     prepare_expert_layers(client.model, device, data_first=root.use_data_before_expert_parallelism)
@@ -196,7 +198,9 @@ def build_parts(client: Client, config: Any, distributed_port: int, dist_init_re
     comm.check_same_model(model_lines(client.model, precision, torch_optimizer, param_groups), ranks.zero_group)
     _check_trains(placement, torch_optimizer)
     _check_updates_in_files(placement, torch_optimizer)
-    groups = create_groups(placement, ranks, device, by_nodes=_gathers_by_nodes(root))
+    groups = create_groups(
+        placement, ranks, device, by_nodes=_gathers_by_nodes(root), divisor=_gradient_divisor(root, ranks)
+    )
     refuse_cut_tensors(torch_optimizer, client.model, groups, placement)
     _mark_leaf_modules(root, client.model)
     _make_sparse(root, client.model)
@@ -228,6 +232,19 @@ def build_parts(client: Client, config: Any, distributed_port: int, dist_init_re
         global_rank=comm.get_rank(),
         world_size=comm.get_world_size(),
     )
+
+
+def _gradient_divisor(root: Root, ranks: Standing) -> int:
+    """What makes a mean over samples of the sum of gradients over data and sequence ranks."""
+    if ranks.sequence_size == 1 or root.sequence_parallel.loss == "own_share":
+        return ranks.data_size
+    if root.gradient_allreduce_op == "sum":
+        raise DeepSpeedConfigError(
+            f'gradient_allreduce_op "sum" with {ranks.sequence_size} ranks that share a sequence: each of them has the '
+            'gradient of the whole loss, so that their sum is too large; set it to "mean", or sequence_parallel.loss '
+            'to "own_share" if each rank back-propagates its share'
+        )
+    return ranks.data_size * ranks.sequence_size
 
 
 def _parse_alike(config: Any, job_mesh: JobMesh) -> ParsedConfig:

@@ -20,7 +20,9 @@ from deepspeed.zero.layout import DATA
 from deepspeed.zero.placement import Placement
 
 
-def create_groups(placement: Placement, ranks: Standing, device: torch.device, *, by_nodes: bool) -> Groups:
+def create_groups(
+    placement: Placement, ranks: Standing, device: torch.device, *, by_nodes: bool, divisor: int | None = None
+) -> Groups:
     """Makes the groups. Every rank of the job must call it, in the same order.
 
     Args:
@@ -28,11 +30,13 @@ def create_groups(placement: Placement, ranks: Standing, device: torch.device, *
         ranks: Where this rank stands.
         device: Where the buffers live.
         by_nodes: Gather in two steps where the ranks span nodes.
+        divisor: What makes a mean of the sum of gradients; None: the number of data-parallel ranks.
 
     Raises:
         DeepSpeedConfigError: Groups that cannot be used together.
     """
     timeout = comm.default_timeout()
+    divisor = ranks.data_size if divisor is None else divisor
     defined = defined_groups()
     if placement.shard_ranks is not None:
         if defined:
@@ -44,12 +48,12 @@ def create_groups(placement: Placement, ranks: Standing, device: torch.device, *
             placement.shard_ranks, group=ranks.zero_group, device=device, timeout=timeout, by_nodes=by_nodes
         )
         owners = grid.positions if placement.spread_master else grid.gather
-        return Groups.of(BucketGroup(DATA, grid.gather, grid.reduce, owners, grid.combine, ranks.data_size))
+        return Groups.of(BucketGroup(DATA, grid.gather, grid.reduce, owners, grid.combine, divisor))
     gather, reduce = (create_transport(ranks.zero_group, device=device, timeout=timeout) for _ in range(2))
     if by_nodes:
         gather = gathering_by_nodes(gather, gather, [range(gather.size)], device=device, timeout=timeout)
-    data = BucketGroup(DATA, gather, reduce, gather, divisor=ranks.data_size)
-    own = [_own_group(one, reduce, ranks, device) for one in defined.values()]
+    data = BucketGroup(DATA, gather, reduce, gather, divisor=divisor)
+    own = [_own_group(one, reduce, divisor, device) for one in defined.values()]
     if ranks.model_size == 1:
         groups = Groups.of(data, *own)
     else:
@@ -62,14 +66,14 @@ def create_groups(placement: Placement, ranks: Standing, device: torch.device, *
     return groups
 
 
-def _own_group(defined: Defined, peers: Transport, ranks: Standing, device: torch.device) -> BucketGroup:
+def _own_group(defined: Defined, peers: Transport, divisor: int, device: torch.device) -> BucketGroup:
     if defined.name in (DATA, CUT):
         raise DeepSpeedConfigError(f"define_group({defined.name!r}): the name has a meaning; choose another one")
     gather, reduce = (
         connect_defined(defined, peers, use, device=device, timeout=comm.default_timeout())
         for use in ("parameters", "gradients")
     )
-    divisor = ranks.data_size if defined.divisor is None else defined.divisor
+    divisor = divisor if defined.divisor is None else defined.divisor
     return BucketGroup(defined.name, gather, reduce, gather, divisor=divisor, ranks=defined.ranks)
 
 

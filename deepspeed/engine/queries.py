@@ -44,6 +44,11 @@ class EngineQueries:
         return self._parts.standing.sequence_size
 
     @property
+    def seq_parallel_group(self) -> Any:
+        """The torch process group of the ranks that share a sequence; None where none do."""
+        return self._parts.standing.sequence_group
+
+    @property
     def data_parallel_group(self) -> Any:
         """The torch process group of the data-parallel ranks; None for the default group."""
         return self._parts.standing.data_group

@@ -118,13 +118,7 @@ FEATURES: tuple[Feature, ...] = (
                 "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter sequence_tiled_compute SequenceTiledCompute TiledMLP "
                 "TiledFusedLogitsLoss"
             ),
-            "deepspeed.runtime.sequence_parallel.parallel_state_sp": (
-                "initialize_sequence_parallel get_sequence_parallel_group get_sequence_parallel_world_size "
-                "get_sequence_parallel_rank get_sequence_data_parallel_group get_sequence_data_parallel_world_size "
-                "get_sequence_data_parallel_rank"
-            ),
         },
-        (degree("sequence_parallel_size"),),
     ),
     Feature(
         "tensor parallelism (AutoTP)",

@@ -5,5 +5,11 @@ from __future__ import annotations
 from deepspeed.lazy import lazy_names
 
 __getattr__, __dir__, __all__ = lazy_names(
-    __name__, {"exchange": "deepspeed.parallel.sequence.exchange"}, submodules=["layer"]
+    __name__,
+    {
+        "exchange": "deepspeed.parallel.sequence.exchange",
+        "mean_loss": "deepspeed.parallel.sequence.loss",
+        "sum_over_ranks": "deepspeed.parallel.sequence.loss",
+    },
+    submodules=["layer"],
 )

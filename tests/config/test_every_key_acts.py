@@ -16,8 +16,8 @@ from tests.config.support import nest, written
 from tests.config.test_every_key import leaves
 
 PACKAGE = Path(deepspeed.__file__).parent
-# Read inside the package deepspeed.config itself, where they are compared with what is so; or a mere remark.
-COMPARED = {"data_parallel_size", "data_types.param_dtype", "comment"}
+# Read inside the package deepspeed.config itself (compared with what is so, a degree); or a mere remark.
+COMPARED = {"data_parallel_size", "sequence_parallel_size", "data_types.param_dtype", "comment"}
 # These have one value only.
 ONE_VALUE = {"expert_parallel.expert_tensor_parallel_size", "expert_parallel.load_balance_coeff"}
 

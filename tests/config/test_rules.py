@@ -306,7 +306,6 @@ def test_sections_built_by_a_program_know_both_spellings() -> None:
             {"aio": {"queue_depth": 4, "block_size": 5}},
             "aio.block_size, aio.queue_depth have no effect: nothing is offl",
         ),
-        ({"seq_parallel_communication_data_type": "bf16"}, "seq_parallel_communication_data_type has no effect"),
         ({"zero_optimization": {"grad_hooks": False}}, "zero_optimization.grad_hooks has no effect"),
         (
             {"tensor_parallel": {"autotp_size": 1, "preset_model": "llama", "tp": {"tp_grain_size": 2}}},

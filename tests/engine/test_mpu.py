@@ -60,6 +60,7 @@ def _sequence(stages):
             "train_micro_batch_size_per_gpu": 2,
             "gradient_clipping": 0.0,
             "zero_optimization": {"stage": stage, **(SHARDED if stage == 3 else {})},
+            "sequence_parallel": {"loss": "own_share"},
         }
         engine = deepspeed.initialize(model=model, optimizer=_sgd(model.parameters()), config=config, mpu=mpu)[0]
         assert (engine.dp_world_size, engine.seq_dp_world_size, engine.sequence_parallel_size) == (data, 2 * data, 2)

@@ -24,6 +24,7 @@ from deepspeed.config.sections.precision import Amp, Bf16, DataTypes, Fp16, MsAm
 from deepspeed.config.sections.profiling import CommsLogger, FlopsProfiler, Timers
 from deepspeed.config.sections.quantization import Eigenvalue, QuantizeTraining, WeightQuantization
 from deepspeed.config.sections.scheduler import Scheduler
+from deepspeed.config.sections.sequence_parallel import SequenceParallel
 from deepspeed.config.sections.sparse_attention import SparseAttention
 from deepspeed.config.sections.tensor_parallel import TensorParallel
 from deepspeed.config.sections.zero import ZeroOptimization
@@ -88,8 +89,8 @@ class Root(Section):
     )
     seq_parallel_communication_data_type: DType = key(
         "fp32",
-        "Type of reductions over sequence-parallel ranks; seq_parallel_comm_data_type before 0.16.5.",
-        no_effect="sequence parallelism does not exist here yet",
+        "Type in which gradients travel where ranks share sequences, unless communication_data_type is given; "
+        "seq_parallel_comm_data_type before 0.16.5.",
     )
     sparse_gradients: Bool = key(False, "Reduce gradients of embeddings in sparse form.", removed="0.19.8")
     disable_allgather: Bool = key(
@@ -183,6 +184,9 @@ class Root(Section):
     pipeline: Pipeline = key(None, "Pipeline modules.", factory=Pipeline)
     tensor_parallel: TensorParallel = key(None, "AutoTP.", factory=TensorParallel)
     expert_parallel: ExpertParallel | None = key(None, "AutoEP.")
+    sequence_parallel: SequenceParallel = key(
+        None, "How ranks share sequences. Only here, not upstream.", factory=SequenceParallel
+    )
     compile: Compile = key(None, "DeepCompile.", factory=Compile)
     hybrid_engine: HybridEngine = key(None, "Training and generation.", factory=HybridEngine)
     data_efficiency: DataEfficiency | None = key(None, "Curriculum and token dropping.")

@@ -1,7 +1,9 @@
-"""Sequence-parallel groups; the feature is missing (:mod:`deepspeed.features`)."""
+"""Groups of ranks that share sequences, as an mpu; see :mod:`deepspeed.parallel.sequence.state`."""
 
 from __future__ import annotations
 
-from deepspeed.lazy import lazy_names
+import sys
 
-__getattr__, __dir__, __all__ = lazy_names(__name__)
+from deepspeed.parallel.sequence import state
+
+sys.modules[__name__] = state

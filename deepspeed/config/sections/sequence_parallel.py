@@ -1,0 +1,20 @@
+"""``sequence_parallel``: how ranks share sequences. The whole section is this package's own, not upstream's."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from deepspeed.config.section import Section, key
+from deepspeed.config.types import AnyCase
+
+
+class SequenceParallel(Section):
+    """What the ranks of ``sequence_parallel_size`` do; not upstream, where there is no such section."""
+
+    loss: Annotated[Literal["gathered", "own_share"], AnyCase] = key(
+        "gathered",
+        'What each rank back-propagates: "gathered", the loss of the whole sequence, which reached it through a '
+        "collective whose backward sums over the ranks (the recipe of Accelerate and the Trainer, mean_loss), so "
+        'that gradients are divided by all data and sequence ranks; "own_share", only its share of that loss, as '
+        "older programs do, so that they are divided by the data ranks. Both give the gradient of the unsharded loss.",
+    )

@@ -1,0 +1,95 @@
+"""The loss of whole sequences from what each rank has of them.
+
+Every rank's shard has its own number of tokens that count (labels that are not ignored), so a mean of means is not the
+mean: sums and counts are added up over the ranks, and divided once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from deepspeed import comm
+from deepspeed.comm import groups
+from deepspeed.errors import DeepSpeedConfigError
+
+IGNORED = -100
+
+
+def mean_loss(
+    loss: torch.Tensor,
+    labels: torch.Tensor,
+    group: Any = None,
+    *,
+    ignore_index: int = IGNORED,
+    own_share: bool = False,
+) -> torch.Tensor:
+    """The mean over all counted tokens of the sequences that the ranks of a group share.
+
+    Every rank of the group must call it; so must they run its backward. Its gradient is that of the unsharded loss
+    where ``sequence_parallel.loss`` is what ``own_share`` says.
+
+    Args:
+        loss: This rank's: a mean over its counted tokens (0-dim; of no meaning, also NaN, where none counts), or one
+            value per label.
+        labels: Of this rank's tokens (``shift_labels``), of any shape; what equals ``ignore_index`` does not count.
+        group: Torch process group of the ranks that share a sequence; None: the job's.
+        ignore_index: See ``labels``.
+        own_share: Back-propagate only this rank's share (``sequence_parallel.loss: "own_share"``). Otherwise the
+            gradients of all ranks are summed, as of a differentiable all-gather.
+
+    Returns:
+        0-dim, the same on all ranks of the group; 0 where no token counts.
+
+    Raises:
+        DeepSpeedConfigError: ``loss`` is neither of the two.
+    """
+    counted = labels.to(loss.device) != ignore_index
+    if loss.dim() == 0:
+        count = counted.sum()
+        total = torch.where(count > 0, loss, torch.zeros_like(loss)) * count
+    elif loss.numel() == labels.numel():
+        total = torch.where(counted.flatten(), loss.flatten(), torch.zeros((), dtype=loss.dtype, device=loss.device))
+        total, count = total.sum(), counted.sum()
+    else:
+        raise DeepSpeedConfigError(
+            f"mean_loss: expected a 0-dim loss or one value for each of the {labels.numel()} labels, found a tensor of "
+            f"shape {tuple(loss.shape)}"
+        )
+    group = groups._get_sequence_parallel_group() if group is None else group
+    wide = torch.float32 if total.dtype in (torch.float16, torch.bfloat16) else total.dtype
+    summed = sum_over_ranks(torch.stack((total.to(wide), count.to(wide))), group, own_share=own_share)
+    return summed[0] / summed[1].detach().clamp(min=1)
+
+
+def sum_over_ranks(values: torch.Tensor, group: Any, *, own_share: bool = False) -> torch.Tensor:
+    """The sum of a tensor over the ranks of a group, for losses over whole sequences (log-probabilities of DPO).
+
+    Every rank of the group must call it; so must they run its backward, unless ``own_share``.
+
+    Args:
+        values: Of equal shape and dtype on all ranks.
+        group: Torch process group.
+        own_share: See :func:`mean_loss`.
+    """
+    summed: torch.Tensor = _SumOverRanks.apply(values, group, own_share)
+    return summed
+
+
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, group: Any, own_share: bool) -> torch.Tensor:
+        ctx.group = None if own_share else group
+        return _summed(values, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:  # type: ignore[override]
+        gradient = gradients[0] if ctx.group is None else _summed(gradients[0], ctx.group)
+        return gradient, None, None
+
+
+def _summed(values: torch.Tensor, group: Any) -> torch.Tensor:
+    total = values.detach().clone(memory_format=torch.contiguous_format)
+    comm.all_reduce(total, group=group)
+    return total
