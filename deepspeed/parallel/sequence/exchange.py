@@ -6,12 +6,13 @@ arXiv 2309.14509). A tensor of n elements on each of p ranks moves (p - 1) / p o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from deepspeed.comm.transport import Piece, Transport
+from deepspeed.comm.transport import Transport
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.sequence.shares import Share, in_equal_parts, length_of, one_after_another
 from deepspeed.parallel.sequence.wire import wire_of
@@ -103,26 +104,18 @@ def _moved(
     after = cut_axis + (cut_axis < gathered_axis)  # the cut axis, now that the other one is in front
     shape = list(x.shape)
     shape[after] = length_of(cut[wire.rank])
-    out = x.new_empty((max(end for _, end in gathered), *shape[1:]))
-    is_disjoint = all(before[1] == behind[0] for before, behind in zip(gathered, gathered[1:], strict=False))
-    pieces, parts = [], []
-    for peer, share in enumerate(gathered):
-        mine = _at(x, after, cut[peer])
-        if is_disjoint:
-            place = _at(out, 0, share)
-        else:
-            place = out.new_empty((length_of(share), *shape[1:]))
-        parts.append(place)
-        if peer == wire.rank:
-            place.copy_(mine)
-            continue
-        pieces.append(Piece(wire.rank, peer, mine.contiguous()))
-        pieces.append(Piece(peer, wire.rank, place))
-    wire.move(pieces, label="the exchange of heads and tokens (sequence parallel)")
-    if not is_disjoint:
-        out.zero_()
-        for share, part in zip(gathered, parts, strict=True):
-            _at(out, 0, share).add_(part)
+    row = math.prod(shape[1:])
+    received = [length_of(share) * row for share in gathered]
+    sent = [x.numel() // x.size(after) * length_of(share) for share in cut]
+    source = torch.cat([_at(x, after, share).reshape(-1) for share in cut])
+    arrived = source.new_empty(sum(received))
+    label = "the exchange of heads and tokens (sequence parallel)"
+    wire.all_to_all(source, sent, arrived, received, label=label).wait()
+    if sum(length_of(share) for share in gathered) == gathered[-1][1]:
+        return arrived.view(-1, *shape[1:]).movedim(0, gathered_axis)
+    out = source.new_zeros((gathered[-1][1], *shape[1:]))
+    for share, part in zip(gathered, arrived.split(received), strict=True):
+        _at(out, 0, share).add_(part.view(-1, *shape[1:]))
     return out.movedim(0, gathered_axis)
 
 
@@ -133,7 +126,7 @@ def _at(x: torch.Tensor, axis: int, share: Share) -> torch.Tensor:
 def _even(length: int, ranks: int) -> list[int]:
     if length % ranks:
         raise DeepSpeedConfigError(
-            f"sequence parallel: a text of {length} tokens cannot be cut into {ranks} equal parts; pad it, or say "
+            f"sequence parallel: a sequence of {length} tokens cannot be cut into {ranks} equal parts; pad it, or say "
             "lengths"
         )
     return [length // ranks] * ranks
