@@ -1,9 +1,12 @@
-"""``python docs/pictures.py``: draws docs/zero/who-keeps-what.svg from the placement table itself."""
+"""``python docs/pictures.py``: draws the pictures of the pages from the code that they are about."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from deepspeed.parallel.pipe.schedule import TRAIN_SCHEDULES, make_schedule
+from deepspeed.parallel.pipe.schedule.picture import svg, title
+from deepspeed.parallel.pipe.schedule.simulate import Times, simulate
 from deepspeed.zero.placement import Home, Placement
 
 RANKS = 4
@@ -52,7 +55,7 @@ def bytes_in(placement: Placement) -> str:
 
 
 def draw() -> str:
-    """The picture: a row per placement, in it a bar per model state, filled as far as rank 0 keeps it."""
+    """Who keeps what: a row per placement, in it a bar per model state, filled as far as rank 0 keeps it."""
     width = sum(WIDTHS.values()) * SCALE + (len(WIDTHS) - 1) * GAP + 2
     height = TOP + len(PLACEMENTS) * ROW
     parts = [
@@ -84,6 +87,16 @@ def draw() -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
+def draw_timelines() -> str:
+    """What four stages do with eight micro-batches, by schedule."""
+    times = Times(forward=40, backward=80, weight=40)
+    schedules = [make_schedule(name, 4, 8) for name in TRAIN_SCHEDULES]
+    simulated = [(schedule, simulate(schedule, times)) for schedule in schedules]
+    return svg([(title(*pair), *pair) for pair in simulated])
+
+
+PICTURES = {"zero/who-keeps-what.svg": draw, "guide/pipeline-timelines.svg": draw_timelines}
+
 if __name__ == "__main__":
-    target = Path(__file__).parent / "zero" / "who-keeps-what.svg"
-    target.write_text(draw(), encoding="utf-8")
+    for name, drawn in PICTURES.items():
+        (Path(__file__).parent / name).write_text(drawn(), encoding="utf-8")

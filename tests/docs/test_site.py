@@ -89,10 +89,9 @@ def test_pictures_take_the_colours_of_the_page(site):
         assert '<svg role="img" aria-label="What rank 0 of 4 keeps' in (site / page).read_text(encoding="utf-8")
 
 
-def test_the_picture_is_that_of_the_placement_table():
-    pictures = runpy.run_path(str(ROOT / "docs" / "pictures.py"))
-    kept = (ROOT / "docs" / "zero" / "who-keeps-what.svg").read_text(encoding="utf-8")
-    assert kept == pictures["draw"](), "run: python docs/pictures.py"
+def test_pictures_are_those_of_the_code():
+    for name, draw in runpy.run_path(str(ROOT / "docs" / "pictures.py"))["PICTURES"].items():
+        assert (ROOT / "docs" / name).read_text(encoding="utf-8") == draw(), f"{name}: run python docs/pictures.py"
 
 
 def test_the_picture_agrees_with_the_table_beside_it():

@@ -1,0 +1,132 @@
+"""``python -m deepspeed.parallel.pipe.show``: what a pipeline's stages do and when, without any device.
+
+Without ``--schedule`` it compares all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from deepspeed.parallel.pipe.schedule import TRAIN_SCHEDULES, Schedule, StageSchedule, make_inference, make_schedule
+from deepspeed.parallel.pipe.schedule.picture import lines, svg, title
+from deepspeed.parallel.pipe.schedule.simulate import Timeline, Times, simulate
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Prints; the exit code is 2 if what was asked for is not possible.
+
+    Args:
+        args: The command line; None means that of this process.
+    """
+    options = _parser().parse_args(args)
+    try:
+        return _show(options)
+    except ValueError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m deepspeed.parallel.pipe.show", description=__doc__, allow_abbrev=False
+    )
+    parser.add_argument("--schedule", choices=(*TRAIN_SCHEDULES, "inference"), help="show this one, step by step")
+    parser.add_argument("--stages", type=int, default=4)
+    parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--num-chunks", type=int, help="chunks per stage, for interleaved and zb-h1")
+    times = parser.add_argument_group("times of a stage and micro-batch, in milliseconds")
+    times.add_argument("--forward", type=float, default=40.0)
+    times.add_argument("--backward", type=float, default=80.0, help="of the whole backward")
+    times.add_argument("--weight", type=float, help="its part for weights; default: half of it")
+    times.add_argument("--transfer", type=float, default=0.0, help="until a result is at the next stage")
+    parser.add_argument("--instructions", type=int, metavar="STAGE", help="print what this stage is told")
+    parser.add_argument("--picture", metavar="FILE.svg", help="draw the timelines")
+    return parser
+
+
+def _show(options: argparse.Namespace) -> int:
+    times = _times(options)
+    names = [options.schedule] if options.schedule else list(TRAIN_SCHEDULES)
+    shown = [_simulated(name, options, times) for name in names]
+    console = Console(soft_wrap=True)
+    console.print(_table(shown, times))
+    if options.schedule:
+        _, timeline = shown[0]
+        console.print("digits: forwards by micro-batch, letters: backwards, capitals: their part for weights\n")
+        for stage, line in enumerate(lines(timeline, max(20, console.width - 10))):
+            console.print(f"stage {stage:2} {line}", markup=False, highlight=False)
+    if options.instructions is not None:
+        if not options.schedule:
+            raise ValueError("--instructions prints one schedule's; give --schedule too")
+        for step in StageSchedule(shown[0][0], options.instructions):
+            console.print("; ".join(map(repr, step)), markup=False, highlight=False)
+    if options.picture:
+        titled = [(title(schedule, timeline), schedule, timeline) for schedule, timeline in shown]
+        _write(Path(options.picture), svg(titled))
+    return 0
+
+
+def _times(options: argparse.Namespace) -> Times:
+    weight = options.backward / 2 if options.weight is None else options.weight
+    if min(options.forward, options.backward, options.transfer) < 0 or not 0 <= weight <= options.backward:
+        raise ValueError(
+            f"--forward {options.forward:g} --backward {options.backward:g} --weight {weight:g} "
+            f"--transfer {options.transfer:g}: times must be 0 or more, and weight a part of backward"
+        )
+    return Times(options.forward, options.backward, weight, options.transfer)
+
+
+def _simulated(name: str, options: argparse.Namespace, times: Times) -> tuple[Schedule, Timeline]:
+    stages, micro_batches, chunks = options.stages, options.micro_batches, options.num_chunks
+    if name == "inference":
+        schedule = make_inference(tuple(range(stages)) * (chunks or 1), micro_batches)
+    else:
+        # In the comparison the number of chunks is for those that may have it.
+        applies = options.schedule or name in ("interleaved", "zb-h1")
+        schedule = make_schedule(name, stages, micro_batches, chunks if applies else None)
+    return schedule, simulate(schedule, times)
+
+
+def _table(shown: list[tuple[Schedule, Timeline]], times: Times) -> Table:
+    first = shown[0][0]
+    table = Table(title=f"{first.stages} stages, {first.micro_batches} micro-batches", title_justify="left")
+    table.add_column("schedule")
+    for column in ("chunks per stage", "step (ms)", "idle (%)", "activations held", "sends per stage"):
+        table.add_column(column, justify="right")
+    for schedule, timeline in shown:
+        per_stage = schedule.chunks / schedule.stages
+        # In micro-batches of a whole stage, so that schedules with another number of chunks compare.
+        held = [count / per_stage for count in timeline.held]
+        idle = max(timeline.idle(stage) for stage in range(schedule.stages)) / (timeline.makespan or 1.0)
+        words = f"{max(held):g}" if max(held) == min(held) else f"{max(held):g} to {min(held):g}"
+        table.add_row(
+            schedule.name,
+            f"{per_stage:g}",
+            f"{timeline.makespan:g}",
+            f"{100 * idle:.1f}",
+            words,
+            str(max(_sends(schedule, stage) for stage in range(schedule.stages))),
+        )
+    return table
+
+
+def _sends(schedule: Schedule, stage: int) -> int:
+    told = (instruction for step in StageSchedule(schedule, stage) for instruction in step)
+    return sum(instruction.name.startswith("Send") and instruction.peer != stage for instruction in told)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--picture {path}: cannot be written ({error}); choose another place") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())
