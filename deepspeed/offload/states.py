@@ -104,7 +104,7 @@ class StateMover:
                             state[key] = copy(value)
         for gradients in runtime.reducer.buckets if runtime.reducer is not None else ():
             if GRADIENTS in kinds:
-                gradients.relocate(copy, home)
+                gradients.sum.relocate(copy, home)
             if GRADIENT_BUFFERS in kinds and home is Home.HOST:
                 gradients.free_idle_buffer()
         if not runtime.host_is_device:

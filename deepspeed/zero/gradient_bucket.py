@@ -1,14 +1,14 @@
 """The gradients of one bucket, from the parameters' ``.grad`` to the reduced gradient that the update reads.
 
-Per backward a trainable bucket goes ``IDLE -> FILLING -> REDUCING -> REDUCED`` (or back to ``IDLE`` where a local
-accumulator took the sum). Autograd's own ``.grad`` holds each gradient until the last one of the bucket has arrived;
-one fused copy then packs them into the flat buffer and ``.grad`` is dropped.
+Per backward a trainable bucket goes ``IDLE -> FILLING -> REDUCING -> REDUCED`` (or back to ``IDLE`` where the local sum
+took it). Autograd's own ``.grad`` holds each gradient until the last one of the bucket has arrived; one fused copy then
+packs them into the flat buffer and ``.grad`` is dropped. What earlier backwards left is in ``zero.gradient_sum``.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -16,10 +16,9 @@ import torch
 from deepspeed.comm.transport import LocalTransport, Reduction, Work, transfer_key
 from deepspeed.errors import CallOrderError
 from deepspeed.zero.bucket import Bucket
-from deepspeed.zero.landing import Landing, add_into
-from deepspeed.zero.norm import Squares, squared_norm
+from deepspeed.zero.gradient_sum import GradientSum
+from deepspeed.zero.landing import Landing
 from deepspeed.zero.packing import pack_and_square
-from deepspeed.zero.placement import Home
 from deepspeed.zero.reduction_policy import ReductionPolicy
 from deepspeed.zero.storage import FlatBuffer, Kind, Ledger
 
@@ -35,14 +34,29 @@ class GradientState(Enum):
     REDUCED = "reduced"
 
 
+@dataclass(frozen=True)
+class _Transfer:
+    """A reduction on its way.
+
+    Attributes:
+        work: The transfer.
+        source: What travels.
+        incoming: Where the sum arrives.
+    """
+
+    work: Work
+    source: FlatBuffer
+    incoming: FlatBuffer
+
+
 class GradientBucket:
     """The gradients of one trainable bucket.
 
     Attributes:
         bucket: Whose gradients.
-        result: What the update reads, or None: 1-D, aligned with the owner's slice where gradients go to the owner,
-            else with the whole bucket.
-        used: Per parameter, whether a gradient arrived since the last update.
+        sum: What earlier backwards and this one have left since the last update.
+        state: Where the gradients of this backward are.
+        repeats: Gradients arrive more than once in a backward.
     """
 
     def __init__(
@@ -54,13 +68,11 @@ class GradientBucket:
     ) -> None:
         self.bucket = bucket
         self._group = group = bucket.group
-        self._before, self._after = policy.factors(group.divisor)
-        self._partial: FlatBuffer | None = None
+        self._prescale, self._postscale = policy.factors(group.divisor)
         self._landing = landing
         self.state = GradientState.IDLE
         self._policy = policy
         self._transport = group.reduce
-        self._ledger = ledger
         self._is_local = isinstance(group.reduce, LocalTransport)
         layout = bucket.layout
         self._flat = FlatBuffer(
@@ -75,21 +87,20 @@ class GradientBucket:
         self._flat.free()
         self._arrived = [False] * len(bucket.params)
         self._missing = len(bucket.params)
-        self.used = [False] * len(bucket.params)
-        self._accumulator: FlatBuffer | None = None
-        self._result: FlatBuffer | None = None
-        self._incoming: FlatBuffer | None = None
-        self._source: FlatBuffer = self._flat
-        self._work: Work | None = None
+        self._transfer: _Transfer | None = None
         self._rounds = 0
-        self._squares: Squares | None = None  # of the result, where they were taken as it was made
-        self._is_last = False
-        self._had_sum = self._had_local_sum = self._added = False
         # Sums over ranks are fp32, and fp64 where the gradient is.
         is_double = bucket.dtype == torch.float64
         self._sum_dtype = torch.float64 if is_double else torch.float32
-        self._accumulate_dtype = torch.float64 if is_double else policy.accumulate_dtype
-        self._used_before = list(self.used)
+        self.sum = GradientSum(
+            self._flat,
+            len(bucket.params),
+            dtype=torch.float64 if is_double else policy.accumulate_dtype,
+            device=bucket.device,
+            landing=landing,
+            ledger=ledger,
+        )
+        self._before = self.sum.mark()
         self.repeats = False
 
     def _padding(self) -> list[torch.Tensor]:
@@ -142,23 +153,23 @@ class GradientBucket:
         """Copies the gradients into the flat buffer and drops ``.grad``; absent ones count as zero."""
         grads: dict[int, torch.Tensor] = {}
         zeros = list(self._gaps)
-        self._move_result_out_of_flat()
+        self.sum.leave_packed()
         self._flat.grow()
         for index, parameter in enumerate(self.bucket.params):
             grad = parameter.grad if self._arrived[index] else None
             if grad is None:
                 zeros.append(self._views[index])
                 continue
-            self.used[index] = True
+            self.sum.used[index] = True
             grads[index] = grad.to_dense() if grad.layout is not torch.strided else grad
             parameter.grad = None
-        self._squares = None  # of the result that may have been in the buffer
+        self.sum.squares = None  # of the result that may have been in the buffer
         with torch.no_grad():
             if zeros:
                 torch._foreach_zero_(zeros)
-            if self._is_last and self._will_be_result:
-                self._squares = Squares(self.bucket.device)
-                pack_and_square(self.bucket.layout, self._flat.tensor, self._views, grads, self._squares)
+            squares = self.sum.fresh_squares(wanted=self._will_be_result)
+            if squares is not None:
+                pack_and_square(self.bucket.layout, self._flat.tensor, self._views, grads, squares)
             elif grads:
                 torch._foreach_copy_([self._views[index] for index in grads], list(grads.values()))
         self.bucket.gradients_in = True
@@ -166,8 +177,8 @@ class GradientBucket:
     @property
     def _will_be_result(self) -> bool:
         """Whether what is packed now is what the update reads: a group of one without earlier micro-batches."""
-        factor = self._after * self._before
-        return self._is_local and self._result is None and self._accumulator is None and factor == 1.0
+        waiting = self.sum.reduced is not None or self.sum.local is not None
+        return self._is_local and not waiting and self._postscale * self._prescale == 1.0
 
     @property
     def has_arrivals(self) -> bool:
@@ -180,20 +191,12 @@ class GradientBucket:
         Args:
             is_last: The update follows, so that the squares of what this backward leaves are worth taking.
         """
-        self._is_last = is_last
+        self.sum.takes_squares = is_last
         self._arrived = [False] * len(self._arrived)
         self._missing = sum(parameter.requires_grad for parameter in self.bucket.params)
         self.bucket.gradients_in = self._missing == 0
         self.state = GradientState.IDLE
-        self._had_sum = self.has_sum
-        self._had_local_sum = self._accumulator is not None
-        self._added = False
-        self._used_before = list(self.used)
-
-    @property
-    def has_sum(self) -> bool:
-        """Whether a sum of earlier backwards is there, reduced or not."""
-        return any(buffer is not None for buffer in (self._result, self._accumulator, self._partial))
+        self._before = self.sum.mark()
 
     def is_mixed(self, *, reduced: bool) -> bool:
         """Whether this backward's gradient has been added to a sum that was there before it.
@@ -201,7 +204,7 @@ class GradientBucket:
         Args:
             reduced: The backward was one that reduces; the others touch nothing but this rank's own sum.
         """
-        return self._added and (self._had_sum if reduced else self._had_local_sum)
+        return self.sum.is_mixed_since(self._before, reduced=reduced)
 
     def drop_backward(self, *, reduced: bool, with_sum: bool) -> None:
         """After an exception in backward: throws away what it delivered.
@@ -212,37 +215,20 @@ class GradientBucket:
         """
         for parameter in self.bucket.params:
             parameter.grad = None
-        if reduced and (with_sum or (self._added and not self._had_sum)):
+        if reduced and (with_sum or (self._before.is_empty and self.sum.has_grown_since(self._before))):
             self.clear()
             return
-        if self._accumulator is not None and (with_sum or not self._had_local_sum):
-            self._accumulator.free()
-            self._accumulator = None
-        if self._result is not self._flat:
+        self.sum.undo_local(self._before, with_sum=with_sum)
+        if not self.sum.is_packed:
             self._flat.free()
-        is_empty = self._result is None and self._accumulator is None and self._partial is None
-        self.used = [False] * len(self.used) if is_empty else list(self._used_before)
         self.begin_backward()
 
     # -- accumulating and reducing -----------------------------------------------------------------------------------
 
     def accumulate_locally(self) -> None:
         """Adds the packed gradient to this rank's own sum over micro-batches, over the whole bucket."""
-        self._added = True
-        if self._accumulator is None:
-            self._accumulator = self._new_buffer(self.bucket.layout.numel, self._accumulate_dtype)
-            self._accumulator.tensor.copy_(self._flat.tensor)
-        else:
-            # In a group of one the sum is the result.
-            self._squares = Squares(self.bucket.device) if self._is_last and self._is_local else None
-            add_into(self._accumulator.tensor, self._flat.tensor, self._squares)
-        self._flat.free()
+        self.sum.add_local(is_result=self._is_local)
         self.state = GradientState.IDLE
-
-    @property
-    def has_unreduced_sum(self) -> bool:
-        """Whether gradients of this rank wait for a reduction that has not been started."""
-        return self._accumulator is not None
 
     def start_reduction(self, *, as_sum: bool) -> None:
         """FILLING (packed) or an unreduced sum -> REDUCING.
@@ -251,50 +237,45 @@ class GradientBucket:
             as_sum: Some rank may have a sum of earlier micro-batches; then what travels has the dtype of sums on every
                 rank, also on one that has none in this bucket. Equal on all ranks.
         """
-        self._added = True  # counted from the start: when it is finished depends on the peers, and ranks must agree
-        if as_sum and self._accumulator is None and not self._is_local:
+        self.sum.begin_addition()  # from the start: when it is finished depends on the peers, and ranks must agree
+        if as_sum and self.sum.local is None and not self._is_local:
             self.accumulate_locally()
-        if self._accumulator is not None:
-            source = self._take_accumulator()
-        else:
-            source = self._flat
+        source = self._flat if self.sum.local is None else self._take_local_sum()
         self.state = GradientState.REDUCING
         if self._is_local:
-            self._work = None
             self._keep_local(source)
             return
-        if self._before != 1.0:
-            source.tensor.mul_(self._before)
+        if self._prescale != 1.0:
+            source.tensor.mul_(self._prescale)
         layout = self.bucket.layout
         numel = layout.slice_numel if self._policy.to_owner else layout.numel
-        self._incoming = self._new_buffer(numel, self._sum_dtype, self._landing.incoming_home)
+        incoming = self.sum.new_buffer(numel, self._sum_dtype, self._landing.incoming_home)
         self._rounds += 1
         reduce = self._transport.reduce_scatter if self._policy.to_owner else self._transport.all_reduce
-        is_result = self._result is None and not self._narrows and self._group.combine is None
-        self._squares = Squares(self.bucket.device) if self._is_last and is_result else None
-        self._work = reduce(
+        is_result = self.sum.reduced is None and not self._narrows and self._group.combine is None
+        squares = self.sum.fresh_squares(wanted=is_result)
+        work = reduce(
             source.tensor,
-            self._incoming.tensor,
+            incoming.tensor,
             Reduction(
-                scale=self._after if self._group.combine is None else 1.0,
+                scale=self._postscale if self._group.combine is None else 1.0,
                 key=transfer_key(self._transport.owner, self.bucket.index, _REDUCTION, self._rounds),
                 label=f"the reduction of the gradients of {self.bucket.label}",
                 limit=self._policy.bucket_numel,
-                visit=None if self._squares is None else self._squares.add,
+                visit=None if squares is None else squares.add,
             ),
         )
-        self._source = source
+        self._transfer = _Transfer(work, source, incoming)
 
-    def _take_accumulator(self) -> FlatBuffer:
+    def _take_local_sum(self) -> FlatBuffer:
         """The local sum, with a packed micro-batch added to it, in the dtype that travels.
 
         It travels once for many micro-batches, so it goes in the precision it was summed in, unless the configuration
         names a dtype for the wire.
         """
-        assert self._accumulator is not None
         if self.state is GradientState.FILLING:
             self.accumulate_locally()
-        total, self._accumulator = self._accumulator, None
+        total = self.sum.take_local()
         if self._is_local or not self._policy.sums_travel_as_gradients:
             return total
         if total.tensor.dtype == self._flat.tensor.dtype:
@@ -306,78 +287,57 @@ class GradientBucket:
 
     def _keep_local(self, source: FlatBuffer) -> None:
         """A group of one: the packed gradient is the result; further backwards are added to it."""
-        if self._after * self._before != 1.0:
-            source.tensor.mul_(self._after * self._before)
-            self._squares = None
-        if self._result is None:
-            # Where that is the packed buffer, the next pack moves it out of the way.
-            self._result = self._landing.land(source)
-        else:
-            self._squares = Squares(self._result.tensor.device) if self._is_last else None
-            self._result = self._landing.add(self._result, source, self._accumulate_dtype, self._squares)
-
-    def _move_result_out_of_flat(self) -> None:
-        """Another backward needs the packed buffer that still holds the result of the last one."""
-        if self._result is self._flat:
-            self._result = self._new_buffer(self._flat.tensor.numel(), self._accumulate_dtype)
-            self._result.tensor.copy_(self._flat.tensor)
+        if self._postscale * self._prescale != 1.0:
+            source.tensor.mul_(self._postscale * self._prescale)
+            self.sum.squares = None
+        self.sum.add_reduced(source)
 
     def will_arrive(self) -> bool:
         """Whether the reduction can be finished without a further call of this rank."""
-        return self._work is None or self._work.will_arrive()
+        return self._transfer is None or self._transfer.work.will_arrive()
 
     def finish_reduction(self) -> None:
         """REDUCING -> REDUCED: waits and adds the reduced gradient to what earlier backwards left."""
         if self.state is not GradientState.REDUCING:
             return
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-            self._source.free()
-            assert self._incoming is not None
-            incoming, self._incoming = self._incoming, None
+        if self._transfer is not None:
+            incoming = self._receive()
             if self._group.combine is None:
-                self._deliver(incoming)
-            elif self._partial is None:
-                self._partial = incoming
+                self.sum.add_reduced(incoming, narrows=self._narrows)
             else:
-                self._partial.tensor.add_(incoming.tensor)
-                incoming.free()
+                self.sum.add_partial(incoming)
         self.state = GradientState.REDUCED
 
-    def _deliver(self, reduced: FlatBuffer) -> None:
-        """Adds a sum over all ranks to what the update will read."""
-        if self._result is None:
-            self._result = self._landing.land(self._in_accumulate_dtype(reduced))
-        else:
-            self._squares = Squares(self._result.tensor.device) if self._is_last else None
-            self._result = self._landing.add(self._result, reduced, self._accumulate_dtype, self._squares)
-
-    @property
-    def has_partial_sum(self) -> bool:
-        """Whether a sum waits for its second step."""
-        return self._partial is not None
+    def _receive(self) -> FlatBuffer:
+        """Waits for the transfer and frees what travelled; what has arrived."""
+        assert self._transfer is not None
+        transfer, self._transfer = self._transfer, None
+        transfer.work.wait()
+        transfer.source.free()
+        return transfer.incoming
 
     def start_combining(self) -> None:
         """Sends the partial sum to the ranks with the same slice; nothing to do where there is none."""
-        if self._partial is None:
+        if self.sum.partial is None:
             return
         transport, to_owner = self._group.combine, self._group.is_spread
-        assert transport is not None and self._work is None
-        numel = self._partial.tensor.numel() // (transport.size if to_owner else 1)
-        self._incoming = self._new_buffer(numel, self._sum_dtype, self._landing.incoming_home)
+        assert transport is not None and self._transfer is None
+        partial = self.sum.take_partial()
+        numel = partial.tensor.numel() // (transport.size if to_owner else 1)
+        incoming = self.sum.new_buffer(numel, self._sum_dtype, self._landing.incoming_home)
         self._rounds += 1
         combine = transport.reduce_scatter if to_owner else transport.all_reduce
-        self._work = combine(
-            self._partial.tensor,
-            self._incoming.tensor,
+        work = combine(
+            partial.tensor,
+            incoming.tensor,
             Reduction(
-                scale=self._after,
+                scale=self._postscale,
                 key=transfer_key(transport.owner, self._number_among_copies, _REDUCTION, self._rounds),
                 label=f"the sum of the gradients of {self.bucket.label} over all groups",
                 limit=self._policy.bucket_numel,
             ),
         )
+        self._transfer = _Transfer(work, partial, incoming)
 
     @property
     def _number_among_copies(self) -> int:
@@ -387,73 +347,38 @@ class GradientBucket:
 
     def finish_combining(self) -> None:
         """Waits for :meth:`start_combining`."""
-        if self._work is None:
-            return
-        self._work.wait()
-        self._work = None
-        assert self._partial is not None and self._incoming is not None
-        partial, self._partial = self._partial, None
-        incoming, self._incoming = self._incoming, None
-        partial.free()
-        self._deliver(incoming)
+        if self._transfer is not None:
+            self.sum.add_reduced(self._receive(), narrows=self._narrows)
 
     @property
     def _narrows(self) -> bool:
         """Whether sums over ranks are rounded to the dtype of sums over micro-batches."""
-        return self._accumulate_dtype != self._sum_dtype and self._policy.every_micro_batch
-
-    def _in_accumulate_dtype(self, reduced: FlatBuffer) -> FlatBuffer:
-        if not self._narrows:
-            return reduced
-        narrower = self._new_buffer(reduced.tensor.numel(), self._accumulate_dtype, self._landing.incoming_home)
-        narrower.tensor.copy_(reduced.tensor)
-        reduced.free()
-        return narrower
-
-    def _new_buffer(self, numel: int, dtype: torch.dtype, home: Home = Home.DEVICE) -> FlatBuffer:
-        return FlatBuffer(numel, dtype, self.bucket.device, kind=Kind.GRADIENT, ledger=self._ledger, home=home)
+        return self.sum.dtype != self._sum_dtype and self._policy.every_micro_batch
 
     # -- the update's side -------------------------------------------------------------------------------------------
 
     @property
     def result(self) -> torch.Tensor | None:
-        """The reduced gradient, or None."""
-        if self._result is None:
-            return None
-        self._landing.wait(self._result)
-        return self._result.tensor
+        """What the update reads, or None: 1-D, aligned with the owner's slice or with the whole bucket."""
+        return self.sum.read()
+
+    @property
+    def used(self) -> list[bool]:
+        """Per parameter, whether a gradient arrived since the last update."""
+        return self.sum.used
 
     def sum_of_squares(self) -> float:
-        """Of the reduced gradient; 0 without one. Reads the gradient only where making it could not do that already."""
-        result = self.result
-        if result is None:
-            return 0.0
-        return squared_norm(result).item() if self._squares is None else self._squares.item()
+        """Of the reduced gradient; 0 without one."""
+        return self.sum.of_squares()
 
     def note_write(self, tile: int) -> None:
         """Somebody has given parameter ``tile`` another gradient, or one where backward gave it none."""
-        self._squares = None
-        self.used[tile] = True
-
-    def relocate(self, copy: Callable[[torch.Tensor], torch.Tensor], home: Home) -> None:
-        """Moves gradients that wait for an update to other memory.
-
-        Args:
-            copy: Makes the copy there.
-            home: Where, for the books.
-        """
-        if self._result is not None and self._landing.home is Home.DEVICE:
-            old, self._result = self._result, FlatBuffer.holding(copy(self._result.tensor), self._result, home)
-            old.free()
-        for name in ("_accumulator", "_partial"):
-            old = getattr(self, name)
-            if old is not None:
-                setattr(self, name, FlatBuffer.holding(copy(old.tensor), old, home))
-                old.free()
+        self.sum.squares = None
+        self.sum.used[tile] = True
 
     def free_idle_buffer(self) -> None:
         """Frees the packed buffer, which a group of one keeps allocated between steps."""
-        if self._result is not self._flat:
+        if not self.sum.is_packed:
             self._flat.free()
 
     def clear(self) -> None:
@@ -462,11 +387,7 @@ class GradientBucket:
         In a group of one the packed buffer is the gradient, so all of them are alive together at every step; they stay
         allocated in between, because giving them back to the system would cost a page fault per 4 KiB in each backward.
         """
-        for buffer in (self._result, self._accumulator, self._partial):
-            if buffer is not None and buffer is not self._flat:
-                buffer.free()
-        if not (self._is_local and self._result is self._flat):
+        if not (self._is_local and self.sum.is_packed):
             self._flat.free()
-        self._result = self._accumulator = self._partial = self._squares = None
-        self.used = [False] * len(self.used)
+        self.sum.clear()
         self.begin_backward()

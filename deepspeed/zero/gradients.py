@@ -277,7 +277,7 @@ class GradientReducer:
     @property
     def has_sums(self) -> bool:
         """Whether gradients of earlier backwards wait for an update on this rank."""
-        return any(gradients.has_sum for gradients in self.buckets)
+        return any(not gradients.sum.is_empty for gradients in self.buckets)
 
     @property
     def is_mixed(self) -> bool:
@@ -304,7 +304,7 @@ class GradientReducer:
         for position in self._reaches:
             self.buckets[position].drop_backward(reduced=position in self._reduces, with_sum=with_sums)
         if self._reduces:
-            self._has_partial_sums = any(gradients.has_partial_sum for gradients in self.buckets)
+            self._has_partial_sums = any(gradients.sum.partial is not None for gradients in self.buckets)
             if with_sums:
                 self._local_sums -= self._reduces
         # Of the others, ranks on which this backward went well have sums.
@@ -348,14 +348,14 @@ class GradientReducer:
 
     def _reduce_local_sums(self) -> None:
         self._has_partial_sums = self._combines
-        mine = [gradients.has_unreduced_sum for gradients in self.buckets]
+        mine = [gradients.sum.local is not None for gradients in self.buckets]
         rows = self._peers.gather_small(
             torch.tensor(mine, dtype=torch.int64), channel="call", label="the reduction of accumulated gradients"
         )
         pending = torch.nonzero(rows.sum(dim=0)).view(-1).tolist()
         for position in pending:
             gradients = self.buckets[position]
-            if not gradients.has_unreduced_sum:
+            if gradients.sum.local is None:
                 gradients.pack()
             self._send(position)
         self._drain()

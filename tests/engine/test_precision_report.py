@@ -42,7 +42,7 @@ def _observe(stage, mode, accumulation):
         engine.backward(engine(inputs(0, micro, rank())))
         if micro < accumulation - 1:
             for gradients in reducer.buckets:
-                buffers = (gradients._accumulator, gradients._result)
+                buffers = (gradients.sum.local, gradients.sum.reduced)
                 summed |= {str(buffer.tensor.dtype) for buffer in buffers if buffer is not None}
         engine.step()
     rows = engine.precision_report()

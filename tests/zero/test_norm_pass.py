@@ -22,7 +22,7 @@ def watched(every: list[dict[str, Any]]) -> list[int]:
         result = self.result
         if result is None:
             return original(self)
-        assert self._squares is not None, self.bucket.label
+        assert self.sum.squares is not None, self.bucket.label
         found = original(self)
         assert norm_from_squares(found) == norm_from_squares(squared_norm(result).item()), self.bucket.label
         counts[-1] += 1
