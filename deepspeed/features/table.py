@@ -154,7 +154,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "the LoRA-optimized linear layer",
         "Use peft's LoRA on a ZeRO-sharded model.",
-        {"deepspeed.linear": "OptimizedLinear LoRAConfig QuantizationConfig Init init_lora"},
+        {"deepspeed.linear": "OptimizedLinear Init init_lora"},
     ),
     Feature(
         "model compression",

@@ -1,7 +1,16 @@
-"""LoRA-optimized linear layers; the feature is missing (:mod:`deepspeed.features`)."""
+"""Linear layers with weights in few bits, and with adapters of low rank beside a frozen base."""
 
 from __future__ import annotations
 
 from deepspeed.lazy import lazy_names
 
-__getattr__, __dir__, __all__ = lazy_names(__name__)
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "LoRAConfig": "deepspeed.linear.config",
+        "QuantizationConfig": "deepspeed.linear.config",
+        "QuantizedLinear": "deepspeed.linear.quantized_linear",
+        "quantize_model": "deepspeed.linear.quantize",
+    },
+    submodules=["config"],
+)

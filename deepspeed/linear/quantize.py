@@ -1,0 +1,159 @@
+"""Replacing the linear layers of a model by ones with weights of 8 or 4 bits, and saying what that saved."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+from rich.table import Table
+from torch import nn
+
+from deepspeed.errors import CallOrderError
+from deepspeed.linear.config import QuantizationConfig
+from deepspeed.linear.quantized_linear import QuantizedLinear
+from deepspeed.ops.packed_linear import packed_format
+
+
+@dataclass(frozen=True)
+class QuantizedLayer:
+    """What became of one layer.
+
+    Attributes:
+        name: Its name in the model.
+        bytes_before: Of its weight.
+        bytes_after: Of codes and scales.
+        error: Norm of the difference by the norm of the weight; NaN for a model without values.
+    """
+
+    name: str
+    bytes_before: int
+    bytes_after: int
+    error: float
+
+
+@dataclass
+class QuantizationReport:
+    """What became of a model.
+
+    Attributes:
+        bits: Width of the weights.
+        layers: Those that were replaced.
+        kept: Linear layers that were not, by name, each with the reason.
+        bytes_before: Of all parameters and buffers of the model.
+        bytes_after: The same afterwards.
+    """
+
+    bits: int
+    layers: list[QuantizedLayer] = field(default_factory=list)
+    kept: dict[str, str] = field(default_factory=dict)
+    bytes_before: int = 0
+    bytes_after: int = 0
+
+    def line(self) -> str:
+        """The report in one line."""
+        worst = max(self.layers, key=lambda layer: layer.error, default=None)
+        error = "" if worst is None else f"; largest relative error of a weight {worst.error:.4f} ({worst.name})"
+        ratio = self.bytes_after / self.bytes_before if self.bytes_before else 1.0
+        return (
+            f"{len(self.layers)} linear layers in {self.bits} bits: {self.bytes_before / 1e6:,.1f} -> "
+            f"{self.bytes_after / 1e6:,.1f} MB ({ratio:.2f}){error}"
+        )
+
+    def table(self) -> Table:
+        """The report layer by layer, for a terminal."""
+        table = Table(title=self.line(), box=None, title_justify="left")
+        table.add_column("layer")
+        for heading in ("MB before", "MB after", "relative error"):
+            table.add_column(heading, justify="right")
+        for layer in self.layers:
+            sizes = (f"{layer.bytes_before / 1e6:,.2f}", f"{layer.bytes_after / 1e6:,.2f}")
+            table.add_row(layer.name, *sizes, f"{layer.error:.4f}")
+        for name, why in self.kept.items():
+            table.add_row(name, "", "", f"kept: {why}")
+        return table
+
+
+def quantize_model(
+    model: nn.Module, *, bits: int = 8, group_size: int = 64, skip: Sequence[str] = ()
+) -> QuantizationReport:
+    """Replaces the linear layers of ``model`` in place, one after the other, so that little is in memory twice.
+
+    Embeddings stay whole, and so does a layer that shares its weight with one (a tied head). A model on the meta device
+    gets the layers without values, so that a state dict of a quantised model can be loaded with ``assign=True``.
+
+    Args:
+        model: With ``torch.nn.Linear`` or transformers' ``Conv1D`` layers. Everything else keeps its dtype.
+        bits: 8 or 4.
+        group_size: At 4 bits, input features that share scale and offset: 32, 64, 128 or 256.
+        skip: Layers with one of these in their names stay whole.
+
+    Returns:
+        Sizes and errors.
+
+    Raises:
+        DeepSpeedConfigError: There is no format of ``bits`` bits.
+        ValueError: No such group size, or a weight that is not finite.
+        CallOrderError: Parameters are sharded already.
+    """
+    report = QuantizationReport(bits, bytes_before=_bytes_of(model))
+    config = QuantizationConfig(q_bits=bits, group_size=group_size)
+    users = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+    for name, module in list(model.named_modules()):
+        weight = _weight_of(module)
+        if weight is None or not name:
+            continue
+        if hasattr(module.weight, "ds_id"):
+            raise CallOrderError(
+                f"quantize_model: {name!r} is sharded by ZeRO already; quantise before deepspeed.initialize"
+            )
+        if users[id(module.weight)] > 1:
+            report.kept[name] = "its weight is another layer's too"
+        elif any(part in name for part in skip):
+            report.kept[name] = "named in skip"
+        else:
+            _replace(model, name, module, weight, config, report)
+    report.bytes_after = _bytes_of(model)
+    return report
+
+
+def _replace(
+    model: nn.Module,
+    name: str,
+    module: nn.Module,
+    weight: torch.Tensor,
+    config: QuantizationConfig,
+    report: QuantizationReport,
+) -> None:
+    """Puts a quantised layer in the place of ``module``."""
+    out_features, in_features = weight.shape
+    if refusal := packed_format(config.q_bits, config.group_size).refusal(in_features):
+        report.kept[name] = refusal
+        return
+    with torch.device("meta"):  # packing makes the parameters
+        layer = QuantizedLinear(in_features, out_features, False, config, weight.dtype)
+    error = float("nan") if weight.is_meta else layer.pack(weight)
+    layer.bias = cast("nn.Parameter | None", module.bias)
+    layer.train(module.training)
+    report.layers.append(QuantizedLayer(name, _size(weight), _size(layer.codes) + _size(layer.scales), error))
+    model.set_submodule(name, layer)
+
+
+def _weight_of(module: nn.Module) -> torch.Tensor | None:
+    """The weight as ``[out_features, in_features]``; None for a layer of another kind."""
+    # Kinds made from Linear (such as torch's own, inside MultiheadAttention) may be used by their weight alone.
+    if type(module) is nn.Linear:
+        return module.weight
+    if type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils":
+        return module.weight.t()  # type: ignore[operator, no-any-return]
+    return None
+
+
+def _bytes_of(model: nn.Module) -> int:
+    return sum(_size(tensor) for tensor in (*model.parameters(), *model.buffers()))
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,95 @@
+"""A linear layer whose weight is kept in 8 or 4 bits and does not train."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.linear.config import QuantizationConfig
+from deepspeed.ops.packed_linear import packed_format, packed_linear
+
+
+class QuantizedLinear(nn.Module):
+    """``x @ weight.t() + bias`` with the weight in few bits: a fixed base for adapters, or a layer of inference.
+
+    At 8 bits every output feature has a scale, at 4 bits every group of input features a scale and an offset. The layer
+    computes in the dtype of its input; bfloat16 is the fast one. A weight of zeros is made; :meth:`pack` fills it.
+
+    Args:
+        input_dim: Input features.
+        output_dim: Output features.
+        bias: Whether it has a bias, which trains as any other.
+        quantization_config: Width and, at 4 bits, group size.
+        dtype: Of the bias, and of :attr:`weight`.
+
+    Attributes:
+        codes: The weight's codes, a frozen parameter of whole numbers, so that ZeRO stage 3 can shard it.
+        scales: Their scales, a frozen parameter in bfloat16.
+
+    Raises:
+        DeepSpeedConfigError: The input features are no whole number of groups.
+    """
+
+    def __init__(
+        self,
+        input_dim: int,
+        output_dim: int,
+        bias: bool = False,
+        quantization_config: QuantizationConfig | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        super().__init__()
+        config = QuantizationConfig() if quantization_config is None else quantization_config
+        self.in_features, self.out_features, self.dtype = input_dim, output_dim, dtype
+        self.format = packed_format(config.q_bits, config.group_size)
+        if refusal := self.format.refusal(input_dim):
+            raise DeepSpeedConfigError(f"QuantizedLinear({input_dim}, {output_dim}): {refusal}; choose a smaller group")
+        codes, scales = self.format.shapes(output_dim, input_dim)
+        whole = torch.int8 if self.format.bits == 8 else torch.uint8
+        self.codes = nn.Parameter(torch.zeros(codes, dtype=whole), requires_grad=False)
+        self.scales = nn.Parameter(torch.zeros(scales, dtype=torch.bfloat16), requires_grad=False)
+        self.bias = nn.Parameter(torch.zeros(output_dim, dtype=dtype)) if bias else None
+
+    def pack(self, weight: torch.Tensor) -> float:
+        """Takes over the values of a weight.
+
+        Args:
+            weight: ``[output_dim, input_dim]``, finite.
+
+        Returns:
+            The relative error of the packed weight: the norm of the difference by the norm of the weight.
+
+        Raises:
+            ValueError: It has another shape, or values that are not finite.
+        """
+        if tuple(weight.shape) != (self.out_features, self.in_features):
+            raise ValueError(
+                f"QuantizedLinear.pack: expected a weight of shape {(self.out_features, self.in_features)}, "
+                f"found {tuple(weight.shape)}"
+            )
+        if not bool(weight.isfinite().all()):
+            raise ValueError("QuantizedLinear.pack: the weight has values that are not finite")
+        codes, scales = self.format.pack(weight)
+        self.codes = nn.Parameter(codes, requires_grad=False)
+        self.scales = nn.Parameter(scales, requires_grad=False)
+        wrong = total = 0.0
+        for part in self.format.columns(codes, scales, self.out_features, torch.float32):
+            original = weight.detach()[part.start : part.stop].float()
+            kept = part.weight if part.scale is None else part.weight * part.scale
+            wrong += float((kept.t() - original).square().sum())
+            total += float(original.square().sum())
+        return (wrong / total) ** 0.5 if total else 0.0
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight unpacked, ``[output_dim, input_dim]`` in :attr:`dtype`: a new tensor at every reading."""
+        return self.format.unpack(self.codes, self.scales, self.out_features, self.dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[..., input_dim]`` to ``[..., output_dim]`` in the dtype of ``x``."""
+        return packed_linear(x, self.codes, self.scales, self.out_features, self.format, self.bias)
+
+    def extra_repr(self) -> str:
+        """The sizes, for ``print(model)``."""
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, bits={self.format.bits}"

@@ -1,0 +1,56 @@
+"""Eight bits: symmetric, one scale per output feature."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from deepspeed.ops.packed_linear.format import Columns, PackedFormat
+
+_LARGEST = 127
+_BLOCK = 512  # output features unpacked at a time: 4 MB at 4,096 input features, which a core's cache holds
+
+
+class Int8Rows(PackedFormat):
+    """``weight[n, k] = codes[n, k] * scales[n]``, codes int8 ``[out, in]``, scales bfloat16 ``[out]``."""
+
+    bits = 8
+    few_rows = 12
+
+    def shapes(self, out_features: int, in_features: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The shapes of codes and scales."""
+        return (out_features, in_features), (out_features,)
+
+    def refusal(self, in_features: int) -> str | None:
+        """Any number of input features can be packed."""
+        return None
+
+    def pack(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Nearest codes for the scales as they are kept, so that rounding the scales costs nothing more."""
+        scales = (weight.detach().abs().amax(1).float() / _LARGEST).to(torch.bfloat16)
+        codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+        for start in range(0, len(weight), _BLOCK):
+            rows = slice(start, start + _BLOCK)
+            divisor = scales[rows].float()
+            divisor[divisor == 0] = 1  # a row of zeros
+            codes[rows] = (weight.detach()[rows].float() / divisor[:, None]).round_().clamp_(-_LARGEST, _LARGEST)
+        return codes, scales
+
+    def columns(
+        self, codes: torch.Tensor, scales: torch.Tensor, out_features: int, dtype: torch.dtype
+    ) -> Iterator[Columns]:
+        """Codes are exact in every floating dtype, so the scale is left to the product, which is smaller."""
+        buffer = torch.empty(min(_BLOCK, out_features), codes.shape[1], dtype=dtype, device=codes.device)
+        scales = scales.to(dtype)
+        for start in range(0, out_features, _BLOCK):
+            stop = min(start + _BLOCK, out_features)
+            block = buffer[: stop - start].copy_(codes[start:stop])
+            yield Columns(start, stop, block.t(), scales[start:stop])
+
+    def kernel(self, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor | None:
+        """Torch's int8 kernel, which is fast for bfloat16 only."""
+        if x.device.type != "cpu" or x.dtype != torch.bfloat16:
+            return None
+        product: torch.Tensor = torch._weight_int8pack_mm(x, codes, scales)
+        return product

@@ -1,0 +1,105 @@
+"""Packed weights against definitions of their own: what codes and scales mean, products, gradients."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepspeed.ops.packed_linear import int4, packed_format, packed_linear
+
+
+def unpacked(bits, codes, scales, out_features, group):
+    """The weight by the definition of the format, element by element."""
+    if bits == 8:
+        return codes.double() * scales.double()[:, None]
+    rows = []
+    for n in range(out_features):
+        byte = codes[n // 64, :, n % 32]
+        code = (byte >> 4 if n % 64 >= 32 else byte & 15).double()
+        scale, offset = scales[:, n].double().repeat_interleave(group, dim=0).unbind(1)
+        rows.append((code - 8) * scale + offset)
+    return torch.stack(rows)
+
+
+def relative(found, expected):
+    return ((found.double() - expected).norm() / expected.norm()).item()
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    bits=st.sampled_from([8, 4]),
+    out_features=st.integers(1, 200),
+    groups=st.integers(1, 5),
+    rows=st.integers(1, 60),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 2**31),
+)
+def test_products_and_gradients(bits, out_features, groups, rows, dtype, seed):
+    torch.manual_seed(seed)
+    weight, x = torch.randn(out_features, 32 * groups), torch.randn(rows, 32 * groups).to(dtype)
+    how = packed_format(bits, 32)
+    codes, scales = how.pack(weight)
+    assert (tuple(codes.shape), tuple(scales.shape)) == how.shapes(*weight.shape)
+    expected = unpacked(bits, codes, scales, out_features, 32)
+    assert relative(how.unpack(codes, scales, out_features, torch.float32), expected) < 1e-6
+    assert relative(expected, weight.double()) < (0.012 if bits == 8 else 0.13)
+    x.requires_grad_()
+    bias = torch.randn(out_features, requires_grad=True)
+    found = packed_linear(x.view(1, rows, -1), codes, scales, out_features, how, bias)[0]
+    tolerance = 2e-6 if dtype == torch.float32 else 1e-2
+    assert found.dtype == dtype
+    assert relative(found, x.detach().double() @ expected.t() + bias.detach().double()) < tolerance
+    seen = torch.randn_like(found)
+    found.backward(seen)
+    assert relative(x.grad, seen.double() @ expected) < tolerance
+    assert relative(bias.grad, seen.double().sum(0)) < tolerance
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rounding_is_to_the_nearest(bits):
+    torch.manual_seed(0)
+    weight, how = torch.randn(70, 64), packed_format(bits, 64)
+    codes, scales = how.pack(weight)
+    step = scales.float()[:, None] if bits == 8 else scales[:, :70, 0].float().t()
+    error = (how.unpack(codes, scales, 70, torch.float32) - weight).abs()
+    # Half a step inside the range; at its ends the rounded scale may cut a little more.
+    assert (error <= step * 0.5 + weight.abs() * 0.01).all()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rows_of_zeros_and_of_one_value(bits):
+    how = packed_format(bits, 32)
+    weight = torch.zeros(3, 64)
+    weight[1] = 0.5
+    back = how.unpack(*how.pack(weight), 3, torch.float32)
+    torch.testing.assert_close(back, weight, rtol=0.01, atol=0)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_kernel_and_the_unpacked_weight_agree(bits):
+    torch.manual_seed(0)
+    how = packed_format(bits, 64)
+    codes, scales = how.pack(torch.randn(130, 128))
+    x = torch.randn(4, 128).bfloat16()
+    product = how.kernel(x, codes, scales)
+    if product is None:
+        pytest.skip("torch has no kernel for this processor")
+    assert relative(product[:, :130], x.double() @ unpacked(bits, codes, scales, 130, 64).t()) < 1e-2
+
+
+def test_another_order_of_codes_in_the_kernel_is_noticed(monkeypatch):
+    how = packed_format(4, 32)
+    codes, scales = how.pack(torch.randn(64, 64))
+    x = torch.randn(2, 64).bfloat16()
+    monkeypatch.setattr(torch, "_convert_weight_to_int4pack_for_cpu", lambda q, k: q.to(torch.uint8)[:, ::2])
+    int4._kernel_reads_it.cache_clear()
+    try:
+        assert how.kernel(x, codes, scales) is None
+    finally:
+        int4._kernel_reads_it.cache_clear()
+
+
+@pytest.mark.parametrize(("bits", "group", "said"), [(6, 64, "8 and of 4"), (4, 48, "32, 64, 128, 256")])
+def test_formats_that_do_not_exist(bits, group, said):
+    with pytest.raises(ValueError, match=said):
+        packed_format(bits, group)
