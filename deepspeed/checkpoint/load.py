@@ -285,6 +285,7 @@ def _apply(subject: Subject, options: LoadOptions, found: Found, prepared: _Prep
     loads_scheduler = _loads_scheduler(subject, options, state)
     if prepared.optimizer is not None:
         prepared.optimizer.fill()
+        _restore_schedules(subject, state)
         _restore_position(subject, state)
     if loads_scheduler:
         subject.lr_scheduler.load_state_dict(state.lr_scheduler)
@@ -305,6 +306,15 @@ def _apply(subject: Subject, options: LoadOptions, found: Found, prepared: _Prep
         client_state.pop("optimizer", None)
     counters = {} if options.module_only else {key: int(state.counters.get(key, 0)) for key in COUNTERS}
     return Loaded(found.folder, client_state, counters, state.world_size, state.mesh.get("model", 1))
+
+
+def _restore_schedules(subject: Subject, state: TrainingState) -> None:
+    """What all ranks share of how data are chosen and shortened, so it fits however many they are."""
+    sampler, tokens = (state.model_states.get(name) for name in ("data_sampler", "random_ltd"))
+    if sampler is not None and subject.sampler_state() is not None:
+        subject.dataloader.load_sampler_state(sampler)
+    if tokens is not None and subject.token_schedule is not None:
+        subject.token_schedule.load_state_dict(tokens)
 
 
 def _restore_position(subject: Subject, state: TrainingState) -> None:

@@ -37,6 +37,7 @@ class Subject:
         model_size: Ranks with other parts of one copy of the model.
         local_rank: Rank on this machine.
         version: Of this package.
+        token_schedule: How many tokens random-LTD keeps, or None.
         use_fp32_weights: Fill masters from saved masters, not from 16-bit values.
     """
 
@@ -54,6 +55,7 @@ class Subject:
     model_size: int
     local_rank: int
     version: str
+    token_schedule: Any = None
     use_fp32_weights: bool = True
 
     @property
@@ -67,6 +69,11 @@ class Subject:
         if self.optimizer is not None:
             self.optimizer.carry_user_writes()
         self.runtime.take_back_frozen()
+
+    def sampler_state(self) -> dict[str, Any] | None:
+        """Where a sampler stands that all ranks share, or None."""
+        state = getattr(self.dataloader, "sampler_state", None)
+        return state() if callable(state) else None
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Persistent buffers by name, each tensor once."""

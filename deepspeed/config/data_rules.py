@@ -59,7 +59,7 @@ def check_data(root: Root, findings: Findings) -> None:
     if root.curriculum_learning is not None and root.curriculum_learning.enabled:
         _schedule(root.curriculum_learning, ("curriculum_learning",), findings)
     if root.data_efficiency is not None and root.data_efficiency.enabled:
-        _data_efficiency(root.data_efficiency, findings)
+        check_data_efficiency(root.data_efficiency, findings)
 
 
 def _schedule(section: Section, at: Path, findings: Findings) -> None:
@@ -67,7 +67,8 @@ def _schedule(section: Section, at: Path, findings: Findings) -> None:
         findings.problem((*at, *path), text)
 
 
-def _data_efficiency(section: DataEfficiency, findings: Findings) -> None:
+def check_data_efficiency(section: DataEfficiency, findings: Findings) -> None:
+    """Reports what an enabled section lacks or contradicts."""
     sampling, at = section.data_sampling, ("data_efficiency", "data_sampling")
     if sampling.enabled and sampling.curriculum_learning.enabled:
         _curriculum_metrics(section, findings)

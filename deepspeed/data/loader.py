@@ -42,6 +42,7 @@ class DeepSpeedDataLoader:
         batch_size: Samples per batch and rank.
         data_sampler: The sampler in use; None for an iterable dataset.
         epoch: How many passes were begun, which seeds the shuffling; :meth:`set_epoch` sets it.
+        post_process_func: Called with each batch and the state of a sampler that has one; what it returns is the batch.
     """
 
     def __init__(
@@ -66,6 +67,8 @@ class DeepSpeedDataLoader:
         self.batch_size = batch_size
         self.tput_timer = tput_timer
         self.epoch = 0
+        self.post_process_func: Callable[[Any, dict[str, Any]], Any] | None = None
+        self._given_before = 0  # micro-batches of a sampler with a state of its own, when this pass began
         self._iterator: Iterator[Any] | None = None
         self._given: int | None = None
         self._random: torch.Tensor | None = None
@@ -119,6 +122,10 @@ class DeepSpeedDataLoader:
             set_sampler_epoch(self.epoch)
         self.epoch += 1
         self._random = torch.get_rng_state()  # torch's samplers and workers are seeded from it
+        if self._has_own_state:
+            if self._given is not None:  # workers may have read ahead in the pass that is left
+                self.data_sampler.load_state_dict(self.sampler_state())  # type: ignore[union-attr]
+            self._given_before = self.data_sampler.micro_batches  # type: ignore[union-attr]
         self._given = skip
         if skip and self.data_sampler is not None:
             rest = _Rest(self.dataloader.batch_sampler, skip)
@@ -129,8 +136,28 @@ class DeepSpeedDataLoader:
         for _ in range(skip):  # a stream has no indices to pass over
             next(self._iterator, None)
 
+    @property
+    def _has_own_state(self) -> bool:
+        """Whether the sampler knows where it stands (:class:`~deepspeed.data.curriculum.DeepSpeedDataSampler`)."""
+        return hasattr(self.data_sampler, "micro_batches")
+
+    def sampler_state(self) -> dict[str, Any] | None:
+        """State of a sampler that has one behind the batches given out, equal on all ranks; else None."""
+        if not self._has_own_state:
+            return None
+        given = None if self._given is None else self._given_before + self._given
+        return self.data_sampler.state_dict(given)  # type: ignore[union-attr]
+
+    def load_sampler_state(self, state: dict[str, Any]) -> None:
+        """Goes to where :meth:`sampler_state` was, also on another number of ranks; without such a sampler nothing."""
+        if self._has_own_state:
+            self.data_sampler.load_state_dict(state)  # type: ignore[union-attr]
+            self._iterator = self._given = None
+
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands: the pass, and how many of its batches were given out."""
+        if self._has_own_state:  # which all ranks share
+            return {"epoch": self.epoch, "given": None, "random": None}
         return {"epoch": self.epoch, "given": self._given, "random": self._random}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -141,6 +168,8 @@ class DeepSpeedDataLoader:
         """
         self.epoch, self._given, self._random = state_dict["epoch"], state_dict["given"], state_dict["random"]
         self._iterator, self._is_resumed = None, False
+        if self._has_own_state:
+            self._given = None
         if self._given is None or self._random is None:
             return
         present = torch.get_rng_state()
@@ -167,6 +196,8 @@ class DeepSpeedDataLoader:
             raise
         if self._given is not None:
             self._given += 1
+        if self.post_process_func is not None:
+            batch = self.post_process_func(batch, self.sampler_state() or {})
         return batch
 
 

@@ -213,12 +213,38 @@ class ConfigAccessors:
         return self._root.checkpoint.writer is not None
 
     def data_efficiency_enabled(self) -> bool:
-        """Always False: the feature is refused when enabled."""
-        return False
+        """``data_efficiency.enabled``."""
+        return self._root.data_efficiency is not None and self._root.data_efficiency.enabled
 
-    data_sampling_enabled = data_efficiency_enabled
-    curriculum_learning_enabled = data_efficiency_enabled
-    random_ltd_enabled = data_efficiency_enabled
+    def data_sampling_config(self) -> Any:
+        """``data_efficiency.data_sampling``; None without the section."""
+        return None if self._root.data_efficiency is None else self._root.data_efficiency.data_sampling
+
+    def data_sampling_enabled(self) -> bool:
+        """Whether the sampler is on."""
+        return self.data_efficiency_enabled() and self.data_sampling_config().enabled
+
+    def curriculum_learning_config(self) -> Any:
+        """``data_efficiency.data_sampling.curriculum_learning``; None without the section."""
+        section = self.data_sampling_config()
+        return None if section is None else section.curriculum_learning
+
+    def curriculum_learning_enabled(self) -> bool:
+        """Whether samples come by difficulty."""
+        return self.data_sampling_enabled() and self.curriculum_learning_config().enabled
+
+    def random_ltd_config(self) -> Any:
+        """``data_efficiency.data_routing.random_ltd``; None without the section."""
+        return None if self._root.data_efficiency is None else self._root.data_efficiency.data_routing.random_ltd
+
+    def random_ltd_enabled(self) -> bool:
+        """Whether layers drop tokens."""
+        section = self._root.data_efficiency
+        return (
+            self.data_efficiency_enabled()
+            and section is not None
+            and (section.data_routing.enabled and section.data_routing.random_ltd.enabled)
+        )
 
     @property
     def communication_data_type(self) -> Any:

@@ -198,6 +198,20 @@ class EfficiencyAccess:
                 "data_efficiency.data_sampling.curriculum_learning and give initialize training_data"
             )
 
+    def set_data_post_process_func(self, post_process_func: Callable[[Any, dict[str, Any]], Any]) -> None:
+        """Lets a function change every batch of the training loader, by the difficulty for example.
+
+        Args:
+            post_process_func: Called with the batch and the state of the sampler, in which ``current_difficulties`` has
+                the difficulty by metric; what it returns is the batch.
+
+        Raises:
+            CallOrderError: The engine has no loader.
+        """
+        if self.training_dataloader is None:
+            raise CallOrderError("set_data_post_process_func: give initialize training_data; there is no loader")
+        self.training_dataloader.post_process_func = post_process_func
+
     # -- progressive layer dropping ----------------------------------------------------------------------------------
 
     @property

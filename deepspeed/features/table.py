@@ -291,17 +291,16 @@ FEATURES: tuple[Feature, ...] = (
         (switch("elasticity.enabled"),),
     ),
     Feature(
-        "curriculum learning and token dropping",
-        "Order and cut the samples in the data loader.",
+        "the analysis of datasets, variable batches and token dropping",
+        "Use the curriculum sampler with index files that are there; cut the batch before the forward.",
         {
             "deepspeed.runtime.data_pipeline.data_routing.basic_layer": "RandomLayerTokenDrop",
             "deepspeed.runtime.data_pipeline.data_routing.helper": "convert_to_random_ltd remove_random_ltd_state_dict",
             "deepspeed.runtime.data_pipeline.data_sampling.data_analyzer": "DataAnalyzer DistributedDataAnalyzer",
-            "deepspeed.runtime.data_pipeline.data_sampling.data_sampler": "DeepSpeedDataSampler",
-            "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset": (
-                "MMapIndexedDataset MMapIndexedDatasetBuilder"
-            ),
         },
-        (switch("data_efficiency.enabled"),),
+        (
+            switch("data_efficiency.data_routing.random_ltd.enabled"),
+            switch("data_efficiency.data_sampling.dynamic_batching.enabled"),
+        ),
     ),
 )

@@ -25,11 +25,14 @@ class CurriculumSchedule(Section):
 class CurriculumMetric(Section):
     """One measure of difficulty."""
 
-    index_to_sample_path: FilePath = key(None, "Index file.")
-    index_to_metric_path: FilePath = key(None, "Index file.")
-    difficulty_type: Annotated[Literal["value", "percentile"] | None, AnyCase] = key(None, "What is compared.")
+    index_to_sample_path: FilePath = key(None, "Index file of an analysis, without ending.")
+    index_to_metric_path: FilePath = key(None, "Index file of an analysis, without ending.")
+    difficulty_type: Annotated[Literal["value", "percentile"] | None, AnyCase] = key(
+        None, "Values of the metric, or places in its order."
+    )
     clustering_type: Annotated[Literal["schedule_based", "single_cluster"] | None, AnyCase] = key(
-        None, "Way of clustering."
+        None,
+        "`single_cluster`: the metric chooses no samples, it only has a difficulty for a function on batches.",
     )
     min_difficulty: Int | None = key(None, "Difficulty at the start; required.", minimum=0)
     max_difficulty: Int | None = key(None, "Difficulty at the end; required.", minimum=0)
@@ -41,7 +44,11 @@ class CurriculumSampling(Section):
     """Samples ordered by difficulty."""
 
     enabled: Bool = key(False, "Order samples by difficulty.")
-    data_cluster_path: FilePath = key(None, "Folder for index files.")
+    data_cluster_path: FilePath = key(
+        None,
+        "Folder for index files.",
+        no_effect="clusters of samples are kept in memory as numbers, no file is written",
+    )
     curriculum_metrics: dict[str, CurriculumMetric] = key(
         None, "Measures by name; required when enabled.", factory=dict
     )
@@ -68,7 +75,7 @@ class DataSampling(Section):
     """The sampler."""
 
     enabled: Bool = key(False, "Use this sampler.")
-    num_epochs: Int = key(1000, "Epochs.", above=0)
+    num_epochs: Int = key(1000, "Passes after which the loader ends.", above=0)
     num_workers: Int = key(0, "Loader processes.", minimum=0)
     pin_memory: Bool = key(False, "Page-locked batches.")
     curriculum_learning: CurriculumSampling = key(None, "Order by difficulty.", factory=CurriculumSampling)

@@ -1,7 +1,7 @@
-"""Sampling by difficulty; the feature is missing (:mod:`deepspeed.features`)."""
+"""The sampler of curricula; re-exports; the code is in :mod:`deepspeed.data.curriculum`."""
 
 from __future__ import annotations
 
-from deepspeed.lazy import lazy_names
+from deepspeed.data.curriculum.sampler import DeepSpeedDataSampler
 
-__getattr__, __dir__, __all__ = lazy_names(__name__)
+__all__ = ["DeepSpeedDataSampler"]

@@ -1,7 +1,9 @@
-"""Indexed data sets; the feature is missing (:mod:`deepspeed.features`)."""
+"""Indexed datasets; re-exports; the code is in :mod:`deepspeed.data.indexed`."""
 
 from __future__ import annotations
 
-from deepspeed.lazy import lazy_names
+from deepspeed.data.indexed.builder import MMapIndexedDatasetBuilder
+from deepspeed.data.indexed.dataset import MMapIndexedDataset
+from deepspeed.data.indexed.format import data_file_path, index_file_path
 
-__getattr__, __dir__, __all__ = lazy_names(__name__)
+__all__ = ["MMapIndexedDataset", "MMapIndexedDatasetBuilder", "data_file_path", "index_file_path"]
