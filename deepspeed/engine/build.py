@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.host_allocator import keep_freed_memory
+from deepspeed.comm.connect import shared_transport
 from deepspeed.comm.job_mesh import JobMesh
 from deepspeed.comm.mpu import Standing
 from deepspeed.comm.transport import Transport
@@ -186,6 +187,7 @@ def build_parts(client: Client, config: Any, distributed_port: int, dist_init_re
         precision = replace(precision, communication_dtype=dtype_of_name(root.seq_parallel_communication_data_type))
     if gathers_between_pieces(placement, ranks.zero_size):
         refuse_whole_graphs(client.model)
+    client = _spread_experts(root, client, ranks, device)
     prepare_expert_layers(client.model, device, data_first=root.use_data_before_expert_parallelism)
     torch_optimizer = choose_optimizer(
         root,
@@ -256,6 +258,23 @@ def _parse_alike(config: Any, job_mesh: JobMesh) -> ParsedConfig:
         raise
     comm.check_same_config(compared_values(parsed.root), job_mesh.decides_together)
     return parsed
+
+
+def _spread_experts(root: Root, client: Client, ranks: Standing, device: torch.device) -> Client:
+    """Spreads the experts of a model that knows nothing of it, if that is asked for."""
+    section = root.expert_parallel
+    if section is None or not section.enabled:
+        return client
+    from deepspeed.parallel.expert.auto import exchange_parameters, spread_experts
+
+    peers = shared_transport(ranks.zero_group, device=device, timeout=comm.default_timeout())
+    data_first = root.use_data_before_expert_parallelism
+    exchanged = spread_experts(client.model, section, peers, device, data_first=data_first)
+    return replace(
+        client,
+        optimizer=exchange_parameters(client.optimizer, exchanged),
+        model_parameters=exchange_parameters(client.model_parameters, exchanged),
+    )
 
 
 def _make_sparse(root: Root, model: nn.Module) -> None:

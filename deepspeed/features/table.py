@@ -106,9 +106,9 @@ FEATURES: tuple[Feature, ...] = (
         },
     ),
     Feature(
-        "expert parallelism for Transformers models (AutoEP)",
-        "Use the model's own expert layers, which ZeRO shards like any others, or deepspeed.moe.layer.MoE.",
-        keys=(switch("expert_parallel.enabled"),),
+        "the exchange of tokens by DeepEP",
+        "Tokens travel by the backend's own all-to-all.",
+        keys=(Key("expert_parallel.comm_backend", lambda value: value == "deepep", 'set it to "comm"'),),
     ),
     Feature(
         "sequence parallelism",

@@ -397,6 +397,7 @@ SWITCHED_ON: dict[str, Any] = {
     "sequence_parallel_size": 2,
     "tensor_parallel.autotp_size": 2,
     "tensor_parallel.tensor_parallel.tp_size": 2,
+    "expert_parallel.comm_backend": "deepep",
     "checkpoint.writer": {},
     "datastates_ckpt": {},
 }

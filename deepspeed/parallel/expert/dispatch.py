@@ -89,22 +89,27 @@ def plan_routes(indices: torch.Tensor, num_experts: int, transport: Transport | 
     return Plan(order[dropped:], choices, tokens, sent, received, arrived, transport)
 
 
-def dispatch(x: torch.Tensor, plan: Plan, run: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]) -> Any:
+Run = Callable[[torch.Tensor, Sequence[int]], torch.Tensor | Sequence[torch.Tensor]]
+"""Experts: from their rows ``[n, M]``, sorted by expert, and how many each has (0 is allowed), to what they make of
+these: one tensor, or one per expert."""
+
+
+def dispatch(x: torch.Tensor, plan: Plan, run: Run) -> torch.Tensor:
     """Sends the rows of ``x`` to their experts, and brings back what these make of them, route by route.
 
     Args:
         x: ``[S, M]``, the tokens of this rank.
         plan: Their routes.
-        run: From the rows of each expert of this rank (``[n, M]``, n may be 0) to its results, of equal length.
+        run: The experts of this rank.
 
     Returns:
         ``[R, M']``: the result of each kept route, in the order of ``plan``.
     """
     rows = _Pick.apply(x, plan)
     if plan.transport.size == 1:
-        return _joined(run(rows.split(plan.load)), rows)
+        return _joined(run(rows, plan.load), rows)
     rows = _Exchange.apply(rows, None, plan, False)
-    results = run(_by_expert(rows, plan))
+    results = run(_by_expert(rows, plan), plan.load)
     # Who computed nothing cannot know what the others' experts return, so the dtype on the way is settled here.
     is_cast = torch.is_autocast_enabled(x.device.type)
     on_the_way = torch.get_autocast_dtype(x.device.type) if is_cast else x.dtype
@@ -195,24 +200,28 @@ def _travel(rows: torch.Tensor, plan: Plan, back: bool) -> torch.Tensor:
     return out
 
 
-def _by_expert(rows: torch.Tensor, plan: Plan) -> Sequence[torch.Tensor]:
-    """From rows in the order of the ranks they came from to those of each expert."""
-    if plan.num_local_experts == 1:
-        return [rows]
+def _by_expert(rows: torch.Tensor, plan: Plan) -> torch.Tensor:
+    """From rows in the order of the ranks they came from to the order of experts."""
+    if plan.num_local_experts == 1 or len(rows) == 0:
+        return rows
     pieces = rows.split([number for of_rank in plan.arrived for number in of_rank])
-    return [torch.cat(pieces[expert :: plan.num_local_experts]) for expert in range(plan.num_local_experts)]
+    return torch.cat([piece for expert in range(plan.num_local_experts) for piece in pieces[expert :: len(plan.load)]])
 
 
-def _by_rank(results: Sequence[torch.Tensor], rows: torch.Tensor, plan: Plan) -> torch.Tensor:
-    """From the results of each expert to one tensor in the order of the ranks that wait for them."""
-    if plan.num_local_experts == 1:
+def _by_rank(results: torch.Tensor | Sequence[torch.Tensor], rows: torch.Tensor, plan: Plan) -> torch.Tensor:
+    """From what the experts return to one tensor in the order of the ranks that wait for it."""
+    if plan.num_local_experts == 1 or len(rows) == 0:
         return _joined(results, rows)
+    if isinstance(results, torch.Tensor):
+        results = results.split(plan.load)
     pieces = [result.split([of_rank[expert] for of_rank in plan.arrived]) for expert, result in enumerate(results)]
     return _joined([piece[rank] for rank in range(plan.transport.size) for piece in pieces], rows)
 
 
-def _joined(results: Sequence[torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
+def _joined(results: torch.Tensor | Sequence[torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
     """The results one after the other; where there are none, of no rows, which keeps the graph."""
+    if isinstance(results, torch.Tensor):
+        return results
     if len(rows) == 0:
         return rows
     return results[0] if len(results) == 1 else torch.cat([result for result in results if len(result)])

@@ -35,19 +35,19 @@ class Experts(nn.Module):
             parameter.group_name = expert_group_name or "ep_size_1"  # type: ignore[attr-defined]
         set_z3_leaf_module(self, True)
 
-    def forward(self, inputs: torch.Tensor | Sequence[torch.Tensor]) -> Any:
+    def forward(self, inputs: torch.Tensor, load: Sequence[int] | None = None) -> Any:
         """Runs every expert.
 
         Args:
-            inputs: The rows ``[n, M]`` of each expert, or one tensor whose second dimension is that of the experts.
+            inputs: ``[n, M]`` sorted by expert, with ``load``; or one whose second dimension is that of the experts.
+            load: Rows of each expert. One without rows is not run.
 
         Returns:
-            The results in the form of ``inputs``. An expert without rows is not run.
+            One result per expert with ``load``, else a tensor in the form of ``inputs``.
         """
-        if isinstance(inputs, torch.Tensor):
-            chunks = inputs.chunk(self.num_local_experts, dim=1)
-            return torch.cat([self._run(*pair) for pair in zip(self.deepspeed_experts, chunks, strict=True)], dim=1)
-        return [self._run(*pair) for pair in zip(self.deepspeed_experts, inputs, strict=True)]
+        chunks = inputs.chunk(self.num_local_experts, dim=1) if load is None else inputs.split(list(load))
+        results = [self._run(*pair) for pair in zip(self.deepspeed_experts, chunks, strict=True)]
+        return torch.cat(results, dim=1) if load is None else results
 
     @staticmethod
     def _run(expert: nn.Module, rows: torch.Tensor) -> torch.Tensor:

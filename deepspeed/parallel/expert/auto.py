@@ -1,0 +1,271 @@
+"""AutoEP: models that were not written for it, with their experts spread over ranks by the configuration alone.
+
+Works on the one form that mixture-of-experts models of the Transformers library (5.0 and newer) have: a module with
+stacked weights that gets tokens, chosen experts and weights. It needs no list of models, and no names: the router,
+shared experts, scaling and balance loss stay the model's own.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.comm.expert_groups import declare_experts, group_name, make_torch_groups
+from deepspeed.comm.groups import declare_expert_groups
+from deepspeed.comm.transport import Piece, Transport
+from deepspeed.comm.world import rank_in
+from deepspeed.config.sections.expert_parallel import ExpertParallel
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.logging import log_dist
+from deepspeed.parallel.expert.spread import Spread, is_stack, lacks, spread, spread_of, takes_all
+from deepspeed.zero.access.gathered import GatheredParameters
+from deepspeed.zero.holder import address_of, full_shape
+from deepspeed.zero.parts import say_part, says_part
+from deepspeed.zero.tiles import TilePart
+
+_PRESETS = {
+    "mixtral": ("mixtral",),
+    "qwen3_moe": ("qwen3_moe", "qwen2_moe"),
+    "qwen3_5_moe": ("qwen3_5_moe", "qwen3_5_moe_text"),
+    "deepseek_v2": ("deepseek_v2",),
+    "deepseek_v3": ("deepseek_v3",),
+    "minimax_m3": ("minimax_m3", "minimax_m3_vl"),
+}
+"""The Transformers model types that each preset of upstream stands for."""
+
+Exchanged = dict[int, nn.Parameter]
+"""Parameters that took the place of others, by the identity of these."""
+
+
+def spread_experts(
+    model: nn.Module, section: ExpertParallel, peers: Transport, device: torch.device, *, data_first: bool = False
+) -> Exchanged:
+    """Spreads the experts of ``model`` over ranks, in place. Every rank of the job must call it.
+
+    Each rank keeps ``E / ep`` experts of every module with stacked experts. One module is cut after the other; where
+    ``zero.Init`` has sharded the model, one module at a time is whole.
+
+    Args:
+        model: The model.
+        section: ``expert_parallel``, enabled.
+        peers: The ranks that hold the same part of the rest of the model; the first one's values count.
+        device: Where the model computes.
+        data_first: ``use_data_before_expert_parallelism``.
+
+    Returns:
+        The parameters that are new objects; the others were cut in place, so that optimizers keep them.
+
+    Raises:
+        DeepSpeedConfigError: The model has no such module, or what the section asks for is not what it is.
+    """
+    _check_preset(model, section)
+    found = _modules(model, section)
+    ep_size = section.autoep_size
+    for name, module in found.items():
+        if (missing := lacks(module)) is not None:
+            raise DeepSpeedConfigError(
+                f"expert_parallel: the experts {name!r} ({type(module).__name__}) lack {missing}"
+            )
+        _check_numbers(name, module, section)
+    declare_expert_groups(ep_size, data_first or None)
+    make_torch_groups(ep_size)
+    deal = _Deal(ep_size, peers, device)
+    exchanged: Exchanged = {}
+    for name, module in found.items():
+        if spread_of(module) is None:
+            exchanged |= _cut(name, module, deal)
+            _state(module).grouped = section.use_grouped_mm
+    experts = sorted({_state(module).num_experts for module in found.values()})
+    log_dist(
+        f"expert_parallel: {len(found)} layers of {' or '.join(map(str, experts))} experts, of which each rank keeps "
+        f"one in {ep_size}"
+    )
+    return exchanged
+
+
+def spread_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of ``model`` whose experts are spread, by name."""
+    return {name: module for name, module in model.named_modules() if spread_of(module) is not None}
+
+
+def exchange_parameters(given: Any, exchanged: Mapping[int, nn.Parameter]) -> Any:
+    """What a caller gave as parameters or groups of them, with the new objects in the place of the old ones."""
+    if not exchanged or given is None:
+        return given
+    if isinstance(given, torch.optim.Optimizer):
+        for group in given.param_groups:
+            group["params"] = exchange_parameters(group["params"], exchanged)
+        return given
+    if isinstance(given, torch.Tensor):
+        return exchanged.get(id(given), given)
+    if isinstance(given, dict):
+        return {**given, "params": exchange_parameters(given["params"], exchanged)}
+    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], str):
+        return given[0], exchange_parameters(given[1], exchanged)
+    return [exchange_parameters(entry, exchanged) for entry in given]
+
+
+# -- which modules -----------------------------------------------------------------------------------------------------
+
+
+def _modules(model: nn.Module, section: ExpertParallel) -> dict[str, nn.Module]:
+    stacks = {name: module for name, module in model.named_modules() if is_stack(module)}
+    patterns = {
+        "moe_layer_pattern": (section.moe_layer_pattern, lambda name: name.rpartition(".")[0]),
+        "expert_pattern": (section.expert_pattern, lambda name: name.rpartition(".")[2]),
+    }
+    for key, (pattern, part) in patterns.items():
+        if pattern is None:
+            continue
+        fitting = {name: module for name, module in stacks.items() if _fits(part(name), pattern)}
+        if stacks and not fitting:
+            raise DeepSpeedConfigError(
+                f"expert_parallel.{key} {pattern!r} fits none of the modules with stacked experts of "
+                f"{type(model).__name__}: {', '.join(map(repr, list(stacks)[:4]))}; leave the key out, as such modules "
+                "are found by themselves"
+            )
+        stacks = fitting
+    if not stacks:
+        named = [f"{name!r} ({type(module).__name__})" for name, module in model.named_modules() if _may_be(name)][:3]
+        raise DeepSpeedConfigError(
+            f"expert_parallel.enabled: {type(model).__name__} has no module with stacked experts (parameters "
+            f"gate_up_proj or up_proj and down_proj with three dimensions)"
+            f"{'; it has ' + ', '.join(named) if named else ''}. Models of Transformers 5 and newer have such "
+            "modules; build other models with deepspeed.moe.layer.MoE, or leave the section out"
+        )
+    return stacks
+
+
+def _may_be(name: str) -> bool:
+    return name.rpartition(".")[2] in ("experts", "expert", "moe")
+
+
+def _fits(name: str, pattern: str) -> bool:
+    """Whether a pattern fits: a regular expression as upstream takes it, or a file-name pattern."""
+    try:
+        if re.search(pattern, name):
+            return True
+    except re.error:
+        pass
+    return fnmatch.fnmatch(name, pattern)
+
+
+def _check_preset(model: nn.Module, section: ExpertParallel) -> None:
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    if section.preset_model is not None and kind is not None and kind not in _PRESETS[section.preset_model]:
+        raise DeepSpeedConfigError(
+            f"expert_parallel.preset_model {section.preset_model!r} is for models of type "
+            f"{' or '.join(_PRESETS[section.preset_model])}, but this one is {kind!r}; leave the key out, as the "
+            "structure is read from the model"
+        )
+
+
+def _check_numbers(name: str, module: nn.Module, section: ExpertParallel) -> None:
+    experts = int(module.num_experts)  # type: ignore[arg-type]
+    if experts % section.autoep_size:
+        raise DeepSpeedConfigError(
+            f"expert_parallel.autoep_size {section.autoep_size}: the {experts} experts of {name!r} cannot be dealt out "
+            f"evenly; choose a divisor of {experts}"
+        )
+
+
+# -- cutting -----------------------------------------------------------------------------------------------------------
+
+
+def _state(module: nn.Module) -> Spread:
+    state = spread_of(module)
+    assert state is not None
+    return state
+
+
+class _Deal:
+    """Who keeps which experts.
+
+    Attributes:
+        ep_size: Ranks that share them.
+        place: This rank's place among these.
+    """
+
+    def __init__(self, ep_size: int, peers: Transport, device: torch.device) -> None:
+        self.ep_size = ep_size
+        self._peers = peers
+        self._device = device
+        declared = declare_experts(ep_size)
+        self.place = next(ranks.index(rank_in()) for ranks in declared.sharing if rank_in() in ranks)
+        # The first of the ranks that hold the same experts; it hands on to the others when an engine takes them.
+        everyone = peers.ranks or (rank_in(),)
+        self._firsts = [ranks[0] for ranks in declared.same if ranks[0] in everyone]
+        self._place_of = {ranks[0]: place for place, ranks in enumerate(_within(declared.same, everyone))}
+
+    def mine(self, experts: int) -> slice:
+        """Which of ``experts`` this rank keeps."""
+        return self._of(experts, self.place)
+
+    def _of(self, experts: int, place: int) -> slice:
+        local = experts // self.ep_size
+        return slice(place * local, (place + 1) * local)
+
+    def out(self, weight: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a stacked weight, with the first rank's values. Every rank must call it."""
+        kept = weight[self.mine(len(weight))].clone()
+        if self._peers.size == 1:
+            return kept
+        me, everyone = rank_in(), self._peers.ranks
+        landed = torch.empty_like(kept, device=self._device)
+        pieces = []
+        for rank in self._firsts:
+            if rank == everyone[0]:
+                continue
+            values = weight[self._of(len(weight), self._place_of[rank])].to(self._device) if me == everyone[0] else None
+            tensor = values if me == everyone[0] else landed if me == rank else None
+            pieces.append(Piece(0, everyone.index(rank), None if tensor is None else tensor.contiguous()))
+        self._peers.move(pieces, label="the experts of the first rank")
+        if me in self._firsts and me != everyone[0]:
+            kept.copy_(landed)
+        return kept
+
+
+def _within(same: Sequence[Sequence[int]], everyone: Sequence[int]) -> list[Sequence[int]]:
+    return [ranks for ranks in same if ranks[0] in everyone]
+
+
+def _cut(name: str, module: nn.Module, deal: _Deal) -> Exchanged:
+    """Leaves a module this rank's experts, and makes it send tokens to the others."""
+    experts = int(module.num_experts)  # type: ignore[arg-type]
+    exchanged: Exchanged = {}
+    if deal.ep_size > 1:
+        for own, parameter in list(module._parameters.items()):
+            if parameter is None or not full_shape(parameter) or full_shape(parameter)[0] != experts:
+                continue
+            if says_part(parameter):
+                raise DeepSpeedConfigError(
+                    f"expert_parallel: the parameter {name}.{own} is cut over tensor-parallel ranks already; leave "
+                    "experts out of the tensor_parallel section, or the expert_parallel section"
+                )
+            part = _cut_parameter(module, own, parameter, deal)
+            if part is not parameter:
+                exchanged[id(parameter)] = part
+            part.allreduce = False  # type: ignore[attr-defined]
+            part.group_name = group_name(deal.ep_size)  # type: ignore[attr-defined]
+            mine = deal.mine(experts)
+            shape = (experts, *part.shape[1:])
+            say_part(part, TilePart.cut(f"{name}.{own}" if name else own, shape, 0, [(mine.start, mine.stop)]))
+    spread(module, Spread(experts, deal.ep_size, takes_all(module)))
+    return exchanged
+
+
+@torch.no_grad()
+def _cut_parameter(module: nn.Module, own: str, parameter: nn.Parameter, deal: _Deal) -> nn.Parameter:
+    if address_of(parameter) is None:
+        parameter.data = deal.out(parameter.data)
+        return parameter
+    with GatheredParameters([parameter]):  # all ranks have the same values
+        kept = parameter.detach()[deal.mine(len(parameter))].clone()
+    made = nn.Parameter(kept, requires_grad=parameter.requires_grad)
+    module._parameters[own] = made
+    return made

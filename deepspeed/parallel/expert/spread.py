@@ -1,0 +1,149 @@
+"""One module with stacked experts, as models of the Transformers library have them, spread over ranks.
+
+Such a module gets tokens, the experts that the model's own router chose, and weights; the router, shared experts and
+losses are the model's and stay as they are. What changes is that this rank keeps its part of the stacked weights and
+that tokens travel to where their experts are.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.comm.expert_groups import connect_experts
+from deepspeed.parallel.expert.dispatch import Plan, combine, dispatch, plan_routes
+from deepspeed.parallel.expert.stacked import Stack, run_stacked
+from deepspeed.zero.holder import full_shape
+
+_STATE = "_ds_spread"
+
+
+@dataclass
+class Spread:
+    """How a module's experts are spread.
+
+    Attributes:
+        num_experts: Of all ranks together.
+        ep_size: Ranks that share them.
+        takes_all: The module gets every token for every expert, ``[E * S, M]``, with zeros where the router chose none.
+        grouped: Use grouped products where they are faster.
+        kept: Routes of this rank in the last forward.
+        load: Rows that each expert of this rank saw in the last forward, of all ranks.
+        counts: Routes of this rank to each expert in the last forward, ``[E]``.
+    """
+
+    num_experts: int
+    ep_size: int
+    takes_all: bool
+    grouped: bool = True
+    kept: int = 0
+    load: Sequence[int] = ()
+    counts: torch.Tensor | None = None
+
+
+def spread_of(module: nn.Module) -> Spread | None:
+    """How a module's experts are spread; None: they are not."""
+    found: Spread | None = module.__dict__.get(_STATE)
+    return found
+
+
+def spread(module: nn.Module, state: Spread) -> None:
+    """Makes ``module``, which has its part of the weights by now, run its experts where they are."""
+    module.__dict__[_STATE] = state
+    module.forward = types.MethodType(_forward_all if state.takes_all else _forward, module)  # type: ignore[method-assign]
+
+
+_TAKE_ALL = frozenset({"Llama4TextExperts"})
+"""Classes that get tokens alone, every one for every expert."""
+
+
+def is_stack(module: nn.Module) -> bool:
+    """Whether a module has experts stacked in one tensor, whatever it computes with them."""
+    own = module._parameters
+    weights = [own.get(name) for name in ("gate_up_proj", "up_proj", "down_proj")]
+    return any(weight is not None and len(full_shape(weight)) == 3 for weight in weights)
+
+
+def lacks(module: nn.Module) -> str | None:
+    """What a module with stacked experts would need to be spread, in words; None: nothing."""
+    own = module._parameters
+    if own.get("down_proj") is None or (own.get("gate_up_proj") is None and own.get("up_proj") is None):
+        return "the stacked weights gate_up_proj (or up_proj) and down_proj"
+    if not isinstance(getattr(module, "num_experts", None), int):
+        return "an integer num_experts"
+    if not takes_all(module) and not all(hasattr(module, name) for name in ("is_transposed", "_apply_gate")):
+        return (
+            "transformers.integrations.use_experts_implementation on its class, which says how its weights lie and "
+            "what happens between the two products"
+        )
+    return None
+
+
+def takes_all(module: nn.Module) -> bool:
+    """Whether a module of stacked experts gets tokens alone, every one for every expert (Llama 4)."""
+    return type(module).__name__ in _TAKE_ALL
+
+
+def _forward(
+    self: nn.Module, hidden_states: torch.Tensor, top_k_index: Any = None, top_k_weights: Any = None, **more: Any
+) -> torch.Tensor:
+    """``[S, M]`` tokens, ``[S, k]`` experts and weights: the weighted sum of what the experts make of each token."""
+    index: torch.Tensor = more["router_indices"] if top_k_index is None else top_k_index
+    weights: torch.Tensor = more["routing_weights"] if top_k_weights is None else top_k_weights
+    state: Spread = self.__dict__[_STATE]
+    x = hidden_states.reshape(-1, hidden_states.shape[-1])
+    index = index.reshape(len(x), -1)
+    index = index.masked_fill(index >= state.num_experts, -1)  # how some routers say "nowhere"
+    plan = _plan(state, index.t(), x)
+    results = dispatch(x, plan, lambda rows, load: _run(self, rows, load))
+    out = combine(results, weights.reshape(len(x), -1).t(), plan)
+    return out.to(hidden_states.dtype).reshape(hidden_states.shape)
+
+
+def _forward_all(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+    """``[E * S, M]`` tokens, weighted before they came; rows of zeros give zeros and no gradient, so they stay home."""
+    state: Spread = self.__dict__[_STATE]
+    x = hidden_states.reshape(-1, hidden_states.shape[-1])
+    experts = torch.arange(state.num_experts, device=x.device).repeat_interleave(len(x) // state.num_experts)
+    index = torch.where((x.detach() != 0).any(dim=1), experts, -1)
+    plan = _plan(state, index[None], x)
+    return combine(dispatch(x, plan, lambda rows, load: _run(self, rows, load)), None, plan)
+
+
+def _plan(state: Spread, indices: torch.Tensor, x: torch.Tensor) -> Plan:
+    transport = connect_experts(state.ep_size, x.device) if state.ep_size > 1 else None
+    plan = plan_routes(indices, state.num_experts, transport)
+    state.kept, state.load = len(plan.order), plan.load
+    state.counts = torch.bincount(indices.reshape(-1) + 1, minlength=state.num_experts + 1)[1:]
+    return plan
+
+
+def _run(module: Any, rows: torch.Tensor, load: Sequence[int]) -> torch.Tensor | Sequence[torch.Tensor]:
+    own = module._parameters
+    is_transposed = bool(getattr(module, "is_transposed", True))
+    first = "gate_up_proj" if own.get("gate_up_proj") is not None else "up_proj"
+    up = Stack(getattr(module, first), getattr(module, f"{first}_bias", None), is_transposed)
+    down = Stack(module.down_proj, getattr(module, "down_proj_bias", None), is_transposed)
+    after = module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
+    grouped = module.__dict__[_STATE].grouped
+    return run_stacked(rows, load, up, _between(module, first == "gate_up_proj"), down, after, grouped=grouped)
+
+
+def _between(module: Any, has_gate: bool) -> Any:
+    if not has_gate:
+        return module.act_fn
+    gate = getattr(module, "_apply_gate", None)
+    if callable(gate):
+        return gate
+
+    def halves(both: torch.Tensor) -> torch.Tensor:
+        gated, plain = both.chunk(2, dim=-1)
+        found: torch.Tensor = module.act_fn(gated) * plain
+        return found
+
+    return halves

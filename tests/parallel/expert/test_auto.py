@@ -1,0 +1,136 @@
+"""Transformers models whose experts are spread by the configuration equal the same models in plain torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import deepspeed
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.utils import safe_get_full_fp32_param
+from tests.engine.support import SHARDED, rank
+from tests.harness import run_ranks
+from tests.parallel.expert.models import CONFIGS, batch, build
+
+STEPS = 5
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-5, weight_decay=0.1)
+
+
+def config(stage: int, ep_size: int = 2, **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": stage, **(SHARDED if stage == 3 else {})},
+        "expert_parallel": {"enabled": True, "autoep_size": ep_size},
+        **more,
+    }
+
+
+def reference(kind: str, world: int) -> tuple[list[list[float]], nn.Module, list[float]]:
+    """Losses by step and rank, the trained model and the norms, in one process."""
+    model = build(kind)
+    optimizer = adamw(model)
+    losses, norms = [], []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        outputs = [model(**batch(step, other)).loss for other in range(world)]
+        (sum(outputs) / world).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+        losses.append([loss.item() for loss in outputs])
+    return losses, model, norms
+
+
+def of_this_rank(parameter: nn.Parameter, whole: torch.Tensor, ep_size: int) -> torch.Tensor:
+    if getattr(parameter, "allreduce", True):
+        return whole
+    local = len(whole) // ep_size
+    place = rank() % ep_size
+    return whole[place * local : (place + 1) * local]
+
+
+def check(kind: str, world: int, stage: int, ep_size: int, *, own_optimizer: bool = True, init: bool = False) -> None:
+    losses, trained, norms = reference(kind, world)
+    settings = config(stage, ep_size)
+    if init:
+        with deepspeed.zero.Init(config_dict_or_path=settings):
+            model = build(kind)
+        with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+            for parameter, value in zip(model.parameters(), build(kind).parameters(), strict=True):
+                parameter.data.copy_(value)
+    else:
+        model = build(kind, seed=rank())  # rank 0's values count
+    if not own_optimizer:
+        settings["optimizer"] = {"type": "AdamW", "params": {"lr": 3e-3, "eps": 1e-5, "weight_decay": 0.1}}
+    client = adamw(model) if own_optimizer else None  # built before the experts are cut
+    engine = deepspeed.initialize(model=model, optimizer=client, config=settings)[0]
+    for step in range(STEPS):
+        loss = engine(**batch(step, rank())).loss
+        assert loss.item() == pytest.approx(losses[step][rank()], abs=1e-5), f"step {step}"
+        engine.backward(loss)
+        engine.step()
+        assert engine.get_global_grad_norm() == pytest.approx(norms[step], rel=1e-4)
+    wanted = dict(trained.named_parameters())
+    cut = 0
+    for name, parameter in engine.module.named_parameters():
+        expected = of_this_rank(parameter, wanted[name].detach(), ep_size)
+        cut += expected is not wanted[name] and len(expected) < len(wanted[name])
+        found = safe_get_full_fp32_param(parameter)
+        if not torch.allclose(found, expected, rtol=1e-4, atol=2e-5):
+            raise AssertionError(f"{name}: off by {(found - expected).abs().max()}")
+    assert cut or ep_size == 1
+    engine.destroy()
+
+
+CELLS = [
+    ("mixtral", 0, {}), ("mixtral", 3, {"init": True}), ("qwen3_moe", 3, {}), ("qwen2_moe", 1, {}),
+    ("qwen3_5_moe", 2, {"own_optimizer": False}), ("olmoe", 1, {}), ("deepseek_v2", 2, {}),
+    ("deepseek_v3", 3, {"own_optimizer": False}), ("gpt_oss", 3, {"init": True}), ("llama4", 2, {}),
+]  # fmt: skip
+
+
+def _all_cells(world: int, ep_size: int, cells: list[Any]) -> None:
+    for kind, stage, more in cells:
+        try:
+            check(kind, world, stage, ep_size, **more)
+        except AssertionError as error:
+            raise AssertionError(f"{kind}, stage {stage}, {more}: {error}") from None
+
+
+def test_every_kind_of_model_on_two_ranks() -> None:
+    assert {kind for kind, _, _ in CELLS} == set(CONFIGS)
+    run_ranks(_all_cells, 2, 2, 2, CELLS, timeout=240)
+
+
+@pytest.mark.slow
+def test_every_stage_on_four_ranks() -> None:
+    cells = [("mixtral", stage, {"init": stage == 3}) for stage in range(4)]
+    run_ranks(_all_cells, 4, 4, 2, cells, timeout=240)
+    run_ranks(_all_cells, 4, 4, 4, cells, timeout=240)
+
+
+def _refused() -> None:
+    for model, section, words in (
+        (nn.Linear(2, 2), {}, "Linear has no module with stacked experts .* build other models with deepspeed.moe"),
+        (build("mixtral"), {"preset_model": "qwen3_moe"}, "is for models of type qwen3_moe or qwen2_moe, .*'mixtral'"),
+        (
+            build("mixtral"),
+            {"moe_layer_pattern": "nothing"},
+            "fits none of the .* 'model.layers.0.mlp.experts'",
+        ),
+        (build("mixtral", num_local_experts=3), {}, "the 3 experts of 'model.layers.0.mlp.experts' cannot be dealt"),
+    ):
+        settings = config(1)
+        settings["expert_parallel"] |= section
+        with pytest.raises(DeepSpeedConfigError, match=words):
+            deepspeed.initialize(model=model, optimizer=adamw(model), config=settings)
+
+
+def test_what_cannot_be_is_refused_by_name() -> None:
+    run_ranks(_refused, 2)
