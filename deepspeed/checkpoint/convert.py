@@ -105,7 +105,7 @@ def _layout(source: Source, state: TrainingState) -> tuple[BucketLayout, ...]:
 
     def close(kind: tuple[str, bool]) -> None:
         tiles = waiting.pop(kind)
-        buckets.append(bucket_layout(len(buckets), tiles, dtype=kind[0], trainable=kind[1], world_size=1))
+        buckets.append(bucket_layout(len(buckets), tiles, dtype=kind[0], trainable=kind[1], num_slices=1))
 
     for name, parameter in source.parameters.items():
         kind = (str(parameter.compute_dtype).removeprefix("torch."), name in group_of)

@@ -107,7 +107,7 @@ def state_of_kind(kind: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class Piece:
+class SavedStretch:
     """Elements ``[start, stop)`` of the flat buffer of bucket ``bucket``.
 
     Attributes:
@@ -169,7 +169,7 @@ class SavedFile:
     kind: str
     size: int
     checksums: tuple[int, ...]
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[SavedStretch, ...] = ()
     tensors: tuple[NamedTensor, ...] = ()
 
 
@@ -282,7 +282,7 @@ def _encode_bucket(bucket: BucketLayout) -> dict[str, Any]:
         "dtype": bucket.dtype,
         "trainable": bucket.trainable,
         "numel": bucket.numel,
-        "world_size": bucket.world_size,
+        "world_size": bucket.num_slices,
         "tiles": [
             [tile.name, list(tile.shape), start, tile.param_group, _encode_part(tile.part)]
             for tile, start in zip(bucket.tiles, bucket.starts, strict=True)
@@ -435,14 +435,14 @@ def _decode_bucket(index: int, entry: Any, check: _Checker, version: int) -> Buc
         end = start + tile.numel
         tiles.append(tile)
         starts.append(start)
-    world_size = check.number(check.get(entry, "world_size", int), "the number of ranks", 1, 1 << 32)
+    num_slices = check.number(check.get(entry, "world_size", int), "the number of ranks", 1, 1 << 32)
     return BucketLayout(
         index=index,
         tiles=tuple(tiles),
         starts=tuple(starts),
         dtype=check.text(check.get(entry, "dtype", str), "a dtype"),
         trainable=check.get(entry, "trainable", bool),
-        world_size=world_size,
+        num_slices=num_slices,
         numel=numel,
     )
 
@@ -475,7 +475,9 @@ def _decode_file(entry: Any, buckets: Sequence[BucketLayout], check: _Checker) -
         numel = buckets[bucket].numel
         stop = check.number(stop, f"the end of a piece of {name!r}", 1, numel)
         start = check.number(start, f"the start of a piece of {name!r}", 0, stop - 1)
-        pieces.append(Piece(bucket, start, stop, dtype_of(code), check.number(offset, f"an offset in {name!r}", 8)))
+        pieces.append(
+            SavedStretch(bucket, start, stop, dtype_of(code), check.number(offset, f"an offset in {name!r}", 8))
+        )
     tensors = []
     for row in check.get(entry, "tensors", list):
         tensor, shape, code, offset = check.row(row, 4, f"a tensor of {name!r}")

@@ -23,8 +23,8 @@ from deepspeed.checkpoint.format import (
     MASTER,
     Manifest,
     NamedTensor,
-    Piece,
     SavedFile,
+    SavedStretch,
     SavedTile,
 )
 from deepspeed.checkpoint.source import SavedBuffer, SavedParameter, Wanted
@@ -155,7 +155,7 @@ class _Run(NamedTuple):
 
     start: int
     stop: int
-    piece: Piece
+    piece: SavedStretch
     reader: FileReader
     offset: int
 
@@ -211,8 +211,8 @@ class CheckpointReader:
     def __exit__(self, *_exception: object) -> None:
         self.close()
 
-    def _index_pieces(self) -> dict[tuple[str, int], list[tuple[Piece, FileReader]]]:
-        found: dict[tuple[str, int], list[tuple[Piece, FileReader]]] = defaultdict(list)
+    def _index_pieces(self) -> dict[tuple[str, int], list[tuple[SavedStretch, FileReader]]]:
+        found: dict[tuple[str, int], list[tuple[SavedStretch, FileReader]]] = defaultdict(list)
         for record in self.manifest.files:
             for piece in record.pieces:
                 found[(record.kind, piece.bucket)].append((piece, self._files[record.name]))
@@ -273,7 +273,7 @@ class CheckpointReader:
             position = piece.stop
         return position >= stop
 
-    def _overlapping(self, kind: str, bucket: int, start: int, stop: int) -> Iterator[tuple[Piece, FileReader]]:
+    def _overlapping(self, kind: str, bucket: int, start: int, stop: int) -> Iterator[tuple[SavedStretch, FileReader]]:
         pieces = self._pieces.get((kind, bucket), [])
         first = bisect.bisect_right(pieces, start, key=lambda entry: entry[0].stop)
         for piece, reader in pieces[first:]:
@@ -387,14 +387,6 @@ class CheckpointReader:
         """The whole of the small file ``name``, verified; None if the checkpoint has none of that name."""
         reader = self._files.get(name)
         return None if reader is None else reader.whole()
-
-    def read_full(self, name: str, kinds: Iterable[str] = (MASTER, COMPUTE)) -> torch.Tensor:
-        """The whole parameter ``name``, in its shape, of the first of ``kinds`` that it has."""
-        parameter = self.parameters[name]
-        kind = next(kind for kind in kinds if kind in parameter.kinds)
-        out = torch.empty(parameter.numel, dtype=parameter.kinds[kind])
-        self.read(Wanted(kind, name, 0, parameter.numel), out)
-        return out.view(parameter.shape)
 
 
 def _windows(runs: Iterable[_Run]) -> Iterator[list[_Run]]:

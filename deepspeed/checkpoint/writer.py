@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 
 from deepspeed.checkpoint import disk
-from deepspeed.checkpoint.format import CHUNK_BYTES, NamedTensor, Piece, SavedFile, safetensors_header
+from deepspeed.checkpoint.format import CHUNK_BYTES, NamedTensor, SavedFile, SavedStretch, safetensors_header
 from deepspeed.errors import CheckpointError
 
 _STAGING_BYTES = 16 << 20
@@ -193,7 +193,8 @@ class FileWriter:
         entries = [_Entry(f"{s.bucket}:{s.start}", s.dtype, (s.stop - s.start,), s.values) for s in stretches]
         offsets, size, checksums = self._write(name, entries)
         pieces = tuple(
-            Piece(s.bucket, s.start, s.stop, s.dtype, offset) for s, offset in zip(stretches, offsets, strict=True)
+            SavedStretch(s.bucket, s.start, s.stop, s.dtype, offset)
+            for s, offset in zip(stretches, offsets, strict=True)
         )
         return SavedFile(name, kind, size, checksums, pieces=pieces)
 

@@ -75,13 +75,13 @@ def _staging(runtime: ZeroRuntime) -> tuple[int, str]:
 
 def _kept_buckets(runtime: ZeroRuntime, precision: PrecisionPolicy, accumulation_steps: int) -> tuple[int, str]:
     """A group of one keeps its packed gradients allocated (see ``GradientBucket.clear``)."""
-    alone = any(bucket.world_size == 1 for bucket in runtime.layout.buckets)
+    alone = any(bucket.num_slices == 1 for bucket in runtime.layout.buckets)
     if not alone or accumulation_steps > 1:
         return 0, "0 between steps"
     sizes = [
         gradients.bucket.layout.numel * precision.reduce_dtype(gradients.bucket.dtype).itemsize
         for gradients in (runtime.reducer.buckets if runtime.reducer is not None else [])
-        if gradients.bucket.layout.world_size == 1
+        if gradients.bucket.layout.num_slices == 1
     ]
     return sum(sizes), "bytes x Psi, kept from the first step on"
 
@@ -163,7 +163,7 @@ def summary(runtime: ZeroRuntime, placement: Placement, ranks: Standing, batches
     layout = runtime.layout
     numel = sum(bucket.used_numel for bucket in layout.buckets)
     sharded = sum(bucket.layout.used_numel for bucket in runtime.buckets if bucket.is_sharded)
-    shared_by = {bucket.world_size for bucket in layout.buckets if bucket.replicas > 1}
+    shared_by = {bucket.num_slices for bucket in layout.buckets if bucket.replicas > 1}
     groups = f" in groups of {shared_by.pop()}" if shared_by else ""
     whole, micro_batch, steps = batches.get_batch_info()
     return (

@@ -18,7 +18,7 @@ from deepspeed.offload.files import FileMemory
 from deepspeed.offload.host import HostUpdate
 from deepspeed.offload.pinned import page_buffer, round_to_pages
 from deepspeed.offload.streams import CopyStream
-from deepspeed.zero.update import Operands, Piece
+from deepspeed.zero.update import Operands, UpdateSlice
 
 
 @dataclass
@@ -67,12 +67,12 @@ class FileUpdate(HostUpdate):
         self._reads_ahead = reads_ahead
         self._writes_behind = writes_behind
         self._sets: list[_Set] | None = None
-        self._unread: deque[Piece] = deque()
+        self._unread: deque[UpdateSlice] = deque()
         self._reading: deque[_Set] = deque()
         self._writing: deque[_Set] = deque()
         self._current: _Set | None = None
 
-    def begin(self, pieces: Sequence[Piece]) -> None:
+    def begin(self, pieces: Sequence[UpdateSlice]) -> None:
         """See the class this one derives from."""
         super().begin(pieces)
         if self._sets is None and pieces:
@@ -85,7 +85,7 @@ class FileUpdate(HostUpdate):
         if self._reads_ahead:
             self._read_ahead()
 
-    def _fit_buffers(self, pieces: Sequence[Piece]) -> None:
+    def _fit_buffers(self, pieces: Sequence[UpdateSlice]) -> None:
         """An optimizer may come to have more states, and a bucket unfrozen late be larger, than what it began with."""
         tensors = max(1 + len(piece.master.states) for piece in pieces)
         nbytes = max(self._memory.buffer_nbytes, *(round_to_pages(_widest(piece) * piece.numel) for piece in pieces))
@@ -94,7 +94,7 @@ class FileUpdate(HostUpdate):
             while len(each.buffers) < tensors:
                 each.buffers.append(page_buffer(nbytes, pin=self._pin))
 
-    def _tensors_of(self, piece: Piece) -> dict[str, torch.Tensor]:
+    def _tensors_of(self, piece: UpdateSlice) -> dict[str, torch.Tensor]:
         """Master and states of a piece, as mapped; the master under the name ``""``."""
         part = slice(piece.start, piece.stop)
         return {"": piece.master.flat[part]} | {key: state[part] for key, state in piece.master.states.items()}
@@ -114,7 +114,7 @@ class FileUpdate(HostUpdate):
             target.transfers.append(self._memory.file.read(buffer[:whole], offset))
         self._reading.append(target)
 
-    def fetch(self, piece: Piece) -> Operands:
+    def fetch(self, piece: UpdateSlice) -> Operands:
         """See the class this one derives from."""
         if not self._reading:
             if not self._sets:
@@ -131,7 +131,7 @@ class FileUpdate(HostUpdate):
         }
         return Operands(staged.pop(""), operands.grad, staged, operands.out)
 
-    def store(self, piece: Piece, operands: Operands, updated: Sequence[slice]) -> None:
+    def store(self, piece: UpdateSlice, operands: Operands, updated: Sequence[slice]) -> None:
         """See the class this one derives from."""
         super().store(piece, operands, updated)
         current, self._current = self._current, None
@@ -168,6 +168,6 @@ class FileUpdate(HostUpdate):
         self._unread.clear()
 
 
-def _widest(piece: Piece) -> int:
+def _widest(piece: UpdateSlice) -> int:
     """Bytes per element of the widest tensor that a piece cuts."""
     return max(tensor.element_size() for tensor in (piece.master.flat, *piece.master.states.values()))

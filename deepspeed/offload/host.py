@@ -22,7 +22,7 @@ from deepspeed.zero.masters import MasterBucket
 from deepspeed.zero.norm import Squares
 from deepspeed.zero.placement import Home
 from deepspeed.zero.storage import FlatBuffer, Kind, Ledger, Memory
-from deepspeed.zero.update import Operands, Piece, UpdateStrategy
+from deepspeed.zero.update import Operands, UpdateSlice, UpdateStrategy
 
 _STAGING = 2  # one copy on its way, one being filled
 
@@ -198,14 +198,14 @@ class HostUpdate(UpdateStrategy):
         self._staging: deque[tuple[torch.Tensor, CopyDone]] = deque()
         self._last: CopyDone | None = None
 
-    def begin(self, pieces: Sequence[Piece]) -> None:
+    def begin(self, pieces: Sequence[UpdateSlice]) -> None:
         """See the class this one derives from."""
         # The kernel writes compute shards that lie in host memory; the gather of a forward that nobody waited for may
         # still be reading one.
         self._up.wait_on_host()
         self._last = None
 
-    def _out(self, piece: Piece) -> torch.Tensor | None:
+    def _out(self, piece: UpdateSlice) -> torch.Tensor | None:
         out = piece.master.out
         if out is None or piece.master.writes_out_in_place:
             return super()._out(piece)
@@ -222,7 +222,7 @@ class HostUpdate(UpdateStrategy):
                 return buffer
         return page_buffer(nbytes, pin=self._pin)
 
-    def store(self, piece: Piece, operands: Operands, updated: Sequence[slice]) -> None:
+    def store(self, piece: UpdateSlice, operands: Operands, updated: Sequence[slice]) -> None:
         """See the class this one derives from."""
         master = piece.master
         if operands.out is None or master.writes_out_in_place:

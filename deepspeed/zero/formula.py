@@ -143,13 +143,13 @@ class MemoryFormula:
         """
         total, text = 0, "bytes x Psi"
         for bucket, placed in self._trained():
-            unreduced = not reduced and not self._placement.shard_gradients and bucket.world_size > 1
+            unreduced = not reduced and not self._placement.shard_gradients and bucket.num_slices > 1
             if (Home.DEVICE if unreduced else placed.gradient_home) is not home:
                 continue
-            if bucket.world_size == 1 and not accumulation:
+            if bucket.num_slices == 1 and not accumulation:
                 total += (reduce_itemsize or itemsize(bucket.dtype)) * bucket.numel
                 continue
-            over_micro_batches = unreduced or bucket.world_size == 1 or self._placement.shard_gradients
+            over_micro_batches = unreduced or bucket.num_slices == 1 or self._placement.shard_gradients
             wide = accumulate_itemsize if over_micro_batches else 4
             whole = unreduced or not self._placement.shard_master
             total += (8 if bucket.dtype == "float64" else wide) * (bucket.numel if whole else self._owned(bucket))

@@ -5,7 +5,7 @@ Names used throughout the package:
 - A **tile** is the part of one logical parameter that this rank's model holds. Without tensor or expert parallelism the
   tile is the whole parameter. (``zero.tiles``)
 - A **bucket** lays tiles of one dtype, trainability and process group end to end in one flat 1-D buffer. Every tile
-  starts at a multiple of ``BLOCK`` elements and the whole is padded to a multiple of ``world_size * BLOCK``, so that
+  starts at a multiple of ``BLOCK`` elements and the whole is padded to a multiple of ``num_slices * BLOCK``, so that
   no rank boundary ever cuts a block. (``BucketLayout``)
 - Rank *r* owns the *r*-th equal slice of every bucket.
 - A **fragment** is what one rank owns of one tile: an interval of the flattened tile. (``Fragment``)
@@ -87,7 +87,7 @@ class Run:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Tiles end to end in one flat buffer that ``world_size`` ranks share.
+    """Tiles end to end in one flat buffer of ``num_slices`` equal slices.
 
     Attributes:
         index: Position among the buckets of the model.
@@ -95,8 +95,8 @@ class BucketLayout:
         starts: First element of each tile in the buffer, a multiple of ``BLOCK``.
         dtype: Name of the compute dtype, such as ``bfloat16``.
         trainable: Whether the tiles had ``requires_grad`` when the layout was made.
-        world_size: Ranks that share the buffer.
-        numel: Elements of the whole buffer, padding included: a multiple of ``world_size * replicas * BLOCK``.
+        num_slices: Slices of the buffer, one for each rank that shares it.
+        numel: Elements of the whole buffer, padding included: a multiple of ``num_slices * replicas * BLOCK``.
         group: Name of the group of ranks (``zero.group``).
         replicas: Ranks that hold the same slice.
     """
@@ -106,7 +106,7 @@ class BucketLayout:
     starts: tuple[int, ...]
     dtype: str
     trainable: bool
-    world_size: int
+    num_slices: int
     numel: int
     group: str = DATA
     replicas: int = 1
@@ -114,7 +114,7 @@ class BucketLayout:
     @property
     def slice_numel(self) -> int:
         """Elements that one rank owns."""
-        return self.numel // self.world_size
+        return self.numel // self.num_slices
 
     @property
     def used_numel(self) -> int:
@@ -131,7 +131,7 @@ class BucketLayout:
         return rank * self.slice_numel, (rank + 1) * self.slice_numel
 
     def share_bounds(self, position: int, parts: int) -> tuple[int, int]:
-        """As :meth:`slice_bounds`, of ``parts`` equal parts, a multiple of ``world_size`` that the padding allows."""
+        """As :meth:`slice_bounds`, of ``parts`` equal parts, a multiple of ``num_slices`` that the padding allows."""
         return position * self.numel // parts, (position + 1) * self.numel // parts
 
     def fragment(self, tile: int, rank: int) -> Fragment | None:
@@ -172,7 +172,7 @@ def bucket_layout(
     *,
     dtype: str,
     trainable: bool,
-    world_size: int,
+    num_slices: int,
     replicas: int = 1,
     group: str = DATA,
 ) -> BucketLayout:
@@ -183,7 +183,7 @@ def bucket_layout(
         tiles: Tiles in model order.
         dtype: Name of their dtype.
         trainable: Whether they are trained.
-        world_size: Ranks that share the bucket.
+        num_slices: Slices of the buffer, one for each rank that shares it.
         replicas: Ranks that hold the same slice, each of which must be divisible among them.
         group: Name of the group of ranks.
     """
@@ -198,8 +198,8 @@ def bucket_layout(
         starts=tuple(starts),
         dtype=dtype,
         trainable=trainable,
-        world_size=world_size,
-        numel=round_up(end, world_size * replicas * BLOCK),
+        num_slices=num_slices,
+        numel=round_up(end, num_slices * replicas * BLOCK),
         group=group,
         replicas=replicas,
     )
@@ -294,7 +294,7 @@ def model_layout(units: Iterable[Sequence[UnitTile]], *, sharing: Mapping[str, S
             [t.tile for t in tiles],
             dtype=kind[0],
             trainable=kind[1],
-            world_size=sharing[kind[2]].ranks,
+            num_slices=sharing[kind[2]].ranks,
             replicas=sharing[kind[2]].copies,
             group=kind[2],
         )

@@ -72,7 +72,7 @@ class MasterBucket:
         self.state_home = memory.home
         self._ledger = ledger
         self.transport: Transport = bucket.group.owners
-        self.layout: BucketLayout = replace(bucket.layout, world_size=self.transport.size if is_sharded else 1)
+        self.layout: BucketLayout = replace(bucket.layout, num_slices=self.transport.size if is_sharded else 1)
         self.rank = self.transport.rank if is_sharded else 0
         compute = self._compute()
         if bucket.dtype in (torch.float32, torch.float64) and self._can_share():
@@ -96,7 +96,7 @@ class MasterBucket:
     @property
     def is_sharded(self) -> bool:
         """Whether other ranks own other parts."""
-        return self.layout.world_size > 1
+        return self.layout.num_slices > 1
 
     @property
     def counts(self) -> bool:
@@ -242,7 +242,7 @@ class MasterBucket:
 
     def whole_tile(self, tile: int) -> torch.Tensor:
         """The master of one parameter in its shape, as a view; only where masters are not cut over ranks."""
-        assert self.layout.world_size == 1
+        assert self.layout.num_slices == 1
         start, described = self.layout.starts[tile], self.layout.tiles[tile]
         return self.flat[start : start + described.numel].view(described.shape)
 

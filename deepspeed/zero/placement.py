@@ -151,7 +151,7 @@ class Placement:
                 if moved < self.offloaded_share * trained:
                     master_home = self.master_home
                 moved += bucket.numel
-            away = bucket.world_size > 1 or self.param_home is not Home.DEVICE
+            away = bucket.num_slices > 1 or self.param_home is not Home.DEVICE
             is_sharded = self.shard_params and away and bucket.index not in layout.persistent
             param_home = self.param_home if is_sharded else Home.DEVICE
             if param_home is Home.FILE and host + bucket.slice_numel <= self.max_host_params:

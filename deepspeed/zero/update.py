@@ -22,7 +22,7 @@ from deepspeed.zero.placement import Home
 
 
 @dataclass
-class Piece:
+class UpdateSlice:
     """A stretch of one master.
 
     Attributes:
@@ -68,17 +68,17 @@ class UpdateStrategy:
     piece_numel: int | None = None
     """Most elements of a piece; None: a whole master."""
 
-    def begin(self, pieces: Sequence[Piece]) -> None:
+    def begin(self, pieces: Sequence[UpdateSlice]) -> None:
         """Announces the pieces of one update, in the order in which they will be fetched."""
 
-    def fetch(self, piece: Piece) -> Operands:
+    def fetch(self, piece: UpdateSlice) -> Operands:
         """The operands of the next piece, ready to be worked on."""
         grad = piece.gradients.result
         assert grad is not None, f"{piece.master.bucket!r} has no gradient although one was counted"
         part = slice(piece.start, piece.stop)
         return Operands(piece.master.flat[part], grad[part], None, self._out(piece))
 
-    def _out(self, piece: Piece) -> torch.Tensor | None:
+    def _out(self, piece: UpdateSlice) -> torch.Tensor | None:
         """Where the kernel writes the compute parameters: in place if it can reach them, else a staging tensor."""
         master = piece.master
         if master.out is None:
@@ -86,7 +86,7 @@ class UpdateStrategy:
         out = master.out[piece.start : piece.stop]
         return out if master.writes_out_in_place else torch.empty_like(out, device=master.flat.device)
 
-    def store(self, piece: Piece, operands: Operands, updated: Sequence[slice]) -> None:
+    def store(self, piece: UpdateSlice, operands: Operands, updated: Sequence[slice]) -> None:
         """Starts to take back what the kernel wrote into staging tensors.
 
         Args:
@@ -102,7 +102,7 @@ class UpdateStrategy:
             for part in self._complete(piece, operands, updated):
                 master.bucket.memory.write(target[part], operands.out[part])
 
-    def _complete(self, piece: Piece, operands: Operands, updated: Sequence[slice]) -> Sequence[slice]:
+    def _complete(self, piece: UpdateSlice, operands: Operands, updated: Sequence[slice]) -> Sequence[slice]:
         """The stretches of staged compute parameters that are to be stored.
 
         Those that were updated; parameters without a gradient are left as they are. Only to a file the piece goes as a
@@ -171,13 +171,13 @@ class PieceUpdater:
             for master, _, _ in work:
                 master.bucket.memory.settle()
 
-    def _cut(self, master: MasterBucket, gradients: GradientBucket, used: list[bool]) -> list[Piece]:
+    def _cut(self, master: MasterBucket, gradients: GradientBucket, used: list[bool]) -> list[UpdateSlice]:
         """The pieces of a master with something to update: none where others own all that got a gradient."""
         numel = master.flat.numel()
         step = self._strategies[master.home].piece_numel or numel
         spans = [run.span for run in master.runs if used[master.tile_spans(run.span)[0][0]]]
         return [
-            Piece(master, gradients, used, start, min(start + step, numel))
+            UpdateSlice(master, gradients, used, start, min(start + step, numel))
             for start in range(0, numel, step or 1)
             if any(span.start < start + step and start < span.stop for span in spans)
         ]
@@ -196,7 +196,7 @@ class PieceUpdater:
                     initial[number] = first_state(self._flat, self._optimizer.param_groups[number])
                 master.keep_state(run, self._optimizer.state[run.param], initial[number])
 
-    def _update(self, piece: Piece, operands: Operands, factor: float | None) -> list[slice]:
+    def _update(self, piece: UpdateSlice, operands: Operands, factor: float | None) -> list[slice]:
         """Updates the runs that got gradients; returns the stretches of the piece that they fill."""
         master = piece.master
         updated: list[slice] = []

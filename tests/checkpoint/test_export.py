@@ -203,7 +203,7 @@ def test_memory_stays_within_two_tensors_or_a_shard(kind, shard, tmp_path):
     folder = tmp_path / "big"
     folder.mkdir()
     tiles = [Tile(f"layer{index}.weight", (numel // 64, 64), 0) for index in range(count)]
-    layout = bucket_layout(0, tiles, dtype="bfloat16", trainable=True, world_size=1)
+    layout = bucket_layout(0, tiles, dtype="bfloat16", trainable=True, num_slices=1)
     values = torch.ones(numel)
     with FileWriter(folder) as writer:
         record = writer.write_stretches(

@@ -16,6 +16,7 @@ from deepspeed.checkpoint.reader import CheckpointReader
 from deepspeed.errors import CheckpointError
 from tests.checkpoint.faults import faults
 from tests.checkpoint.training import engine, train
+from tests.checkpoint.whole import read_whole
 from tests.harness import run_ranks
 
 
@@ -30,7 +31,7 @@ def gain_in(folder: str) -> tuple[str, float]:
     with CheckpointReader(found.folder) as reader:
         for record in reader.manifest.files:
             reader.read_file(record.name)
-        return found.tag, reader.read_full("gain").item()
+        return found.tag, read_whole(reader, "gain").item()
 
 
 def set_gain(run, value: float) -> None:

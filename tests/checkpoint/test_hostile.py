@@ -24,6 +24,7 @@ from deepspeed.checkpoint.native import read_training_state
 from deepspeed.checkpoint.reader import CheckpointReader
 from deepspeed.errors import CheckpointError
 from tests.checkpoint.training import engine, train
+from tests.checkpoint.whole import read_whole
 from tests.harness import run_ranks
 
 
@@ -91,7 +92,7 @@ def load_all(folder: Path, trust: bool = False) -> Any:
     with CheckpointReader(folder) as reader:
         state = read_training_state(reader, 0, trust=trust)
         for name in reader.parameters:
-            reader.read_full(name)
+            read_whole(reader, name)
         for name in reader.buffers:
             reader.read_buffer(name)
         return state

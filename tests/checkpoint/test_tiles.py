@@ -21,6 +21,7 @@ from deepspeed.checkpoint.writer import FileWriter, Stretch
 from deepspeed.errors import CheckpointError
 from deepspeed.zero.layout import bucket_layout
 from deepspeed.zero.tiles import Tile, TilePart
+from tests.checkpoint.whole import read_whole
 from tests.zero.test_tiles import SHAPES, tilings
 
 PADDING = 7.0
@@ -40,7 +41,7 @@ def write(folder: Path, coordinates: list[list[Tile]], wholes: dict[str, torch.T
     buckets, files = [], []
     with FileWriter(folder) as writer:
         for number, tiles in enumerate(coordinates):
-            layout = bucket_layout(number, tiles, dtype="bfloat16", trainable=True, world_size=ranks)
+            layout = bucket_layout(number, tiles, dtype="bfloat16", trainable=True, num_slices=ranks)
             buckets.append(layout)
             flat = torch.zeros(layout.numel)
             for tile, start in zip(layout.tiles, layout.starts, strict=True):
@@ -125,7 +126,7 @@ def test_each_slice_takes_what_it_needs(folder):
     """Two model coordinates with three ranks each, from two with two: the plan and the reader together."""
     with CheckpointReader(folder[0]) as source:
         for coordinate in range(2):
-            layout = bucket_layout(0, model(coordinate), dtype="float32", trainable=True, world_size=3)
+            layout = bucket_layout(0, model(coordinate), dtype="float32", trainable=True, num_slices=3)
             shapes = {tile.logical: tile.global_shape for tile in layout.tiles}
             matches, _, difference = match(source, shapes, {}, {})
             assert not difference.missing and not difference.shapes
@@ -176,7 +177,7 @@ def test_heads_that_two_ranks_hold_are_read_once(tmp_path):
     shared = [TilePart.cut("kv", (6, 2), 0, [(low, low + 2), (4, 6)]) for low in (0, 2)]
     write(tmp_path, [[Tile("kv", (4, 2), part=part)] for part in shared], whole, 1)
     with CheckpointReader(tmp_path) as source:
-        assert torch.equal(source.read_full("kv"), whole["kv"])
+        assert torch.equal(read_whole(source, "kv"), whole["kv"])
     odd = [TilePart.cut("kv", (6, 2), 0, [(0, 4)]), TilePart.cut("kv", (6, 2), 0, [(2, 6)])]
     write(tmp_path / "odd", [[Tile("kv", (4, 2), part=part)] for part in odd], whole, 1)
     with pytest.raises(CheckpointError, match="overlap at"):

@@ -36,7 +36,7 @@ def tiles(draw, groups=(-1, 0, 1, 2)):
 
 @st.composite
 def buckets(draw):
-    return bucket_layout(0, draw(tiles()), dtype="float32", trainable=True, world_size=draw(WORLD))
+    return bucket_layout(0, draw(tiles()), dtype="float32", trainable=True, num_slices=draw(WORLD))
 
 
 @st.composite
@@ -69,7 +69,7 @@ def holders_of(bucket: BucketLayout, offset: int) -> list[int]:
 @given(buckets())
 def test_every_element_is_owned_exactly_once(bucket: BucketLayout):
     owned: Counter[tuple[int, int]] = Counter()
-    for rank in range(bucket.world_size):
+    for rank in range(bucket.num_slices):
         for fragment in bucket.fragments(rank):
             assert fragment.numel > 0
             owned.update((fragment.tile, fragment.tile_start + i) for i in range(fragment.numel))
@@ -79,7 +79,7 @@ def test_every_element_is_owned_exactly_once(bucket: BucketLayout):
 
 @given(buckets())
 def test_a_fragment_lies_where_its_tile_lies(bucket: BucketLayout):
-    for rank in range(bucket.world_size):
+    for rank in range(bucket.num_slices):
         lower, upper = bucket.slice_bounds(rank)
         for fragment in bucket.fragments(rank):
             in_buffer = bucket.starts[fragment.tile] + fragment.tile_start
@@ -89,22 +89,22 @@ def test_a_fragment_lies_where_its_tile_lies(bucket: BucketLayout):
 
 @given(buckets())
 def test_alignment_and_padding(bucket: BucketLayout):
-    assert bucket.numel % (bucket.world_size * BLOCK) == 0
+    assert bucket.numel % (bucket.num_slices * BLOCK) == 0
     assert all(start % BLOCK == 0 for start in bucket.starts)
-    assert bucket.slice_numel * bucket.world_size == bucket.numel
-    assert [bucket.slice_bounds(r)[0] for r in range(bucket.world_size)] == [
-        r * bucket.slice_numel for r in range(bucket.world_size)
+    assert bucket.slice_numel * bucket.num_slices == bucket.numel
+    assert [bucket.slice_bounds(r)[0] for r in range(bucket.num_slices)] == [
+        r * bucket.slice_numel for r in range(bucket.num_slices)
     ]
     # The least padding that the two alignments allow.
     blocks = sum(-(-tile.numel // BLOCK) for tile in bucket.tiles)
-    assert bucket.numel - blocks * BLOCK < bucket.world_size * BLOCK
+    assert bucket.numel - blocks * BLOCK < bucket.num_slices * BLOCK
     ends = [start + tile.numel for start, tile in zip(bucket.starts, bucket.tiles, strict=True)]
     assert all(end <= start for end, start in zip(ends, (*bucket.starts[1:], bucket.numel), strict=True))
 
 
 @given(buckets())
 def test_runs_cover_exactly_the_tiles_with_a_group(bucket: BucketLayout):
-    for rank in range(bucket.world_size):
+    for rank in range(bucket.num_slices):
         lower, _ = bucket.slice_bounds(rank)
         group_of = {}
         for run in bucket.runs(rank):
@@ -124,7 +124,7 @@ def test_runs_cover_exactly_the_tiles_with_a_group(bucket: BucketLayout):
 
 @given(buckets())
 def test_runs_are_as_long_as_they_can_be(bucket: BucketLayout):
-    for rank in range(bucket.world_size):
+    for rank in range(bucket.num_slices):
         runs = bucket.runs(rank)
         for first, second in zip(runs, runs[1:], strict=False):
             assert first.stop <= second.start
@@ -134,14 +134,14 @@ def test_runs_are_as_long_as_they_can_be(bucket: BucketLayout):
 
 @given(buckets())
 def test_fragments_of_a_tile_are_those_of_its_ranks(bucket: BucketLayout):
-    by_rank = [fragment for rank in range(bucket.world_size) for fragment in bucket.fragments(rank)]
+    by_rank = [fragment for rank in range(bucket.num_slices) for fragment in bucket.fragments(rank)]
     for tile in range(len(bucket.tiles)):
         assert bucket.fragments_of(tile) == [fragment for fragment in by_rank if fragment.tile == tile]
 
 
 @given(tiles(), WORLD, WORLD)
 def test_the_order_of_tiles_does_not_depend_on_the_world_size(some, one, other):
-    first, second = (bucket_layout(0, some, dtype="float32", trainable=True, world_size=w) for w in (one, other))
+    first, second = (bucket_layout(0, some, dtype="float32", trainable=True, num_slices=w) for w in (one, other))
     assert first.tiles == second.tiles and first.starts == second.starts
 
 
@@ -154,7 +154,7 @@ def test_every_tile_lies_in_one_bucket_of_its_kind(model):
     seen = Counter(tile.name for bucket in layout.buckets for tile in bucket.tiles)
     assert set(seen) == set(kinds) and set(seen.values()) == {1}
     for position, bucket in enumerate(layout.buckets):
-        assert bucket.index == position and bucket.world_size == world
+        assert bucket.index == position and bucket.num_slices == world
         assert {kinds[tile.name] for tile in bucket.tiles} == {(bucket.dtype, bucket.trainable)}
 
 

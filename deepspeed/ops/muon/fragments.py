@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.ops.exchange import exchange_device, exchange_parts
-from deepspeed.ops.muon.plan import Piece, Round, heaviest_position, plan_rounds
+from deepspeed.ops.muon.plan import MatrixPart, Round, heaviest_position, plan_rounds
 from deepspeed.ops.segments import Segment, SegmentTable
 
 #: Elements per rank and round: bounds each of the two exchange buffers at 256 MiB of fp32.
@@ -41,7 +41,7 @@ class _Tour:
     """
 
     def __init__(self, planned: Round, table: SegmentTable) -> None:
-        def by_rank(piece: Piece) -> tuple[int, int]:
+        def by_rank(piece: MatrixPart) -> tuple[int, int]:
             return table.ranks[piece.peer], piece.tensor.index
 
         self.sent = sorted(planned.sent_by(table.position), key=by_rank)
@@ -51,7 +51,7 @@ class _Tour:
         self.kept = self.send_numels[table.ranks[table.position]]
 
     @staticmethod
-    def _numels(pieces: list[Piece], table: SegmentTable) -> list[int]:
+    def _numels(pieces: list[MatrixPart], table: SegmentTable) -> list[int]:
         numels = [0] * len(table.ranks)
         for piece in pieces:
             numels[table.ranks[piece.peer]] += piece.numel
@@ -139,9 +139,9 @@ class FragmentExchange:
             exchange_parts(incoming, outgoing, numels, kept, self._group, "the matrices of Muon")
 
     @staticmethod
-    def _orthogonalize_all(pieces: list[tuple[Piece, Tensor]], orthogonalize: Callable[[Tensor], Tensor]) -> None:
+    def _orthogonalize_all(pieces: list[tuple[MatrixPart, Tensor]], orthogonalize: Callable[[Tensor], Tensor]) -> None:
         """Puts each matrix together, orthogonalises it, and writes the result back over its pieces."""
-        by_matrix: dict[int, list[tuple[Piece, Tensor]]] = {}
+        by_matrix: dict[int, list[tuple[MatrixPart, Tensor]]] = {}
         for piece, view in pieces:
             by_matrix.setdefault(piece.tensor.index, []).append((piece, view))
         for parts in by_matrix.values():
@@ -152,5 +152,5 @@ class FragmentExchange:
                 view.copy_(flat[piece.start : piece.stop])
 
 
-def _views(buffer: Tensor, pieces: list[Piece]) -> tuple[Tensor, ...]:
+def _views(buffer: Tensor, pieces: list[MatrixPart]) -> tuple[Tensor, ...]:
     return buffer.split([piece.numel for piece in pieces]) if pieces else ()

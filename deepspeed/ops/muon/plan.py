@@ -19,7 +19,7 @@ from deepspeed.ops.segments import SharedTensor
 
 
 @dataclass(frozen=True)
-class Piece:
+class MatrixPart:
     """Elements ``[start, stop)`` of the flattened ``tensor``, which travel from or to the rank at position ``peer``."""
 
     tensor: SharedTensor
@@ -47,18 +47,18 @@ class Round:
         """The matrices that a rank orthogonalises."""
         return [tensor for tensor, owner in self.owners if owner == position]
 
-    def sent_by(self, position: int) -> list[Piece]:
+    def sent_by(self, position: int) -> list[MatrixPart]:
         """What a rank holds of each matrix; ``peer`` is the owner."""
         return [
-            Piece(tensor, *tensor.held_by(position), owner)
+            MatrixPart(tensor, *tensor.held_by(position), owner)
             for tensor, owner in self.owners
             if tensor.numel_at(position)
         ]
 
-    def received_by(self, position: int) -> list[Piece]:
+    def received_by(self, position: int) -> list[MatrixPart]:
         """What the ranks hold of the matrices that a rank orthogonalises; ``peer`` is the holder."""
         return [
-            Piece(tensor, *tensor.held_by(holder), holder)
+            MatrixPart(tensor, *tensor.held_by(holder), holder)
             for tensor in self.owned_by(position)
             for holder in tensor.holders()
             if tensor.numel_at(holder)

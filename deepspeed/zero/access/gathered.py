@@ -416,7 +416,7 @@ def _master_values(address: Address) -> torch.Tensor | None:
     """The values of a resident parameter as its fp32 master has them, where that is separate and whole here."""
     holder = address.holder
     master = holder.owner.master_of(holder) if holder.owner is not None and not holder.is_sharded else None
-    if master is None or master.out is None or master.layout.world_size > 1:
+    if master is None or master.out is None or master.layout.num_slices > 1:
         return None
     return master.whole_tile(address.tile).to(holder.dtype)
 

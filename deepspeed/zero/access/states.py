@@ -45,7 +45,7 @@ class _Trained:
     @property
     def is_whole(self) -> bool:
         """Whether this rank keeps all of the state."""
-        return self.master.layout.world_size == 1
+        return self.master.layout.num_slices == 1
 
     def mine(self, flat: torch.Tensor) -> torch.Tensor:
         """A view of this rank's part in a tensor that is aligned with the master."""

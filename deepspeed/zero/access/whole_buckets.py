@@ -38,7 +38,7 @@ class Source:
 
     Attributes:
         flat: 1-D, aligned with this rank's slice of ``layout``.
-        layout: How the quantity is cut; ``world_size`` 1 where every rank has all of it.
+        layout: How the quantity is cut; ``num_slices`` 1 where every rank has all of it.
         transport: Of the ranks that share it.
         label: For messages.
         device: Where the whole is put together: that of the transport, as ``flat`` may be offloaded.
@@ -60,7 +60,7 @@ class Source:
             borrow: What is whole on this rank need not be copied; the result must not be changed.
         """
         layout = self.layout
-        if layout.world_size == 1:
+        if layout.num_slices == 1:
             return {tile: self._cut(self.flat, tile).to(self.device, copy=not borrow) for tile in tiles}
         if len(tiles) == len(layout.tiles):
             whole = torch.empty(layout.numel, dtype=self.flat.dtype, device=self.device)
@@ -115,7 +115,7 @@ def bucket_source(runtime: ZeroRuntime, bucket: Bucket, kind: str, dtype: torch.
 
 
 def _whole(layout: BucketLayout) -> BucketLayout:
-    return replace(layout, world_size=1)
+    return replace(layout, num_slices=1)
 
 
 def _states(runtime: ZeroRuntime, master: MasterBucket, key: str, dtype: torch.dtype) -> torch.Tensor:

@@ -171,7 +171,7 @@ def _shard_kind(
         [Tile(name, tuple(parameter.shape)) for parameter, name in members],
         dtype=str(dtype).removeprefix("torch."),
         trainable=False,
-        world_size=group.size,
+        num_slices=group.size,
         group=group.name,
     )
     bucket = ProvisionalBucket(layout, dtype=dtype, device=device, home=home, group=group)
