@@ -21,11 +21,12 @@ from deepspeed.cli.progress import progress
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
 from deepspeed.plan.advice import advise
 from deepspeed.plan.api import make_machine
-from deepspeed.plan.configs import read_config
+from deepspeed.plan.configs import read_config, with_degrees
 from deepspeed.plan.decoder import DecoderShape
 from deepspeed.plan.devices import DEVICES
 from deepspeed.plan.models import model_source
 from deepspeed.plan.picture import sweep_svg
+from deepspeed.plan.pipeline import Pipeline
 from deepspeed.plan.planner import make_plan
 from deepspeed.plan.result import Request
 from deepspeed.plan.sweep import Point, read_axes, sweep, sweep_text
@@ -94,8 +95,19 @@ def _parser() -> argparse.ArgumentParser:
     job.add_argument("--sequence-length", type=int, default=2048)
     job.add_argument("--micro-batch", type=int, help="samples per forward and device; default: the configuration's")
     job.add_argument("--activation-checkpointing", action="store_true", help="repeated blocks keep their inputs only")
+    for name, what in (
+        ("pipe", "stages of a pipeline; default: 1"),
+        ("tensor", "ranks that share layers; default: the configuration's autotp_size"),
+        ("sequence", "ranks that share a sequence; default: the configuration's sequence_parallel_size"),
+        ("ep", "ranks that share experts; default: the configuration's autoep_size"),
+    ):
+        job.add_argument(f"--{name}", type=int, help=what)
+    job.add_argument("--schedule", default="1f1b", help="of the pipeline: 1f1b or gpipe")
     job.add_argument(
-        "--sweep", nargs="+", metavar="AXIS=V,V", help="plan combinations: world=8,64 stage=2,3 offload=none,cpu,nvme"
+        "--sweep",
+        nargs="+",
+        metavar="AXIS=V,V",
+        help="plan combinations: world=8,64 stage=2,3 offload=none,cpu,nvme pipe=1,2 tensor=1,2 sequence=1,2 ep=1,2",
     )
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="print JSON")
@@ -148,7 +160,7 @@ def _width(most: int) -> int:
 
 
 def _request(options: argparse.Namespace) -> Request:
-    for name in ("nodes", "devices", "sequence_length", "micro_batch"):
+    for name in ("nodes", "devices", "sequence_length", "micro_batch", "pipe", "tensor", "sequence", "ep"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise DeepSpeedConfigError(f"--{name.replace('_', '-')}: expected 1 or more, found {value}")
@@ -167,12 +179,18 @@ def _request(options: argparse.Namespace) -> Request:
     )
     return Request(
         source=model_source(_model(options)),
-        config=read_config(options.config if options.config is not None else _plain_config()),
+        config=with_degrees(
+            read_config(options.config if options.config is not None else _plain_config()),
+            tensor=options.tensor,
+            sequence=options.sequence,
+            ep=options.ep,
+        ),
         machine=machine,
         sequence_length=options.sequence_length,
         micro_batch=options.micro_batch,
         checkpointing=options.activation_checkpointing,
         kind="cpu" if options.device == "cpu" else "cuda",
+        pipeline=Pipeline(options.pipe or 1, options.schedule),
     )
 
 

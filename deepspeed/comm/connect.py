@@ -15,7 +15,7 @@ from deepspeed.comm.new_groups import groups_beside, my_group
 from deepspeed.comm.party import party_of
 from deepspeed.comm.store import backend_for, is_alive
 from deepspeed.comm.transport import LocalTransport, Transport
-from deepspeed.comm.world import stand_in
+from deepspeed.comm.world import ranks_of, stand_in
 
 
 def create_transport(
@@ -32,7 +32,7 @@ def create_transport(
             two transports do not wait for each other.
     """
     if (others := stand_in()) is not None:
-        return others.transport(device)
+        return others.transport(device, None if group is None else ranks_of(group))
     if not dist.is_initialized():
         return LocalTransport()
     group = group if group is not None else dist.group.WORLD
@@ -52,6 +52,10 @@ def part_of_transport(peers: Transport, group: Any) -> Transport:
         group: The torch process group, of the same backend and for this transport alone where order matters.
     """
     native = isinstance(peers, NativeTransport)
+    if (others := stand_in()) is not None:
+        played: Transport = others.transport(peers.device if native else None, ranks_of(group))  # type: ignore[attr-defined]
+        played.belongs_to(peers)
+        return played
     transport = _over(group, "native" if native else "gloo", peers.device if native else None)  # type: ignore[attr-defined]
     transport.belongs_to(peers)
     return transport

@@ -14,7 +14,7 @@ from deepspeed.comm.connect import part_of_transport
 from deepspeed.comm.new_groups import my_group
 from deepspeed.comm.store import backend_for
 from deepspeed.comm.transport import Transport
-from deepspeed.comm.world import rank_in, size_of, stand_in
+from deepspeed.comm.world import rank_in, size_of, stand_in, this_job
 from deepspeed.errors import DeepSpeedConfigError
 
 
@@ -108,17 +108,20 @@ def connect_defined(
     if (others := stand_in()) is not None:
         made: Transport = others.transport(device, defined.mine)
         made.belongs_to(peers)
+        made.axis = defined.name
         return made
     backend = backend_for(dist.group.WORLD, device)
     # Gloo matches transfers by tag, so that all uses can share a group.
     why = f"the group {defined.name!r}" + ("" if backend == "gloo" else f" ({use})")
     group = my_group(defined.ranks, backend=backend, timeout=timeout, why=why)
-    return part_of_transport(peers, group)
+    made = part_of_transport(peers, group)
+    made.axis = defined.name
+    return made
 
 
 def _of_this_job() -> dict[str, Defined]:
     global _defined
-    job = stand_in() or (dist.group.WORLD if dist.is_initialized() else None)
+    job = this_job()
     if _defined[0] is not job:
         _defined = job, {}
     return _defined[1]

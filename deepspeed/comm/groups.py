@@ -14,6 +14,8 @@ The leading underscore of most names is what callers in the ecosystem write.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -25,6 +27,7 @@ from deepspeed.comm.expert_ranks import along_mesh
 from deepspeed.comm.mesh import DATA, EXPERT, PIPE, SAME_PART, SAMPLES, SEQUENCE, TENSOR, Mesh
 from deepspeed.comm.new_groups import group_alone, groups_beside, my_group
 from deepspeed.comm.process_group import get_all_ranks_from_group
+from deepspeed.comm.world import rank_in, size_of, stand_in, this_job
 from deepspeed.errors import CallOrderError, DeprecatedException
 
 mpu: Any = None
@@ -33,7 +36,7 @@ mesh: Mesh | None = None
 _WITH_A_GROUP = (SAMPLES, SAME_PART, (PIPE, TENSOR), (TENSOR,), (SEQUENCE,), (EXPERT,), (DATA, SEQUENCE))
 
 _of_axes: dict[tuple[str, ...], Any] = {}  # this rank's groups along axes of the mesh that have more than one rank
-_mesh_world: Any = None  # the world whose ranks the mesh numbers
+_mesh_world: Any = None  # the job whose ranks the mesh numbers
 _own_group: Any = None  # the group whose only member is this rank, made when first asked for
 _own_group_world: Any = None  # the world it was made in; a new world needs a new one
 
@@ -82,14 +85,13 @@ def set_mesh(found: Mesh | None, timeout: timedelta | None = None) -> None:
         CommunicationError: Some rank has ended or did not come.
     """
     global mesh, _mesh_world
-    if found is not None and found == mesh and _mesh_world is torch_dist.group.WORLD:
+    if found is not None and found == mesh and _mesh_world is this_job():
         return  # engines of one job follow each other
     mesh = None
     _of_axes.clear()
     if found is None:
         return
-    world = torch_dist.group.WORLD
-    mesh, _mesh_world = found.check(_size_of(world)), world
+    mesh, _mesh_world = found.check(size_of()), this_job()
     for axes in _WITH_A_GROUP:
         group_along(*axes, timeout=timeout)
 
@@ -121,9 +123,23 @@ def group_along(*axes: str, timeout: timedelta | None = None) -> Any:
             _of_axes[key] = _alone() if size == 1 else world
         else:
             why = f"ranks along {' and '.join(key)}"
-            backend = torch_dist.get_backend_config(world)
+            backend = "" if stand_in() is not None else torch_dist.get_backend_config(world)
             _of_axes[key] = my_group(mesh.groups(*key), backend=backend, timeout=timeout, why=why)
     return _of_axes[key]
+
+
+@contextmanager
+def put_back() -> Iterator[None]:
+    """Whatever is registered inside is forgotten at the end, and what was there before is there again."""
+    global mpu, mesh, _mesh_world, _own_group, _own_group_world
+    before = mpu, mesh, _mesh_world, _own_group, _own_group_world
+    of_axes = dict(_of_axes)
+    try:
+        yield
+    finally:
+        mpu, mesh, _mesh_world, _own_group, _own_group_world = before
+        _of_axes.clear()
+        _of_axes.update(of_axes)
 
 
 def _effective(axes: tuple[str, ...]) -> tuple[str, ...]:
@@ -142,7 +158,7 @@ def _mesh_size(*axes: str) -> int:
 
 
 def _mesh_place(*axes: str) -> int:
-    return 0 if mesh is None else torch_dist.get_rank(_along(*axes))
+    return 0 if mesh is None else rank_in(_along(*axes))
 
 
 def _mesh_or_data(*axes: str) -> Any:
@@ -160,13 +176,13 @@ def _ask(*names: str) -> Any:
 
 
 def _size_of(group: Any) -> int:
-    return torch_dist.get_world_size(group)
+    return size_of(group)
 
 
 def _alone() -> Any:
     """The group of this rank alone. Other ranks need not call it."""
     global _own_group, _own_group_world
-    world = torch_dist.group.WORLD
+    world = this_job()
     if _own_group is None or _own_group_world is not world:
         _own_group = group_alone()
         _own_group_world = world
@@ -190,7 +206,7 @@ def _get_data_parallel_world_size() -> int:
 def _get_data_parallel_rank() -> int:
     """This rank's place in :func:`_get_data_parallel_group`."""
     answer = _ask("get_data_parallel_rank")
-    return torch_dist.get_rank(_get_data_parallel_group()) if answer is None else answer
+    return rank_in(_get_data_parallel_group()) if answer is None else answer
 
 
 def _get_broadcast_src_rank() -> int:
@@ -259,7 +275,7 @@ def _get_sequence_data_parallel_world_size() -> int:
 def _get_sequence_data_parallel_rank() -> int:
     """This rank's place in :func:`_get_sequence_data_parallel_group`."""
     answer = _ask("get_sequence_data_parallel_rank")
-    return torch_dist.get_rank(_get_sequence_data_parallel_group()) if answer is None else answer
+    return rank_in(_get_sequence_data_parallel_group()) if answer is None else answer
 
 
 # --- expert parallel: by name, ``ep_size_<n>``; each rank holds all experts unless layers or a mesh say otherwise

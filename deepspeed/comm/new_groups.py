@@ -17,6 +17,7 @@ import torch.distributed as dist
 from deepspeed.comm.meeting import meet
 from deepspeed.comm.party import job_watch, party_of
 from deepspeed.comm.store import is_alive
+from deepspeed.comm.world import PlayedGroup, stand_in
 from deepspeed.errors import CommunicationError
 
 _TORCH_TIMEOUT = timedelta(minutes=30)  # torch's own for making a group
@@ -42,8 +43,10 @@ def my_group(groups: Sequence[Sequence[int]], *, backend: str, timeout: timedelt
         DivergenceError: Some rank does something else.
         CommunicationError: Some rank has ended or did not come.
     """
-    world = dist.group.WORLD
     axis = [sorted(ranks) for ranks in groups]
+    if (others := stand_in()) is not None:
+        return PlayedGroup(tuple(next(ranks for ranks in axis if others.rank in ranks)))
+    world = dist.group.WORLD
     if backend == "gloo":
         _made[:] = [entry for entry in _made if entry[0] is world and is_alive(entry[3])]
         known = next((group for _, members, use, group in _made if members == axis and use == why), None)
@@ -59,6 +62,8 @@ def my_group(groups: Sequence[Sequence[int]], *, backend: str, timeout: timedelt
 
 def group_alone() -> Any:
     """A group of this rank alone. Other ranks need not call it."""
+    if (others := stand_in()) is not None:
+        return PlayedGroup((others.rank,))
     if dist.get_world_size() == 1:
         return dist.group.WORLD
     return dist.new_group([dist.get_rank()], use_local_synchronization=True)

@@ -8,14 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as torch_dist
 
 
+@dataclass(frozen=True)
+class PlayedGroup:
+    """A process group of ranks that do not exist.
+
+    Attributes:
+        ranks: Their numbers in the job, ascending.
+    """
+
+    ranks: tuple[int, ...]
+
+
 class World(Protocol):
-    """What a stand-in must know. Its only group is that of all ranks.
+    """What a stand-in must know.
 
     Attributes:
         rank: The rank that this process plays.
@@ -64,12 +76,28 @@ def is_initialized() -> bool:
 
 def rank_in(group: Any = None) -> int:
     """This process's rank in ``group`` (None: among all)."""
-    return _stand_in.rank if _stand_in is not None else torch_dist.get_rank(group)
+    if _stand_in is None:
+        return torch_dist.get_rank(group)
+    return group.ranks.index(_stand_in.rank) if isinstance(group, PlayedGroup) else _stand_in.rank
 
 
 def size_of(group: Any = None) -> int:
     """The number of ranks in ``group`` (None: of all)."""
-    return _stand_in.size if _stand_in is not None else torch_dist.get_world_size(group)
+    if _stand_in is None:
+        return torch_dist.get_world_size(group)
+    return len(group.ranks) if isinstance(group, PlayedGroup) else _stand_in.size
+
+
+def ranks_of(group: Any = None) -> list[int]:
+    """The numbers in the job of the members of ``group`` (None: all), in its order."""
+    if isinstance(group, PlayedGroup):
+        return list(group.ranks)
+    return list(range(size_of())) if group is None else torch_dist.get_process_group_ranks(group)
+
+
+def this_job() -> Any:
+    """Something that is another object in another job; None where there is none."""
+    return _stand_in or (torch_dist.group.WORLD if torch_dist.is_initialized() else None)
 
 
 def backend_of(group: Any = None) -> str:

@@ -60,6 +60,7 @@ def create_groups(
         # What is whole on tensor ranks counts on the first of them; of what is cut, every rank has something else.
         parts = (replace(data, counts=ranks.tensor_rank == 0), replace(data, name=CUT), *own)
         job = create_transport(device=device, timeout=timeout)
+        job.axis = "job"
         groups = Groups({group.name: group for group in parts}, reduce, job)
     for transport in dict.fromkeys((gather, groups.job, *(group.gather for group in own))):
         warm_up(transport)

@@ -8,9 +8,10 @@ from typing import Any
 
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.plan.advice import advise
-from deepspeed.plan.configs import read_config
+from deepspeed.plan.configs import read_config, with_degrees
 from deepspeed.plan.devices import Device, Machine, find_device, read_bytes
 from deepspeed.plan.models import model_source
+from deepspeed.plan.pipeline import Pipeline
 from deepspeed.plan.planner import make_plan
 from deepspeed.plan.result import Plan, Request
 
@@ -37,6 +38,11 @@ def plan(
     disk: float | None = None,
     headroom: float | None = None,
     rank: int | None = None,
+    pipe: int = 1,
+    tensor: int | None = None,
+    sequence: int | None = None,
+    ep: int | None = None,
+    schedule: str = "1f1b",
 ) -> Plan:
     """Says what each rank of a training will hold and move, by running the engine on tensors without values.
 
@@ -63,15 +69,20 @@ def plan(
         network: Bytes per second and direction between nodes, per device; None: 50e9.
         disk: Bytes per second of a node's disk; None: 5e9.
         headroom: Share of device memory left to driver, communication library and fragmentation; None: 0.05.
-        rank: The rank that is played; None: the second.
+        rank: The rank that is played; None: the second, with a pipeline one of each stage.
+        pipe: Stages of a pipeline; the model is a ``DecoderShape``.
+        tensor: Ranks that share layers; None: as the configuration says.
+        sequence: Ranks that share a sequence; None: as the configuration says.
+        ep: Ranks that share experts; None: as the configuration says.
+        schedule: Of the pipeline: ``1f1b`` or ``gpipe``.
 
     Raises:
         DeepSpeedConfigError: The configuration cannot run, the model cannot be built without values, or a quantity has
             no unit.
     """
-    _refuse_below_one(nodes=nodes, devices_per_node=devices_per_node, sequence_length=sequence_length)
-    if micro_batch is not None:
-        _refuse_below_one(micro_batch=micro_batch)
+    _refuse_below_one(nodes=nodes, devices_per_node=devices_per_node, sequence_length=sequence_length, pipe=pipe)
+    optional = {"micro_batch": micro_batch, "tensor": tensor, "sequence": sequence, "ep": ep}
+    _refuse_below_one(**{name: value for name, value in optional.items() if value is not None})
     machine = make_machine(
         device,
         nodes=nodes,
@@ -89,13 +100,14 @@ def plan(
         raise DeepSpeedConfigError(f"plan(rank={rank!r}): expected a whole number from 0 to {machine.ranks - 1}")
     request = Request(
         source=model_source(model, inputs),
-        config=read_config(config),
+        config=with_degrees(read_config(config), tensor=tensor, sequence=sequence, ep=ep),
         machine=machine,
         sequence_length=sequence_length,
         micro_batch=micro_batch,
         checkpointing=activation_checkpointing,
         kind="cpu" if machine.device.name == "cpu" else "cuda",
         rank=rank,
+        pipeline=Pipeline(pipe, schedule),
     )
     made = make_plan(request, compare=compare_checkpointing)
     if suggest and not made.fits:

@@ -113,3 +113,50 @@ class Decoder(nn.Module):
             x = layer(x)
         logits = self.head(self.norm(x))
         return functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+
+class DecoderStage(nn.Module):
+    """Some layers of a :class:`Decoder`: the embedding is its first layer, norm and head together are its last.
+
+    Args:
+        shape: Of the whole decoder.
+        first: Its first layer.
+        end: The layer after its last.
+    """
+
+    def __init__(self, shape: DecoderShape, first: int, end: int) -> None:
+        super().__init__()
+        self.is_first, self.is_last = first == 0, end == shape.layers + 2
+        if self.is_first:
+            self.embedding = nn.Embedding(shape.vocab, shape.hidden)
+        blocks = range(max(first, 1), min(end, shape.layers + 1))
+        self.layers = nn.ModuleList(_Block(shape) for _ in blocks)
+        if self.is_last:
+            self.norm = nn.RMSNorm(shape.hidden)
+            self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        """What goes to the next stage, or the loss.
+
+        Args:
+            x: (B, S) int64 on the first stage, (B, S, H) elsewhere.
+            labels: (B, S) int64, on the last stage.
+        """
+        if self.is_first:
+            x = self.embedding(x)
+        for layer in self.layers:
+            x = layer(x)
+        if not self.is_last:
+            return x
+        assert labels is not None
+        logits = self.head(self.norm(x))
+        return functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+
+def layer_weights(shape: DecoderShape) -> list[int]:
+    """Parameters of each layer that can lie on a stage of its own."""
+    head_dim = shape.hidden // shape.heads
+    kv = (shape.kv_heads or shape.heads) * head_dim
+    block = 2 * shape.hidden * (shape.hidden + kv) + 3 * shape.hidden * shape.width + 2 * shape.hidden
+    table = shape.vocab * shape.hidden
+    return [table, *[block] * shape.layers, table + shape.hidden]

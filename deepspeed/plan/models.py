@@ -9,7 +9,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
-from deepspeed.plan.decoder import Decoder, DecoderShape
+from deepspeed.plan.decoder import Decoder, DecoderShape, DecoderStage, layer_weights
 from deepspeed.plan.memory import META, tensors_of
+from deepspeed.plan.pipeline import bounds_of
 from deepspeed.zero.holder import full_shape
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -39,16 +40,46 @@ class Workload:
 
 
 @dataclass(frozen=True)
+class StageSource:
+    """A way to the workload of one stage of a pipeline.
+
+    Attributes:
+        layers: The first of the model's layers that it holds, and the one after its last.
+        content: What it holds, to be compared: stages with equal contents hold and compute the same.
+        build: Makes a fresh workload. The first floating tensor that its forward gets comes from the stage before.
+    """
+
+    layers: tuple[int, int]
+    content: Any
+    build: Callable[[], Workload]
+
+
+@dataclass(frozen=True)
 class ModelSource:
     """A way to a workload, as often as one is needed.
 
     Attributes:
         name: For headlines.
         build: Makes a fresh workload.
+        cut: From a number of stages to those of a pipeline; None: this model cannot be cut into stages here.
     """
 
     name: str
     build: Callable[[], Workload]
+    cut: Callable[[int], list[StageSource]] | None = None
+
+    def stages(self, number: int) -> list[StageSource]:
+        """The stages of a pipeline, one after the other.
+
+        Raises:
+            DeepSpeedConfigError: It cannot be cut into so many.
+        """
+        if self.cut is None:
+            raise DeepSpeedConfigError(
+                f"plan: {self.name} cannot be cut into {number} stages here; give a decoder by its sizes (--layers, "
+                "--hidden, --heads, --vocab), or plan without pipe"
+            )
+        return self.cut(number)
 
 
 def model_source(given: Any, inputs: Any = None) -> ModelSource:
@@ -65,7 +96,8 @@ def model_source(given: Any, inputs: Any = None) -> ModelSource:
         DeepSpeedConfigError: Nothing of that kind, or it does not build on ``meta``.
     """
     if isinstance(given, DecoderShape):
-        return _built(f"decoder of {given.layers} layers", lambda: Decoder(given), inputs)
+        made = _built(f"decoder of {given.layers} layers", lambda: Decoder(given), inputs)
+        return made if inputs is not None else replace(made, cut=functools.partial(_stages_of_decoder, given))
     if isinstance(given, nn.Module):
         return _built(type(given).__name__, lambda: without_values(given), inputs)
     if hasattr(given, "to_diff_dict") or (isinstance(given, (str, Path)) and _is_configuration(given)):
@@ -166,6 +198,29 @@ def _refuse_arguments(name: str, make: Callable[[], Any]) -> None:
             f"model {name}: expected a callable without arguments, found one that needs {', '.join(needed)}; give a "
             "function that fills them in and returns the model, or (model, inputs)"
         )
+
+
+def _stages_of_decoder(shape: DecoderShape, number: int) -> list[StageSource]:
+    bounds = bounds_of(layer_weights(shape), number)
+    return [_stage_of_decoder(shape, *layers) for layers in zip(bounds, bounds[1:], strict=False)]
+
+
+def _stage_of_decoder(shape: DecoderShape, first: int, end: int) -> StageSource:
+    def build() -> Workload:
+        with torch.device(META):
+            model = DecoderStage(shape, first, end)
+
+        def inputs(micro_batch: int, sequence_length: int) -> Inputs:
+            tokens = torch.zeros(micro_batch, sequence_length, dtype=torch.int64, device=META)
+            dtype = next(parameter.dtype for parameter in model.parameters())
+            hidden = (micro_batch, sequence_length, shape.hidden)
+            x = tokens if model.is_first else torch.zeros(hidden, dtype=dtype, device=META)
+            return (x, *((tokens,) if model.is_last else ())), {}
+
+        return Workload(model, inputs)
+
+    content = (first == 0, end == shape.layers + 2, end - first)
+    return StageSource((first, end), content, build)
 
 
 # -- transformers ------------------------------------------------------------------------------------------------------
@@ -290,6 +345,13 @@ def _usual_inputs(model: nn.Module, micro_batch: int, sequence_length: int) -> d
 
 
 # -- activation checkpointing ------------------------------------------------------------------------------------------
+
+
+def has_blocks(model: nn.Module) -> bool:
+    """Whether there are repeated blocks with parameters; a stage of a pipeline may have none."""
+    return any(
+        next(module.parameters(), None) is not None for module in model.modules() if type(module) is nn.ModuleList
+    )
 
 
 class BlockCheckpointing:

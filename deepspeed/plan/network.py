@@ -128,6 +128,7 @@ class PlayedWorld:
         mesh: All of them, along their axes.
         backend: ``gloo`` or the name of one with native collectives.
         operations: See ``World``.
+        transports: All that were made.
     """
 
     def __init__(self, rank: int, mesh: Mesh, backend: str) -> None:
@@ -136,6 +137,7 @@ class PlayedWorld:
         self.size = mesh.world_size
         self.backend = backend
         self.operations = _PlayedOperations()
+        self.transports: list[Transport] = []
 
     def transport(self, device: torch.device | None, ranks: Sequence[int] | None = None) -> Transport:
         """A transport between the ranks, or those of ``ranks``, among which this one is."""
@@ -150,4 +152,5 @@ class PlayedWorld:
             # Small exchanges tell values, which only the host has in a rehearsal.
             made = _PlayedNative(_CollectiveGroup(), *place, torch.device("cpu"))
         made.ranks = tuple(members)
+        self.transports.append(made)
         return made

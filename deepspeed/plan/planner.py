@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from deepspeed.comm.axes import grid_mesh
-from deepspeed.comm.mesh import Mesh, data_mesh
+from deepspeed.comm.mesh import DATA, Mesh, data_mesh
+from deepspeed.comm.mesh_sources import mesh_of_config
 from deepspeed.config import parse
 from deepspeed.config.batch import ACCUMULATION, MICRO, TOTAL
+from deepspeed.config.degrees import data_parallel_size
 from deepspeed.config.sections.root import Root
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.offload.homes import placement_of
 from deepspeed.plan.configs import changed, stage_of
-from deepspeed.plan.models import BlockCheckpointing, Workload
-from deepspeed.plan.rehearsal import Part, heaviest_rank, rehearse
-from deepspeed.plan.result import Plan, Request
+from deepspeed.plan.kinds import RankKind, kind_of, kinds_of, needed
+from deepspeed.plan.models import BlockCheckpointing, Workload, has_blocks
+from deepspeed.plan.pipeline import computations
+from deepspeed.plan.rehearsal import Part, Stage, heaviest_rank, rehearse
+from deepspeed.plan.result import Plan, PlannedPart, Request
 
 
 def make_plan(request: Request, *, compare: bool = True) -> Plan:
@@ -32,8 +38,8 @@ def make_plan(request: Request, *, compare: bool = True) -> Plan:
     """
     start = time.perf_counter()
     config, notices = _with_batch(request)
-    ranks = request.machine.ranks
-    parsed = parse(config, dp_world_size=ranks)
+    ranks, pipeline = request.machine.ranks, request.pipeline
+    parsed = parse(config, dp_world_size=lambda root: data_parallel_size(root, ranks, stages=pipeline.stages))
     notices += parsed.notices
     assert parsed.batch is not None
     section = config.get("optimizer")
@@ -46,22 +52,70 @@ def make_plan(request: Request, *, compare: bool = True) -> Plan:
             "gathers in two steps (mics_hierarchical_params_gather) are planned as gathers in one: they move as many "
             "bytes, fewer of them between nodes, and need room for one part of a bucket more"
         )
-    mesh = mesh_of(parsed.root, ranks)
+    mesh = mesh_of(parsed.root, ranks, pipeline.stages)
     part = Part(
         config=rehearsed_config,
         accumulation_steps=parsed.batch.accumulation_steps,
         micro_batch=parsed.batch.micro_batch_size,
         sequence_length=request.sequence_length,
         mesh=mesh,
-        rank=min(1, ranks - 1) if request.rank is None else request.rank,
+        rank=0,
         kind=request.kind,
         autocast=parsed.root.torch_autocast.enabled,
     )
-    named = parsed.root.optimizer.type if parsed.root.optimizer is not None else None
-    if named == "Muon" and request.rank is None and ranks > 1 and stage_of(config) > 0:
-        part = replace(part, rank=heaviest_rank(_workload(request), part))
+    parts = _plan_kinds(request, part, notices, compare=compare)
+    return Plan(
+        request=request,
+        config=config,
+        mesh=mesh,
+        micro_batch=part.micro_batch,
+        accumulation_steps=part.accumulation_steps,
+        parts=parts,
+        notices=notices,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _plan_kinds(request: Request, part: Part, notices: list[str], *, compare: bool) -> list[PlannedPart]:
+    """One rank of each kind, as far as others may be heavier than it."""
+    pipeline, micro_batches = request.pipeline, part.accumulation_steps
+    if pipeline.stages == 1:
+        kind = kinds_of(part.mesh)[0] if request.rank is None else kind_of(part.mesh, request.rank)
+        own = replace(part, rank=kind.rank)
+        return [_plan_kind(request, own, kind, request.source.build, notices, compare=compare)]
+    stages = request.source.stages(pipeline.stages)
+    kinds = kinds_of(part.mesh)
+    if request.rank is None:
+        chosen = needed(kinds, [stage.content for stage in stages])
+    else:
+        chosen = [kind_of(part.mesh, request.rank)]
+    schedule = pipeline.of(pipeline.enough(micro_batches))
+    found = []
+    for kind in chosen:
+        stage = Stage(kind.stage, kind.stages, tuple(computations(schedule, kind.stage)))
+        own = replace(part, rank=kind.rank, stage=stage)
+        made = _plan_kind(request, own, kind, stages[kind.stage].build, notices, compare=compare)
+        content = stages[kind.stage].content
+        alike = [place for place, other in enumerate(stages) if other.content == content]
+        in_flight = {place: pipeline.in_flight(place, micro_batches) for place in alike}
+        found.append(replace(made, layers={place: stages[place].layers for place in alike}, in_flight=in_flight))
+    return found
+
+
+def _plan_kind(
+    request: Request,
+    part: Part,
+    kind: RankKind,
+    build: Callable[[], Workload],
+    notices: list[str],
+    *,
+    compare: bool,
+) -> PlannedPart:
+    named = (part.config.get("optimizer") or {}).get("type")
+    if named == "Muon" and request.rank is None and part.mesh.world_size > kind.stages and stage_of(part.config) > 0:
+        part = replace(part, rank=heaviest_rank(_workload(request, build), part))
         notices.append(f"Muon: rank {part.rank} is planned, which orthogonalises the largest matrix")
-    made, other_setting = _workload(request), None
+    made, other_setting = _workload(request, build), None
     if compare:
         try:
             checkpointing = BlockCheckpointing(made.model)
@@ -72,30 +126,23 @@ def make_plan(request: Request, *, compare: bool = True) -> Plan:
     activations = {request.checkpointing: found.activations}
     if found.other_activations is not None:
         activations[not request.checkpointing] = found.other_activations
-    notices += found.notices
-    return Plan(
-        request=request,
-        config=config,
-        mesh=mesh,
-        rank=part.rank,
-        micro_batch=part.micro_batch,
-        accumulation_steps=part.accumulation_steps,
-        rehearsed=found,
-        activations=activations,
-        notices=notices,
-        seconds=time.perf_counter() - start,
-    )
+    notices += [notice for notice in found.notices if notice not in notices]
+    return PlannedPart(replace(kind, rank=part.rank), found, activations)
 
 
-def mesh_of(root: Root, ranks: int) -> Mesh:
-    """The ranks of a job along the axes of its configuration."""
+def mesh_of(root: Root, ranks: int, stages: int = 1) -> Mesh:
+    """The ranks of a job along the axes of its configuration that have more than one."""
     placement = placement_of(root.zero_optimization, ranks)
-    return data_mesh(ranks) if placement.shard_ranks in (None, ranks) else grid_mesh(ranks, placement.shard_ranks)
+    if placement.shard_ranks not in (None, ranks):
+        return grid_mesh(ranks, placement.shard_ranks)
+    whole = mesh_of_config(root, ranks, stages=stages)
+    axes = tuple(entry for entry in whole.axes if entry[1] > 1)
+    return Mesh(axes) if len(axes) > 1 else data_mesh(ranks) if not axes or axes[0][0] == DATA else Mesh(axes)
 
 
-def _workload(request: Request) -> Workload:
-    made = request.source.build()
-    if request.checkpointing:
+def _workload(request: Request, build: Callable[[], Workload]) -> Workload:
+    made = build()
+    if request.checkpointing and (request.pipeline.stages == 1 or has_blocks(made.model)):
         BlockCheckpointing(made.model).on()
     return made
 
@@ -115,11 +162,17 @@ def _with_batch(request: Request) -> tuple[dict[str, Any], list[str]]:
     total = numbers.get(TOTAL)
     if total is None:
         config.pop(TOTAL, None)
-    elif total % (micro * request.machine.ranks) == 0:
+    elif total % (micro * (ranks := _data_ranks(request))) == 0:
         config.pop(ACCUMULATION, None)
     else:
         config.pop(TOTAL)
-        notices.append(
-            f"{TOTAL} {total} is no multiple of micro-batch {micro} x {request.machine.ranks} ranks, so it was left out"
-        )
+        notices.append(f"{TOTAL} {total} is no multiple of micro-batch {micro} x {ranks} ranks, so it was left out")
     return config, notices
+
+
+def _data_ranks(request: Request) -> int:
+    """The ranks that share a batch; those of the whole job where the degrees do not fit, which is said elsewhere."""
+    ranks = request.machine.ranks
+    sizes = [request.pipeline.stages, int(request.config.get("sequence_parallel_size") or 1)]
+    sizes.append(max(int((request.config.get("tensor_parallel") or {}).get("autotp_size") or 1), 1))
+    return max(ranks // math.prod(sizes), 1)

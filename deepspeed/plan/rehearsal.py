@@ -14,15 +14,15 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 import torch
 from torch import nn
 
 from deepspeed.accelerator import get_accelerator, set_accelerator
+from deepspeed.comm import groups
 from deepspeed.comm.counters import traffic
-from deepspeed.comm.mesh import Mesh
+from deepspeed.comm.mesh import DATA, PIPE, Mesh
 from deepspeed.comm.world import played_by
 from deepspeed.engine.initialize import initialize
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
@@ -32,43 +32,19 @@ from deepspeed.offload.pinned import host_memory_from
 from deepspeed.ops.chunks import drop_scratch
 from deepspeed.ops.muon import Muon
 from deepspeed.plan import decoder
+from deepspeed.plan.actions import Act, Stage, actions_of_step, loss_of, received_inputs
 from deepspeed.plan.flow import Flow
 from deepspeed.plan.memory import META, Moment, Peak
 from deepspeed.plan.models import Inputs, Workload
 from deepspeed.plan.network import PlayedWorld
 from deepspeed.plan.stage_set import PlayedDevice, PlayedDisk, PlayedHostMemory
 from deepspeed.plan.values import Rehearsal
+from deepspeed.zero.micro_batch import MicroBatch
 from deepspeed.zero.outputs import tensors_in
 from deepspeed.zero.placement import Home
 from deepspeed.zero.storage import Kind
 
 _MOST_MICRO_BATCHES = 2  # of a step: the first, which all but the last are like, and the last
-
-
-class Act(Enum):
-    """What a rank does with a micro-batch."""
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    STEP = "step"
-
-
-@dataclass(frozen=True)
-class Action:
-    """One act of a step.
-
-    Attributes:
-        act: What is done.
-        micro_batch: With which micro-batch, from 0.
-    """
-
-    act: Act
-    micro_batch: int
-
-
-def actions_of_step(micro_batches: int) -> list[Action]:
-    """What a rank without stages does: each micro-batch forward and backward, and the engine is told of it."""
-    return [Action(act, number) for number in range(micro_batches) for act in Act]
 
 
 @dataclass(frozen=True)
@@ -84,6 +60,7 @@ class Part:
         rank: The one that is played.
         kind: Kind of device: ``cpu``, or one with memory of its own.
         autocast: Forward runs under ``torch.autocast``.
+        stage: Of the pipeline; None: there are no stages.
     """
 
     config: dict[str, Any]
@@ -94,6 +71,7 @@ class Part:
     rank: int
     kind: str
     autocast: bool = False
+    stage: Stage | None = None
 
 
 @dataclass
@@ -110,6 +88,9 @@ class Rehearsed:
         pinned: Most bytes of locked host memory.
         file_bytes: Size of the rank's files.
         flow: What the step moved and computed.
+        forward_flops: Of them, those of one forward.
+        backward_flops: Those of one backward.
+        members: By axis of the books, the ranks along it.
         init_peak: Highest sum on the device while the engine was built.
         other_activations: Bytes that forward keeps with the other setting of activation checkpointing; None: not known.
         notices: Why it is not known.
@@ -125,6 +106,9 @@ class Rehearsed:
     file_bytes: int
     flow: Flow
     init_peak: int
+    forward_flops: int = 0
+    backward_flops: int = 0
+    members: dict[str, tuple[int, ...]] = field(default_factory=dict)
     other_activations: int | None = None
     notices: list[str] = field(default_factory=list)
 
@@ -137,18 +121,20 @@ def rehearse(workload: Workload, part: Part, other_setting: Callable[[], None] |
         part: How.
         other_setting: Changes whether the model checkpoints its activations, for one more forward at the end.
     """
-    with _stage(part) as (count, disk):
-        return _Run(workload, part, count, disk).result(other_setting)
+    with _stage(part) as (count, disk, world):
+        found = _Run(workload, part, count, disk).result(other_setting)
+        found.members = {t.axis: t.ranks for t in reversed(world.transports)}
+        return found
 
 
 def heaviest_rank(workload: Workload, part: Part) -> int:
     """The rank that needs most memory, as far as its optimizer says so; else the one of ``part``."""
-    with _stage(part) as (count, disk):
+    with _stage(part) as (count, disk, _):
         return _Run(workload, part, count, disk).heaviest_rank()
 
 
 @contextmanager
-def _stage(part: Part) -> Iterator[tuple[Rehearsal, PlayedDisk]]:
+def _stage(part: Part) -> Iterator[tuple[Rehearsal, PlayedDisk, PlayedWorld]]:
     """Everything that the engine must not notice; undone at the end."""
     count = Rehearsal(part.kind)
     disk = PlayedDisk(count.note)
@@ -167,11 +153,18 @@ def _stage(part: Part) -> Iterator[tuple[Rehearsal, PlayedDisk]]:
     drop_scratch(META)
     try:
         with ExitStack() as stack:
-            for context in (quiet(), played_by(world), host_memory_from(host), disk_is(disk), count.counting()):
+            for context in (
+                quiet(),
+                groups.put_back(),
+                played_by(world),
+                host_memory_from(host),
+                disk_is(disk),
+                count.counting(),
+            ):
                 stack.enter_context(context)
             if part.autocast:
                 stack.enter_context(device.casting.active())
-            yield count, disk
+            yield count, disk, world
     finally:
         drop_scratch(META)
         set_accelerator(accelerator)
@@ -190,9 +183,11 @@ class _Run:
         self._part = part
         self._count = count
         self._disk = disk
-        self._steps = min(part.accumulation_steps, _MOST_MICRO_BATCHES)
+        most = _MOST_MICRO_BATCHES if part.stage is None else part.stage.micro_batches
+        self._steps = min(part.accumulation_steps, most)
         self._activations = 0
         self._states: dict[tuple[Kind, Home], int] = {}
+        self._flops = {True: 0, False: 0}  # of the last forward and the last backward
         self._names = {module: name for name, module in workload.model.named_modules()}
         self._stack: list[str] = []
 
@@ -208,13 +203,14 @@ class _Run:
         try:
             with self._modules_watched(), self._own_errors_named():
                 # As many micro-batches as in the step that counts: what a step leaves allocated depends on it.
-                self._step(engine, inputs, self._steps)
+                run_step = self._step if self._part.stage is None else self._stage_step
+                run_step(engine, inputs, self._steps)
                 if engine._updater is not None:
                     engine._updater.count_state()
                 engine._runtime.ledger.reset_peak()
                 count.reset_peaks()
                 self._activations = 0
-                flows = self._step(engine, inputs, self._steps)
+                flows = run_step(engine, inputs, self._steps)
             count.look()
             found = self._found(engine, parameters, trained, init_peak, flows)
             if other_setting is not None:
@@ -238,6 +234,8 @@ class _Run:
             file_bytes=self._disk.nbytes,
             flow=self._extended(flows),
             init_peak=init_peak,
+            forward_flops=self._flops[True],
+            backward_flops=self._flops[False],
         )
 
     def _add_other_activations(
@@ -264,6 +262,9 @@ class _Run:
     def _ready(self) -> tuple[Any, Inputs]:
         """The engine and a micro-batch."""
         optimizer = _client_optimizer(self._part.config)
+        if self._part.stage is not None:
+            stages, ranks = self._part.stage.stages, self._part.mesh.world_size
+            self._workload.model.mesh = Mesh(((PIPE, stages), (DATA, ranks // stages)))  # type: ignore[assignment]
         engine = initialize(model=self._workload.model, optimizer=optimizer, config=self._config())[0]
         return engine, self._workload.inputs(self._part.micro_batch, self._part.sequence_length)
 
@@ -277,10 +278,20 @@ class _Run:
     # -- one step ----------------------------------------------------------------------------------------------------
 
     def _forward(self, engine: Any, inputs: Inputs) -> torch.Tensor:
-        held = self._count.other(Home.DEVICE)
-        loss = loss_of(engine(*inputs[0], **inputs[1]))
+        held, flops = self._count.other(Home.DEVICE), self._count.flops
+        outputs = engine(*inputs[0], **inputs[1])
+        is_last = self._part.stage is None or self._part.stage.is_last
+        loss = loss_of(outputs) if is_last else outputs
         self._activations = max(self._activations, self._count.other(Home.DEVICE) - held)
+        self._flops[True] = self._count.flops - flops
         return loss
+
+    def _backward(self, engine: Any, *args: Any, **kwargs: Any) -> None:
+        flops = self._count.flops
+        engine.backward(*args, **kwargs)
+        self._flops[False] = self._count.flops - flops
+        ledger = engine._runtime.ledger
+        self._states = {(kind, home): ledger.live(kind, home) for kind in Kind for home in Home}
 
     def _step(self, engine: Any, inputs: Inputs, micro_batches: int) -> list[Flow]:
         """Micro-batches up to an update; returns what each moved, up to the end of its step."""
@@ -294,15 +305,57 @@ class _Run:
                 engine.set_gradient_accumulation_boundary(number == micro_batches - 1)
                 losses[number] = self._forward(engine, inputs)
             elif action.act is Act.BACKWARD:
-                engine.backward(losses[number])
-                ledger = engine._runtime.ledger
-                self._states = {(kind, home): ledger.live(kind, home) for kind in Kind for home in Home}
+                self._backward(engine, losses[number])
             else:
                 engine.step()
                 del losses[number]
                 flows.append(self._flow().plus(before, -1))
                 before = self._flow()
         return flows
+
+    def _stage_step(self, engine: Any, inputs: Inputs, micro_batches: int) -> list[Flow]:
+        """The computations of a stage and an update.
+
+        What comes from other stages is made here: a new tensor for each activation and each gradient.
+
+        Returns:
+            First what a micro-batch in the middle moved, then everything else.
+        """
+        stage = self._part.stage
+        assert stage is not None
+        running: dict[int, tuple[Any, Any]] = {}
+        middle, rest = Flow(), Flow()
+        for action in stage.actions():
+            number, before = action.micro_batch, self._flow()
+            self._enter(action.act.value)
+            if action.act is Act.FORWARD:
+                received = inputs if stage.is_first else received_inputs(inputs)
+                running[number] = received, self._forward(engine, received)
+                if not stage.is_last:
+                    self._sent(running[number][1])
+            elif action.act is Act.BACKWARD:
+                received, outputs = running.pop(number)
+                told = MicroBatch(number, number == 0, number == micro_batches - 1)
+                if stage.is_last:
+                    self._backward(engine, outputs, micro_batch=told)
+                else:
+                    self._backward(engine, outputs, gradients=torch.empty_like(outputs), micro_batch=told)
+                if not stage.is_first:
+                    self._sent(next(t.grad for t in tensors_in(received) if t.grad is not None))
+                del received, outputs
+            else:
+                engine.step()
+            moved = self._flow().plus(before, -1)
+            if number == 1 and micro_batches > 2 and action.act is not Act.STEP:
+                middle = middle.plus(moved, 1)
+            else:
+                rest = rest.plus(moved, 1)
+        return [middle, rest]
+
+    def _sent(self, tensor: torch.Tensor) -> None:
+        nbytes = tensor.numel() * tensor.element_size()
+        traffic.record_asked("send", nbytes, PIPE)
+        traffic.record_ran("send", nbytes, PIPE)
 
     def _extended(self, flows: list[Flow]) -> Flow:
         """The flow of all micro-batches: all but the last are alike."""
@@ -410,27 +463,3 @@ def _client_optimizer(config: dict[str, Any]) -> Any:
     if isinstance(section, dict) and section.get("type") is not None:
         return None
     return torch.optim.AdamW
-
-
-def loss_of(outputs: Any) -> torch.Tensor:
-    """The loss in what a model returned: the tensor itself, ``.loss``, or the first member.
-
-    Raises:
-        DeepSpeedConfigError: There is no tensor of floating dtype.
-    """
-    if isinstance(outputs, dict) and "loss" in outputs:
-        outputs = outputs["loss"]
-    found = getattr(outputs, "loss", None)
-    if not isinstance(found, torch.Tensor):
-        found = next((t for t in _in_order(outputs) if t.is_floating_point()), None)
-    if found is None:
-        raise DeepSpeedConfigError(f"plan: the model returned {type(outputs).__name__} without a floating tensor")
-    return found if found.numel() == 1 else found.float().mean()
-
-
-def _in_order(outputs: Any) -> Iterator[torch.Tensor]:
-    if isinstance(outputs, (tuple, list)):
-        for item in outputs:
-            yield from _in_order(item)
-    else:
-        yield from tensors_in(outputs)

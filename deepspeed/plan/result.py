@@ -10,7 +10,9 @@ from typing import Any
 
 from deepspeed.comm.mesh import Mesh
 from deepspeed.plan.devices import Machine
+from deepspeed.plan.kinds import RankKind
 from deepspeed.plan.models import ModelSource
+from deepspeed.plan.pipeline import Idle, Pipeline, idle_shares, idle_time
 from deepspeed.plan.rehearsal import Rehearsed
 from deepspeed.plan.show import plan_text
 from deepspeed.plan.times import Travel, lower_bounds, travels
@@ -30,7 +32,8 @@ class Request:
         checkpointing: Repeated blocks keep their inputs only.
         kind: Kind of device: ``cpu``, or one with memory of its own.
         rank: The rank that is played; None: the one whose optimizer needs most memory, where they differ (Muon), else
-            any but the first, which has more to do while the engine is built.
+            any but the first, which has more to do while the engine is built; one of each stage.
+        pipeline: Its stages and their schedule.
     """
 
     source: ModelSource
@@ -41,22 +44,41 @@ class Request:
     checkpointing: bool = False
     kind: str = "cuda"
     rank: int | None = None
+    pipeline: Pipeline = Pipeline()
+
+
+@dataclass(frozen=True)
+class PlannedPart:
+    """What one rank will hold and move, for all that are like it.
+
+    Attributes:
+        kind: Which ranks.
+        rehearsed: What was counted.
+        activations: Bytes that a forward keeps for backward, by whether blocks are checkpointed; what was not planned
+            is missing.
+        layers: Of each stage of this content, the first of the model's layers that it holds and the one after its last;
+            empty without stages.
+        in_flight: Of each of them, for how many micro-batches it keeps activations at once, at most.
+    """
+
+    kind: RankKind
+    rehearsed: Rehearsed
+    activations: dict[bool, int]
+    layers: dict[int, tuple[int, int]] = field(default_factory=dict)
+    in_flight: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass
 class Plan:
-    """What one rank of the job will hold and move.
+    """What the ranks of a job will hold and move: the heaviest of them, and one of each kind.
 
     Attributes:
         request: What was asked.
         config: The configuration that was planned, batch sizes in numbers.
         mesh: The ranks of the job along their axes.
-        rank: The one that was played.
         micro_batch: Samples per forward and rank.
         accumulation_steps: Micro-batches per step.
-        rehearsed: What was counted.
-        activations: Bytes that forward keeps for backward, by whether blocks are checkpointed; what was not planned is
-            missing.
+        parts: One rank of each kind that may be the heaviest, by stage.
         notices: What the planner or the configuration had to decide.
         seconds: Time that planning took.
         suggestions: Changes that make it fit, each planned; filled in by ``advice``.
@@ -65,19 +87,47 @@ class Plan:
     request: Request
     config: dict[str, Any]
     mesh: Mesh
-    rank: int
     micro_batch: int
     accumulation_steps: int
-    rehearsed: Rehearsed
-    activations: dict[bool, int]
+    parts: list[PlannedPart]
     notices: list[str] = field(default_factory=list)
     seconds: float = 0.0
     suggestions: list[tuple[str, Plan]] = field(default_factory=list)
+
+    @cached_property
+    def heaviest(self) -> PlannedPart:
+        """The rank that needs most memory on its device; the first of equal ones."""
+        return max(self.parts, key=lambda part: part.rehearsed.peaks[Home.DEVICE].nbytes)
+
+    @property
+    def rank(self) -> int:
+        """Its number."""
+        return self.heaviest.kind.rank
+
+    @property
+    def rehearsed(self) -> Rehearsed:
+        """What was counted there."""
+        return self.heaviest.rehearsed
+
+    @property
+    def activations(self) -> dict[bool, int]:
+        """Bytes that a forward keeps for backward there, by whether blocks are checkpointed."""
+        return self.heaviest.activations
 
     @property
     def machine(self) -> Machine:
         """Where it shall run."""
         return self.request.machine
+
+    @property
+    def parameters(self) -> int:
+        """Elements of the model's parameters, of all stages that were planned or are like one that was."""
+        return sum(part.rehearsed.parameters * max(len(part.layers), 1) for part in self.parts)
+
+    @property
+    def trained(self) -> int:
+        """Of those, the trained ones."""
+        return sum(part.rehearsed.trained * max(len(part.layers), 1) for part in self.parts)
 
     @property
     def device_bytes(self) -> int:
@@ -86,13 +136,14 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """Highest sum in host memory during a step, of all ranks of one node."""
-        return self.rehearsed.peaks[Home.HOST].nbytes * self.machine.devices_per_node
+        """Highest sum in host memory of a node during a step, if all its ranks were of the kind that needs most."""
+        most = max(part.rehearsed.peaks[Home.HOST].nbytes for part in self.parts)
+        return most * self.machine.devices_per_node
 
     @property
     def nvme_bytes(self) -> int:
-        """Size of the files of all ranks of one node."""
-        return self.rehearsed.file_bytes * self.machine.devices_per_node
+        """Size of the files of all ranks of one node, if all were of the kind that needs most."""
+        return max(part.rehearsed.file_bytes for part in self.parts) * self.machine.devices_per_node
 
     @property
     def fits(self) -> bool:
@@ -105,13 +156,41 @@ class Plan:
 
     @cached_property
     def travels(self) -> list[Travel]:
-        """The collectives of a step."""
-        return travels(self.rehearsed.flow, self.machine, self.mesh, self.rank)
+        """The collectives of a step, of the heaviest rank."""
+        return self._travels(self.heaviest)
 
-    @property
+    def _travels(self, part: PlannedPart) -> list[Travel]:
+        return travels(part.rehearsed.flow, self.machine, self.mesh, part.kind.rank, part.rehearsed.members)
+
+    @cached_property
+    def idle(self) -> Idle | None:
+        """How long stages wait for each other; None without stages, rates, or a plan of all of them."""
+        flops = self.machine.device.flops
+        times = {
+            stage: (part.rehearsed.forward_flops + part.rehearsed.backward_flops) / flops if flops > 0 else 0.0
+            for part in self.parts
+            for stage in part.layers
+        }
+        if self.request.pipeline.stages == 1 or flops <= 0 or len(times) < self.request.pipeline.stages:
+            return None
+        sends = [moved for part in self.parts for moved in self._travels(part) if moved.name == "send"]
+        rate = self.machine.network if any(moved.between for moved in sends) else self.machine.device.link
+        sent = max(moved.nbytes / moved.calls for moved in sends)
+        return idle_time([times[stage] for stage in sorted(times)], self.accumulation_steps, sent / rate if rate else 0)
+
+    @cached_property
     def lower_bounds(self) -> dict[str, float]:
-        """Seconds that each resource is busy in a step, at least; empty where the device's rates are not known."""
-        return lower_bounds(self.rehearsed.flow, self.travels, self.machine)
+        """Seconds that each resource is busy in a step, at least; empty where the device's rates are not known.
+
+        Of each resource, that of the kind of rank that keeps it busy longest.
+        """
+        found: dict[str, float] = {}
+        for part in self.parts:
+            for name, seconds in lower_bounds(part.rehearsed.flow, self._travels(part), self.machine).items():
+                found[name] = max(found.get(name, 0.0), seconds)
+        if self.idle is not None:
+            found["arithmetic and the pipeline's idle time"] = self.idle.seconds
+        return found
 
     @property
     def step_seconds(self) -> float | None:
@@ -123,8 +202,8 @@ class Plan:
         found, machine = self.rehearsed, self.machine
         return {
             "model": self.request.source.name,
-            "parameters": found.parameters,
-            "trained_parameters": found.trained,
+            "parameters": self.parameters,
+            "trained_parameters": self.trained,
             "nodes": machine.nodes,
             "devices_per_node": machine.devices_per_node,
             "device": machine.device.name,
@@ -165,9 +244,36 @@ class Plan:
             "bytes_written_to_files": found.flow.written,
             "lower_bounds_seconds": self.lower_bounds,
             "step_seconds_at_least": self.step_seconds,
+            "mesh": self.mesh.sizes,
+            "planned_rank": self.rank,
+            **self._pipeline_dict(),
             "config": self.config,
             "notices": self.notices,
             "suggestions": [{"change": change, **_short(plan)} for change, plan in self.suggestions],
+        }
+
+    def _pipeline_dict(self) -> dict[str, Any]:
+        if self.request.pipeline.stages == 1:
+            return {}
+        stages = [
+            {
+                "stage": stage,
+                "layers": list(layers),
+                "parameters": part.rehearsed.parameters,
+                "micro_batches_in_flight": part.in_flight[stage],
+                "activations_in_flight": part.in_flight[stage] * part.rehearsed.activations,
+                "planned_rank": part.kind.rank if part.kind.stage == stage else None,
+                "device_bytes": part.rehearsed.peaks[Home.DEVICE].nbytes if part.kind.stage == stage else None,
+            }
+            for part in self.parts
+            for stage, layers in part.layers.items()
+        ]
+        pipeline = self.request.pipeline
+        return {
+            "schedule": pipeline.schedule,
+            "stages": sorted(stages, key=lambda row: row["stage"]),
+            "idle_share": None if self.idle is None else self.idle.share,
+            "idle_share_by_schedule": idle_shares(pipeline.stages, self.accumulation_steps),
         }
 
     def config_text(self) -> str:

@@ -10,8 +10,10 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from deepspeed.comm.mesh import AXES, DATA
 from deepspeed.plan.configs import stage_of
 from deepspeed.plan.devices import in_words
+from deepspeed.plan.pipeline import idle_shares
 from deepspeed.zero.placement import Home
 from deepspeed.zero.storage import Kind
 
@@ -37,7 +39,7 @@ def plan_text(plan: Plan, width: int) -> str:
         plan: The plan.
         width: Columns.
     """
-    parts = [_headline(plan), _memory(plan), _collectives(plan), _times(plan), _verdict(plan)]
+    parts = [_headline(plan), _memory(plan), _stages(plan), _collectives(plan), _times(plan), _verdict(plan)]
     return as_text([part for part in parts if part is not None], width)
 
 
@@ -63,16 +65,22 @@ def describe(plan: Plan) -> str:
 
 
 def _headline(plan: Plan) -> Text:
-    machine, found = plan.machine, plan.rehearsed
+    machine = plan.machine
     lines = [
-        f"{plan.request.source.name}: {found.parameters:,} parameters, {found.trained:,} trained, sequences of "
+        f"{plan.request.source.name}: {plan.parameters:,} parameters, {plan.trained:,} trained, sequences of "
         f"{plan.request.sequence_length:,} tokens",
         f"{machine.ranks:,} ranks: {machine.nodes:,} x {machine.devices_per_node} {machine.device.name} with "
-        f"{_as_sold(machine.device_memory)}",
+        f"{_as_sold(machine.device_memory)}{_axes(plan)}",
         describe(plan),
         *(f"note: {notice}" for notice in plan.notices),
     ]
     return Text("\n".join(lines) + "\n")
+
+
+def _axes(plan: Plan) -> str:
+    """The axes of the job, where there are several."""
+    named = [f"{name} {size}" for name, size in plan.mesh.axes if size > 1]
+    return f", {' x '.join(named)}" if any(plan.mesh.size(name) > 1 for name in AXES if name != DATA) else ""
 
 
 def _memory(plan: Plan) -> Table:
@@ -114,6 +122,36 @@ def _memory(plan: Plan) -> Table:
     table.caption = (
         f"Highest on the device: {found.peaks[Home.DEVICE].moment}. A device offers {in_words(machine.device_memory)}, "
         f"of which {machine.headroom:.0%} stay with the driver."
+    )
+    table.caption_justify = "left"
+    return table
+
+
+def _stages(plan: Plan) -> Table | None:
+    """The stages of a pipeline, and how long they wait for each other."""
+    pipeline = plan.request.pipeline
+    if pipeline.stages == 1:
+        return None
+    table = Table(title=f"Stages, {pipeline.schedule}", title_justify="left")
+    for heading in ("stage", "layers", "parameters", "micro-batches in flight", "their activations", "device"):
+        table.add_column(heading, justify="right")
+    rows = [(stage, part) for part in plan.parts for stage in part.layers]
+    for stage, part in sorted(rows, key=lambda row: row[0]):
+        found, (first, end) = part.rehearsed, part.layers[stage]
+        table.add_row(
+            f"{stage + 1}",
+            f"{first + 1} to {end}",
+            f"{found.parameters:,}",
+            f"{part.in_flight[stage]}",
+            in_words(part.in_flight[stage] * found.activations),
+            in_words(found.peaks[Home.DEVICE].nbytes) if part.kind.stage == stage else "less",
+        )
+    shares = idle_shares(pipeline.stages, plan.accumulation_steps)
+    table.caption = (
+        ("" if plan.idle is None else f"The busiest stage waits {plan.idle.share:.1%} of the time that it computes. ")
+        + "If all stages computed equally long, they would wait "
+        + ", ".join(f"{share:.1%} ({name})" for name, share in shares.items())
+        + f". The memory above is that of {plan.heaviest.kind.title}."
     )
     table.caption_justify = "left"
     return table

@@ -1,4 +1,4 @@
-"""Many plans at once: world sizes, stages, offload and micro-batches, as a table and a picture."""
+"""Many plans at once: world sizes, stages, offload, micro-batches and degrees, as a table and a picture."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rich.text import Text
 
 from deepspeed.config.batch import ACCUMULATION, MICRO, TOTAL
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
-from deepspeed.plan.configs import changed
+from deepspeed.plan.configs import changed, with_degrees
 from deepspeed.plan.devices import Machine, in_words
 from deepspeed.plan.planner import make_plan
 from deepspeed.plan.result import Plan, Request
 from deepspeed.plan.show import as_text
 
-AXES = ("world", "stage", "offload", "micro_batch", "checkpointing")
+AXES = ("world", "stage", "offload", "micro_batch", "checkpointing", "pipe", "tensor", "sequence", "ep")
 _OFFLOADS = ("none", "cpu", "nvme")
 
 
@@ -49,7 +49,7 @@ def read_axes(entries: Sequence[str]) -> dict[str, list[Any]]:
         if not equals or name not in AXES or not text:
             raise DeepSpeedConfigError(
                 f"--sweep {entry!r}: expected one of {', '.join(AXES)}, '=', and values with commas, such as "
-                "world=8,64 stage=2,3 offload=none,cpu,nvme checkpointing=off,on"
+                "world=8,64 stage=2,3 offload=none,cpu,nvme checkpointing=off,on pipe=1,2 tensor=1,2"
             )
         if name in axes:
             raise DeepSpeedConfigError(f"--sweep {name}: given twice; write all its values with commas, {name}=1,2")
@@ -97,6 +97,7 @@ def _at(request: Request, place: dict[str, Any]) -> Request:
         config = changed(config, stage=place["stage"])
     if "offload" in place:
         config = changed(config, **_offload(config, place["offload"]))
+    config = with_degrees(config, **{axis: place[axis] for axis in ("tensor", "sequence", "ep") if axis in place})
     machine = request.machine
     if "world" in place:
         machine = _spread(machine, place["world"])
@@ -106,6 +107,7 @@ def _at(request: Request, place: dict[str, Any]) -> Request:
         machine=machine,
         micro_batch=place.get("micro_batch", request.micro_batch),
         checkpointing=place.get("checkpointing", request.checkpointing),
+        pipeline=replace(request.pipeline, stages=place.get("pipe", request.pipeline.stages)),
     )
 
 

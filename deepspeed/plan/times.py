@@ -12,10 +12,10 @@ its network where it is alone on its node.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from deepspeed.comm.mesh import DATA, Mesh
+from deepspeed.comm.mesh import DATA, PIPE, Mesh
 from deepspeed.plan.devices import Machine
 from deepspeed.plan.flow import Flow
 
@@ -46,15 +46,15 @@ class Travel:
         return self.name if self.axis == DATA else f"{self.name} ({self.axis})"
 
 
-def span(mesh: Mesh, rank: int, axis: str, machine: Machine) -> tuple[int, int]:
-    """Nodes on which the ranks along an axis lie, and the most of them on one."""
-    if axis not in mesh.names or mesh.size(axis) == mesh.world_size:  # all ranks
-        return machine.nodes, machine.devices_per_node
-    on_node = Counter(member // machine.devices_per_node for member in mesh.group(rank, axis))
+def span(members: Sequence[int], machine: Machine) -> tuple[int, int]:
+    """Nodes on which ranks lie, and the most of them on one."""
+    on_node = Counter(member // machine.devices_per_node for member in members)
     return len(on_node), max(on_node.values())
 
 
-def travels(flow: Flow, machine: Machine, mesh: Mesh, rank: int) -> list[Travel]:
+def travels(
+    flow: Flow, machine: Machine, mesh: Mesh, rank: int, members: Mapping[str, Sequence[int]] | None = None
+) -> list[Travel]:
     """The collectives of a step.
 
     Args:
@@ -62,10 +62,14 @@ def travels(flow: Flow, machine: Machine, mesh: Mesh, rank: int) -> list[Travel]
         machine: On which nodes and devices the ranks are, in their order.
         mesh: The ranks along their axes.
         rank: The one whose flow it is.
+        members: By axis of the books, the ranks along it; None, or an axis that is missing: all of the mesh.
     """
     found = []
     for (name, axis), (calls, nbytes) in sorted(flow.asked_along.items()):
-        nodes, devices = span(mesh, rank, axis, machine)
+        if name == "send":
+            found.append(Travel(name, axis, calls, nbytes, *_to_neighbours(nbytes, machine, mesh, rank)))
+            continue
+        nodes, devices = span((members or {}).get(axis) or range(mesh.world_size), machine)
         if name == "all_to_all":
             sent = flow.ran_along[name, axis][1]
             inside, between = (sent, 0) if devices > 1 else (0, sent)
@@ -73,6 +77,16 @@ def travels(flow: Flow, machine: Machine, mesh: Mesh, rank: int) -> list[Travel]
             inside, between = nbytes * (devices - 1) // devices, nbytes * (nodes - 1) // nodes // devices
         found.append(Travel(name, axis, calls, nbytes, inside, between))
     return found
+
+
+def _to_neighbours(nbytes: int, machine: Machine, mesh: Mesh, rank: int) -> tuple[int, int]:
+    """What a stage sends inside its node and to other nodes: equally much to each of its neighbours."""
+    stage, stages = mesh.coordinate(rank).get(PIPE, 0), mesh.size(PIPE)
+    along = mesh.group(rank, PIPE)
+    peers = [along[other] for other in (stage - 1, stage + 1) if 0 <= other < stages]
+    near = sum(peer // machine.devices_per_node == rank // machine.devices_per_node for peer in peers)
+    inside = nbytes * near // max(len(peers), 1)
+    return inside, nbytes - inside
 
 
 def lower_bounds(flow: Flow, moved: Sequence[Travel], machine: Machine) -> dict[str, float]:

@@ -1,0 +1,110 @@
+"""What a rank does in a step, as a list; and what passes between a model and whoever drives it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.plan.models import Inputs
+from deepspeed.zero.outputs import tensors_in
+
+
+class Act(Enum):
+    """What a rank does with a micro-batch."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    STEP = "step"
+
+
+@dataclass(frozen=True)
+class Action:
+    """One act of a step.
+
+    Attributes:
+        act: What is done.
+        micro_batch: With which micro-batch, from 0.
+    """
+
+    act: Act
+    micro_batch: int
+
+
+def actions_of_step(micro_batches: int) -> list[Action]:
+    """What a rank without stages does: each micro-batch forward and backward, and the engine is told of it."""
+    return [Action(act, number) for number in range(micro_batches) for act in Act]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The stage of a pipeline that a rank is on.
+
+    Attributes:
+        stage: Its number, from 0.
+        stages: How many there are.
+        computations: Of a step that shows all: whether each is a forward, and its micro-batch.
+    """
+
+    stage: int
+    stages: int
+    computations: tuple[tuple[bool, int], ...]
+
+    @property
+    def is_first(self) -> bool:
+        """It has the data."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """It has the loss."""
+        return self.stage == self.stages - 1
+
+    @property
+    def micro_batches(self) -> int:
+        """Of the step that shows all."""
+        return 1 + max(number for _, number in self.computations)
+
+    def actions(self) -> list[Action]:
+        """What the rank does: the computations, and one update."""
+        acts = [Action(Act.FORWARD if forward else Act.BACKWARD, number) for forward, number in self.computations]
+        return [*acts, Action(Act.STEP, self.micro_batches - 1)]
+
+
+def received_inputs(inputs: Inputs) -> Inputs:
+    """A stage's inputs as they arrive: in memory of their own, and the activations want a gradient."""
+
+    def fresh(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return torch.empty_like(value, requires_grad=value.is_floating_point())
+
+    return tuple(fresh(value) for value in inputs[0]), {name: fresh(value) for name, value in inputs[1].items()}
+
+
+def loss_of(outputs: Any) -> torch.Tensor:
+    """The loss in what a model returned: the tensor itself, ``.loss``, or the first member.
+
+    Raises:
+        DeepSpeedConfigError: There is no tensor of floating dtype.
+    """
+    if isinstance(outputs, dict) and "loss" in outputs:
+        outputs = outputs["loss"]
+    found = getattr(outputs, "loss", None)
+    if not isinstance(found, torch.Tensor):
+        found = next((t for t in _in_order(outputs) if t.is_floating_point()), None)
+    if found is None:
+        raise DeepSpeedConfigError(f"plan: the model returned {type(outputs).__name__} without a floating tensor")
+    return found if found.numel() == 1 else found.float().mean()
+
+
+def _in_order(outputs: Any) -> Iterator[torch.Tensor]:
+    if isinstance(outputs, (tuple, list)):
+        for item in outputs:
+            yield from _in_order(item)
+    else:
+        yield from tensors_in(outputs)

@@ -1,0 +1,183 @@
+"""Plans of pipelines: stages against real ranks that work in the same order, times against the schedules' formulas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import deepspeed
+from deepspeed.cli.plan import main
+from deepspeed.comm.counters import counted
+from deepspeed.comm.mesh import Mesh
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.ops.chunks import drop_scratch
+from deepspeed.parallel.pipe.schedule.simulate import Times, simulate
+from deepspeed.plan.decoder import DecoderStage
+from deepspeed.plan.kinds import kinds_of, needed
+from deepspeed.plan.memory import MemoryCount
+from deepspeed.plan.pipeline import Pipeline, computations, idle_shares, idle_time
+from deepspeed.zero.micro_batch import MicroBatch
+from deepspeed.zero.placement import Home
+from deepspeed.zero.storage import Kind
+from tests.harness import run_ranks
+from tests.plan.cells import SAMPLES, SHAPE, TOKENS, Cell
+
+STAGES, DATA, MICRO_BATCHES = 2, 2, 6
+
+
+def _planned(cell: Cell, rank: int | None = None, pipe: int = STAGES, **more: Any) -> Any:
+    return deepspeed.plan(
+        SHAPE,
+        cell.config(""),
+        devices_per_node=pipe * DATA,
+        device="cpu",
+        device_memory="8GiB",
+        sequence_length=TOKENS,
+        compare_checkpointing=False,
+        pipe=pipe,
+        rank=rank,
+        **more,
+    )
+
+
+def _measure(cells: list[Cell]) -> list[dict[str, Any]]:
+    return [_run(cell) for cell in cells]
+
+
+def _run(cell: Cell) -> dict[str, Any]:
+    rank, (first, end) = dist.get_rank(), _layers()[dist.get_rank() // DATA]
+    torch.manual_seed(0)
+    drop_scratch(torch.device("cpu"))
+    model = DecoderStage(SHAPE, first, end)
+    model.mesh = Mesh((("pipe", STAGES), ("data", DATA)))
+    count = MemoryCount("cpu")
+    with count.counting():
+        engine = deepspeed.initialize(model=model, config=cell.config(""))[0]
+        for _ in range(2):
+            _step(engine, rank)
+        engine.optimizer.count_state()
+        ledger = engine._runtime.ledger
+        ledger.reset_peak()
+        count.reset_peaks()
+        with counted() as traffic:
+            _step(engine, rank)
+            asked = {key: (tally.calls, tally.nbytes) for key, tally in traffic.asked_along.items()}
+        count.look()
+        kinds = {(kind.name, home.name): ledger.peak(kind, home) for kind in Kind for home in Home}
+        engine.destroy()
+    return {"kinds": {key: n for key, n in kinds.items() if n}, "asked": asked, "peak": count.peaks[Home.DEVICE].nbytes}
+
+
+def _layers() -> dict[int, tuple[int, int]]:
+    plan = _planned(Cell(0, accumulation=1))
+    return {stage: layers for part in plan.parts for stage, layers in part.layers.items()}
+
+
+def _step(engine: Any, rank: int) -> None:
+    """1F1B by hand."""
+    stage, running, sends = rank // DATA, {}, []
+    tokens = torch.zeros(SAMPLES, TOKENS, dtype=torch.int64)
+    hidden = (SAMPLES, TOKENS, SHAPE.hidden)
+    for is_forward, number in computations(Pipeline(STAGES).of(MICRO_BATCHES), stage):
+        if is_forward and stage == 0:
+            running[number] = tokens, engine(tokens)
+            sends.append(dist.isend(running[number][1].detach(), rank + DATA))
+        elif is_forward:
+            x = torch.empty(hidden, dtype=torch.bfloat16)
+            dist.recv(x, rank - DATA)
+            running[number] = x, engine(x.requires_grad_(), tokens)
+        else:
+            x, outputs = running.pop(number)
+            told = MicroBatch(number, number == 0, number == MICRO_BATCHES - 1)
+            if stage == 0:
+                gradients = torch.empty_like(outputs)
+                dist.recv(gradients, rank + DATA)
+                engine.backward(outputs, gradients=gradients, micro_batch=told)
+                del gradients
+            else:
+                engine.backward(outputs, micro_batch=told)
+                sends.append(dist.isend(x.grad, rank - DATA))
+            del x, outputs
+    for send in sends:
+        send.wait()
+    engine.step()
+
+
+@pytest.mark.parametrize("stages", [(1, 3), pytest.param((0, 2), marks=pytest.mark.slow)])
+def test_stages_against_real_ranks(stages):
+    cells = [Cell(stage, accumulation=MICRO_BATCHES) for stage in stages]
+    real = run_ranks(_measure, STAGES * DATA, cells, timeout=100)
+    for number, cell in enumerate(cells):
+        for rank in (1, 3):
+            found, counted_ = _planned(cell, rank).rehearsed, real[rank][number]
+            asked = {key: value for key, value in found.flow.asked_along.items() if key[0] != "send"}
+            assert asked == counted_["asked"], (cell, rank)
+            sent = MICRO_BATCHES * SAMPLES * TOKENS * SHAPE.hidden * 2
+            assert found.flow.asked_along["send", "pipe"] == (MICRO_BATCHES, sent)
+            kinds = {(kind.name, home.name): nbytes for (kind, home), nbytes in found.kind_peaks.items()}
+            assert kinds.keys() == counted_["kinds"].keys()
+            for key, nbytes in counted_["kinds"].items():
+                assert kinds[key] == pytest.approx(nbytes, rel=0.02), (cell, rank, key)
+            assert found.peaks[Home.DEVICE].nbytes == pytest.approx(counted_["peak"], rel=0.05), (cell, rank)
+
+
+def test_one_rank_of_each_stage_that_may_be_the_heaviest():
+    kinds = kinds_of(Mesh((("pipe", 4), ("data", 2), ("tensor", 2))))
+    assert [(kind.stage, kind.rank, kind.ranks) for kind in kinds] == [(0, 2, 4), (1, 6, 4), (2, 10, 4), (3, 14, 4)]
+    assert [kind.stage for kind in needed(kinds, ["first", "middle", "middle", "last"])] == [0, 1, 3]
+    assert [kind.rank for kind in kinds_of(Mesh((("data", 4),)))] == [1]
+    plan = _planned(Cell(1, accumulation=8), pipe=5)
+    assert [part.kind.stage for part in plan.parts] == [0, 1, 4] and plan.mesh == Mesh((("pipe", 5), ("data", 2)))
+    assert sorted(stage for part in plan.parts for stage in part.layers) == list(range(5))
+    in_flight = {stage: number for part in plan.parts for stage, number in part.in_flight.items()}
+    assert in_flight == {stage: 5 - stage for stage in range(5)}
+    assert plan.device_bytes == max(part.rehearsed.peaks[Home.DEVICE].nbytes for part in plan.parts)
+    whole = _planned(Cell(1, accumulation=8), pipe=1)
+    assert plan.parameters == whole.parameters and not whole.to_dict().get("stages")
+    # In-flight micro-batches are really there: the second stage keeps 4 of them, and all 8 under GPipe.
+    more = _planned(Cell(1, accumulation=8), pipe=5, schedule="gpipe", rank=3).rehearsed
+    second = plan.parts[1].rehearsed
+    kept = more.peaks[Home.DEVICE].nbytes - second.peaks[Home.DEVICE].nbytes
+    assert kept == pytest.approx(4 * second.activations, rel=0.2)
+
+
+def test_a_long_step_is_like_a_short_one_with_more_in_the_middle():
+    long, short = (_planned(Cell(3, accumulation=number), rank=0) for number in (12, 4))
+    middle = _planned(Cell(3, accumulation=5), rank=0).rehearsed.flow.plus(short.rehearsed.flow, -1)
+    assert long.rehearsed.flow == short.rehearsed.flow.plus(middle, 8)
+
+
+def test_waiting():
+    assert idle_time([3.0] * 4, 8, 0.0).share == pytest.approx(3 / 8)
+    line = simulate(Pipeline(4).of(8), Times(1.0, 2.0))
+    assert idle_time([3.0] * 4, 8, 0.0).seconds == line.makespan
+    assert idle_time([1.0, 5.0, 1.0], 4, 0.5).seconds == 1 + 5 + 1 + 3 * 5 + 2
+    shares = idle_shares(4, 8)
+    assert shares["1f1b"] == shares["gpipe"] == pytest.approx(3 / 8)
+    assert shares["interleaved"] == pytest.approx(3 / 16) and shares["zb-h1"] == pytest.approx(1 / 8)
+
+
+def test_what_cannot_be_cut():
+    with pytest.raises(DeepSpeedConfigError, match="has 5 layers .* fewer than the 6 stages"):
+        _planned(Cell(1), pipe=6)
+    with pytest.raises(DeepSpeedConfigError, match="schedule 'zbv' is planned with one chunk per stage only"):
+        _planned(Cell(1), schedule="zbv")
+    with pytest.raises(DeepSpeedConfigError, match="schedule 'best' is not known; choose one of 1f1b, gpipe"):
+        _planned(Cell(1), schedule="best")
+    with pytest.raises(DeepSpeedConfigError, match="pipeline 3 takes groups of 3 ranks, which do not divide the 4"):
+        deepspeed.plan(SHAPE, Cell(1).config(""), devices_per_node=4, device="cpu", device_memory="1GiB", pipe=3)
+    with pytest.raises(DeepSpeedConfigError, match="Linear cannot be cut into 2 stages here"):
+        deepspeed.plan(torch.nn.Linear(2, 2), Cell(1).config(""), devices_per_node=2, pipe=2)
+
+
+def test_a_sweep_over_stages(capsys):
+    sizes = ["--layers", "4", "--hidden", "64", "--heads", "4", "--vocab", "256", "--sequence-length", "64"]
+    assert main([*sizes, "--devices", "4", "--sweep", "pipe=1,2,3", "stage=0,1"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("yes") == 4 and said.count("refused") == 2
+    assert main([*sizes, "--devices", "4", "--pipe", "2", "--sequence-length", "64"]) == 0
+    said = capsys.readouterr().out
+    assert "pipe 2 x data 2" in said and "Stages, 1f1b" in said and "send (pipe)" in said
