@@ -291,12 +291,11 @@ FEATURES: tuple[Feature, ...] = (
         (switch("elasticity.enabled"),),
     ),
     Feature(
-        "the analysis of datasets, variable batches and token dropping",
-        "Use the curriculum sampler with index files that are there; cut the batch before the forward.",
+        "variable batches and token dropping",
+        "Cut the batch before the forward.",
         {
             "deepspeed.runtime.data_pipeline.data_routing.basic_layer": "RandomLayerTokenDrop",
             "deepspeed.runtime.data_pipeline.data_routing.helper": "convert_to_random_ltd remove_random_ltd_state_dict",
-            "deepspeed.runtime.data_pipeline.data_sampling.data_analyzer": "DataAnalyzer DistributedDataAnalyzer",
         },
         (
             switch("data_efficiency.data_routing.random_ltd.enabled"),

@@ -1,7 +1,8 @@
-"""Sampling by difficulty; the feature is missing (:mod:`deepspeed.features`)."""
+"""Analysis of datasets; re-exports; the code is in :mod:`deepspeed.data.analysis`."""
 
 from __future__ import annotations
 
-from deepspeed.lazy import lazy_names
+from deepspeed.data.analysis.analyzer import DataAnalyzer
+from deepspeed.data.analysis.distributed import DistributedDataAnalyzer
 
-__getattr__, __dir__, __all__ = lazy_names(__name__)
+__all__ = ["DataAnalyzer", "DistributedDataAnalyzer"]

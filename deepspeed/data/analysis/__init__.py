@@ -1,0 +1,13 @@
+"""Measuring every sample of a dataset: the index files of curricula and of batches by length."""
+
+from __future__ import annotations
+
+from deepspeed.lazy import lazy_names
+
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "DataAnalyzer": "deepspeed.data.analysis.analyzer",
+        "DistributedDataAnalyzer": "deepspeed.data.analysis.distributed",
+    },
+)
