@@ -69,7 +69,9 @@ _find, __dir__, __all__ = lazy_names(
         "load_ds_config": "deepspeed.config",
         "progressive_layer_drop": "deepspeed.dropping",
         "replace_transformer_layer": "deepspeed.module_inject",
+        "set_autotp_mode": "deepspeed.parallel.tensor.request",
         "set_optimizer_flags": "deepspeed.ops.muon",
+        "tp_model_init": "deepspeed.parallel.tensor.request",
     },
     submodules=[
         "accelerator",

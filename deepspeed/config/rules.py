@@ -23,6 +23,7 @@ def check_rules(root: Root, findings: Findings) -> None:
         _optimizer(root, root.optimizer, findings)
     _activation_checkpointing(root, findings)
     _structure(root, findings)
+    _tensor_parallel(root, findings)
     _neighbours(root.zero_optimization, findings)
     check_data(root, findings)
 
@@ -170,6 +171,19 @@ def _activation_checkpointing(root: Root, findings: Findings) -> None:
             ("activation_checkpointing", "partition_activations"),
             ("activation_checkpointing", "number_checkpoints"),
         )
+
+
+def _tensor_parallel(root: Root, findings: Findings) -> None:
+    section, size = root.tensor_parallel, ("tensor_parallel", "autotp_size")
+    group = section.tensor_parallel
+    path = ("tensor_parallel", "tensor_parallel")
+    if group.tp_size not in (1, max(section.autotp_size, 1)):
+        findings.problem(
+            (*path, "tp_size"), f"expected 1 or autotp_size {section.autotp_size}, found {group.tp_size}", size
+        )
+    for name, instead in (("mpu", "initialize(mpu=...)"), ("tp_group", "deepspeed.tp_model_init(tp_group=...)")):
+        if getattr(group, name) is not None:
+            findings.problem((*path, name), f"an object has no place in a configuration; give it to {instead}")
 
 
 def _structure(root: Root, findings: Findings) -> None:

@@ -38,6 +38,8 @@ from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.offload.homes import OffloadHomes, open_homes, placement_of
 from deepspeed.ops.flat import supports_flat_update, why_not_flat
 from deepspeed.parallel.expert.prepare import prepare_expert_layers
+from deepspeed.parallel.tensor.cutting import cut_model
+from deepspeed.parallel.tensor.request import merged
 from deepspeed.precision.policy import PrecisionPolicy, create_loss_scaler, dtype_of_name
 from deepspeed.schedulers import build_scheduler
 from deepspeed.zero.access.parameter_offload import DeepSpeedZeRoOffload
@@ -166,7 +168,7 @@ def build_parts(client: Client, config: Any, distributed_port: int, dist_init_re
             )
         comm.init_distributed(distributed_port=distributed_port)
     job_mesh = JobMesh(client.mpu, client.mesh_param, client.model, comm.default_timeout())
-    parsed = _parse_alike(config, job_mesh)
+    parsed = _parse_alike(config, job_mesh, client)
     root = parsed.root
     ranks = job_mesh.settle(root)
     if root.log_level:
@@ -189,6 +191,7 @@ def build_parts(client: Client, config: Any, distributed_port: int, dist_init_re
         refuse_whole_graphs(client.model)
     client = _spread_experts(root, client, ranks, device)
     prepare_expert_layers(client.model, device, data_first=root.use_data_before_expert_parallelism)
+    tensor = cut_model(client.model, root.tensor_parallel, ranks.mesh, device)
     torch_optimizer = choose_optimizer(
         root,
         client.model,
@@ -201,7 +204,12 @@ def build_parts(client: Client, config: Any, distributed_port: int, dist_init_re
     _check_trains(placement, torch_optimizer)
     _check_updates_in_files(placement, torch_optimizer)
     groups = create_groups(
-        placement, ranks, device, by_nodes=_gathers_by_nodes(root), divisor=_gradient_divisor(root, ranks)
+        placement,
+        ranks,
+        device,
+        by_nodes=_gathers_by_nodes(root),
+        divisor=_gradient_divisor(root, ranks),
+        copies={} if tensor is None else tensor.counts,
     )
     refuse_cut_tensors(torch_optimizer, client.model, groups, placement)
     _mark_leaf_modules(root, client.model)
@@ -249,10 +257,11 @@ def _gradient_divisor(root: Root, ranks: Standing) -> int:
     return ranks.data_size * ranks.sequence_size
 
 
-def _parse_alike(config: Any, job_mesh: JobMesh) -> ParsedConfig:
+def _parse_alike(config: Any, job_mesh: JobMesh, client: Client) -> ParsedConfig:
     """Reads the configuration, and sees to it that all ranks have the same one."""
     try:
-        parsed = parse(config, dp_world_size=job_mesh.data_size)
+        parsed = parse(config, dp_world_size=lambda root: job_mesh.data_size(merged(root, client.model, client.mpu)))
+        parsed = replace(parsed, root=merged(parsed.root, client.model, client.mpu))
     except DeepSpeedConfigError as error:
         comm.check_same_config(error, job_mesh.decides_together)  # raises it here, and a word about it on the others
         raise

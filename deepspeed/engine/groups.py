@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -21,7 +23,13 @@ from deepspeed.zero.placement import Placement
 
 
 def create_groups(
-    placement: Placement, ranks: Standing, device: torch.device, *, by_nodes: bool, divisor: int | None = None
+    placement: Placement,
+    ranks: Standing,
+    device: torch.device,
+    *,
+    by_nodes: bool,
+    divisor: int | None = None,
+    copies: Mapping[str, bool] = MappingProxyType({}),
 ) -> Groups:
     """Makes the groups. Every rank of the job must call it, in the same order.
 
@@ -31,6 +39,8 @@ def create_groups(
         device: Where the buffers live.
         by_nodes: Gather in two steps where the ranks span nodes.
         divisor: What makes a mean of the sum of gradients; None: the number of data-parallel ranks.
+        copies: Names of groups of parameters that some tensor-parallel ranks, but not all, have alike, and whether this
+            rank counts among them.
 
     Raises:
         DeepSpeedConfigError: Groups that cannot be used together.
@@ -58,7 +68,8 @@ def create_groups(
         groups = Groups.of(data, *own)
     else:
         # What is whole on tensor ranks counts on the first of them; of what is cut, every rank has something else.
-        parts = (replace(data, counts=ranks.tensor_rank == 0), replace(data, name=CUT), *own)
+        shared = (replace(data, name=name, counts=counts) for name, counts in copies.items())
+        parts = (replace(data, counts=ranks.tensor_rank == 0), replace(data, name=CUT), *shared, *own)
         job = create_transport(device=device, timeout=timeout)
         job.axis = "job"
         groups = Groups({group.name: group for group in parts}, reduce, job)

@@ -121,12 +121,6 @@ FEATURES: tuple[Feature, ...] = (
         },
     ),
     Feature(
-        "tensor parallelism (AutoTP)",
-        "Shard the model with ZeRO stage 3, or hand in an mpu object that describes your own tensor parallelism.",
-        {"deepspeed": "tp_model_init set_autotp_mode"},
-        (degree("tensor_parallel.autotp_size", off=0), degree("tensor_parallel.tensor_parallel.tp_size")),
-    ),
-    Feature(
         "the inference engine",
         "Run the model under torch.inference_mode(), or initialize() it without an optimizer at ZeRO stage 3.",
         {

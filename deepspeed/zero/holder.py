@@ -181,6 +181,11 @@ def set_address(parameter: torch.Tensor, holder: Holder, tile: int) -> Address:
     return address
 
 
+def forget_address(parameter: torch.Tensor) -> None:
+    """Takes a parameter out of its holder: it goes on with values of its own. It must be full."""
+    parameter.__dict__.pop(_ADDRESS, None)
+
+
 def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
     """Shape of a parameter, sharded or not."""
     address = address_of(parameter)

@@ -395,8 +395,6 @@ SWITCHED_ON: dict[str, Any] = {
     "zero_optimization.zenflow": {},
     "zero_optimization.zeropp_loco_param": {},
     "sequence_parallel_size": 2,
-    "tensor_parallel.autotp_size": 2,
-    "tensor_parallel.tensor_parallel.tp_size": 2,
     "expert_parallel.comm_backend": "deepep",
     "checkpoint.writer": {},
     "datastates_ckpt": {},

@@ -32,10 +32,12 @@ class LayerSpec(Section):
 class PartitionConfig(Section):
     """Own rules of splitting."""
 
-    tp_size: Int = key(1, "Degree.", unit="ranks", above=0)
+    tp_size: Int = key(1, "Degree.", unit="ranks", above=0, no_effect="autotp_size says how many ranks share a layer")
     use_default_specs: Bool = key(True, "Add the built-in rules.")
     strict_mode: Bool = key(False, "A layer without a rule is an error.")
-    embedding_partition_dim: Int = key(1, "Axis of embeddings.", minimum=0)
+    embedding_partition_dim: Int = key(
+        1, "Axis of embeddings.", minimum=0, no_effect="embeddings are cut over the vocabulary, or stay whole"
+    )
     lm_head_patterns: TextList = key(None, "Names of output layers.", factory=lambda: ["lm_head", "embed_out"])
     layer_specs: list[LayerSpec] = key(None, "Rules, in order.", factory=list)
 
@@ -46,8 +48,12 @@ class TensorParallel(Section):
     switch_name = "autotp_size"
 
     autotp_size: Int = key(0, "Degree; 0 is off.", unit="ranks", minimum=0)
-    dtype: DType = key("fp16", "Type of the model.")
-    tp_overlap_comm: Bool = key(False, "Overlap the reductions with compute.")
+    dtype: DType = key("fp16", "Type of the model.", no_effect="bf16, fp16 and the model's own type decide")
+    tp_overlap_comm: Bool = key(
+        False,
+        "Overlap the reductions with compute.",
+        no_effect="the gradient of an input always travels while that of the weight is computed",
+    )
     tensor_parallel: TpGroup = key(None, "The tensor-parallel group.", factory=TpGroup, aliases=("tp",))
     injection_policy_tuple: TextList | None = key(None, "Names of row-parallel outputs.")
     preset_model: (
@@ -58,9 +64,23 @@ class TensorParallel(Section):
         | None
     ) = key(None, "Ready rules.")
     partition_config: PartitionConfig | None = key(None, "Own rules.")
-    keep_module_on_host: Bool = key(False, "Split on the host.")
-    replace_with_kernel_inject: Bool = key(False, "As in inference.", aliases=("kernel_inject",))
-    vocab_parallel_lm_head: Bool | None = key(None, "Split the output layer over the vocabulary.", since="0.19.8")
+    verify: Bool | None = key(
+        None,
+        "Compare a small forward and backward of the cut model with the whole one.",
+        null_means="where the model has fewer than 300 million parameters",
+    )
+    keep_module_on_host: Bool = key(
+        False, "Split on the host.", no_effect="layers are cut where they are, one after the other"
+    )
+    replace_with_kernel_inject: Bool = key(
+        False, "As in inference.", aliases=("kernel_inject",), no_effect="layers that train are not replaced by kernels"
+    )
+    vocab_parallel_lm_head: Bool | None = key(
+        None,
+        "Split the output layer over the vocabulary; logits stay split, and the loss is computed from their parts.",
+        since="0.19.8",
+        null_means="split where the model's plan says so, with logits that are gathered",
+    )
     vocab_parallel_ce_backend: Annotated[Literal["torch", "liger"], AnyCase] = key(
-        "torch", "Loss for a split output layer.", since="0.19.8"
+        "torch", "Loss for a split output layer.", since="0.19.8", no_effect="there is one loss, written in torch"
     )

@@ -1,0 +1,1 @@
+"""Tensor parallelism: layers whose weights are cut over ranks that see the same samples."""

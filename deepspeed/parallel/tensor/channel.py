@@ -1,0 +1,148 @@
+"""The ranks that share layers, and what travels between them.
+
+All of it goes through a transport of the job (``comm.transport``), so a rank that computes something else is found by
+the watch and named, as in any other wait. Sums are taken in rank order: their bits are equal on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deepspeed.comm.connect import create_transport
+from deepspeed.comm.mesh import TENSOR, Mesh
+from deepspeed.comm.new_groups import my_group
+from deepspeed.comm.store import backend_for
+from deepspeed.comm.transport import Piece, Reduction, Transport, transfer_key
+from deepspeed.comm.world import rank_in, stand_in
+
+_SUM = 1  # kind of transfer, see transfer_key
+_GATHER = 0
+
+
+class Pending:
+    """A sum on its way."""
+
+    def __init__(self, work: Any, result: torch.Tensor) -> None:
+        self._work = work
+        self._result = result
+
+    def wait(self) -> torch.Tensor:
+        """The sum, 1-D; may be called again."""
+        self._work.wait()
+        return self._result
+
+
+class Channel:
+    """Sums and gathers over the ranks that share layers. All of them must make the same calls in the same order.
+
+    Args:
+        transport: Over these ranks.
+
+    Attributes:
+        rank: This rank's place among them.
+        size: How many they are.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self.rank = transport.rank
+        self.size = transport.size
+        self._count = 0
+
+    @property
+    def transport(self) -> Transport:
+        """For small exchanges and first values."""
+        return self._transport
+
+    def start_sum(self, values: torch.Tensor, label: str) -> Pending:
+        """Begins to sum ``values`` over the ranks.
+
+        Args:
+            values: Contiguous, floating; belongs to the sum from now on.
+            label: What travels, for whoever waits in vain.
+
+        Returns:
+            What to wait for; the result is 1-D, in the dtype of ``values``.
+        """
+        flat = values.view(-1)
+        numel = flat.numel()
+        # Two ranks exchange all they have; more of them reduce slices, which must be of equal length.
+        if self.size > 2 and numel % self.size:
+            padded = flat.new_zeros(-(-numel // self.size) * self.size)
+            padded[:numel].copy_(flat)
+            flat = padded
+        in_place = self._transport.needs_one_order or (self.size == 2 and flat.dtype == torch.float32)
+        out = flat if in_place or self.size == 1 else torch.empty_like(flat)
+        how = Reduction(1.0, self._key(_SUM), label, max(flat.numel() * self.size, 1))
+        return Pending(self._transport.all_reduce(flat, out, how), out[:numel])
+
+    def sum(self, values: torch.Tensor, label: str) -> torch.Tensor:
+        """The sum of ``values`` over the ranks, in their shape; ``values`` may be overwritten."""
+        shape = values.shape
+        return self.start_sum(values.contiguous(), label).wait().view(shape)
+
+    def gather(self, values: torch.Tensor, lengths: Sequence[int], label: str) -> list[torch.Tensor]:
+        """Everybody's ``values``, which differ in the extent of the last dimension.
+
+        Args:
+            values: This rank's.
+            lengths: Last extent on each rank.
+            label: What travels.
+        """
+        head, mine = values.shape[:-1], values.contiguous()
+        if len(set(lengths)) == 1:
+            rows = values.new_empty((self.size, *values.shape))
+            rows[self.rank].copy_(mine)
+            self._transport.all_gather(rows.view(-1), key=self._key(_GATHER), label=label).wait()
+            return list(rows.unbind(0))
+        parts = [mine if place == self.rank else values.new_empty((*head, n)) for place, n in enumerate(lengths)]
+        self._transport.move([Piece(place, None, part.view(-1)) for place, part in enumerate(parts)], label=label)
+        return parts
+
+    def scatter_sum(self, values: torch.Tensor, label: str) -> torch.Tensor:
+        """This rank's part, along dimension 0, of the sum of ``values``.
+
+        Args:
+            values: Contiguous; its first extent is a multiple of the number of ranks.
+            label: What travels.
+        """
+        flat = values.view(-1)
+        out = torch.empty(flat.numel() // self.size, dtype=flat.dtype, device=flat.device)
+        how = Reduction(1.0, self._key(_SUM), label, max(flat.numel(), 1))
+        self._transport.reduce_scatter(flat, out, how).wait()
+        return out.view(values.shape[0] // self.size, *values.shape[1:])
+
+    def _key(self, kind: int) -> int:
+        self._count += 1
+        return transfer_key(self._transport.owner, 0, kind, self._count)
+
+
+def connect(mesh: Mesh, device: torch.device | None, timeout: timedelta | None) -> Channel:
+    """The channel along the tensor axis of a mesh. Every rank of the job must call it, in the same order.
+
+    Args:
+        mesh: Of the job.
+        device: Where activations live.
+        timeout: As of ``comm.connect.create_transport``.
+    """
+    if (others := stand_in()) is not None:
+        made: Transport = others.transport(device, mesh.group(rank_in(), TENSOR))
+    elif mesh.size(TENSOR) == mesh.world_size:
+        made = create_transport(None, device=device, timeout=timeout)
+    else:
+        backend = backend_for(dist.group.WORLD, device)
+        group = my_group(mesh.groups(TENSOR), backend=backend, timeout=timeout, why="the parts of layers")
+        made = create_transport(group, device=device, timeout=timeout)
+    return over(made)
+
+
+def over(transport: Transport) -> Channel:
+    """A channel over a transport that nothing else uses."""
+    transport.axis = TENSOR
+    transport.owner = transport.next_owner()
+    return Channel(transport)

@@ -1,0 +1,194 @@
+"""Cuts a model over the tensor axis of the job, as the configuration asks, before an engine takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from deepspeed import comm
+from deepspeed.comm.connect import create_transport
+from deepspeed.comm.groups import group_along
+from deepspeed.comm.mesh import TENSOR, Mesh
+from deepspeed.comm.new_groups import my_group
+from deepspeed.comm.store import backend_for
+from deepspeed.comm.world import rank_in
+from deepspeed.config.sections.tensor_parallel import TensorParallel
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.logging import log_dist
+from deepspeed.parallel.tensor import rules as rules_module
+from deepspeed.parallel.tensor.attention import tell
+from deepspeed.parallel.tensor.channel import Channel, connect, over
+from deepspeed.parallel.tensor.layout import Layout, describe, layout_of
+from deepspeed.parallel.tensor.making import Maker, cut_parameter
+from deepspeed.parallel.tensor.request import check_group
+from deepspeed.parallel.tensor.rules import Rule, Way
+from deepspeed.parallel.tensor.verify import Rehearsal
+from deepspeed.parallel.tensor.vocabulary import causal_loss
+from deepspeed.zero.holder import full_shape
+from deepspeed.zero.sharded_parameter import ShardedParameter
+
+_CUT = "ds_autotp_parsed"  # the name that programs ask for
+
+
+@dataclass
+class CutModel:
+    """What was done to a model.
+
+    Attributes:
+        channel: The ranks that share its layers.
+        layout: The cuts.
+        counts: By name of the bucket groups of parameters that several tensor ranks have: whether this rank counts.
+    """
+
+    channel: Channel
+    layout: Layout
+    counts: dict[str, bool] = field(default_factory=dict)
+
+
+def cut_model(model: nn.Module, section: TensorParallel, mesh: Mesh, device: torch.device) -> CutModel | None:
+    """Cuts a model in place. Every rank of the job must call it, with the same model.
+
+    Args:
+        model: Whole on every rank, or sharded by ``zero.Init``. Values of the first rank of a tensor group win.
+        section: The configuration.
+        mesh: Of the job.
+        device: Where the model will compute.
+
+    Returns:
+        What was done; the same again for a model that was cut before; None where there is nothing to cut.
+
+    Raises:
+        DeepSpeedConfigError: The model cannot be cut so, or computes something else afterwards. In the first case
+            nothing was changed.
+    """
+    size = mesh.size(TENSOR)
+    if size == 1 or section.autotp_size <= 1:
+        return None
+    known = getattr(model, _CUT, None)
+    if isinstance(known, CutModel):
+        return known
+    check_group(model, mesh.group(rank_in(), TENSOR))
+    rules = rules_for(model, section)
+    layout = layout_of(model, rules, size, grain=section.tensor_parallel.tp_grain_size)
+    comm.check_same_model(_lines(model), group_along(TENSOR))
+    channel = connect(mesh, device, comm.default_timeout())
+    holders = _holders(layout, mesh, device)
+    with torch.no_grad():
+        _spread(model, channel, device)
+    rehearsal = Rehearsal.before(model, layout, section, device)
+    made = CutModel(channel, layout)
+    with torch.no_grad():
+        _cut_parameters(model, layout, made)
+    maker = Maker(model, channel, holders)
+    for layer in layout.layers:
+        maker.make(layer)
+    for name, (attention, heads) in layout.heads.items():
+        tell(model.get_submodule(name), attention, heads, channel.rank)
+    _use_parallel_loss(model, section, layout, channel)
+    setattr(model, _CUT, made)
+    log_dist(f"tensor parallelism over {size} ranks:\n{describe(layout)}")
+    if rehearsal is not None:
+        rehearsal.after(model, channel)
+    return made
+
+
+def rules_for(model: nn.Module, section: TensorParallel) -> dict[str, Rule]:
+    """The rules for a model, from the first source that has any.
+
+    Raises:
+        DeepSpeedConfigError: None has.
+    """
+    found = rules_module.of_user(model, section) or rules_module.of_plan(model)
+    if not found:
+        raise DeepSpeedConfigError(
+            f"tensor_parallel.autotp_size {section.autotp_size}: nothing says how {type(model).__name__} is cut; it "
+            "brings no tensor-parallel plan, and its structure shows no pair of layers around a residual sum. Write "
+            "tensor_parallel.partition_config: layer_specs with patterns for the layers that take the residual stream "
+            '(partition_type "column") and for those that give back to it ("row")'
+        )
+    if section.vocab_parallel_lm_head is not None:
+        found = {name: _head_rule(model, name, rule, section.vocab_parallel_lm_head) for name, rule in found.items()}
+    return found
+
+
+def _head_rule(model: nn.Module, name: str, rule: Rule, is_cut: bool) -> Rule:
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if head is None or model.get_submodule(name) is not head or rule.way is not Way.COLUMN_GATHERED:
+        return rule
+    return Rule(Way.COLUMN if is_cut else Way.WHOLE, "vocab_parallel_lm_head")
+
+
+def _use_parallel_loss(model: nn.Module, section: TensorParallel, layout: Layout, channel: Channel) -> None:
+    if not section.vocab_parallel_lm_head:
+        return
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    by_module = {id(model.get_submodule(layer.name)): layer for layer in layout.layers if layer.way is Way.COLUMN}
+    if head is None or id(head) not in by_module or getattr(model, "loss_type", None) != "ForCausalLM":
+        raise DeepSpeedConfigError(
+            f"tensor_parallel.vocab_parallel_lm_head: {type(model).__name__} has no output layer that is cut over the "
+            "vocabulary and computes a causal language model's loss; leave the key out"
+        )
+    model.loss_function = causal_loss(channel)  # type: ignore[assignment]
+    log_dist("tensor_parallel.vocab_parallel_lm_head: every rank's logits are those of its part of the vocabulary")
+
+
+def _lines(model: nn.Module) -> list[str]:
+    lines = [f"{name}: shape {full_shape(parameter)}" for name, parameter in model.named_parameters()]
+    return [*lines, *(f"{name}: a buffer of shape {tuple(buffer.shape)}" for name, buffer in model.named_buffers())]
+
+
+def _holders(layout: Layout, mesh: Mesh, device: torch.device) -> Channel | None:
+    """The ranks that have the same key/value heads as this one, where some have."""
+    kinds = {
+        tuple(heads.holders(place) for place in range(heads.size))
+        for _, heads in layout.heads.values()
+        if heads.size > heads.key_value
+    }
+    if not kinds:
+        return None
+    if len(kinds) > 1:
+        raise DeepSpeedConfigError(
+            f"tensor_parallel.autotp_size {layout.size}: the attention layers of the model have different numbers of "
+            f"key/value heads below {layout.size}, which cannot be shared out; choose a smaller autotp_size"
+        )
+    (kind,) = kinds
+    sets = sorted(set(kind))
+    lists = [group[low:high] for group in mesh.groups(TENSOR) for low, high in sets]
+    group = my_group(
+        lists, backend=backend_for(dist.group.WORLD, device), timeout=comm.default_timeout(), why="shared heads"
+    )
+    return over(create_transport(group, device=device, timeout=comm.default_timeout()))
+
+
+def _spread(model: nn.Module, channel: Channel, device: torch.device) -> None:
+    """Gives all tensor ranks the values of the first: they may have been drawn from different seeds."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if isinstance(tensor, ShardedParameter) or tensor.numel() == 0:
+            continue  # all ranks share it already
+        dense = tensor.detach().to(device).contiguous()
+        channel.transport.broadcast(dense.view(-1).view(torch.uint8), 0, label=f"the first values of {name}")
+        if dense.data_ptr() != tensor.data_ptr():
+            tensor.data.copy_(dense)
+
+
+def _cut_parameters(model: nn.Module, layout: Layout, made: CutModel) -> None:
+    first_names = {id(parameter): name for name, parameter in model.named_parameters()}
+    by_name: Mapping[str, Any] = dict(model.named_parameters(remove_duplicate=False))
+    done: set[int] = set()
+    place = made.channel.rank
+    for name, cut in layout.parameters.items():
+        parameter = by_name[name]
+        if id(parameter) in done:
+            continue
+        done.add(id(parameter))
+        low = cut.split.holders(place)[0]
+        group = None
+        if any(stop - start > 1 for start, stop in map(cut.split.holders, range(layout.size))):
+            group = "tensor copies"
+            made.counts[group] = place == low
+        cut_parameter(parameter, cut, first_names[id(parameter)], place, group)

@@ -1,0 +1,412 @@
+"""From rules to cuts: which intervals of which dimension of every parameter each rank gets. Names and shapes only.
+
+Nothing here touches values, devices or processes, so the planner can ask the same questions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.parallel.tensor.attention import Attention, attention_of
+from deepspeed.parallel.tensor.rules import Rule, Way, is_linear, is_transposed
+from deepspeed.parallel.tensor.split import Dealt, Heads, Split, Stretch
+from deepspeed.zero.holder import full_shape
+
+_COLUMNS = (Way.COLUMN, Way.COLUMN_GATHERED)
+_ROWS = (Way.ROW, Way.ROW_SLICED)
+_INTERLEAVED = ("bloom", "gptneox", "falcon", "persimmon", "chatglm")
+"""Classes whose packed weight has query, key and value of one head side by side; others have all queries first."""
+
+
+@dataclass(frozen=True)
+class ParameterCut:
+    """A parameter of which every rank gets a part.
+
+    Attributes:
+        name: Qualified.
+        shape: Of the whole.
+        dim: That is cut.
+        split: How.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int
+    split: Split
+
+
+@dataclass(frozen=True)
+class LayerCut:
+    """What is done to one module.
+
+    Attributes:
+        name: Qualified.
+        way: The way.
+        source: Who says so.
+        split: Of the dimension that is cut; None where none is.
+        parameters: Those of which every rank gets a part.
+        adapters: Adapter layers beside it, with their ways.
+        note: Why it is not what the rule says, or empty.
+    """
+
+    name: str
+    way: Way
+    source: str
+    split: Split | None = None
+    parameters: tuple[ParameterCut, ...] = ()
+    adapters: tuple[tuple[str, Way], ...] = ()
+    note: str = ""
+
+
+@dataclass
+class Layout:
+    """How a model is cut.
+
+    Attributes:
+        size: Ranks that share a layer.
+        layers: In the order of the model.
+        heads: Of the attention modules whose heads are dealt out, by name, with what they were.
+    """
+
+    size: int
+    layers: list[LayerCut] = field(default_factory=list)
+    heads: dict[str, tuple[Attention, Heads]] = field(default_factory=dict)
+
+    @property
+    def parameters(self) -> dict[str, ParameterCut]:
+        """Every cut parameter by its name; tied ones have one name each."""
+        return {cut.name: cut for layer in self.layers for cut in layer.parameters}
+
+
+def layout_of(model: nn.Module, rules: Mapping[str, Rule], size: int, *, grain: int = 1) -> Layout:
+    """Works out every cut. Communicates nothing and changes nothing.
+
+    Args:
+        model: May be on the meta device, or sharded.
+        rules: By name of module or parameter.
+        size: Ranks that share a layer.
+        grain: Output features of a linear layer outside attention that stay together.
+
+    Raises:
+        DeepSpeedConfigError: A layer cannot be cut into so many parts; names it and says what to write.
+    """
+    return _Builder(model, rules, size, grain).build()
+
+
+class _Builder:
+    def __init__(self, model: nn.Module, rules: Mapping[str, Rule], size: int, grain: int) -> None:
+        self.model = model
+        self.rules = rules
+        self.size = size
+        self.grain = grain
+        self.config = getattr(model, "config", None)
+        self.modules = dict(model.named_modules())
+        self.attention: dict[str, Attention | None] = {}
+        self.given: list[tuple[str, Split]] = []  # block and split of what column-parallel layers give
+        self.layout = Layout(size)
+
+    def build(self) -> Layout:
+        rows = []
+        for name, rule in self.rules.items():
+            if name not in self.modules:
+                self.layout.layers.append(self._bare_parameter(name, rule))
+            elif rule.way in _ROWS:
+                rows.append(len(self.layout.layers))
+                self.layout.layers.append(LayerCut(name, rule.way, rule.source))
+            else:
+                self.layout.layers.append(self._module(name, rule))
+        for number in rows:  # when it is known what the column-parallel layers give
+            self.layout.layers[number] = self._row(self.layout.layers[number].name)
+        self._agree_on_tied()
+        self._refuse_partly_shared()
+        return self.layout
+
+    # -- kinds of modules ----------------------------------------------------------------------------------------------
+
+    def _module(self, name: str, rule: Rule) -> LayerCut:
+        module = self.modules[name]
+        if rule.way in _COLUMNS:
+            return self._column(name, rule)
+        if rule.way in (Way.VOCABULARY, Way.WIDTH):
+            return self._embedding(name, rule, module)
+        return LayerCut(name, rule.way, rule.source)
+
+    def _column(self, name: str, rule: Rule) -> LayerCut:
+        weight, dim = self._weight_of(name, rule)
+        extent = weight.shape[dim]
+        split = self._split_of_outputs(name, extent, rule)
+        self._check_width(name, split, "output features")
+        if rule.way is Way.COLUMN:
+            self.given.append((block_of(name), _result(split)))
+        return self._linear(name, rule, split, dim, cuts_bias=True)
+
+    def _row(self, name: str) -> LayerCut:
+        rule = self.rules[name]
+        weight, out = self._weight_of(name, rule)
+        dim = 1 - out
+        extent = weight.shape[dim]
+        split = self._split_of_inputs(name, extent, rule)
+        self._check_width(name, split, "input features")
+        return self._linear(name, rule, split, dim, cuts_bias=False)
+
+    def _linear(self, name: str, rule: Rule, split: Split, dim: int, *, cuts_bias: bool) -> LayerCut:
+        module = self.modules[name]
+        inner, prefix = (module.base_layer, f"{name}.base_layer") if hasattr(module, "base_layer") else (module, name)
+        cuts = [ParameterCut(f"{prefix}.weight", full_shape(inner.weight), dim, split)]  # type: ignore[arg-type]
+        if cuts_bias and getattr(inner, "bias", None) is not None:
+            cuts.append(ParameterCut(f"{prefix}.bias", full_shape(inner.bias), 0, split))  # type: ignore[arg-type]
+        adapters = []
+        if inner is not module:
+            wanted, way = ("lora_B", Way.COLUMN) if rule.way in _COLUMNS else ("lora_A", Way.ROW)
+            self._refuse_other_adapters(name, module)
+            for key, adapter in getattr(module, wanted, {}).items():
+                full = f"{name}.{wanted}.{key}"
+                adapters.append((full, way))
+                at = 0 if way is Way.COLUMN else 1
+                cuts.append(ParameterCut(f"{full}.weight", full_shape(adapter.weight), at, split))
+        return LayerCut(prefix, rule.way, rule.source, split, tuple(cuts), tuple(adapters))
+
+    def _embedding(self, name: str, rule: Rule, module: nn.Module) -> LayerCut:
+        if type(module) is not nn.Embedding:
+            return LayerCut(name, Way.WHOLE, rule.source, note=f"a {type(module).__name__} has a forward of its own")
+        if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
+            return LayerCut(name, Way.WHOLE, rule.source, note="max_norm, sparse and scale_grad_by_freq need all rows")
+        dim = 0 if rule.way is Way.VOCABULARY else 1
+        shape = full_shape(module.weight)
+        split = Split.evenly(shape[dim], self.size)
+        self._check_width(name, split, "rows" if dim == 0 else "columns")
+        return LayerCut(name, rule.way, rule.source, split, (ParameterCut(f"{name}.weight", shape, dim, split),))
+
+    def _bare_parameter(self, name: str, rule: Rule) -> LayerCut:
+        """A parameter that its module uses by itself: weights of experts, one number per head."""
+        shape = full_shape(self.model.get_parameter(name))
+        if rule.way not in (*_COLUMNS, *_ROWS):
+            return LayerCut(name, rule.way, rule.source)
+        dim = max(len(shape) - (2 if rule.way in _COLUMNS else 1), 0)
+        found = self._attention_above(name)
+        if found is not None and shape[dim] % found[1].query == 0 and not rule.parts:
+            split = self._of_heads(found, Dealt.AS_QUERIES, shape[dim] // found[1].query)
+        else:
+            split = Split.evenly(shape[dim], self.size, parts=_count(rule))
+        self._check_width(name, split, f"indices of dimension {dim}")
+        return LayerCut(name, rule.way, rule.source, split, (ParameterCut(name, shape, dim, split),))
+
+    # -- splits --------------------------------------------------------------------------------------------------------
+
+    def _split_of_outputs(self, name: str, extent: int, rule: Rule) -> Split:
+        found = self._attention_above(name)
+        if found is not None and rule.way is Way.COLUMN:
+            split = self._split_by_heads(name, extent, rule, found)
+            if split is not None:
+                return split
+        if len(rule.parts) > 1:
+            if sum(rule.parts) != extent:
+                raise self._error(name, f"has {extent} output features, but shape names parts of {list(rule.parts)}")
+            starts = [sum(rule.parts[:number]) for number in range(len(rule.parts))]
+            return Split(tuple(Stretch(at, part) for at, part in zip(starts, rule.parts, strict=True)), self.size)
+        if extent % _count(rule):
+            raise self._error(name, f"has {extent} output features, which are no {_count(rule)} equal parts")
+        return Split.evenly(extent, self.size, self.grain, _count(rule))
+
+    def _split_by_heads(self, name: str, extent: int, rule: Rule, found: tuple[str, Attention]) -> Split | None:
+        _, attention = found
+        query, keys, width = attention.query, attention.key_value, attention.width
+        if not width and keys == query and extent % query == 0:
+            width = extent // query
+        whole, of_keys = query * width, keys * width
+        packed = whole + 2 * of_keys
+        if (
+            width
+            and extent == packed
+            and (len(rule.parts) > 1 or rule.parts == (3,) or not self._is_interleaved(name, rule))
+        ):
+            stretches = (
+                Stretch(0, query, width, Dealt.AS_QUERIES),
+                Stretch(whole, keys, width, Dealt.AS_KEYS),
+                Stretch(whole + of_keys, keys, width, Dealt.AS_KEYS),
+            )
+            return self._of_stretches(found, stretches)
+        if width and extent == packed and keys < query:  # by groups: the queries of a key/value head, key, value
+            return self._of_heads(found, Dealt.AS_KEYS, packed // keys, keys)
+        if keys < query and extent == of_keys:
+            return self._of_heads(found, Dealt.AS_KEYS, width, keys)
+        if extent % query == 0:
+            return self._of_heads(found, Dealt.AS_QUERIES, extent // query)
+        return None
+
+    def _is_interleaved(self, name: str, rule: Rule) -> bool:
+        if rule.is_interleaved:
+            return True
+        above, _, _ = name.rpartition(".")
+        kind = type(self.modules[above]).__name__.lower()
+        return kind.startswith(_INTERLEAVED)
+
+    def _split_of_inputs(self, name: str, extent: int, rule: Rule) -> Split:
+        if rule.way is Way.ROW_SLICED:
+            return Split.evenly(extent, self.size)
+        block = block_of(name)
+        fitting = [split for where, split in self.given if where == block and split.extent == extent]
+        if fitting:
+            return fitting[-1] if self._attention_above(name) is None else fitting[0]
+        found = self._attention_above(name)
+        if found is not None and extent % found[1].query == 0:
+            return self._of_heads(found, Dealt.AS_QUERIES, extent // found[1].query)
+        if any(where.startswith(f"{block}.") for where, _ in self.given) or not self.given:
+            return Split.evenly(extent, self.size, parts=_count(rule))
+        raise self._error(
+            name,
+            f"is row-parallel and takes {extent} input features, but no column-parallel layer of {block!r} gives so "
+            "many",
+        )
+
+    def _attention_above(self, name: str) -> tuple[str, Attention] | None:
+        above, _, _ = name.rpartition(".")
+        if above not in self.attention:
+            self.attention[above] = attention_of(self.modules[above], self.config) if above in self.modules else None
+        attention = self.attention[above]
+        return None if attention is None else (above, attention)
+
+    def _of_heads(self, found: tuple[str, Attention], dealt: Dealt, unit: int, units: int | None = None) -> Split:
+        return self._of_stretches(found, (Stretch(0, found[1].query if units is None else units, unit, dealt),))
+
+    def _of_stretches(self, found: tuple[str, Attention], stretches: tuple[Stretch, ...]) -> Split:
+        name, attention = found
+        heads = Heads(attention.query, attention.key_value, self.size)
+        problem = heads.problem()
+        if problem is not None:
+            raise self._error(name, f"cannot be cut: {problem}")
+        self.layout.heads[name] = attention, heads
+        return Split(stretches, self.size, heads)
+
+    # -- checks --------------------------------------------------------------------------------------------------------
+
+    def _weight_of(self, name: str, rule: Rule) -> tuple[_Shaped, int]:
+        """The weight of a linear layer, and its dimension of output features."""
+        module = self.modules[name]
+        inner: nn.Module = getattr(module, "base_layer", module)  # type: ignore[assignment]
+        weight = getattr(inner, "weight", None)
+        if not is_linear(module) or not isinstance(weight, torch.Tensor) or len(full_shape(weight)) != 2:
+            raise self._error(name, f"is a {type(inner).__name__}, which is not cut as {rule.source} says")
+        plain = type(inner).forward in (nn.Linear.forward,) or is_transposed(inner)
+        if not plain:
+            raise self._error(name, f"is a {type(inner).__name__} with a forward of its own")
+        return _Shaped(full_shape(weight)), 1 if is_transposed(inner) else 0
+
+    def _check_width(self, name: str, split: Split, what: str) -> None:
+        if split.nobody():
+            raise self._error(
+                name, f"has {split.extent} {what}, of which {len(split.nobody())} of {self.size} ranks would get none"
+            )
+
+    def _refuse_other_adapters(self, name: str, module: nn.Module) -> None:
+        if not hasattr(module, "lora_A") or getattr(module, "lora_magnitude_vector", None):
+            raise self._error(
+                name, f"is wrapped in a {type(module).__name__}; only plain LoRA adapters are cut with it"
+            )
+
+    def _error(self, name: str, problem: str) -> DeepSpeedConfigError:
+        said = self.rules[name].source if name in self.rules else "the model's heads"
+        return DeepSpeedConfigError(
+            f"tensor_parallel.autotp_size {self.size}: {name!r} {problem} (said by {said}). Choose another "
+            f"autotp_size, or leave the layer whole: tensor_parallel.partition_config.layer_specs with the pattern "
+            f'{".*" + re.escape(name.rpartition(".")[2])!r} and partition_type "skip", for it and the layers that it '
+            "works with"
+        )
+
+    def _agree_on_tied(self) -> None:
+        """Layers with one weight are cut alike or stay whole."""
+        users: dict[int, list[int]] = {}
+        by_name = dict(self.model.named_parameters(remove_duplicate=False))
+        for number, layer in enumerate(self.layout.layers):
+            for cut in layer.parameters:
+                users.setdefault(id(by_name[cut.name]), []).append(number)
+        names: dict[int, list[str]] = {}
+        for name, parameter in by_name.items():
+            names.setdefault(id(parameter), []).append(name)
+        for key, numbers in users.items():
+            cuts = [
+                cut
+                for number in numbers
+                for cut in self.layout.layers[number].parameters
+                if id(by_name[cut.name]) == key
+            ]
+            alike = len({(cut.dim, tuple(map(tuple, _all_intervals(cut.split)))) for cut in cuts}) == 1
+            if len(cuts) == len(names[key]) and alike:
+                continue
+            if len(names[key]) == 1:
+                continue
+            others = sorted(set(names[key]) - {cut.name for cut in cuts})
+            for number in numbers:
+                layer = self.layout.layers[number]
+                if layer.way not in (Way.VOCABULARY, Way.WIDTH, Way.COLUMN_GATHERED, Way.ROW_SLICED):
+                    raise self._error(
+                        layer.name, f"has a weight that it shares with {', '.join(map(repr, names[key]))}"
+                    )
+                why = f"its weight is that of {others[0]!r}, which stays whole" if others else "its weight is tied"
+                self.layout.layers[number] = replace(layer, way=Way.WHOLE, split=None, parameters=(), note=why)
+
+    def _refuse_partly_shared(self) -> None:
+        for layer in self.layout.layers:
+            if layer.split is not None and layer.split.shares_a_part() and layer.parameters:
+                heads = layer.split.heads
+                assert heads is not None
+                raise self._error(
+                    layer.name,
+                    f"packs {heads.query} query heads with {heads.key_value} key/value heads, which are fewer than the "
+                    f"{self.size} ranks, so that ranks would share a part of it",
+                )
+
+
+@dataclass(frozen=True)
+class _Shaped:
+    shape: tuple[int, ...]
+
+
+def _all_intervals(split: Split) -> Sequence[Sequence[tuple[int, int]]]:
+    return [split.intervals(place) for place in range(split.size)]
+
+
+def _count(rule: Rule) -> int:
+    return rule.parts[0] if len(rule.parts) == 1 else 1
+
+
+def _result(split: Split) -> Split:
+    """How what a column-parallel layer gives is dealt when its packed parts have been joined into one."""
+    first = split.stretches[0]
+    if len(split.stretches) == 1 and first.dealt is Dealt.EVENLY:
+        return split
+    if split.heads is not None and len(split.stretches) > 1:
+        return Split((first,), split.size, split.heads)
+    if len({(s.units, s.unit, s.dealt) for s in split.stretches}) == 1:
+        return Split((first,), split.size, split.heads)
+    return split
+
+
+def block_of(name: str) -> str:
+    """The repeated block that a module is in: its name up to the last number, or the module above it."""
+    found = re.match(r"(.*\.\d+)\.", name)
+    return found.group(1) if found else name.rpartition(".")[0]
+
+
+def describe(layout: Layout) -> str:
+    """A table of what is cut, a line per kind of layer."""
+    rows: dict[tuple[str, str, str], int] = {}
+    for layer in layout.layers:
+        if layer.way is Way.WHOLE and not layer.note:
+            continue
+        shape = " x ".join(map(str, layer.parameters[0].shape)) if layer.parameters else ""
+        kind = re.sub(r"(?<=\.)\d+(?=\.)", "*", layer.name)
+        row = kind, shape, f"{layer.way.value} ({layer.note})" if layer.note else layer.way.value
+        rows[row] = rows.get(row, 0) + 1
+    widths = [max((len(row[column]) for row in rows), default=0) for column in range(2)]
+    lines = (
+        f"  {kind:<{widths[0]}}  {shape:>{widths[1]}}  {way}, {count} layer(s)"
+        for (kind, shape, way), count in rows.items()
+    )
+    return "\n".join(lines)

@@ -1,0 +1,202 @@
+"""Linear layers whose weight is cut over the ranks.
+
+*Column-parallel*: each rank has some of the output features. The input is the same on all ranks, so its gradient is
+summed. *Row-parallel*: each rank has some of the input features, and the output is the sum; the bias is added once,
+after it.
+
+A layer is made in place from one that exists (:func:`make_column`, :func:`make_row`): it keeps its identity, its name,
+its parameters and its hooks, and is still an ``nn.Linear`` for whoever asks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F  # noqa: N812
+
+from deepspeed.parallel.tensor import regions
+from deepspeed.parallel.tensor.channel import Channel
+from deepspeed.parallel.tensor.entrance import Entrance
+from deepspeed.parallel.tensor.split import Split
+
+
+@dataclass
+class CutLinear:
+    """How a linear layer is cut.
+
+    Attributes:
+        channel: The ranks.
+        entrance: Where inputs of column-parallel layers enter.
+        split: Of the output features (column) or the input features (row).
+        name: Of the layer, for messages.
+        is_transposed: The weight is (in, out), as in Transformers' ``Conv1D``.
+        is_gathered: A column-parallel layer gives all output features; a row-parallel one takes all input features.
+        holders: The ranks that have the same part, whose gradients are summed; None: this rank alone has it.
+    """
+
+    channel: Channel
+    entrance: Entrance
+    split: Split
+    name: str
+    is_transposed: bool = False
+    is_gathered: bool = False
+    holders: Channel | None = None
+
+
+class _Column(torch.autograd.Function):
+    """A linear layer whose input's gradient is summed while the weight's is computed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        values: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        shared: regions.Shared | None,
+        is_transposed: bool,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(values, weight)
+        ctx.shared, ctx.is_transposed = shared, is_transposed
+        if shared is not None:
+            shared.users += 1
+        return F.linear(values, weight.t() if is_transposed else weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        values, weight = ctx.saved_tensors
+        flat = gradient.reshape(-1, gradient.shape[-1])
+        of_input = of_weight = of_bias = pending = None
+        if ctx.needs_input_grad[0]:
+            rows = weight.t() if ctx.is_transposed else weight
+            if ctx.shared is None:
+                of_input = flat @ rows
+            else:
+                pending = ctx.shared.add(flat, rows)
+        if ctx.needs_input_grad[1]:
+            inputs = values.reshape(-1, values.shape[-1])
+            of_weight = inputs.t() @ flat if ctx.is_transposed else flat.t() @ inputs
+        if ctx.needs_input_grad[2]:
+            of_bias = flat.sum(0)
+        if pending is not None:
+            of_input = pending.wait()
+        return (None if of_input is None else of_input.view(values.shape)), of_weight, of_bias, None, None
+
+
+class _Row(torch.autograd.Function):
+    """A linear layer whose output is summed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        values: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        cut: CutLinear,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(values, weight)
+        ctx.is_transposed = cut.is_transposed
+        product = F.linear(values, weight.t() if cut.is_transposed else weight)
+        total = cut.channel.sum(product, f"the output of {cut.name}")
+        return total if bias is None else total.add_(bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        values, weight = ctx.saved_tensors
+        flat = gradient.reshape(-1, gradient.shape[-1])
+        of_input = of_weight = of_bias = None
+        if ctx.needs_input_grad[0]:
+            of_input = (flat @ (weight.t() if ctx.is_transposed else weight)).view(values.shape)
+        if ctx.needs_input_grad[1]:
+            inputs = values.reshape(-1, values.shape[-1])
+            of_weight = inputs.t() @ flat if ctx.is_transposed else flat.t() @ inputs
+        if ctx.needs_input_grad[2]:
+            of_bias = flat.sum(0)
+        return of_input, of_weight, of_bias, None
+
+
+def _for_autocast(kind: str, *tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """Operands as ``torch.autocast`` would give them to a linear layer."""
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors)
+
+
+@torch.compiler.disable
+def _column(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cut: CutLinear) -> torch.Tensor:
+    kind = values.device.type
+    if cut.holders is not None:
+        weight = regions.enter(weight, cut.holders, f"the gradient of the weight of {cut.name}")
+        if bias is not None:
+            bias = regions.enter(bias, cut.holders, f"the gradient of the bias of {cut.name}")
+    weight, bias = _for_autocast(kind, weight, bias)  # type: ignore[assignment]
+    entered, shared = cut.entrance.enter(values, weight.dtype if torch.is_autocast_enabled(kind) else None, cut.name)
+    with torch.autocast(kind, enabled=False):
+        out = _Column.apply(entered, weight, bias, shared, cut.is_transposed)
+    return regions.gather(out, cut.channel, cut.split, f"the output of {cut.name}") if cut.is_gathered else out
+
+
+@torch.compiler.disable
+def _row(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cut: CutLinear) -> torch.Tensor:
+    kind = values.device.type
+    if cut.is_gathered:
+        values = regions.slice_of(values, cut.channel, cut.split, f"the gradient of the input of {cut.name}")
+    values, weight, bias = _for_autocast(kind, values, weight, bias)  # type: ignore[assignment]
+    with torch.autocast(kind, enabled=False):
+        return _Row.apply(values, weight, bias, cut)
+
+
+class ColumnLinear(nn.Linear):
+    """A linear layer with some of the output features; made by :func:`make_column`.
+
+    Attributes:
+        tensor_cut: How it is cut.
+    """
+
+    tensor_cut: CutLinear
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """``(..., in)`` to ``(..., out of this rank)``, or to all ``out`` where the output is gathered."""
+        return _column(values, self.weight, self.bias, self.tensor_cut)
+
+    def extra_repr(self) -> str:
+        """The layer as a whole, and this rank's part."""
+        return _shown(self, "column")
+
+
+class RowLinear(nn.Linear):
+    """A linear layer with some of the input features; made by :func:`make_row`.
+
+    Attributes:
+        tensor_cut: How it is cut.
+    """
+
+    tensor_cut: CutLinear
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """``(..., in of this rank)``, or all ``in`` where the input is whole, to ``(..., out)``."""
+        return _row(values, self.weight, self.bias, self.tensor_cut)
+
+    def extra_repr(self) -> str:
+        """The layer as a whole, and this rank's part."""
+        return _shown(self, "row")
+
+
+def _shown(layer: nn.Linear, kind: str) -> str:
+    cut: CutLinear = layer.tensor_cut  # type: ignore[assignment]
+    features = f"in_features={layer.in_features}, out_features={layer.out_features}"
+    return f"{features}, {kind}-parallel, rank {cut.channel.rank} of {cut.channel.size}"
+
+
+class ColumnConv1D(ColumnLinear):
+    """:class:`ColumnLinear` with a weight of (in, out)."""
+
+
+class RowConv1D(RowLinear):
+    """:class:`RowLinear` with a weight of (in, out)."""

@@ -1,0 +1,204 @@
+"""Turns layers into cut ones, in place: parameters keep their identity and their names, and get this rank's part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.parallel.tensor import regions
+from deepspeed.parallel.tensor.channel import Channel
+from deepspeed.parallel.tensor.entrance import Entrance
+from deepspeed.parallel.tensor.layout import LayerCut, ParameterCut
+from deepspeed.parallel.tensor.linear import ColumnConv1D, ColumnLinear, CutLinear, RowConv1D, RowLinear
+from deepspeed.parallel.tensor.rules import Way, is_transposed
+from deepspeed.parallel.tensor.vocabulary import CutEmbedding, VocabularyEmbedding, WidthEmbedding
+from deepspeed.zero.access.gathered import GatheredBlock
+from deepspeed.zero.describe import put_in_group
+from deepspeed.zero.holder import address_of, forget_address
+from deepspeed.zero.parts import say_part
+from deepspeed.zero.sharded_parameter import ShardedParameter, mark_full, plain_class
+from deepspeed.zero.tiles import TilePart
+
+
+def cut_parameter(parameter: nn.Parameter, cut: ParameterCut, logical: str, place: int, group: str | None) -> None:
+    """Leaves this rank's part in a parameter and says so.
+
+    Args:
+        parameter: Whole on every rank; or sharded by ``zero.Init``, then every rank that shares it must call this.
+        cut: Which part.
+        logical: Name of the logical parameter.
+        place: This rank's.
+        group: The ranks that have the same part, by the name of a bucket group; None: this rank alone.
+    """
+    intervals = cut.split.intervals(place)
+    address = address_of(parameter)
+    if address is not None and isinstance(parameter, ShardedParameter):
+        block = GatheredBlock([(parameter, address)], None)
+        block.open()
+        part = _part(parameter.detach(), cut.dim, intervals)
+        block.give_back(restore=False)
+        forget_address(parameter)
+        mark_full(parameter, part, plain_class(parameter))
+    else:
+        parameter.data = _part(parameter.detach(), cut.dim, intervals)
+    parameter.grad = None
+    say_part(parameter, TilePart.cut(logical, cut.shape, cut.dim, intervals))
+    parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+    if group is not None:
+        put_in_group([parameter], group)
+
+
+def _part(values: torch.Tensor, dim: int, intervals: list[tuple[int, int]]) -> torch.Tensor:
+    """A copy, so that the whole can be freed."""
+    pieces = [values.narrow(dim, low, high - low) for low, high in intervals]
+    return torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format)
+
+
+class Maker:
+    """Makes cut layers.
+
+    Args:
+        model: The model.
+        channel: The ranks that share its layers.
+        holders: The ranks that have the same key/value heads as this one; None: no others.
+    """
+
+    def __init__(self, model: nn.Module, channel: Channel, holders: Channel | None) -> None:
+        self._model = model
+        self._channel = channel
+        self._holders = holders
+        self._entrance = Entrance(channel)
+
+    def make(self, layer: LayerCut) -> None:
+        """Changes the module of ``layer``, whose parameters have been cut."""
+        if layer.way is Way.WHOLE or not layer.name:
+            return
+        module = _find(self._model, layer.name)
+        if module is not None:
+            self._make(module, layer, layer.way, layer.name)
+        for name, way in layer.adapters:
+            self._make(self._model.get_submodule(name), layer, way, name)
+
+    def _make(self, module: nn.Module, layer: LayerCut, way: Way, name: str) -> None:
+        if way in (Way.COLUMN, Way.COLUMN_GATHERED):
+            self._linear(module, layer, name, (ColumnLinear, ColumnConv1D), is_gathered=way is Way.COLUMN_GATHERED)
+        elif way in (Way.ROW, Way.ROW_SLICED):
+            self._linear(module, layer, name, (RowLinear, RowConv1D), is_gathered=way is Way.ROW_SLICED)
+        elif way in (Way.VOCABULARY, Way.WIDTH):
+            self._embedding(module, layer, way)
+        elif way is Way.SUMMED:
+            _wrap_forward(module, _with_summed_gradients(module, self._channel, name))
+        elif way is Way.LATENT:
+            module.register_forward_hook(_latent(self._channel, name, self._rotary(name)))
+        elif way is Way.EXPERTS:
+            module.register_forward_pre_hook(_enter_experts(self._channel, name))
+            module.register_forward_hook(_sum_output(self._channel, name))
+        elif way is Way.IDENTITY_EXPERT:
+            module.register_forward_pre_hook(_divide_input(self._channel.size))
+        elif way is Way.SUM_OUTPUT:
+            module.register_forward_hook(_sum_output(self._channel, name))
+
+    def _rotary(self, name: str) -> int:
+        above: Any = self._model.get_submodule(name.rpartition(".")[0])
+        config: Any = getattr(self._model, "config", None)
+        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        for source in (above, getattr(above, "config", None), config):
+            if isinstance(found := getattr(source, "qk_rope_head_dim", None), int):
+                return found
+        raise DeepSpeedConfigError(
+            f"tensor_parallel.autotp_size: the plan says that some outputs of {name!r} are rotary and go to all heads, "
+            "but neither the module above it nor the configuration has qk_rope_head_dim; leave its attention whole"
+        )
+
+    def _linear(
+        self, module: nn.Module, layer: LayerCut, name: str, kinds: tuple[type, type], *, is_gathered: bool
+    ) -> None:
+        assert layer.split is not None
+        transposed = is_transposed(module)
+        low, high = layer.split.holders(self._channel.rank)
+        cut = CutLinear(
+            channel=self._channel,
+            entrance=self._entrance,
+            split=layer.split,
+            name=name,
+            is_transposed=transposed,
+            is_gathered=is_gathered,
+            holders=self._holders if high - low > 1 else None,
+        )
+        out, inside = module.weight.shape if not transposed else reversed(module.weight.shape)  # type: ignore
+        module.__class__ = kinds[1] if transposed else kinds[0]
+        module.tensor_cut = cut  # type: ignore[assignment]
+        module.in_features, module.out_features = int(inside), int(out)  # type: ignore[assignment]
+
+    def _embedding(self, module: nn.Module, layer: LayerCut, way: Way) -> None:
+        assert layer.split is not None and isinstance(module, nn.Embedding)
+        padding = module.padding_idx
+        module.__class__ = VocabularyEmbedding if way is Way.VOCABULARY else WidthEmbedding
+        module.tensor_cut = CutEmbedding(self._channel, layer.split, layer.name, padding)  # type: ignore[assignment]
+
+
+def _find(model: nn.Module, name: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        return None  # a bare parameter
+
+
+def _wrap_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    module.forward = forward  # type: ignore[method-assign]
+
+
+def _with_summed_gradients(module: nn.Module, channel: Channel, name: str) -> Callable[..., Any]:
+    """A forward that sees the module's own parameters through the entrance of a cut region."""
+    original = module.forward
+
+    @torch.compiler.disable
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        own = {key: value for key, value in module._parameters.items() if value is not None}
+        for key, value in own.items():
+            module.__dict__[key] = regions.enter(value, channel, f"the gradient of {name}.{key}")
+        try:
+            return original(*args, **kwargs)
+        finally:
+            for key in own:
+                del module.__dict__[key]
+
+    return forward
+
+
+def _latent(channel: Channel, name: str, width: int) -> Callable[..., torch.Tensor]:
+    def hook(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
+        head, tail = output.split([output.shape[-1] - width, width], dim=-1)
+        return torch.cat([head, regions.enter(tail, channel, f"the gradient of the rotary output of {name}")], dim=-1)
+
+    return hook
+
+
+def _divide_input(size: int) -> Callable[..., tuple[Any, ...]]:
+    def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return args[0] / size, *args[1:]
+
+    return hook
+
+
+def _enter_experts(channel: Channel, name: str) -> Callable[..., tuple[Any, ...]]:
+    def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(
+            regions.enter(value, channel, f"the gradient of an input of {name}")
+            if isinstance(value, torch.Tensor) and value.is_floating_point()
+            else value
+            for value in args
+        )
+
+    return hook
+
+
+def _sum_output(channel: Channel, name: str) -> Callable[..., Any]:
+    def hook(_: nn.Module, __: Any, output: Any) -> Any:
+        return regions.leave(output, channel, f"the output of {name}")
+
+    return hook

@@ -1,0 +1,262 @@
+"""Where activations enter and leave the cut part of a model, as autograd functions.
+
+The pairs are those of Megatron-LM (`Shoeybi et al. <https://arxiv.org/abs/1909.08053>`_): what is the same on all ranks
+*enters* unchanged, and its gradient is summed; what the ranks have each a summand of *leaves* as the sum, and its
+gradient passes unchanged. Along a dimension, *slice* and *gather* are each other's backward; so are the two ends of a
+region whose activations are cut along the sequence
+(`Korthikanti et al. <https://arxiv.org/abs/2205.05198>`_).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from deepspeed.parallel.tensor.channel import Channel, Pending
+from deepspeed.parallel.tensor.split import Split, widths
+
+
+class Shared:
+    """One input of cut layers and the gradients that they send back to it, which are summed over the ranks once.
+
+    Every layer adds its part of the gradient; the one that comes last starts the sum, and computes the gradient of its
+    weight while that is on its way. Should one of them have no part in a backward, the sum is made where the input
+    entered.
+
+    Args:
+        channel: The ranks.
+        label: What travels, in words.
+        on_backward: Called when the first gradient comes.
+
+    Attributes:
+        users: Layers that work on the input.
+        is_open: No gradient has come yet, so a layer may still join.
+    """
+
+    def __init__(self, channel: Channel, label: str, on_backward: Callable[[Shared], None]) -> None:
+        self.channel = channel
+        self._label = label
+        self._on_backward = on_backward
+        self.users = 0
+        self.is_open = True
+        self._arrived = 0
+        self._sum: torch.Tensor | None = None
+
+    def add(self, gradient: torch.Tensor, weight: torch.Tensor) -> Pending | None:
+        """Adds ``gradient @ weight``; starts the sum if nobody else is expected.
+
+        Args:
+            gradient: 2-D, of a layer's output.
+            weight: 2-D, so that the product is a gradient of the input.
+        """
+        if self.is_open:
+            self.is_open = False
+            self._on_backward(self)
+        if self._sum is None:
+            self._sum = gradient @ weight
+        else:
+            self._sum.addmm_(gradient, weight)
+        self._arrived += 1
+        if self._arrived < self.users:
+            return None
+        values, self._sum, self._arrived = self._sum, None, 0
+        return self.channel.start_sum(values, self._label)
+
+    def settle(self, gradient: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:
+        """The whole gradient of the input, where the backward of all its users is over."""
+        if self._sum is None:
+            return gradient
+        values, self._sum, self._arrived = self._sum, None, 0
+        total = self.channel.sum(values, self._label).view(shape)
+        return total if gradient is None else total + gradient
+
+
+class _EnterShared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, shared: Shared) -> torch.Tensor:
+        ctx.shared = shared
+        ctx.shape = values.shape
+        ctx.set_materialize_grads(False)
+        return values.view_as(values)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        return ctx.shared.settle(gradient, ctx.shape), None
+
+
+def enter_shared(values: torch.Tensor, shared: Shared) -> torch.Tensor:
+    """``values`` for layers that add their gradients to ``shared``."""
+    return _EnterShared.apply(values, shared)
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, channel: Channel, label: str) -> torch.Tensor:
+        ctx.channel, ctx.label = channel, label
+        return values.view_as(values)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        owned = gradient.clone(memory_format=torch.contiguous_format)  # the sum may be made in it
+        return ctx.channel.sum(owned, ctx.label), None, None
+
+
+def enter(values: torch.Tensor, channel: Channel, label: str = "the gradient of an input") -> torch.Tensor:
+    """``values``, equal on all ranks, for code of which each rank has a part: the gradient is summed over the ranks."""
+    if not (torch.is_grad_enabled() and values.requires_grad):
+        return values
+    return _Enter.apply(values, channel, label)
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, channel: Channel, label: str) -> torch.Tensor:
+        return channel.sum(values.clone(memory_format=torch.contiguous_format), label)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return gradient, None, None
+
+
+def leave(values: torch.Tensor, channel: Channel, label: str = "the sum of an output") -> torch.Tensor:
+    """The sum over the ranks of ``values``, which code continues with that is the same on all ranks."""
+    return _Leave.apply(values, channel, label)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, channel: Channel, split: Split, label: str) -> torch.Tensor:
+        ctx.channel, ctx.split = channel, split
+        parts = channel.gather(values, widths(split), label)
+        return join(parts, split)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return mine_of(gradient, ctx.split, ctx.channel.rank), None, None, None
+
+
+def gather(values: torch.Tensor, channel: Channel, split: Split, label: str = "a gathered output") -> torch.Tensor:
+    """All of what each rank has a part of, along the last dimension; code that is the same on all ranks goes on."""
+    return _Gather.apply(values, channel, split, label)
+
+
+class _Slice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, channel: Channel, split: Split, label: str) -> torch.Tensor:
+        ctx.channel, ctx.split, ctx.label = channel, split, label
+        return mine_of(values, split, channel.rank)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        parts = ctx.channel.gather(gradient.contiguous(), widths(ctx.split), ctx.label)
+        return join(parts, ctx.split), None, None, None
+
+
+def slice_of(
+    values: torch.Tensor, channel: Channel, split: Split, label: str = "the gradient of a sliced input"
+) -> torch.Tensor:
+    """This rank's part, along the last dimension, of what all ranks have."""
+    return _Slice.apply(values, channel, split, label)
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, channel: Channel, dim: int, label: str) -> torch.Tensor:
+        ctx.channel, ctx.dim, ctx.label = channel, dim, label
+        return values.chunk(channel.size, dim)[channel.rank].contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return gather_along(gradient, ctx.channel, ctx.dim, ctx.label), None, None, None
+
+
+def split_sequence(values: torch.Tensor, channel: Channel, dim: int) -> torch.Tensor:
+    """This rank's part along ``dim`` of what all ranks have, for code that works on parts from here on."""
+    return _Scatter.apply(values, channel, dim, "the gradient of a cut sequence")
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, channel: Channel, dim: int, is_partial: bool) -> torch.Tensor:
+        ctx.channel, ctx.dim, ctx.is_partial = channel, dim, is_partial
+        return gather_along(values, channel, dim, "a sequence")
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        if ctx.is_partial:
+            return scatter_along(gradient, ctx.channel, ctx.dim, "the gradient of a sequence"), None, None, None
+        return gradient.chunk(ctx.channel.size, ctx.dim)[ctx.channel.rank].contiguous(), None, None, None
+
+
+def gather_sequence(values: torch.Tensor, channel: Channel, dim: int, *, is_partial: bool) -> torch.Tensor:
+    """All of a sequence of which each rank has a part along ``dim``.
+
+    Args:
+        values: This rank's part; parts are equally long.
+        channel: The ranks.
+        dim: The dimension of the sequence.
+        is_partial: Each rank goes on with its part of a layer, so gradients are summed; False: all do the same with it.
+    """
+    return _GatherSequence.apply(values, channel, dim, is_partial)
+
+
+class _LeaveSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, channel: Channel, dim: int) -> torch.Tensor:
+        ctx.channel, ctx.dim = channel, dim
+        return scatter_along(values, channel, dim, "the sum of an output")
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return gather_along(gradient, ctx.channel, ctx.dim, "the gradient of a sum"), None, None
+
+
+def leave_sequence(values: torch.Tensor, channel: Channel, dim: int) -> torch.Tensor:
+    """This rank's part along ``dim`` of the sum of ``values`` over the ranks."""
+    return _LeaveSequence.apply(values, channel, dim)
+
+
+# -- tensors without gradients ---------------------------------------------------------------------------------------
+
+
+def mine_of(values: torch.Tensor, split: Split, place: int) -> torch.Tensor:
+    """A rank's part along the last dimension, contiguous."""
+    parts = [values[..., low:high] for low, high in split.intervals(place)]
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+def join(parts: list[torch.Tensor], split: Split) -> torch.Tensor:
+    """The whole, along the last dimension, from everybody's part."""
+    if all(len(split.intervals(place)) == 1 for place in range(split.size)) and split.heads is None:
+        return torch.cat(parts, dim=-1)
+    whole = parts[0].new_empty((*parts[0].shape[:-1], split.extent))
+    for place, part in enumerate(parts):
+        first = 0
+        for low, high in split.intervals(place):
+            whole[..., low:high] = part[..., first : first + high - low]
+            first += high - low
+    return whole
+
+
+def gather_along(values: torch.Tensor, channel: Channel, dim: int, label: str) -> torch.Tensor:
+    """Everybody's ``values``, one after the other along ``dim``; they are equally long."""
+    return torch.cat(channel.gather(values, [values.shape[-1]] * channel.size, label), dim=dim)
+
+
+def scatter_along(values: torch.Tensor, channel: Channel, dim: int, label: str) -> torch.Tensor:
+    """This rank's part along ``dim`` of the sum of ``values``."""
+    if dim == 0:
+        return channel.scatter_sum(values.contiguous(), label)
+    rows = torch.stack(values.chunk(channel.size, dim))
+    return channel.scatter_sum(rows, label).squeeze(0)

@@ -1,0 +1,127 @@
+"""``tp_model_init`` and ``set_autotp_mode``: what a program asks for beside the configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.comm.process_group import get_all_ranks_from_group
+from deepspeed.comm.world import is_initialized, rank_in
+from deepspeed.config.sections.root import Root
+from deepspeed.config.sections.tensor_parallel import TensorParallel
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.logging import log_dist_once
+
+_REQUEST = "_ds_tensor_request"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What :func:`tp_model_init` was told.
+
+    Attributes:
+        size: Ranks that share a layer.
+        dtype: The model's type.
+        config: A ``tensor_parallel`` section or a whole configuration, or None.
+        ranks: Of the given process group, or None.
+    """
+
+    size: int
+    dtype: torch.dtype | None
+    config: dict[str, Any] | None
+    ranks: tuple[int, ...] | None
+
+
+def tp_model_init(
+    model: nn.Module, tp_size: int, dtype: torch.dtype | None = None, config: Any = None, tp_group: Any = None
+) -> nn.Module:
+    """Says that ``initialize`` shall cut a model over ``tp_size`` ranks. Communicates nothing and cuts nothing yet.
+
+    Args:
+        model: The model.
+        tp_size: Ranks that share a layer, neighbours in the job.
+        dtype: What the model computes in; it must be what the configuration says.
+        config: The configuration, or its ``tensor_parallel`` section; completed by that of ``initialize``.
+        tp_group: Torch process group of the ranks that share layers with this one; it must be the ``tp_size``
+            neighbours.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        DeepSpeedConfigError: It was called before with other values, or they contradict each other.
+    """
+    if not isinstance(tp_size, int) or tp_size < 1:
+        raise DeepSpeedConfigError(f"tp_model_init(tp_size={tp_size!r}): expected a number of ranks, 1 or more")
+    ranks = None if tp_group is None else tuple(get_all_ranks_from_group(tp_group))
+    if ranks is not None and len(ranks) != tp_size:
+        raise DeepSpeedConfigError(
+            f"tp_model_init: tp_size is {tp_size}, but tp_group has the {len(ranks)} ranks {list(ranks)}; give a group "
+            "of as many"
+        )
+    section = config.get("tensor_parallel", config) if isinstance(config, dict) else None
+    made = Request(tp_size, dtype, section, ranks)
+    known = model.__dict__.get(_REQUEST)
+    if known is not None and known != made:
+        raise DeepSpeedConfigError(f"tp_model_init: it was called before, with {known}; now with {made}. Call it once")
+    model.__dict__[_REQUEST] = made
+    return model
+
+
+def set_autotp_mode(training: bool = False) -> None:
+    """Known from upstream, where it chooses between layers for training and for inference; here there is one kind."""
+    log_dist_once(
+        f"set_autotp_mode(training={training}) changes nothing: layers that are cut serve training and inference alike"
+    )
+
+
+def merged(root: Root, model: nn.Module, mpu: Any = None) -> Root:
+    """The configuration together with what :func:`tp_model_init` was told about ``model``.
+
+    Raises:
+        DeepSpeedConfigError: They contradict each other.
+    """
+    request: Request | None = model.__dict__.get(_REQUEST)
+    section = root.tensor_parallel
+    if request is None:
+        return root
+    if section.autotp_size not in (0, request.size):
+        raise DeepSpeedConfigError(
+            f"tensor_parallel.autotp_size is {section.autotp_size}, but tp_model_init was called with tp_size "
+            f"{request.size}; give the same number, or leave the key out"
+        )
+    if request.ranks is not None and mpu is not None:
+        raise DeepSpeedConfigError(
+            "tp_model_init(tp_group=...) and initialize(mpu=...) both say who shares layers; give one"
+        )
+    _check_dtype(root, request)
+    given = {key: value for key, value in (request.config or {}).items() if key not in section.model_fields_set}
+    told = TensorParallel.model_validate(given | {"autotp_size": request.size})
+    update = {key: getattr(told, key) for key in told.model_fields_set}
+    return root.model_copy(update={"tensor_parallel": section.model_copy(update=update)})
+
+
+def check_group(model: nn.Module, ranks: list[int]) -> None:
+    """Compares the group that a program gave with the one of the mesh.
+
+    Raises:
+        DeepSpeedConfigError: They hold other ranks.
+    """
+    request: Request | None = model.__dict__.get(_REQUEST)
+    if request is not None and request.ranks is not None and sorted(request.ranks) != sorted(ranks):
+        me = rank_in() if is_initialized() else 0
+        raise DeepSpeedConfigError(
+            f"tp_model_init(tp_group=...): rank {me} shares layers with the ranks {sorted(ranks)}, as neighbours do, "
+            f"but the group holds {sorted(request.ranks)}; lay the ranks out by initialize(mesh_param=<DeviceMesh>)"
+        )
+
+
+def _check_dtype(root: Root, request: Request) -> None:
+    wanted = torch.bfloat16 if root.bf16.enabled else torch.float16 if root.fp16.enabled else None
+    if wanted is not None and request.dtype is not None and request.dtype not in (wanted, torch.float32):
+        raise DeepSpeedConfigError(
+            f"tp_model_init(dtype={request.dtype}): the configuration says {wanted}; give the same, or leave dtype out"
+        )

@@ -1,0 +1,241 @@
+"""Which layers are cut, and how: what the user writes, what the model's own plan says, what its structure shows.
+
+Sources are asked in that order, and the first one that has rules decides (a user's rules are completed by a preset
+where both are given). The result is a rule for every module or parameter that is not left whole, by its name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from torch import nn
+
+from deepspeed.config.sections.tensor_parallel import LayerSpec, TensorParallel
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.parallel.tensor import presets
+
+
+class Way(Enum):
+    """What happens to a layer or a parameter."""
+
+    COLUMN = "column"
+    """Output features are dealt out."""
+    ROW = "row"
+    """Input features are dealt out, the output is summed."""
+    COLUMN_GATHERED = "column, gathered"
+    """Output features are dealt out, the output is gathered."""
+    ROW_SLICED = "row, whole input"
+    """Input features are dealt out; the input is whole and is sliced."""
+    VOCABULARY = "vocabulary"
+    """Rows of an embedding are dealt out."""
+    WIDTH = "width"
+    """Columns of an embedding are dealt out."""
+    SUMMED = "whole, gradient summed"
+    """Whole, but fed by what is cut: the gradient is summed."""
+    LATENT = "whole, rotary part summed"
+    """Whole; the last ``qk_rope_head_dim`` outputs go to cut heads directly, so their gradient is summed."""
+    EXPERTS = "experts"
+    """A module that works on cut experts: inputs enter, the output is summed."""
+    IDENTITY_EXPERT = "identity expert"
+    """An expert that gives its input on every rank; it is divided, as outputs of experts are summed."""
+    SUM_OUTPUT = "output summed"
+    """A module whose output is a summand on each rank."""
+    WHOLE = "whole"
+    """Left as it is."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one layer or parameter is cut.
+
+    Attributes:
+        way: The way.
+        source: Who says so, for messages.
+        parts: Extents of the tensors that are packed along the cut dimension; ``(2,)`` or ``(3,)`` for that many of
+            equal extent; empty: not packed, or as the heads show.
+    """
+
+    way: Way
+    source: str
+    parts: tuple[int, ...] = ()
+    is_interleaved: bool = False
+
+
+_STYLES = {
+    "colwise": Way.COLUMN,
+    "rowwise": Way.ROW,
+    "colwise_rep": Way.COLUMN_GATHERED,
+    "colwise_gather_output": Way.COLUMN_GATHERED,
+    "rowwise_rep": Way.ROW_SLICED,
+    "rowwise_split_input": Way.ROW_SLICED,
+    "embedding_rowwise": Way.VOCABULARY,
+    "embedding_colwise": Way.WIDTH,
+    "replicated_with_grad_allreduce": Way.SUMMED,
+    "mla_kv_a_proj": Way.LATENT,
+    "packed_colwise": Way.COLUMN,
+    "packed_rowwise": Way.ROW,
+    "moe_tp_experts": Way.EXPERTS,
+    "moe_identity_expert": Way.IDENTITY_EXPERT,
+    "all_reduce": Way.SUM_OUTPUT,
+    "local_params": Way.WHOLE,
+    "replicate": Way.WHOLE,
+}
+"""Styles of Transformers' plans (5.23 and before)."""
+
+
+def of_user(model: nn.Module, section: TensorParallel) -> dict[str, Rule]:
+    """Rules from ``partition_config``, completed by ``preset_model``; empty where neither is given.
+
+    Raises:
+        DeepSpeedConfigError: A pattern is no regular expression or fits nothing, or ``strict_mode`` finds a linear
+            layer without a rule.
+    """
+    config = section.partition_config
+    specs = list(config.layer_specs) if config is not None else []
+    own = len(specs)
+    if section.preset_model is not None and (config is None or config.use_default_specs):
+        specs += [LayerSpec(**spec) for spec in presets.SPECS[section.preset_model]]
+    if not specs:
+        return {}
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    used: set[int] = set()
+    found: dict[str, Rule] = {}
+    without: list[str] = []
+    for name, module in model.named_modules():
+        if not _has_weight(module):
+            continue
+        number = next((n for n, spec in enumerate(specs) if _fits(spec, f"{name}.weight", kind)), None)
+        if number is None:
+            without.append(name)
+            continue
+        used.add(number)
+        found[name] = _of_spec(specs[number], name, "partition_config" if number < own else "preset_model")
+    _refuse_unused(specs[:own], used, kind)
+    heads = config.lm_head_patterns if config is not None else []
+    linear = [name for name in without if is_linear(model.get_submodule(name)) and name.rpartition(".")[2] not in heads]
+    if config is not None and config.strict_mode and linear:
+        raise DeepSpeedConfigError(
+            f"tensor_parallel.partition_config.strict_mode: no pattern fits {', '.join(map(repr, linear[:5]))}"
+            f"{f' and {len(linear) - 5} more' if len(linear) > 5 else ''}; add a layer_specs entry for each, with "
+            'partition_type "skip" for what shall stay whole'
+        )
+    return found
+
+
+def of_plan(model: nn.Module) -> dict[str, Rule]:
+    """Rules from the plan that a Transformers model brings; empty where it brings none.
+
+    Raises:
+        DeepSpeedConfigError: The plan has a style that nobody knows.
+    """
+    found: dict[str, Rule] = {}
+    for prefix, plan in _plans(model):
+        if not any(style in ("colwise", "rowwise", "rowwise_split_input") for style in plan.values()):
+            continue  # the head alone: a head that is cut without a model that is
+        patterns = [(key, re.compile(prefix + key.replace(".", r"\.").replace("*", r"[^.]+"))) for key in plan]
+        for name in _names(model):
+            key = next((key for key, pattern in patterns if pattern.fullmatch(name)), None)
+            if key is None:
+                continue
+            style = plan[key]
+            if style not in _STYLES:
+                raise DeepSpeedConfigError(
+                    f"tensor_parallel.autotp_size: the plan of {type(model).__name__} says {key!r}: {style!r}, a style "
+                    f"that is not known here; known are {', '.join(_STYLES)}. Write a layer_specs entry for "
+                    f"{name!r} in tensor_parallel.partition_config"
+                )
+            parts = (2,) if style.startswith("packed_") else ()
+            found[name] = Rule(_STYLES[style], f"the model's plan ({key}: {style})", parts)
+    return found
+
+
+def _plans(model: nn.Module) -> Iterator[tuple[str, Mapping[str, str]]]:
+    """``(prefix of names as a regular expression, plan)`` of every outermost module that has one."""
+    taken: list[str] = []
+    for name, module in model.named_modules():
+        if any(name == other or name.startswith(f"{other}.") for other in taken):
+            continue
+        plan = getattr(module, "_tp_plan", None) if hasattr(type(module), "_tp_plan") else None
+        if plan:
+            taken.append(name)
+            yield re.escape(f"{name}." if name else ""), plan
+
+
+def _names(model: nn.Module) -> Iterator[str]:
+    """Names of modules, and of parameters that a plan may name (those of experts)."""
+    for name, module in model.named_modules():
+        if name:
+            yield name
+        for own, parameter in module.named_parameters(recurse=False):
+            if own not in ("weight", "bias") and parameter is not None:
+                yield f"{name}.{own}"
+
+
+def _has_weight(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, nn.Parameter) or isinstance(getattr(module, "base_layer", None), nn.Module)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether it is a linear layer, possibly inside an adapter."""
+    inner = getattr(module, "base_layer", module)
+    return isinstance(inner, nn.Linear) or is_transposed(inner)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether it is Transformers' ``Conv1D``, a linear layer with a weight of (in, out)."""
+    return type(module).__name__ in ("Conv1D", "ColumnConv1D", "RowConv1D") and getattr(module, "nf", None) is not None
+
+
+def _fits(spec: LayerSpec, name: str, kind: str | None) -> bool:
+    if spec.model_types and kind not in spec.model_types:
+        return False
+    return any(_compiled(pattern).match(name) for pattern in spec.patterns)
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise DeepSpeedConfigError(
+            f"tensor_parallel.partition_config.layer_specs: {pattern!r} is no regular expression: {error}"
+        ) from None
+
+
+def _of_spec(spec: LayerSpec, name: str, source: str) -> Rule:
+    said = f"{source} (one of {', '.join(map(repr, spec.patterns[:2]))})"
+    if spec.partition_type == "skip":
+        return Rule(Way.SUMMED if spec.grad_allreduce else Way.WHOLE, said)
+    is_column = spec.partition_type == "column"
+    dim = (0 if is_column else 1) if spec.partition_dim is None else spec.partition_dim
+    if dim != (0 if is_column else 1):
+        raise DeepSpeedConfigError(
+            f"tensor_parallel.partition_config.layer_specs: partition_dim {dim} for {name!r}, which is "
+            f"{spec.partition_type}-parallel; expected {0 if is_column else 1}, or leave the key out"
+        )
+    way = (Way.COLUMN_GATHERED if spec.gather_output else Way.COLUMN) if is_column else Way.ROW
+    return Rule(way, said, _parts(spec, dim))
+
+
+def _parts(spec: LayerSpec, dim: int) -> tuple[int, ...]:
+    """What is packed along the cut dimension, from the view that ``shape`` describes."""
+    if spec.shape is None or dim >= len(spec.shape):
+        return ()
+    entry: Any = spec.shape[dim]
+    if isinstance(entry, (list, tuple)):
+        return tuple(int(extent) for extent in entry)
+    return (int(entry),) if int(entry) > 1 else ()
+
+
+def _refuse_unused(specs: list[LayerSpec], used: set[int], kind: str | None) -> None:
+    for number, spec in enumerate(specs):
+        if number not in used and (not spec.model_types or kind in spec.model_types):
+            raise DeepSpeedConfigError(
+                f"tensor_parallel.partition_config.layer_specs[{number}]: {', '.join(map(repr, spec.patterns))} fits "
+                "no weight that an earlier entry has left; patterns are compared from the start with names such as "
+                "'model.layers.0.self_attn.q_proj.weight'. Correct the pattern, or take the entry out"
+            )

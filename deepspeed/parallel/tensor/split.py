@@ -1,0 +1,201 @@
+"""How one dimension of a weight is dealt to the ranks that share a layer. Pure arithmetic.
+
+A dimension is a row of *stretches*; each has equal *units* that stay whole (a head, a column), and every rank gets a
+consecutive part of the units of each stretch. A plain linear layer is one stretch of single rows; query, key and value
+packed in one weight are three; the halves of a gated MLP two.
+
+Attention needs more than even parts: a query head must lie beside the key/value head that it uses. So heads are dealt
+together (:class:`Heads`): key/value heads evenly, with their query heads; or, where there are fewer key/value heads
+than ranks, each to several ranks that share out its query heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+Interval = tuple[int, int]
+"""First and last-plus-one index."""
+
+
+def even(count: int, size: int, place: int) -> Interval:
+    """The part of ``count`` units that place ``place`` of ``size`` gets; the first places get one more."""
+    each, more = divmod(count, size)
+    low = place * each + min(place, more)
+    return low, low + each + (place < more)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads of one attention layer.
+
+    Attributes:
+        query: Query heads.
+        key_value: Key/value heads; a divisor of ``query``. Query head *i* uses the one with the number
+            ``i // (query // key_value)``.
+        size: Ranks that share the layer.
+    """
+
+    query: int
+    key_value: int
+    size: int
+
+    @property
+    def shared_by(self) -> int:
+        """Query heads that use one key/value head."""
+        return self.query // self.key_value
+
+    def problem(self) -> str | None:
+        """Why the heads cannot be dealt, or None."""
+        if self.query % self.key_value:
+            return f"{self.query} query heads are no multiple of {self.key_value} key/value heads"
+        if self.size > self.query:
+            return f"{self.query} query heads are fewer than the {self.size} ranks"
+        if self.size > self.key_value and self.shared_by < -(-self.size // self.key_value):
+            return (
+                f"{self.key_value} key/value heads with {self.shared_by} query heads each cannot be dealt to "
+                f"{self.size} ranks"
+            )
+        return None
+
+    def of_key_value(self, place: int) -> Interval:
+        """The key/value heads of a rank; at least one."""
+        if self.size <= self.key_value:
+            return even(self.key_value, self.size, place)
+        head, _ = self._shared(place)
+        return head, head + 1
+
+    def of_query(self, place: int) -> Interval:
+        """The query heads of a rank."""
+        if self.size <= self.key_value:
+            low, high = even(self.key_value, self.size, place)
+            return low * self.shared_by, high * self.shared_by
+        head, (first, last) = self._shared(place)
+        low, high = even(self.shared_by, last - first, place - first)
+        return head * self.shared_by + low, head * self.shared_by + high
+
+    def holders(self, place: int) -> Interval:
+        """The ranks that have the same key/value heads as this one; only itself unless heads are fewer than ranks."""
+        return (place, place + 1) if self.size <= self.key_value else self._shared(place)[1]
+
+    def _shared(self, place: int) -> tuple[int, Interval]:
+        """The one key/value head of a rank, and all ranks that have it."""
+        for head in range(self.key_value):
+            first, last = even(self.size, self.key_value, head)
+            if first <= place < last:
+                return head, (first, last)
+        raise AssertionError(f"no head for rank {place} of {self.size}")
+
+
+class Dealt(Enum):
+    """How the units of a stretch are dealt."""
+
+    EVENLY = "evenly"
+    AS_QUERIES = "as query heads"
+    AS_KEYS = "as key/value heads"
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A stretch of a dimension.
+
+    Attributes:
+        start: Its first index.
+        units: How many units it has.
+        unit: Indices of one.
+        dealt: Who gets them.
+    """
+
+    start: int
+    units: int
+    unit: int = 1
+    dealt: Dealt = Dealt.EVENLY
+
+    @property
+    def stop(self) -> int:
+        """One more than its last index."""
+        return self.start + self.units * self.unit
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a dimension is dealt.
+
+    Attributes:
+        stretches: In order; together the whole dimension.
+        size: Ranks that share the layer.
+        heads: For stretches that are dealt as heads.
+    """
+
+    stretches: tuple[Stretch, ...]
+    size: int
+    heads: Heads | None = None
+
+    @classmethod
+    def evenly(cls, extent: int, size: int, grain: int = 1, parts: int = 1) -> Split:
+        """Even parts of a dimension, or of each of several packed tensors of equal extent.
+
+        Args:
+            extent: Of the dimension.
+            size: Ranks.
+            grain: Indices that stay together; what is left over goes to the last rank that has any.
+            parts: Packed tensors.
+        """
+        each = extent // parts
+        if each % grain:
+            grain = 1
+        return cls(tuple(Stretch(part * each, each // grain, grain) for part in range(parts)), size)
+
+    @property
+    def extent(self) -> int:
+        """Of the whole dimension."""
+        return self.stretches[-1].stop
+
+    def intervals(self, place: int) -> list[Interval]:
+        """What a rank has of the dimension, in order; neighbours are joined, empty ones left out."""
+        found: list[Interval] = []
+        for stretch in self.stretches:
+            low, high = self._units(stretch, place)
+            start, stop = stretch.start + low * stretch.unit, stretch.start + high * stretch.unit
+            if start == stop:
+                continue
+            if found and found[-1][1] == start:
+                found[-1] = found[-1][0], stop
+            else:
+                found.append((start, stop))
+        return found
+
+    def width(self, place: int) -> int:
+        """How many indices a rank has."""
+        return sum(stop - start for start, stop in self.intervals(place))
+
+    def holders(self, place: int) -> Interval:
+        """The ranks that have exactly what this one has."""
+        alone = (place, place + 1)
+        if self.heads is None or any(stretch.dealt is not Dealt.AS_KEYS for stretch in self.stretches):
+            return alone
+        return self.heads.holders(place)
+
+    def shares_a_part(self) -> bool:
+        """Whether some stretch, but not all, is held by several ranks: such a tensor is neither cut nor whole."""
+        kinds = {stretch.dealt for stretch in self.stretches}
+        shared = self.heads is not None and self.heads.size > self.heads.key_value
+        return shared and Dealt.AS_KEYS in kinds and len(kinds) > 1
+
+    def nobody(self) -> list[int]:
+        """Ranks that would have nothing."""
+        return [place for place in range(self.size) if self.width(place) == 0]
+
+    def _units(self, stretch: Stretch, place: int) -> Interval:
+        if stretch.dealt is Dealt.EVENLY:
+            return even(stretch.units, self.size, place)
+        assert self.heads is not None
+        if stretch.dealt is Dealt.AS_KEYS:
+            return self.heads.of_key_value(place)
+        return self.heads.of_query(place)
+
+
+def widths(split: Split) -> Sequence[int]:
+    """How many indices each rank has."""
+    return [split.width(place) for place in range(split.size)]

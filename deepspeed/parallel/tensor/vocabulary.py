@@ -1,0 +1,167 @@
+"""Embeddings that are cut over the vocabulary or over their width, and the loss of logits that are cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F  # noqa: N812
+
+from deepspeed.parallel.tensor import regions
+from deepspeed.parallel.tensor.channel import Channel
+from deepspeed.parallel.tensor.split import Split, even
+
+
+@dataclass
+class CutEmbedding:
+    """How an embedding is cut.
+
+    Attributes:
+        channel: The ranks.
+        split: Of the vocabulary, or of the width.
+        name: Of the layer, for messages.
+        padding_index: The row without a gradient, in the whole vocabulary; None: all rows have one.
+    """
+
+    channel: Channel
+    split: Split
+    name: str
+    padding_index: int | None = None
+
+
+class VocabularyEmbedding(nn.Embedding):
+    """An embedding with some of the rows: what other ranks look up is zero here, and the outputs are summed.
+
+    Attributes:
+        tensor_cut: How it is cut.
+    """
+
+    tensor_cut: CutEmbedding
+
+    @torch.compiler.disable
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Ids of the whole vocabulary, any shape, to ``(..., width)``."""
+        cut = self.tensor_cut
+        low, high = even(cut.split.extent, cut.channel.size, cut.channel.rank)
+        _refuse_unknown(ids, cut)
+        elsewhere = (ids < low) | (ids >= high)
+        found = F.embedding((ids - low).masked_fill(elsewhere, 0), self.weight, _row_of(cut.padding_index, low, high))
+        mine = found.masked_fill(elsewhere.unsqueeze(-1), 0)
+        return regions.leave(mine, cut.channel, f"the output of {cut.name}")
+
+
+class WidthEmbedding(nn.Embedding):
+    """An embedding with some of the columns, whose outputs are gathered.
+
+    Attributes:
+        tensor_cut: How it is cut.
+    """
+
+    tensor_cut: CutEmbedding
+
+    @torch.compiler.disable
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Ids, any shape, to ``(..., width)``."""
+        cut = self.tensor_cut
+        mine = F.embedding(ids, self.weight, cut.padding_index)
+        return regions.gather(mine, cut.channel, cut.split, f"the output of {cut.name}")
+
+
+def _refuse_unknown(ids: torch.Tensor, cut: CutEmbedding) -> None:
+    """An id that no rank has would be looked up as zeros; on the host, where looking costs nothing, it is refused."""
+    if ids.device.type == "cpu" and ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= cut.split.extent):
+        raise IndexError(
+            f"{cut.name}: ids lie between {int(ids.min())} and {int(ids.max())}, but the vocabulary has the ids 0 to "
+            f"{cut.split.extent - 1}"
+        )
+
+
+def _row_of(padding_index: int | None, low: int, high: int) -> int | None:
+    return padding_index - low if padding_index is not None and low <= padding_index < high else None
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Negative log-likelihoods of rows of logits that are cut over the vocabulary; 3 numbers of each row travel."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, channel: Channel, low: int) -> torch.Tensor:
+        values = logits.float()
+        highest = values.amax(-1)
+        exponentials = (values - highest.unsqueeze(-1)).exp_()
+        local = targets - low
+        elsewhere = (local < 0) | (local >= values.shape[-1])
+        local = local.masked_fill(elsewhere, 0)
+        mine = values.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0.0)
+        told = torch.stack([highest, exponentials.sum(-1), mine])
+        parts = torch.stack(channel.gather(told, [told.shape[-1]] * channel.size, "the parts of a loss"))
+        top = parts[:, 0].amax(0)
+        total = (parts[:, 1] * (parts[:, 0] - top).exp()).sum(0)
+        probabilities = exponentials.mul_(((highest - top).exp() / total).unsqueeze(-1))
+        ctx.save_for_backward(probabilities, local, elsewhere)
+        ctx.dtype = logits.dtype
+        return total.log() + top - parts[:, 2].sum(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        probabilities, local, elsewhere = ctx.saved_tensors
+        of_logits = probabilities * gradient.unsqueeze(-1)
+        of_logits.scatter_add_(-1, local.unsqueeze(-1), -gradient.masked_fill(elsewhere, 0.0).unsqueeze(-1))
+        return of_logits.to(ctx.dtype), None, None, None
+
+
+def vocab_parallel_cross_entropy(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    channel: Channel,
+    vocabulary: int,
+    ignore_index: int = -100,
+) -> torch.Tensor:
+    """Cross-entropy of logits of which each rank has a part of the vocabulary. All of these ranks must call it.
+
+    Args:
+        logits: ``(..., vocabulary of this rank)``, floating.
+        targets: ``(...)``, ids of the whole vocabulary, the same on all ranks.
+        channel: The ranks.
+        vocabulary: Size of the whole.
+        ignore_index: Target of rows that are left out.
+
+    Returns:
+        The loss of every row in fp32, in the shape of ``targets``; 0 for rows that are left out.
+    """
+    shape = targets.shape
+    flat, ids = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
+    left_out = ids == ignore_index
+    low, _ = even(vocabulary, channel.size, channel.rank)
+    losses = _CrossEntropy.apply(flat, ids.masked_fill(left_out, 0), channel, low)
+    return losses.masked_fill(left_out, 0.0).view(shape)
+
+
+def causal_loss(channel: Channel) -> Any:
+    """A causal language model's loss, as Transformers calls it, for logits that are cut over the vocabulary.
+
+    Args:
+        channel: The ranks.
+    """
+
+    def loss_function(
+        logits: torch.Tensor,
+        labels: torch.Tensor | None,
+        vocab_size: int,
+        num_items_in_batch: Any = None,
+        ignore_index: int = -100,
+        shift_labels: torch.Tensor | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        if shift_labels is None:
+            assert labels is not None
+            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
+        targets = shift_labels.to(logits.device)
+        losses = vocab_parallel_cross_entropy(logits, targets, channel, vocab_size, ignore_index)
+        counted = (targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+        return losses.sum() / counted
+
+    return loss_function

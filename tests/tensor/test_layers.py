@@ -1,0 +1,167 @@
+"""Cut layers by themselves: outputs, gradients, and how often something travels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
+
+from deepspeed.comm.counters import traffic
+from deepspeed.comm.mesh import Mesh
+from deepspeed.parallel.tensor import regions
+from deepspeed.parallel.tensor.channel import connect
+from deepspeed.parallel.tensor.entrance import Entrance
+from deepspeed.parallel.tensor.linear import ColumnLinear, CutLinear, RowLinear
+from deepspeed.parallel.tensor.split import Split, even
+from deepspeed.parallel.tensor.vocabulary import (
+    CutEmbedding,
+    VocabularyEmbedding,
+    WidthEmbedding,
+    vocab_parallel_cross_entropy,
+)
+from tests.harness import run_ranks
+
+
+class Gated(nn.Module):
+    """A gated MLP of odd sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate, self.up, self.down = nn.Linear(7, 11), nn.Linear(7, 11, bias=False), nn.Linear(11, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.sigmoid(self.gate(x)) * self.up(x))
+
+
+def _cut(model: Gated, channel, split: Split) -> list[tuple[int, int]]:
+    entrance = Entrance(channel)
+    for name, layer in model.named_children():
+        dim = 1 if name == "down" else 0
+        layer.__class__ = RowLinear if dim else ColumnLinear
+        layer.tensor_cut = CutLinear(channel, entrance, split, name)
+        for parameter in (layer.weight, *(() if dim or layer.bias is None else (layer.bias,))):
+            parameter.data = torch.cat(
+                [parameter.data.narrow(dim, a, b - a) for a, b in split.intervals(channel.rank)], dim
+            )
+    return split.intervals(channel.rank)
+
+
+def _asked(name: str) -> int:
+    return traffic.asked_along[name, "tensor"].calls
+
+
+def _linear(channel) -> None:
+    whole, cut = Gated(), Gated()
+    (mine,) = _cut(cut, channel, Split.evenly(11, channel.size))
+    x = torch.randn(3, 4, 7, requires_grad=True)
+    y = whole(x)
+    y.square().sum().backward()
+    expected, x.grad = x.grad, None
+    before = _asked("all_reduce")
+    found = cut(x)
+    assert _asked("all_reduce") - before == 1
+    found.square().sum().backward()
+    assert _asked("all_reduce") - before == 2  # the two layers' input shares one
+    torch.testing.assert_close(found, y)
+    torch.testing.assert_close(x.grad, expected)
+    torch.testing.assert_close(cut.up.weight.grad, whole.up.weight.grad[slice(*mine)])
+    torch.testing.assert_close(cut.gate.bias.grad, whole.gate.bias.grad[slice(*mine)])
+    torch.testing.assert_close(cut.down.weight.grad, whole.down.weight.grad[:, slice(*mine)])
+    torch.testing.assert_close(cut.down.bias.grad, whole.down.bias.grad)
+
+
+def _awkward_backwards(channel) -> None:
+    """One user of an input gets no gradient; recomputation; a graph kept for a second backward; autocast."""
+    whole, cut = Gated(), Gated()
+    _cut(cut, channel, Split.evenly(11, channel.size))
+    x = torch.randn(2, 7, requires_grad=True)
+    for use in (
+        lambda model: model.down(torch.sigmoid(model.gate(x)) * model.up(x).detach()),
+        lambda model: checkpoint(model, x, use_reentrant=False),
+        lambda model: checkpoint(model, x, use_reentrant=True),
+        lambda model: model(x) + model(x),
+    ):
+        x.grad = None
+        use(whole).square().sum().backward()
+        wanted, x.grad = x.grad, None
+        use(cut).square().sum().backward()
+        torch.testing.assert_close(x.grad, wanted)
+    y = cut(x).square().sum()
+    (first,) = torch.autograd.grad(y, x, retain_graph=True)
+    (second,) = torch.autograd.grad(y, x)
+    assert torch.equal(first, second)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, wanted = cut(x), whole(x)
+    assert found.dtype == wanted.dtype == torch.bfloat16
+    torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
+
+
+def _embeddings(channel) -> None:
+    torch.manual_seed(3)
+    ids = torch.tensor([[0, 12, 5], [4, 4, 12]])
+    for kind, dim, extent in ((VocabularyEmbedding, 0, 13), (WidthEmbedding, 1, 6)):
+        whole = nn.Embedding(13, 6, padding_idx=4)
+        cut = nn.Embedding(13, 6, padding_idx=4, _weight=whole.weight.detach().clone())
+        split = Split.evenly(extent, channel.size)
+        low, high = split.intervals(channel.rank)[0]
+        cut.__class__, cut.tensor_cut = kind, CutEmbedding(channel, split, "embedding", 4)
+        cut.weight.data = cut.weight.data.narrow(dim, low, high - low).contiguous()
+        found, expected = cut(ids), whole(ids)
+        torch.testing.assert_close(found, expected)
+        found.square().sum().backward()
+        expected.square().sum().backward()
+        torch.testing.assert_close(cut.weight.grad, whole.weight.grad.narrow(dim, low, high - low))
+    with pytest.raises(IndexError, match="ids lie between 0 and 13, but the vocabulary has the ids 0 to 12"):
+        cut.__class__ = VocabularyEmbedding
+        cut.tensor_cut = CutEmbedding(channel, Split.evenly(13, channel.size), "embedding")
+        cut(torch.tensor([0, 13]))
+
+
+def _loss(channel) -> None:
+    whole = torch.randn(2, 4, 13, requires_grad=True)
+    targets = torch.tensor([[1, 12, -100, 6], [0, -100, 3, 12]])
+    expected = F.cross_entropy(whole.view(-1, 13), targets.view(-1))
+    expected.backward()
+    low, high = even(13, channel.size, channel.rank)
+    mine = whole.detach()[..., low:high].clone().requires_grad_()
+    found = vocab_parallel_cross_entropy(mine, targets, channel, 13).sum() / (targets != -100).sum()
+    found.backward()
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(mine.grad, whole.grad[..., low:high])
+
+
+def _regions(channel) -> None:
+    split = Split.evenly(5, channel.size)
+    x = torch.randn(2, 5, requires_grad=True)
+    weights = torch.randn(2, 5)
+    joined = regions.gather(regions.slice_of(x, channel, split), channel, split)
+    assert torch.equal(joined, x)
+    (joined * weights).sum().backward()
+    assert torch.equal(x.grad, weights)
+    long = torch.randn(2, 2 * channel.size, 3, requires_grad=True)
+    part = regions.split_sequence(long, channel, 1)
+    again = regions.gather_sequence(part * 2, channel, 1, is_partial=False)
+    assert torch.equal(again, long * 2)
+    again.sum().backward()
+    assert torch.equal(long.grad, torch.full_like(long, 2.0))
+    partial = regions.gather_sequence(part.detach().requires_grad_(), channel, 1, is_partial=True)
+    summed = regions.leave_sequence(partial, channel, 1)
+    torch.testing.assert_close(summed, channel.size * part)
+
+
+def _layers() -> None:
+    channel = connect(Mesh((("tensor", dist.get_world_size()),)), None, None)
+    _linear(channel)
+    _awkward_backwards(channel)
+    _embeddings(channel)
+    _loss(channel)
+    _regions(channel)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_layers_compute_what_whole_ones_do(size):
+    run_ranks(_layers, size)
