@@ -171,6 +171,8 @@ def build_parts(client: Client, config: Any, distributed_port: int, dist_init_re
     parsed = _parse_alike(config, job_mesh, client)
     root = parsed.root
     ranks = job_mesh.settle(root)
+    if callable(take_config := getattr(client.model, "take_pipeline_config", None)):
+        take_config(root.pipeline)
     if root.log_level:
         set_log_level_from_string(root.log_level)
     for notice in parsed.notices:

@@ -73,7 +73,7 @@ class GradientBucket:
         self.state = GradientState.IDLE
         self._policy = policy
         self._transport = group.reduce
-        self._is_local = isinstance(group.reduce, LocalTransport)
+        self._is_local = isinstance(group.reduce, LocalTransport) and group.combine is None
         layout = bucket.layout
         self._flat = FlatBuffer(
             layout.numel,

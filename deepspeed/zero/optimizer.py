@@ -345,7 +345,9 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
                 members = self._groups.among_peers(group)
                 merged[group.name] = _unpack_flags(rows if members is None else rows[members], count)
             stop = position + len(gradients.used)
-            used.append(merged[group.name][position:stop])
+            # Copies in other parts of the model are summed whole, whichever of them was used.
+            whole = group.spans_parts and gradients.result is not None
+            used.append([True] * len(gradients.used) if whole else merged[group.name][position:stop])
             position = stop
         return used
 

@@ -35,22 +35,22 @@ def test_no_name_twice():
 
 
 def test_classes():
-    from deepspeed.pipe import PipelineModule
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
 
-    assert isinstance(PipelineModule, type)
-    assert not isinstance(nn.Linear(1, 1), PipelineModule)
-    assert not issubclass(nn.Linear, PipelineModule)
-    with pytest.raises(NotYetSupportedError, match="pipeline parallelism"):
+    assert isinstance(TiledMLP, type)
+    assert not isinstance(nn.Linear(1, 1), TiledMLP)
+    assert not issubclass(nn.Linear, TiledMLP)
+    with pytest.raises(NotYetSupportedError, match="sequence parallelism"):
 
-        class Mine(PipelineModule):
+        class Mine(TiledMLP):
             pass
 
-    with pytest.raises(NotYetSupportedError, match="pipeline parallelism"):
+    with pytest.raises(NotYetSupportedError, match="sequence parallelism"):
 
-        class Both(nn.Module, PipelineModule):
+        class Both(nn.Module, TiledMLP):
             pass
 
-    assert repr(PipelineModule) == "<deepspeed.pipe.PipelineModule: not supported yet>"
+    assert repr(TiledMLP) == "<deepspeed.runtime.sequence_parallel.ulysses_sp.TiledMLP: not supported yet>"
 
 
 def test_attributes_of_classes():
