@@ -95,12 +95,11 @@ FEATURES: tuple[Feature, ...] = (
         keys=(Key("expert_parallel.comm_backend", lambda value: value == "deepep", 'set it to "comm"'),),
     ),
     Feature(
-        "sequence parallelism",
+        "tiled computation along the sequence",
         "Use activation checkpointing (deepspeed.checkpointing) for long sequences.",
         {
             "deepspeed.runtime.sequence_parallel.ulysses_sp": (
-                "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter sequence_tiled_compute SequenceTiledCompute TiledMLP "
-                "TiledFusedLogitsLoss"
+                "sequence_tiled_compute SequenceTiledCompute TiledMLP TiledFusedLogitsLoss"
             ),
         },
     ),

@@ -54,11 +54,11 @@ def test_classes():
 
 
 def test_attributes_of_classes():
-    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+    from deepspeed.checkpoint import DeepSpeedCheckpoint
 
-    with pytest.raises(NotYetSupportedError, match="sequence parallelism"):
-        UlyssesSPAttentionHF.register_with_transformers(sequence_parallel_size=2)
-    assert not hasattr(UlyssesSPAttentionHF, "register_with_transformers")
+    with pytest.raises(NotYetSupportedError, match="upstream checkpoint"):
+        DeepSpeedCheckpoint.no_such_name(sequence_parallel_size=2)
+    assert not hasattr(DeepSpeedCheckpoint, "no_such_name")
 
 
 def test_functions_look_like_functions():
