@@ -143,8 +143,8 @@ def _trainer(size, stage):
         given = TrainingArguments(
             folder, deepspeed=config, parallelism_config=_sharing(size), per_device_train_batch_size=2, max_steps=4,
             logging_steps=1, report_to="none", disable_tqdm=True, save_strategy="no", max_grad_norm=0.0,
-            dataloader_pin_memory=False, learning_rate=LR, lr_scheduler_type="constant", optim="sgd", eval_strategy="steps",
-            eval_steps=2, per_device_eval_batch_size=2,
+            dataloader_pin_memory=False, learning_rate=LR, lr_scheduler_type="constant", optim="sgd",
+            eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=2,
         )  # fmt: skip
         model, whole = llama(), Whole(size)
 
