@@ -10,10 +10,7 @@ import torch
 
 from deepspeed.engine.build import Client, build_parts
 from deepspeed.engine.engine import DeepSpeedEngine
-from deepspeed.engine.pipeline import DualPipeVEngine, PipelineEngine
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.parallel.pipe.dualpipev import DualPipeVModule
-from deepspeed.parallel.pipe.module import PipelineModule
 from deepspeed.zero.construction.modules import suspended
 from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer
 
@@ -74,15 +71,10 @@ def initialize(
         collate_fn=collate_fn,
     )
     with suspended():  # an enclosing zero.Init
-        parts = build_parts(client, _config_source(args, config, config_params), distributed_port, dist_init_required)
-        engine = _engine_class(model)(parts)
+        engine = DeepSpeedEngine(
+            build_parts(client, _config_source(args, config, config_params), distributed_port, dist_init_required)
+        )
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
-
-
-def _engine_class(model: torch.nn.Module) -> type[DeepSpeedEngine]:
-    if isinstance(model, DualPipeVModule):
-        return DualPipeVEngine
-    return PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
 
 
 def _config_source(args: Any, config: Any, config_params: Any) -> Any:

@@ -90,16 +90,33 @@ class Feature:
 
 FEATURES: tuple[Feature, ...] = (
     Feature(
+        "pipeline parallelism",
+        "Shard the model with ZeRO stage 3 instead, which needs no stages.",
+        {
+            "deepspeed.pipe": "PipelineModule LayerSpec TiedLayerSpec DualPipeVModule",
+            "deepspeed.runtime.pipe.engine": "PipelineEngine DualPipeVEngine",
+            "deepspeed.runtime.pipe.topology": (
+                "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid"
+            ),
+            "deepspeed.runtime.pipe.schedule": (
+                "PipeSchedule TrainSchedule InferenceSchedule DataParallelSchedule PipeInstruction OptimizerStep "
+                "ReduceGrads ReduceTiedGrads BufferOpInstruction LoadMicroBatch ForwardPass BackwardPass "
+                "SendActivation RecvActivation SendGrad RecvGrad"
+            ),
+        },
+    ),
+    Feature(
         "the exchange of tokens by DeepEP",
         "Tokens travel by the backend's own all-to-all.",
         keys=(Key("expert_parallel.comm_backend", lambda value: value == "deepep", 'set it to "comm"'),),
     ),
     Feature(
-        "tiled computation along the sequence",
+        "sequence parallelism",
         "Use activation checkpointing (deepspeed.checkpointing) for long sequences.",
         {
             "deepspeed.runtime.sequence_parallel.ulysses_sp": (
-                "sequence_tiled_compute SequenceTiledCompute TiledMLP TiledFusedLogitsLoss"
+                "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter sequence_tiled_compute SequenceTiledCompute TiledMLP "
+                "TiledFusedLogitsLoss"
             ),
         },
     ),

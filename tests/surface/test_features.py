@@ -35,30 +35,30 @@ def test_no_name_twice():
 
 
 def test_classes():
-    from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
+    from deepspeed.pipe import PipelineModule
 
-    assert isinstance(TiledMLP, type)
-    assert not isinstance(nn.Linear(1, 1), TiledMLP)
-    assert not issubclass(nn.Linear, TiledMLP)
-    with pytest.raises(NotYetSupportedError, match="sequence parallelism"):
+    assert isinstance(PipelineModule, type)
+    assert not isinstance(nn.Linear(1, 1), PipelineModule)
+    assert not issubclass(nn.Linear, PipelineModule)
+    with pytest.raises(NotYetSupportedError, match="pipeline parallelism"):
 
-        class Mine(TiledMLP):
+        class Mine(PipelineModule):
             pass
 
-    with pytest.raises(NotYetSupportedError, match="sequence parallelism"):
+    with pytest.raises(NotYetSupportedError, match="pipeline parallelism"):
 
-        class Both(nn.Module, TiledMLP):
+        class Both(nn.Module, PipelineModule):
             pass
 
-    assert repr(TiledMLP) == "<deepspeed.runtime.sequence_parallel.ulysses_sp.TiledMLP: not supported yet>"
+    assert repr(PipelineModule) == "<deepspeed.pipe.PipelineModule: not supported yet>"
 
 
 def test_attributes_of_classes():
-    from deepspeed.checkpoint import DeepSpeedCheckpoint
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
-    with pytest.raises(NotYetSupportedError, match="upstream checkpoint"):
-        DeepSpeedCheckpoint.no_such_name(sequence_parallel_size=2)
-    assert not hasattr(DeepSpeedCheckpoint, "no_such_name")
+    with pytest.raises(NotYetSupportedError, match="sequence parallelism"):
+        UlyssesSPAttentionHF.register_with_transformers(sequence_parallel_size=2)
+    assert not hasattr(UlyssesSPAttentionHF, "register_with_transformers")
 
 
 def test_functions_look_like_functions():

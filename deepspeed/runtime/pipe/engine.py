@@ -1,13 +1,7 @@
-"""The pipeline engine (:mod:`deepspeed.engine.pipeline`)."""
+"""The pipeline engine; the feature is missing (:mod:`deepspeed.features`)."""
 
 from __future__ import annotations
 
 from deepspeed.lazy import lazy_names
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        "DualPipeVEngine": "deepspeed.engine.pipeline",
-        "PipelineEngine": "deepspeed.engine.pipeline",
-    },
-)
+__getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -1,15 +1,7 @@
-"""Pipeline topologies (:mod:`deepspeed.parallel.pipe.topology`)."""
+"""Pipeline topologies; the feature is missing (:mod:`deepspeed.features`)."""
 
 from __future__ import annotations
 
 from deepspeed.lazy import lazy_names
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        "PipeDataParallelTopology": "deepspeed.parallel.pipe.topology",
-        "PipeModelDataParallelTopology": "deepspeed.parallel.pipe.topology",
-        "PipelineParallelGrid": "deepspeed.parallel.pipe.grid",
-        "ProcessTopology": "deepspeed.parallel.pipe.topology",
-    },
-)
+__getattr__, __dir__, __all__ = lazy_names(__name__)

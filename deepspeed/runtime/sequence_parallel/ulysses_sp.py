@@ -1,11 +1,7 @@
-"""Sequence parallelism for Transformers models; see :mod:`deepspeed.parallel.sequence`."""
+"""Sequence parallelism for Hugging Face models; the feature is missing (:mod:`deepspeed.features`)."""
 
 from __future__ import annotations
 
 from deepspeed.lazy import lazy_names
 
-_ROOM = "deepspeed.parallel.sequence"
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {"UlyssesSPAttentionHF": f"{_ROOM}.ulysses", "UlyssesSPDataLoaderAdapter": f"{_ROOM}.loader"},
-)
+__getattr__, __dir__, __all__ = lazy_names(__name__)
