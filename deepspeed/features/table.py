@@ -284,16 +284,4 @@ FEATURES: tuple[Feature, ...] = (
         {"deepspeed.elasticity": "compute_elastic_config ElasticityConfig ElasticityError"},
         (switch("elasticity.enabled"),),
     ),
-    Feature(
-        "variable batches and token dropping",
-        "Cut the batch before the forward.",
-        {
-            "deepspeed.runtime.data_pipeline.data_routing.basic_layer": "RandomLayerTokenDrop",
-            "deepspeed.runtime.data_pipeline.data_routing.helper": "convert_to_random_ltd remove_random_ltd_state_dict",
-        },
-        (
-            switch("data_efficiency.data_routing.random_ltd.enabled"),
-            switch("data_efficiency.data_sampling.dynamic_batching.enabled"),
-        ),
-    ),
 )
