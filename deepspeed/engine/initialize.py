@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from deepspeed.data.batching.loading import get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed
 from deepspeed.engine.build import Client, build_parts
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.errors import DeepSpeedConfigError
@@ -75,17 +74,7 @@ def initialize(
         engine = DeepSpeedEngine(
             build_parts(client, _config_source(args, config, config_params), distributed_port, dist_init_required)
         )
-        if training_data is not None and batches_by_tokens(engine):
-            loader, scheduler, _ = get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
-                training_data, engine
-            )
-            engine.training_dataloader, engine.lr_scheduler = loader, scheduler
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
-
-
-def batches_by_tokens(engine: DeepSpeedEngine) -> bool:
-    """Whether ``data_efficiency.data_sampling.dynamic_batching`` makes the batches."""
-    return engine.data_sampling_enabled() and engine.data_sampling_config().dynamic_batching.enabled
 
 
 def _config_source(args: Any, config: Any, config_params: Any) -> Any:

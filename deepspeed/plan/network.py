@@ -71,9 +71,6 @@ class _CollectiveGroup:
     def _reduce_scatter_base(self, out: torch.Tensor, flat: torch.Tensor) -> _Arrived:
         return _Arrived()
 
-    def alltoall_base(self, *_tensors: Any) -> _Arrived:
-        return _Arrived()
-
     def allreduce(self, tensors: list[torch.Tensor]) -> _Arrived:
         return _Arrived()
 
