@@ -59,6 +59,10 @@ class CommunicationError(DeepSpeedError, RuntimeError):
     """A collective failed: a peer died or timed out."""
 
 
+class PipelineError(DeepSpeedError, RuntimeError):
+    """A stage of a pipeline failed, or was asked for what only the whole pipeline can do."""
+
+
 class CheckpointError(DeepSpeedError, RuntimeError):
     """A checkpoint is missing, damaged, or does not fit the model."""
 

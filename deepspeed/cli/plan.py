@@ -21,8 +21,9 @@ from deepspeed.cli.progress import progress
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
 from deepspeed.plan.advice import advise
 from deepspeed.plan.api import make_machine
-from deepspeed.plan.configs import read_config, with_degrees
+from deepspeed.plan.configs import read_config
 from deepspeed.plan.decoder import DecoderShape
+from deepspeed.plan.degrees import DEGREES, at_degrees
 from deepspeed.plan.devices import DEVICES
 from deepspeed.plan.models import model_source
 from deepspeed.plan.picture import sweep_svg
@@ -75,6 +76,8 @@ def _parser() -> argparse.ArgumentParser:
         model.add_argument(f"--{name}", type=int, help="size of a decoder-only transformer")
     model.add_argument("--kv-heads", type=int, help="its key-value heads; default: as many as heads")
     model.add_argument("--intermediate", type=int, help="its feed-forward width; default: 8/3 of hidden")
+    model.add_argument("--experts", type=int, help="experts of each block, each of that width; default: none")
+    model.add_argument("--experts-per-token", type=int, help="of them, those that a token goes to; default: 2")
     where = parser.add_argument_group("machines")
     where.add_argument("--nodes", type=int, default=1)
     where.add_argument("--devices", type=int, default=1, help="devices of each node")
@@ -160,7 +163,7 @@ def _width(most: int) -> int:
 
 
 def _request(options: argparse.Namespace) -> Request:
-    for name in ("nodes", "devices", "sequence_length", "micro_batch", "pipe", "tensor", "sequence", "ep"):
+    for name in ("nodes", "devices", "sequence_length", "micro_batch", *DEGREES):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise DeepSpeedConfigError(f"--{name.replace('_', '-')}: expected 1 or more, found {value}")
@@ -177,32 +180,29 @@ def _request(options: argparse.Namespace) -> Request:
         disk=options.disk,
         headroom=options.headroom,
     )
-    return Request(
+    request = Request(
         source=model_source(_model(options)),
-        config=with_degrees(
-            read_config(options.config if options.config is not None else _plain_config()),
-            tensor=options.tensor,
-            sequence=options.sequence,
-            ep=options.ep,
-        ),
+        config=read_config(options.config if options.config is not None else _plain_config()),
         machine=machine,
         sequence_length=options.sequence_length,
         micro_batch=options.micro_batch,
         checkpointing=options.activation_checkpointing,
         kind="cpu" if options.device == "cpu" else "cuda",
-        pipeline=Pipeline(options.pipe or 1, options.schedule),
+        pipeline=Pipeline(schedule=options.schedule),
     )
+    return at_degrees(request, **{name: getattr(options, name) for name in DEGREES})
 
 
 def _model(options: argparse.Namespace) -> Any:
     sizes = {name: getattr(options, name) for name in _SIZES}
+    further = {name: getattr(options, name) for name in ("kv_heads", "intermediate", "experts", "experts_per_token")}
     if options.model is not None:
         if any(value is not None for value in sizes.values()):
             raise DeepSpeedConfigError("--model and sizes (--layers, ...) are both given; keep one")
-        if options.kv_heads is not None or options.intermediate is not None:
+        if any(value is not None for value in further.values()):
             raise DeepSpeedConfigError(
-                "--kv-heads and --intermediate go with --layers --hidden --heads --vocab; a model given with --model "
-                "has its own, so leave them out"
+                "--kv-heads, --intermediate and --experts go with --layers --hidden --heads --vocab; a model given "
+                "with --model has its own, so leave them out"
             )
         return options.model
     missing = [f"--{name}" for name, value in sizes.items() if value is None]
@@ -210,7 +210,7 @@ def _model(options: argparse.Namespace) -> Any:
         raise DeepSpeedConfigError(
             f"there is no model: give --model or --layers --hidden --heads --vocab (missing: {', '.join(missing)})"
         )
-    return DecoderShape(**sizes, kv_heads=options.kv_heads, intermediate=options.intermediate)
+    return DecoderShape(**sizes, **{name: value for name, value in further.items() if value is not None})
 
 
 def _plain_config() -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepspeed.comm.connect import part_of_transport
+from deepspeed.comm.connect import create_transport, part_of_transport
 from deepspeed.comm.new_groups import my_group
 from deepspeed.comm.store import backend_for
 from deepspeed.comm.transport import Transport
@@ -27,11 +27,15 @@ class Defined:
         ranks: The ranks, in the job, of all groups of that name: every rank of the job is in exactly one.
         divisor: What makes a mean of the sum of gradients over one of them; None: the number of all data-parallel
             ranks, as gradients of experts are made of the samples of all of them.
+        spans_parts: Its ranks hold different parts of the model otherwise; see :func:`define_copies`.
+        is_cut: Of copies: tensor-parallel ranks have different parts of them.
     """
 
     name: str
     ranks: tuple[tuple[int, ...], ...]
     divisor: int | None = None
+    spans_parts: bool = False
+    is_cut: bool = False
 
     @property
     def mine(self) -> tuple[int, ...]:
@@ -71,6 +75,37 @@ def define_group(name: str, ranks: Sequence[Sequence[int]], divisor: int | None 
             f"define_group({name!r}): its lists have {[len(members) for members in made.ranks]} ranks; expected "
             "equally many, as ranks with the same part of the model gather in one order"
         )
+    _remember(made)
+
+
+def define_copies(name: str, ranks: Sequence[Sequence[int]], *, is_cut: bool = False) -> None:
+    """Declares a group for parameters of which ranks with different parts of the model hold copies (tied weights).
+
+    Each copy is shared by the data-parallel ranks of its part like other parameters; gradients are then summed over the
+    copies. Every rank of the job must call it alike, before an engine is made. Nothing is communicated.
+
+    Args:
+        name: Its name, for ``zero.describe.put_in_group``.
+        ranks: The ranks of the job in lists: those of one list hold copies of the same values. Ranks that have none
+            need not occur.
+        is_cut: Tensor-parallel ranks have different parts of the parameters.
+
+    Raises:
+        DeepSpeedConfigError: A rank occurs twice, or the name is taken.
+    """
+    lists = [tuple(members) for members in ranks]
+    given = [rank for members in lists for rank in members]
+    if len(set(given)) < len(given) or not set(given) <= set(range(size_of())):
+        raise DeepSpeedConfigError(
+            f"define_copies({name!r}): its lists hold the ranks {sorted(given)}; expected ranks from 0 to "
+            f"{size_of() - 1}, each at most once"
+        )
+    alone = [(rank,) for rank in range(size_of()) if rank not in given]
+    _remember(Defined(name, (*lists, *alone), spans_parts=True, is_cut=is_cut))
+
+
+def _remember(made: Defined) -> None:
+    name = made.name
     known = _of_this_job().setdefault(name, made)
     if known != made:
         raise DeepSpeedConfigError(
@@ -117,6 +152,28 @@ def connect_defined(
     made = part_of_transport(peers, group)
     made.axis = defined.name
     return made
+
+
+def connect_copies(defined: Defined, *, device: torch.device | None, timeout: timedelta | None) -> Transport | None:
+    """A transport over the ranks with copies; None where this rank has none. Every rank of the job must call it.
+
+    Args:
+        defined: As :func:`define_copies` declared it.
+        device: Where the buffers live.
+        timeout: As of ``comm.connect.create_transport``.
+    """
+    members = defined.mine
+    if (others := stand_in()) is not None:
+        return others.transport(device, members) if len(members) > 1 else None
+    made = create_transport(group_of(defined, device=device, timeout=timeout), device=device, timeout=timeout)
+    made.axis = "pipe"
+    return made if len(members) > 1 else None
+
+
+def group_of(defined: Defined, *, device: torch.device | None = None, timeout: timedelta | None = None) -> Any:
+    """This rank's torch process group of a declared group of copies. Every rank of the job must call it."""
+    backend = backend_for(dist.group.WORLD, device)
+    return my_group(defined.ranks, backend=backend, timeout=timeout, why=f"the copies {defined.name!r}")
 
 
 def _of_this_job() -> dict[str, Defined]:

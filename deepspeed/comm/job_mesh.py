@@ -61,6 +61,11 @@ class JobMesh:
         self.decides_together = asked.zero_group if asked is not None and asked.model_size == 1 else None
         self._timeout = timeout
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether no unit of the program's own says it: that one's program cuts its sequences itself."""
+        return self._asked is None
+
     def data_size(self, root: Root) -> int:
         """The number of ranks that share the batch, for the batch arithmetic. Nothing is communicated.
 

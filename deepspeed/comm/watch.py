@@ -14,12 +14,14 @@ keys, which are posted too. Being late is never an error.
 A program may also call torch's own collectives, which nobody counts. So a circle must be seen twice, and every rank in
 it must have looked again in the same wait: then all of them wait indeed.
 
-A rank whose program ends posts that as its last word, so that one that still waits for it can say so.
+A rank whose program ends posts that as its last word, so that one that still waits for it can say so. One that fails
+where others depend on it may post why (:meth:`Watch.tell_failure`), and they raise with its words.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import json
 import re
@@ -40,6 +42,7 @@ _GRACE = 5.0  # seconds in which a broken connection may still turn out to be a 
 _FAREWELL = timedelta(seconds=1)  # the longest a program's end may take longer for it
 _LAST_LOOK = timedelta(seconds=5)  # the longest that a program's end waits for a look that has begun
 _VERDICT = "verdict"
+_FAILURE = "failure"
 _REMEMBERED = 4096  # latest transfers of a channel whose keys are known
 
 
@@ -95,6 +98,7 @@ class Watch:
         self._awaited: Awaited | None = None
         self._verdict: str | None = None
         self._farewell: str | None = None  # of a rank that this one waited for
+        self._failure: str | None = None  # of any rank
         self._patience = _GRACE
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
@@ -191,7 +195,12 @@ class Watch:
             time.sleep(min(max(0.1 * waited, 0.001), _PERIOD))
 
     def _is_in_vain(self) -> bool:
-        return self._verdict is not None or self._farewell is not None
+        return any(said is not None for said in (self._verdict, self._farewell, self._failure))
+
+    def tell_failure(self, text: str) -> None:
+        """Says that this rank cannot go on: whoever waits, now or later, raises with ``text``. The first one counts."""
+        with contextlib.suppress(RuntimeError):  # the store went with the rank that held it: that ends the others too
+            self.store.compare_set(self._key(_FAILURE), "", text)
 
     def look_after_long_wait(self) -> bool:
         """What the watching thread does each period; returns whether it goes on."""
@@ -224,6 +233,9 @@ class Watch:
         self.store.set(self._key(self.rank), json.dumps(mine))
         if self.store.check([self._key(_VERDICT)]):
             return self._read(_VERDICT)
+        if self.store.check([self._key(_FAILURE)]):
+            self._failure = self._read(_FAILURE)
+            return None
         posts = {self.rank: mine, **self._posts(awaited)}
         self._farewell = _farewell_of(awaited, posts)
         if self._farewell is not None:
@@ -281,10 +293,12 @@ class Watch:
         if patience is None:
             self._patience = 0.0  # what is broken stays broken; later waits need not be patient too
         gone = ""
-        while self._verdict is None and self._farewell is None:
+        while not self._is_in_vain():
             try:
                 if self.store.check([self._key(_VERDICT)]):
                     self._verdict = self._read(_VERDICT)
+                elif self.store.check([self._key(_FAILURE)]):
+                    self._failure = self._read(_FAILURE)
                 else:
                     self._farewell = _farewell_of(awaited, self._posts(awaited))
             except RuntimeError:
@@ -295,6 +309,8 @@ class Watch:
             time.sleep(0.05)
         if self._verdict is not None:
             return DivergenceError(self._verdict)
+        if self._failure is not None:
+            return CommunicationError(self._failure)
         if self._farewell is not None:
             return CommunicationError(self._farewell)
         return CommunicationError(

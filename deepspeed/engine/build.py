@@ -38,6 +38,7 @@ from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.offload.homes import OffloadHomes, open_homes, placement_of
 from deepspeed.ops.flat import supports_flat_update, why_not_flat
 from deepspeed.parallel.expert.prepare import prepare_expert_layers
+from deepspeed.parallel.sequence.ulysses import adopt_model, with_all_data_ranks
 from deepspeed.parallel.tensor.cutting import cut_model
 from deepspeed.parallel.tensor.request import merged
 from deepspeed.precision.policy import PrecisionPolicy, create_loss_scaler, dtype_of_name
@@ -168,9 +169,11 @@ def build_parts(client: Client, config: Any, distributed_port: int, dist_init_re
             )
         comm.init_distributed(distributed_port=distributed_port)
     job_mesh = JobMesh(client.mpu, client.mesh_param, client.model, comm.default_timeout())
-    parsed = _parse_alike(config, job_mesh, client)
+    parsed = _parse_alike(with_all_data_ranks(config, client.mpu), job_mesh, client)
     root = parsed.root
     ranks = job_mesh.settle(root)
+    if callable(take_config := getattr(client.model, "take_pipeline_config", None)):
+        take_config(root.pipeline)
     if root.log_level:
         set_log_level_from_string(root.log_level)
     for notice in parsed.notices:
@@ -190,6 +193,8 @@ def build_parts(client: Client, config: Any, distributed_port: int, dist_init_re
     if gathers_between_pieces(placement, ranks.zero_size):
         refuse_whole_graphs(client.model)
     client = _spread_experts(root, client, ranks, device)
+    if ranks.sequence_size > 1 and job_mesh.is_ours:
+        adopt_model(client.model, ranks.sequence_group)
     prepare_expert_layers(client.model, device, data_first=root.use_data_before_expert_parallelism)
     tensor = cut_model(client.model, root.tensor_parallel, ranks.mesh, device)
     torch_optimizer = choose_optimizer(
@@ -211,6 +216,7 @@ def build_parts(client: Client, config: Any, distributed_port: int, dist_init_re
         divisor=_gradient_divisor(root, ranks),
         copies={} if tensor is None else tensor.counts,
     )
+    placement = replace(placement, feeds_back=any(group.feeds_back for group in groups))
     refuse_cut_tensors(torch_optimizer, client.model, groups, placement)
     _mark_leaf_modules(root, client.model)
     _make_sparse(root, client.model)

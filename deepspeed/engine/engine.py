@@ -71,7 +71,7 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, nn.Modul
             parts.parsed.batch, parts.standing.data_size, is_counted=self._root.managed_gradient_accumulation
         )
         self._runtime: ZeroRuntime = parts.runtime
-        self._efficiency = Efficiency(self._root, parts.model, parts.runtime)
+        self._efficiency = Efficiency(self._root, parts.model, parts.runtime, self._batches.train_batch_size())
         self._updater: DeepSpeedZeroOptimizer | None = parts.make_optimizer(self.backward, self._before_update)
         self._scaling = LossScaling(self._updater.loss_scaler if self._updater is not None else None)
         self.optimizer = parts.public_optimizer(self._updater)
@@ -470,6 +470,7 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, nn.Modul
             model_size=self._parts.standing.model_size,
             local_rank=self.local_rank,
             version=VERSION,
+            token_schedule=self._efficiency.token_schedule,
             use_fp32_weights=self._root.zero_optimization.load_from_fp32_weights,
         )
 

@@ -12,7 +12,7 @@ from torch import nn
 from deepspeed import comm
 from deepspeed.comm.axes import create_grid, gathering_by_nodes
 from deepspeed.comm.connect import create_transport, warm_up
-from deepspeed.comm.defined import Defined, connect_defined, defined_groups
+from deepspeed.comm.defined import Defined, connect_copies, connect_defined, defined_groups
 from deepspeed.comm.mpu import Standing
 from deepspeed.comm.transport import Transport
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
@@ -63,19 +63,30 @@ def create_groups(
     if by_nodes:
         gather = gathering_by_nodes(gather, gather, [range(gather.size)], device=device, timeout=timeout)
     data = BucketGroup(DATA, gather, reduce, gather, divisor=divisor)
-    own = [_own_group(one, reduce, divisor, device) for one in defined.values()]
+    own = [_own_group(one, reduce, divisor, device) for one in defined.values() if not one.spans_parts]
     if ranks.model_size == 1:
         groups = Groups.of(data, *own)
     else:
         # What is whole on tensor ranks counts on the first of them; of what is cut, every rank has something else.
+        whole, cut = replace(data, counts=ranks.tensor_rank == 0), replace(data, name=CUT)
         shared = (replace(data, name=name, counts=counts) for name, counts in copies.items())
-        parts = (replace(data, counts=ranks.tensor_rank == 0), replace(data, name=CUT), *shared, *own)
+        tied = (_copies(one, cut if one.is_cut else whole, device) for one in defined.values() if one.spans_parts)
+        parts = (whole, cut, *shared, *own, *tied)
         job = create_transport(device=device, timeout=timeout)
         job.axis = "job"
         groups = Groups({group.name: group for group in parts}, reduce, job)
     for transport in dict.fromkeys((gather, groups.job, *(group.gather for group in own))):
         warm_up(transport)
     return groups
+
+
+def _copies(defined: Defined, data: BucketGroup, device: torch.device) -> BucketGroup:
+    """The group of weights that ranks with other parts of the model have too: the first of them counts."""
+    combine = connect_copies(defined, device=device, timeout=comm.default_timeout())
+    if combine is None:
+        return replace(data, name=defined.name)
+    counts = data.counts and combine.rank == 0
+    return replace(data, name=defined.name, combine=combine, counts=counts, spans_parts=True)
 
 
 def _own_group(defined: Defined, peers: Transport, divisor: int, device: torch.device) -> BucketGroup:

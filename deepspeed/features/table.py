@@ -90,40 +90,26 @@ class Feature:
 
 FEATURES: tuple[Feature, ...] = (
     Feature(
-        "pipeline parallelism",
-        "Shard the model with ZeRO stage 3 instead, which needs no stages.",
-        {
-            "deepspeed.pipe": "PipelineModule LayerSpec TiedLayerSpec DualPipeVModule",
-            "deepspeed.runtime.pipe.engine": "PipelineEngine DualPipeVEngine",
-            "deepspeed.runtime.pipe.topology": (
-                "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid"
-            ),
-            "deepspeed.runtime.pipe.schedule": (
-                "PipeSchedule TrainSchedule InferenceSchedule DataParallelSchedule PipeInstruction OptimizerStep "
-                "ReduceGrads ReduceTiedGrads BufferOpInstruction LoadMicroBatch ForwardPass BackwardPass "
-                "SendActivation RecvActivation SendGrad RecvGrad"
-            ),
-        },
-    ),
-    Feature(
         "the exchange of tokens by DeepEP",
         "Tokens travel by the backend's own all-to-all.",
         keys=(Key("expert_parallel.comm_backend", lambda value: value == "deepep", 'set it to "comm"'),),
     ),
     Feature(
-        "sequence parallelism",
+        "tiled computation along the sequence",
         "Use activation checkpointing (deepspeed.checkpointing) for long sequences.",
         {
             "deepspeed.runtime.sequence_parallel.ulysses_sp": (
-                "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter sequence_tiled_compute SequenceTiledCompute TiledMLP "
-                "TiledFusedLogitsLoss"
+                "sequence_tiled_compute SequenceTiledCompute TiledMLP TiledFusedLogitsLoss"
             ),
         },
     ),
     Feature(
-        "fused layers in the place of a model's own",
-        "deepspeed.init_inference keeps the model's own modules, whose attention torch fuses.",
+        "the inference engine",
+        "Run the model under torch.inference_mode(), or initialize() it without an optimizer at ZeRO stage 3.",
         {
+            "deepspeed": "init_inference default_inference_config",
+            "deepspeed.inference.engine": "InferenceEngine",
+            "deepspeed.inference.config": "DeepSpeedInferenceConfig",
             "deepspeed.module_inject": "replace_transformer_layer",
             "deepspeed.model_implementations": "DeepSpeedTransformerInference",
         },
@@ -280,17 +266,5 @@ FEATURES: tuple[Feature, ...] = (
         "Set the batch keys; a checkpoint can be read by any number of ranks.",
         {"deepspeed.elasticity": "compute_elastic_config ElasticityConfig ElasticityError"},
         (switch("elasticity.enabled"),),
-    ),
-    Feature(
-        "variable batches and token dropping",
-        "Cut the batch before the forward.",
-        {
-            "deepspeed.runtime.data_pipeline.data_routing.basic_layer": "RandomLayerTokenDrop",
-            "deepspeed.runtime.data_pipeline.data_routing.helper": "convert_to_random_ltd remove_random_ltd_state_dict",
-        },
-        (
-            switch("data_efficiency.data_routing.random_ltd.enabled"),
-            switch("data_efficiency.data_sampling.dynamic_batching.enabled"),
-        ),
     ),
 )

@@ -1,7 +1,15 @@
-"""Pipeline parallelism; the feature is missing (:mod:`deepspeed.features`)."""
+"""Pipeline modules, at the path that programs know (:mod:`deepspeed.parallel.pipe`)."""
 
 from __future__ import annotations
 
 from deepspeed.lazy import lazy_names
 
-__getattr__, __dir__, __all__ = lazy_names(__name__)
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "DualPipeVModule": "deepspeed.parallel.pipe.dualpipev",
+        "LayerSpec": "deepspeed.parallel.pipe.spec",
+        "PipelineModule": "deepspeed.parallel.pipe.module",
+        "TiedLayerSpec": "deepspeed.parallel.pipe.spec",
+    },
+)

@@ -8,7 +8,8 @@ from typing import Any
 
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.plan.advice import advise
-from deepspeed.plan.configs import read_config, with_degrees
+from deepspeed.plan.configs import read_config
+from deepspeed.plan.degrees import at_degrees
 from deepspeed.plan.devices import Device, Machine, find_device, read_bytes
 from deepspeed.plan.models import model_source
 from deepspeed.plan.pipeline import Pipeline
@@ -100,7 +101,7 @@ def plan(
         raise DeepSpeedConfigError(f"plan(rank={rank!r}): expected a whole number from 0 to {machine.ranks - 1}")
     request = Request(
         source=model_source(model, inputs),
-        config=with_degrees(read_config(config), tensor=tensor, sequence=sequence, ep=ep),
+        config=read_config(config),
         machine=machine,
         sequence_length=sequence_length,
         micro_batch=micro_batch,
@@ -109,6 +110,7 @@ def plan(
         rank=rank,
         pipeline=Pipeline(pipe, schedule),
     )
+    request = at_degrees(request, tensor=tensor, sequence=sequence, ep=ep)
     made = make_plan(request, compare=compare_checkpointing)
     if suggest and not made.fits:
         made.suggestions = advise(made)

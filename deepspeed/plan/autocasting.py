@@ -152,3 +152,30 @@ def _has_fp32(value: Any) -> bool:
     if isinstance(value, dict):
         value = tuple(value.values())
     return isinstance(value, (tuple, list)) and any(_has_fp32(item) for item in value)
+
+
+@contextmanager
+def asked_for_meta() -> Iterator[None]:
+    """Inside, ``torch.autocast`` and questions about it mean the switch of a rehearsal where they name ``meta``.
+
+    Code that switches casting off for the device of its tensors (gates of experts, cut layers) names it so.
+    """
+    region, is_enabled, get_dtype = torch.autocast, torch.is_autocast_enabled, torch.get_autocast_dtype
+
+    class Autocast(region):  # type: ignore[misc, valid-type]
+        def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
+            super().__init__(_SWITCH if device_type == "meta" else device_type, *args, **kwargs)
+
+    def enabled(*device: str) -> bool:
+        return is_enabled(*(_SWITCH if name == "meta" else name for name in device))
+
+    def dtype_of(device: str) -> torch.dtype:
+        return get_dtype(_SWITCH if device == "meta" else device)
+
+    torch.autocast = Autocast  # type: ignore[misc]
+    torch.is_autocast_enabled, torch.get_autocast_dtype = enabled, dtype_of  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.autocast = region  # type: ignore[misc]
+        torch.is_autocast_enabled, torch.get_autocast_dtype = is_enabled, get_dtype

@@ -30,26 +30,3 @@ def changed(config: Mapping[str, Any], **zero: Any) -> dict[str, Any]:
 def stage_of(config: Mapping[str, Any]) -> int:
     """The ZeRO stage of a configuration."""
     return int((config.get("zero_optimization") or {}).get("stage", 0))
-
-
-def with_degrees(
-    config: Mapping[str, Any], *, tensor: int | None = None, sequence: int | None = None, ep: int | None = None
-) -> dict[str, Any]:
-    """A copy of a configuration that asks for other degrees along the axes of the job.
-
-    Args:
-        config: The configuration.
-        tensor: Ranks that share layers (``tensor_parallel.autotp_size``); None: as it says.
-        sequence: Ranks that share a sequence (``sequence_parallel_size``); None: as it says.
-        ep: Ranks that share experts (``expert_parallel.autoep_size``); None: as it says.
-    """
-    made = copy.deepcopy(dict(config))
-    if tensor is not None:
-        section = dict(made.get("tensor_parallel") or {})
-        made["tensor_parallel"] = {**section, "autotp_size": tensor if tensor > 1 else 0}
-    if sequence is not None:
-        made["sequence_parallel_size"] = sequence
-    if ep is not None:
-        section = dict(made.get("expert_parallel") or {})
-        made["expert_parallel"] = {**section, "enabled": ep > 1, "autoep_size": ep}
-    return made

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.parallel.expert.layer import MoE
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,9 @@ class DecoderShape:
         vocab: V.
         kv_heads: K; None: as many as heads.
         intermediate: F; None: two thirds of 4 H, rounded up to a multiple of 256.
+        experts: Experts of each block, of which each has this F; 0: one dense feed-forward layer instead.
+        experts_per_token: Of them, those that a token goes to.
+        expert_ranks: Ranks that share the experts.
     """
 
     layers: int
@@ -33,6 +37,9 @@ class DecoderShape:
     vocab: int
     kv_heads: int | None = None
     intermediate: int | None = None
+    experts: int = 0
+    experts_per_token: int = 2
+    expert_ranks: int = 1
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "vocab", "kv_heads", "intermediate"):
@@ -46,6 +53,12 @@ class DecoderShape:
         if self.heads % (self.kv_heads or self.heads):
             raise DeepSpeedConfigError(
                 f"--kv-heads: {self.kv_heads} does not divide --heads {self.heads}; choose a divisor of it"
+            )
+
+        if self.experts and not 1 <= self.experts_per_token <= self.experts:
+            raise DeepSpeedConfigError(
+                f"--experts-per-token: expected 1 to {self.experts}, as there are so many, found "
+                f"{self.experts_per_token}"
             )
 
     @property
@@ -75,6 +88,17 @@ class _Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).reshape(samples, tokens, -1))
 
 
+class _FeedForward(nn.Module):
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__()
+        self.gate = nn.Linear(shape.hidden, shape.width, bias=False)
+        self.rise = nn.Linear(shape.hidden, shape.width, bias=False)
+        self.fall = nn.Linear(shape.width, shape.hidden, bias=False)
+
+    def forward(self, y: torch.Tensor) -> torch.Tensor:
+        return self.fall(functional.silu(self.gate(y)) * self.rise(y))
+
+
 class _Block(nn.Module):
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
@@ -91,13 +115,39 @@ class _Block(nn.Module):
         return x + self.fall(functional.silu(self.gate(y)) * self.rise(y))
 
 
+class _ExpertBlock(nn.Module):
+    """A block whose feed-forward layer is a mixture of experts, of which no route is dropped."""
+
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(shape.hidden)
+        self.attention = _Attention(shape)
+        self.norm = nn.RMSNorm(shape.hidden)
+        self.experts = MoE(
+            shape.hidden,
+            _FeedForward(shape),
+            num_experts=shape.experts,
+            ep_size=shape.expert_ranks,
+            k=shape.experts_per_token,
+            drop_tokens=False,
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.experts(self.norm(x))[0]
+
+
+def _block(shape: DecoderShape) -> nn.Module:
+    return _ExpertBlock(shape) if shape.experts else _Block(shape)
+
+
 class Decoder(nn.Module):
     """Embedding, blocks, head; returns the mean loss of the next token."""
 
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         self.embedding = nn.Embedding(shape.vocab, shape.hidden)
-        self.layers = nn.ModuleList(_Block(shape) for _ in range(shape.layers))
+        self.layers = nn.ModuleList(_block(shape) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.hidden)
         self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
 
@@ -130,7 +180,7 @@ class DecoderStage(nn.Module):
         if self.is_first:
             self.embedding = nn.Embedding(shape.vocab, shape.hidden)
         blocks = range(max(first, 1), min(end, shape.layers + 1))
-        self.layers = nn.ModuleList(_Block(shape) for _ in blocks)
+        self.layers = nn.ModuleList(_block(shape) for _ in blocks)
         if self.is_last:
             self.norm = nn.RMSNorm(shape.hidden)
             self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
@@ -157,6 +207,7 @@ def layer_weights(shape: DecoderShape) -> list[int]:
     """Parameters of each layer that can lie on a stage of its own."""
     head_dim = shape.hidden // shape.heads
     kv = (shape.kv_heads or shape.heads) * head_dim
-    block = 2 * shape.hidden * (shape.hidden + kv) + 3 * shape.hidden * shape.width + 2 * shape.hidden
+    attention = 2 * shape.hidden * (shape.hidden + kv) + 2 * shape.hidden
+    block = attention + 3 * shape.hidden * shape.width * max(shape.experts, 1) + shape.hidden * shape.experts
     table = shape.vocab * shape.hidden
     return [table, *[block] * shape.layers, table + shape.hidden]

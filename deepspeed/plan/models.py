@@ -62,11 +62,14 @@ class ModelSource:
         name: For headlines.
         build: Makes a fresh workload.
         cut: From a number of stages to those of a pipeline; None: this model cannot be cut into stages here.
+        spread: From a number of ranks that share experts to the same model with layers of that size; None: the model's
+            own layers say it, or the configuration (``expert_parallel``).
     """
 
     name: str
     build: Callable[[], Workload]
     cut: Callable[[int], list[StageSource]] | None = None
+    spread: Callable[[int], ModelSource] | None = None
 
     def stages(self, number: int) -> list[StageSource]:
         """The stages of a pipeline, one after the other.
@@ -96,8 +99,7 @@ def model_source(given: Any, inputs: Any = None) -> ModelSource:
         DeepSpeedConfigError: Nothing of that kind, or it does not build on ``meta``.
     """
     if isinstance(given, DecoderShape):
-        made = _built(f"decoder of {given.layers} layers", lambda: Decoder(given), inputs)
-        return made if inputs is not None else replace(made, cut=functools.partial(_stages_of_decoder, given))
+        return _decoder_source(given, inputs)
     if isinstance(given, nn.Module):
         return _built(type(given).__name__, lambda: without_values(given), inputs)
     if hasattr(given, "to_diff_dict") or (isinstance(given, (str, Path)) and _is_configuration(given)):
@@ -198,6 +200,18 @@ def _refuse_arguments(name: str, make: Callable[[], Any]) -> None:
             f"model {name}: expected a callable without arguments, found one that needs {', '.join(needed)}; give a "
             "function that fills them in and returns the model, or (model, inputs)"
         )
+
+
+def _decoder_source(shape: DecoderShape, inputs: Any) -> ModelSource:
+    made = _built(_name_of_decoder(shape), lambda: Decoder(shape), inputs)
+    if shape.experts:
+        made = replace(made, spread=lambda ep: _decoder_source(replace(shape, expert_ranks=ep), inputs))
+    return made if inputs is not None else replace(made, cut=functools.partial(_stages_of_decoder, shape))
+
+
+def _name_of_decoder(shape: DecoderShape) -> str:
+    experts = f" of {shape.experts} experts, {shape.experts_per_token} per token" if shape.experts else ""
+    return f"decoder of {shape.layers} layers{experts}"
 
 
 def _stages_of_decoder(shape: DecoderShape, number: int) -> list[StageSource]:

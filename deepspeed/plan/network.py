@@ -71,6 +71,9 @@ class _CollectiveGroup:
     def _reduce_scatter_base(self, out: torch.Tensor, flat: torch.Tensor) -> _Arrived:
         return _Arrived()
 
+    def alltoall_base(self, out: torch.Tensor, source: torch.Tensor, received: Any, sent: Any) -> _Arrived:
+        return _Arrived()
+
     def allreduce(self, tensors: list[torch.Tensor]) -> _Arrived:
         return _Arrived()
 

@@ -31,8 +31,10 @@ from deepspeed.offload.disk import disk_is
 from deepspeed.offload.pinned import host_memory_from
 from deepspeed.ops.chunks import drop_scratch
 from deepspeed.ops.muon import Muon
+from deepspeed.parallel.expert.prepare import expert_layers
 from deepspeed.plan import decoder
 from deepspeed.plan.actions import Act, Stage, actions_of_step, loss_of, received_inputs
+from deepspeed.plan.autocasting import asked_for_meta
 from deepspeed.plan.flow import Flow
 from deepspeed.plan.memory import META, Moment, Peak
 from deepspeed.plan.models import Inputs, Workload
@@ -79,7 +81,7 @@ class Rehearsed:
     """What one rank holds and moves in one step.
 
     Attributes:
-        parameters: Elements of the model's parameters.
+        parameters: Elements of the model's parameters, experts of all ranks included.
         trained: Of those, the trained ones.
         peaks: By home, the highest sum of everything and what it was made of.
         kind_peaks: Most bytes of each kind, by home.
@@ -156,6 +158,7 @@ def _stage(part: Part) -> Iterator[tuple[Rehearsal, PlayedDisk, PlayedWorld]]:
             for context in (
                 quiet(),
                 groups.put_back(),
+                asked_for_meta(),
                 played_by(world),
                 host_memory_from(host),
                 disk_is(disk),
@@ -195,8 +198,9 @@ class _Run:
         """Runs everything; see :func:`rehearse`."""
         count, model = self._count, self._workload.model
         self._enter("initialize")
-        parameters = sum(p.numel() for p in model.parameters())
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        elsewhere = _experts_elsewhere(model)
+        parameters = sum(p.numel() * elsewhere.get(p, 1) for p in model.parameters())
+        trained = sum(p.numel() * elsewhere.get(p, 1) for p in model.parameters() if p.requires_grad)
         engine, inputs = self._ready()
         count.look()
         init_peak = count.peaks[Home.DEVICE].nbytes
@@ -426,6 +430,11 @@ class _Run:
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(lambda _gradient, name=name: self._enter("backward", name))
+
+
+def _experts_elsewhere(model: nn.Module) -> dict[nn.Parameter, int]:
+    """Of parameters of experts, over how many ranks as many others are spread."""
+    return {p: layer.ep_size for _, layer in expert_layers(model) for p in layer.experts.parameters()}
 
 
 def _own_place(error: Exception) -> str | None:

@@ -12,13 +12,14 @@ from rich.text import Text
 
 from deepspeed.config.batch import ACCUMULATION, MICRO, TOTAL
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
-from deepspeed.plan.configs import changed, with_degrees
+from deepspeed.plan.configs import changed
+from deepspeed.plan.degrees import DEGREES, at_degrees
 from deepspeed.plan.devices import Machine, in_words
 from deepspeed.plan.planner import make_plan
 from deepspeed.plan.result import Plan, Request
 from deepspeed.plan.show import as_text
 
-AXES = ("world", "stage", "offload", "micro_batch", "checkpointing", "pipe", "tensor", "sequence", "ep")
+AXES = ("world", "stage", "offload", "micro_batch", "checkpointing", *DEGREES)
 _OFFLOADS = ("none", "cpu", "nvme")
 
 
@@ -97,18 +98,17 @@ def _at(request: Request, place: dict[str, Any]) -> Request:
         config = changed(config, stage=place["stage"])
     if "offload" in place:
         config = changed(config, **_offload(config, place["offload"]))
-    config = with_degrees(config, **{axis: place[axis] for axis in ("tensor", "sequence", "ep") if axis in place})
     machine = request.machine
     if "world" in place:
         machine = _spread(machine, place["world"])
-    return replace(
+    request = replace(
         request,
         config=config,
         machine=machine,
         micro_batch=place.get("micro_batch", request.micro_batch),
         checkpointing=place.get("checkpointing", request.checkpointing),
-        pipeline=replace(request.pipeline, stages=place.get("pipe", request.pipeline.stages)),
     )
+    return at_degrees(request, **{axis: place[axis] for axis in DEGREES if axis in place})
 
 
 def _offload(config: dict[str, Any], device: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from deepspeed.comm.mesh import DATA, PIPE, Mesh
+from deepspeed.comm.mesh import DATA, EXPERT, PIPE, SEQUENCE, Mesh
 from deepspeed.plan.devices import Machine
 from deepspeed.plan.flow import Flow
 
@@ -69,7 +69,11 @@ def travels(
         if name == "send":
             found.append(Travel(name, axis, calls, nbytes, *_to_neighbours(nbytes, machine, mesh, rank)))
             continue
-        nodes, devices = span((members or {}).get(axis) or range(mesh.world_size), machine)
+        ranks = (members or {}).get(axis) or range(mesh.world_size)
+        nodes, devices = span(ranks, machine)
+        if name in ("all_to_all", "move") and axis in (EXPERT, SEQUENCE):
+            found.append(Travel(name, axis, calls, nbytes, *_to_all(nbytes, machine, ranks, rank)))
+            continue
         if name == "all_to_all":
             sent = flow.ran_along[name, axis][1]
             inside, between = (sent, 0) if devices > 1 else (0, sent)
@@ -77,6 +81,13 @@ def travels(
             inside, between = nbytes * (devices - 1) // devices, nbytes * (nodes - 1) // nodes // devices
         found.append(Travel(name, axis, calls, nbytes, inside, between))
     return found
+
+
+def _to_all(nbytes: int, machine: Machine, ranks: Sequence[int], rank: int) -> tuple[int, int]:
+    """What a rank sends inside its node and to other nodes: equally much to each of the others."""
+    near = sum(peer // machine.devices_per_node == rank // machine.devices_per_node for peer in ranks) - 1
+    inside = nbytes * near // max(len(ranks) - 1, 1)
+    return inside, nbytes - inside
 
 
 def _to_neighbours(nbytes: int, machine: Machine, mesh: Mesh, rank: int) -> tuple[int, int]:

@@ -116,6 +116,14 @@ def _ones(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.ones(like.shape, dtype=dtype)
 
 
+def _counts(_rehearsal: Rehearsal, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """How often each number occurs: as many as the program says there are at least."""
+    least = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
+    if args[0].device.type != "meta" or not least:
+        return NotImplemented
+    return torch.empty(least, dtype=torch.int64, device="meta")
+
+
 def _equal(_rehearsal: Rehearsal, args: tuple[Any, ...], _kwargs: Any) -> Any:
     return True if any(t.device.type == "meta" for t in tensors_of(args)) else NotImplemented
 
@@ -170,6 +178,7 @@ _ANSWERS: dict[Any, Any] = {
     aten.all.default: _all_true,
     aten._to_copy.default: _copy_to_host,
     aten.copy_.default: _copy_into_host,
+    aten.bincount.default: _counts,
     aten.equal.default: _equal,
 }
 

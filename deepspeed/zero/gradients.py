@@ -361,6 +361,12 @@ class GradientReducer:
         self._drain()
         self._local_sums.clear()
 
+    def scale_private(self, factor: float) -> None:
+        """The unit of gradients changes (the loss scale does): so does that of what reductions have lost."""
+        for gradients in self.buckets:
+            if gradients.private is not None:
+                gradients.private.tensor.mul_(factor)
+
     def zero_grad(self) -> None:
         """Throws away every gradient, those too that were put into ``.grad`` and are nowhere else."""
         self.clear()

@@ -130,7 +130,9 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         """Sets the scale from now on; a dynamic one goes on from there."""
         if self.loss_scaler is None:
             raise CallOrderError("override_loss_scale: there is no loss scale; it exists only with fp16.enabled")
+        before = self.loss_scale
         self.loss_scaler.cur_scale = float(loss_scale)
+        self._reducer.scale_private(self.loss_scale / before)
 
     def set_lr(self, lr: float) -> None:
         """Sets the learning rate of every param group."""
@@ -276,9 +278,15 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         self._skipped_in_a_row = 0
         self._apply(self._factor(norm, scale), used)
         self._reducer.clear()
-        if self.loss_scaler is not None:
-            self.loss_scaler.update_scale(False)
+        self._update_scale(overflow=False)
         return loss
+
+    def _update_scale(self, *, overflow: bool) -> None:
+        if self.loss_scaler is not None:
+            before = self.loss_scale
+            self.loss_scaler.update_scale(overflow)
+            if self.loss_scale != before:
+                self._reducer.scale_private(self.loss_scale / before)
 
     def _factor(self, norm: float, scale: float) -> float | None:
         """The one multiplier of the gradient; None for exactly 1."""
@@ -345,7 +353,9 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
                 members = self._groups.among_peers(group)
                 merged[group.name] = _unpack_flags(rows if members is None else rows[members], count)
             stop = position + len(gradients.used)
-            used.append(merged[group.name][position:stop])
+            # Copies in other parts of the model are summed whole, whichever of them was used.
+            whole = group.spans_parts and gradients.result is not None
+            used.append([True] * len(gradients.used) if whole else merged[group.name][position:stop])
             position = stop
         return used
 
@@ -377,8 +387,8 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         if self._skipped_in_a_row == 1:
             self._first_skip = what
         self._reducer.clear()
+        self._update_scale(overflow=True)
         if self.loss_scaler is not None:
-            self.loss_scaler.update_scale(True)
             log_dist(f"{what}; skipped. Loss scale {scale:g} -> {self.loss_scale:g}")
         else:
             log_dist(f"{what}; skipped, nothing was changed")

@@ -61,7 +61,7 @@ def _walk(module: nn.Module, name: str, granularity: int, *, inside_container: b
         return
     if next(module.parameters(recurse=False), None) is not None:
         yield Unit(name, module), False
-    is_container = isinstance(module, _CONTAINERS)
+    is_container = isinstance(module, _CONTAINERS) or getattr(module, "holds_blocks", False)
     for child_name, child in module.named_children():
         path = f"{name}.{child_name}" if name else child_name
         yield from _walk(child, path, granularity, inside_container=is_container)

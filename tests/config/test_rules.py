@@ -319,7 +319,7 @@ def test_sections_built_by_a_program_know_both_spellings() -> None:
             },
             "compression_training.sparse_pruning.shared_parameters.enabled is false",
         ),
-        ({"pipeline": {"grad_partitioned": False}}, "pipeline.grad_partitioned has no effect: pipeline modules do not"),
+        ({"pipeline": {"grad_partitioned": False}}, "pipeline.grad_partitioned has no effect: each tensor-"),
         (
             {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "cpuadam_cores_perc": 0.5}}},
             "cpuadam_cores_perc has no effect: the update runs in the rank's own process",

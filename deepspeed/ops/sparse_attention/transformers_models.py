@@ -53,7 +53,7 @@ def use_sparse_attention(model: nn.Module, sparsity_config: SparsityConfig, *, s
         )
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    _own_configurations(model)
+    own_configurations(model)
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _mask)
     set_implementation: Any = model.set_attn_implementation
@@ -85,7 +85,7 @@ def heads_of(model: nn.Module) -> int:
     return heads
 
 
-def _own_configurations(model: nn.Module) -> None:
+def own_configurations(model: nn.Module) -> None:
     """Copies the configuration that the model's modules share: another model may have been made from the same one."""
     copies: dict[int, Any] = {}
     for module in model.modules():

@@ -74,19 +74,29 @@ def plan_routes(indices: torch.Tensor, num_experts: int, transport: Transport | 
     counts = torch.bincount(flat.clamp(min=-1) + 1, minlength=num_experts + 1)
     order = flat.argsort(stable=True)
     if transport.size == 1:
-        dropped, *mine = counts.tolist()
+        dropped, *mine = counts.tolist() if not counts.is_meta else (0, *_evenly(flat.numel(), num_experts))
         return Plan(order[dropped:], choices, tokens, (sum(mine),), (sum(mine),), (tuple(mine),), transport)
     # The counts of this rank and those that come, in one wait of the host.
     told = torch.empty_like(counts[1:])
     local = num_experts // transport.size
     rows = [local] * transport.size
     transport.all_to_all(counts[1:].contiguous(), rows, told, rows, label="how many tokens go to each expert").wait()
-    dropped, *numbers = torch.cat((counts, told)).tolist()
+    if counts.is_meta:
+        even = _evenly(flat.numel(), num_experts)
+        first = transport.rank * local
+        dropped, numbers = 0, [*even, *even[first : first + local] * transport.size]
+    else:
+        dropped, *numbers = torch.cat((counts, told)).tolist()
     mine, theirs = numbers[:num_experts], numbers[num_experts:]
     arrived = tuple(tuple(theirs[first : first + local]) for first in range(0, num_experts, local))
     sent = tuple(sum(mine[first : first + local]) for first in range(0, num_experts, local))
     received = tuple(map(sum, arrived))
     return Plan(order[dropped:], choices, tokens, sent, received, arrived, transport)
+
+
+def _evenly(routes: int, num_experts: int) -> list[int]:
+    """Rows of each expert, for tensors without values: nothing is dropped, and no expert is more popular."""
+    return [routes // num_experts + (expert < routes % num_experts) for expert in range(num_experts)]
 
 
 Run = Callable[[torch.Tensor, Sequence[int]], torch.Tensor | Sequence[torch.Tensor]]

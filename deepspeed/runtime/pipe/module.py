@@ -1,9 +1,16 @@
-"""Pipeline modules; the feature is missing (:mod:`deepspeed.features`)."""
+"""Pipeline modules (:mod:`deepspeed.parallel.pipe.module`)."""
 
 from __future__ import annotations
 
 from deepspeed.lazy import lazy_names
 
 __getattr__, __dir__, __all__ = lazy_names(
-    __name__, {"LayerSpec": "deepspeed.pipe", "PipelineModule": "deepspeed.pipe", "TiedLayerSpec": "deepspeed.pipe"}
+    __name__,
+    {
+        "DualPipeVModule": "deepspeed.pipe",
+        "LayerSpec": "deepspeed.pipe",
+        "PipelineError": "deepspeed.errors",
+        "PipelineModule": "deepspeed.pipe",
+        "TiedLayerSpec": "deepspeed.pipe",
+    },
 )

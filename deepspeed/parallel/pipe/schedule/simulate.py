@@ -7,7 +7,7 @@ bounded channels, waits until the receiver has taken an earlier message.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ class ScheduleError(Exception):
 
 @dataclass(frozen=True)
 class Times:
-    """How long one micro-batch takes on a whole stage, all of its chunks together, in any unit.
+    """How long one micro-batch takes on a stage, all of its chunks together, or on one chunk, in any unit.
 
     Attributes:
         forward: Forward.
@@ -40,11 +40,14 @@ class Times:
     transfer: float = 0.0
 
     def of(self, kind: Kind) -> float:
-        """Time of one computation on all chunks of a stage."""
+        """Time of one computation."""
         backward_input = self.backward - self.weight
         return {Kind.FORWARD: self.forward, Kind.BACKWARD: self.backward, Kind.BACKWARD_INPUT: backward_input}.get(
             kind, self.weight
         )
+
+
+DEFAULT_TIMES = Times()
 
 
 class Span(NamedTuple):
@@ -77,12 +80,14 @@ class Timeline:
         return self.makespan - sum(span.end - span.start for span in self.spans[stage])
 
 
-def simulate(schedule: Schedule, times: Times | None = None, *, channel_size: int | None = None) -> Timeline:
+def simulate(
+    schedule: Schedule, times: Times | Sequence[Times] = DEFAULT_TIMES, *, channel_size: int | None = None
+) -> Timeline:
     """Runs all stages from a common start.
 
     Args:
         schedule: What to run.
-        times: How long things take.
+        times: How long things take: on each stage, or one value per chunk.
         channel_size: How many messages of one kind may be on their way from one stage to another before the sender
             waits; None: any number.
 
@@ -91,7 +96,7 @@ def simulate(schedule: Schedule, times: Times | None = None, *, channel_size: in
             repeated, misplaced or out of order.
     """
     _check_complete(schedule)
-    run = _Run(schedule, times or Times(), channel_size)
+    run = _Run(schedule, _by_chunk(schedule, times), channel_size)
     ranks = [_Rank(stage, run.steps(stage)) for stage in range(schedule.stages)]
     # Ranks are advanced in turn until all wait or are done; only messages carry time from one to another, so the order
     # in which they are advanced changes nothing.
@@ -107,6 +112,14 @@ def simulate(schedule: Schedule, times: Times | None = None, *, channel_size: in
         raise ScheduleError(f"schedule {schedule.name!r} sends what nobody receives: {left}")
     buffers = (StageSchedule(schedule, stage).num_pipe_buffers() for stage in range(schedule.stages))
     return Timeline(tuple(map(tuple, run.spans)), tuple(buffers))
+
+
+def _by_chunk(schedule: Schedule, times: Times | Sequence[Times]) -> Sequence[Times]:
+    if not isinstance(times, Times):
+        return times
+    share = schedule.stages / schedule.chunks
+    one = Times(times.forward * share, times.backward * share, times.weight * share, times.transfer)
+    return [one] * schedule.chunks
 
 
 class _Rank:
@@ -132,7 +145,7 @@ class _Rank:
 class _Run:
     """What is on its way between the stages."""
 
-    def __init__(self, schedule: Schedule, times: Times, channel_size: int | None) -> None:
+    def __init__(self, schedule: Schedule, times: Sequence[Times], channel_size: int | None) -> None:
         self.schedule = schedule
         self.spans: list[list[Span]] = [[] for _ in range(schedule.stages)]
         # (sender, receiver, of gradients) -> what was sent and not yet received: (producing chunk, micro-batch), when
@@ -156,8 +169,8 @@ class _Run:
                 clock = max(clock, room)
                 self._send(stage, instruction, clock)
             elif kind := _KINDS.get(type(instruction)):
-                end = clock + self._times.of(kind) / len(self.schedule.chunks_of(stage))
                 action = Action(kind, instruction.chunk, instruction.micro_batch)
+                end = clock + self._times[action.chunk].of(kind)
                 self.spans[stage].append(Span(action, clock, end))
                 clock = end
             elif isinstance(instruction, told.LoadMicroBatch):
@@ -191,7 +204,7 @@ class _Run:
 
     def _send(self, stage: int, instruction: told.PipeInstruction, clock: float) -> None:
         key = (stage, instruction.peer, isinstance(instruction, _GRADIENTS))
-        arrival = clock + (self._times.transfer if stage != instruction.peer else 0.0)
+        arrival = clock + (self._times[instruction.chunk].transfer if stage != instruction.peer else 0.0)
         self.channels[key].append((instruction.chunk, instruction.micro_batch, arrival))
         self._sent[key] += 1
 

@@ -1,0 +1,124 @@
+"""Where the micro-batches of a pipeline come from, and the ranks' word to each other that all of them have enough."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from deepspeed.comm.mesh import PIPE, Mesh
+from deepspeed.comm.transport import Transport
+from deepspeed.errors import PipelineError
+
+_PULLS_NOT, _HAS_NONE = -2, -1
+
+
+class DataFeed:
+    """Items ``(inputs, labels)`` of a rank, pulled for a whole step before it begins.
+
+    Attributes:
+        iterator: Where items come from, or None.
+        batch_fn: Applied to every item; where there is no iterator it is given None.
+    """
+
+    def __init__(self) -> None:
+        self.iterator: Iterator[Any] | None = None
+        self.batch_fn: Callable[[Any], Any] | None = None
+        self._pulled: deque[Any] = deque()
+
+    def use(self, source: Iterable[Any] | None) -> None:
+        """Takes items from ``source`` from now on; those of another one that were not used yet are forgotten."""
+        iterator = None if source is None else iter(source)
+        if iterator is not self.iterator:
+            self._pulled.clear()
+        self.iterator = iterator
+
+    @property
+    def has_any(self) -> bool:
+        """Whether there is anything to pull from."""
+        return self.iterator is not None or self.batch_fn is not None
+
+    def pull(self, count: int) -> int:
+        """Gets ``count`` items ready; returns how many there are."""
+        while len(self._pulled) < count:
+            try:
+                item = None if self.iterator is None else next(self.iterator)
+            except StopIteration:
+                break
+            self._pulled.append(item if self.batch_fn is None else self.batch_fn(item))
+        return min(len(self._pulled), count)
+
+    def take(self, count: int) -> list[Any]:
+        """The items that are ready."""
+        return [self._pulled.popleft() for _ in range(count)]
+
+
+def agree_on_data(
+    job: Transport, mesh: Mesh, rank: int, feed: DataFeed | None, count: int, call: str, *, needs_labels: bool
+) -> bool:
+    """Pulls a step's items and makes sure that all ranks have theirs. Every rank of the job must call it.
+
+    Args:
+        job: All ranks.
+        mesh: How they are laid out.
+        rank: This one.
+        feed: This rank's data; None on stages that need none.
+        count: Micro-batches of the step.
+        call: What the ranks are about to do.
+        needs_labels: The last stage has a use for labels.
+
+    Returns:
+        Whether labels travel from the first stage, as the last one has no data.
+
+    Raises:
+        PipelineError: Some rank has too few items, or another number of micro-batches; the same on every rank.
+    """
+    ready = _PULLS_NOT
+    if feed is not None:
+        ready = feed.pull(count) if feed.has_any else _HAS_NONE
+    mine = torch.tensor([count, ready, int(needs_labels)], dtype=torch.int64)
+    rows = job.gather_small(mine, channel="call", label=f"{call}, with {count} micro-batch(es)").tolist()
+    others = [other for other, (number, _, _) in enumerate(rows) if number != count]
+    if others:
+        raise PipelineError(
+            f"{call}: rank {rank} has {count} micro-batches, rank {others[0]} {rows[others[0]][0]}; all ranks of a "
+            "pipeline need the same number (gradient_accumulation_steps, set_train_batch_size, num_micro_batches)"
+        )
+    last = mesh.size(PIPE) - 1
+    stages = [mesh.position(other, PIPE) for other in range(len(rows))]
+    for other, (_, got, _) in enumerate(rows):
+        is_missing = got == _HAS_NONE and (stages[other] == 0 or last == 0)
+        if is_missing or 0 <= got < count:
+            what = f"ended after {got} of {count} micro-batches, so micro-batch {got} is missing"
+            raise PipelineError(
+                f"{call}: the data of stage {stages[other]} (rank {other}) "
+                + (
+                    "is missing: pass an iterator there, or set_batch_fn a function that can do without"
+                    if is_missing
+                    else what + ". Nothing was computed; give the ranks that load data loaders of equal length, or a "
+                    "RepeatingLoader"
+                )
+            )
+    mine_at_last = mesh.group(rank, PIPE)[-1]
+    return last > 0 and bool(rows[mine_at_last][2]) and rows[mine_at_last][1] == _HAS_NONE
+
+
+def parts_of(item: Any) -> tuple[Any, Any]:
+    """Inputs and labels of an item; lists become tuples.
+
+    Raises:
+        PipelineError: It is not a pair.
+    """
+    if not isinstance(item, (tuple, list)) or len(item) != 2:
+        found = f"{type(item).__name__} of {len(item)}" if isinstance(item, (tuple, list)) else type(item).__name__
+        raise PipelineError(
+            f"the data gave a {found}; expected pairs (inputs, labels). set_batch_fn can make them of other items"
+        )
+    inputs, labels = item
+    return _as_tuple(inputs), _as_tuple(labels)
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

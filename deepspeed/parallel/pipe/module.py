@@ -1,0 +1,373 @@
+"""A model as a row of layers, of which each rank has those of its stage."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.activation_checkpointing.checkpointing import checkpoint, non_reentrant_checkpoint
+from deepspeed.comm.mesh import PIPE, Mesh
+from deepspeed.comm.world import size_of
+from deepspeed.config.sections.pipeline import Pipeline
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.logging import log_dist
+from deepspeed.parallel.pipe import layer_files
+from deepspeed.parallel.pipe.grid import PipelineParallelGrid
+from deepspeed.parallel.pipe.layers import (
+    Entry,
+    check_tie,
+    checked,
+    class_name,
+    seeded,
+    tied_places,
+    trainable_numel,
+)
+from deepspeed.parallel.pipe.partition import Method, chunk_bounds
+from deepspeed.parallel.pipe.schedule import place_chunks
+from deepspeed.parallel.pipe.spec import LayerSpec, TiedLayerSpec
+from deepspeed.parallel.pipe.tied import Tie, declare_ties
+from deepspeed.parallel.pipe.topology import PipeDataParallelTopology, ProcessTopology
+
+DEFAULT_SCHEDULE = "1f1b"
+
+
+class PipelineModule(nn.Module):
+    """Layers that run one after the other, each on one value, divided among stages. Every rank must make it alike.
+
+    Layer i is the child ``str(i)``, whatever stage has it, so names do not depend on the cut; tied layers are
+    ``tied_modules.{key}``. Initial values do not depend on it either: every layer is built under a seed of its own.
+
+    Args:
+        layers: Modules, :class:`LayerSpec`, :class:`TiedLayerSpec` and functions. A rank builds the specs of its stage
+            only.
+        num_stages: Stages; the other ranks are copies of the model.
+        topology: How the ranks are laid out, in place of ``num_stages``.
+        loss_fn: ``loss_fn(outputs, labels)`` gives the loss of a micro-batch, or ``(loss, metrics)``; None: the last
+            layer's output is the loss.
+        seed_layers: Begin random numbers at ``base_seed + i`` when layer i is built, and at
+            ``base_seed * micro-batch + i`` when it runs.
+        seed_fn: Sets that seed; None: torch's own.
+        base_seed: See ``seed_layers``.
+        partition_method: As of :func:`~deepspeed.parallel.pipe.partition.chunk_bounds`.
+        activation_checkpoint_interval: Layers that are recomputed together; 0: none are.
+        activation_checkpoint_func: Runs a block that is to be recomputed; None: the non-reentrant one.
+        checkpointable_layers: Class names: only blocks of such layers are recomputed. None: all with parameters.
+        dynamic_shape: Not needed: shapes may always differ.
+        schedule: Name of the schedule; None: the configuration's, or ``1f1b``.
+        num_chunks: Chunks of layers per stage, for schedules with several; None: as the schedule has it.
+
+    Attributes:
+        mesh: The ranks of the job.
+        num_stages: Stages.
+        stage_id: This rank's.
+        parts: Bounds of the chunks; with one chunk per stage those of the stages.
+        forward_funcs: This rank's layers, in order.
+        fwd_map: Name of a layer to its place among them.
+        tied_modules: The module of each key that this stage has.
+        tied_comms: What is known of each tie between stages, by key.
+        loss_fn: As given.
+        chunks: Numbers of the chunks that this rank has.
+
+    Raises:
+        DeepSpeedConfigError: The layers cannot be cut as asked for, or the ranks do not make up the stages.
+    """
+
+    is_pipeline = True
+    holds_blocks = True  # each layer is a unit that ZeRO gathers at once
+
+    def __init__(
+        self,
+        layers: Iterable[Any],
+        num_stages: int | None = None,
+        topology: ProcessTopology | None = None,
+        loss_fn: Callable[..., Any] | None = None,
+        seed_layers: bool = False,
+        seed_fn: Callable[[int], Any] | None = None,
+        base_seed: int = 1234,
+        partition_method: Method = "parameters",
+        activation_checkpoint_interval: int = 0,
+        activation_checkpoint_func: Callable[..., Any] | None = None,
+        checkpointable_layers: Sequence[str] | None = None,
+        dynamic_shape: bool = False,
+        *,
+        schedule: str | None = None,
+        num_chunks: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.loss_fn = loss_fn
+        self.seed_layers, self.seed_fn, self.base_seed = seed_layers, seed_fn, base_seed
+        self.activation_checkpoint_interval = activation_checkpoint_interval
+        self.activation_checkpoint_func = activation_checkpoint_func or non_reentrant_checkpoint
+        self.checkpointable_layers = checkpointable_layers
+        self.dynamic_shape = dynamic_shape
+        self.micro_offset = 0
+        self.active_chunk: int | None = None
+        self._layer_specs = checked(list(layers))
+        self._num_layers = len(self._layer_specs)
+        self._partition_method = partition_method
+        self._topo = _topology(num_stages, topology)
+        self._grid = PipelineParallelGrid(self._topo)
+        self.mesh: Mesh = self._grid.mesh
+        self.num_stages, self.stage_id = self.mesh.size(PIPE), self._grid.stage_id
+        self.global_rank, self.world_size = self._grid.global_rank, self._grid.world_size
+        self._counts: list[int] | None = None
+        self._seed = int(torch.randint(2**31, ()))  # one draw, whatever the cut
+        self.chosen_schedule = schedule
+        self.schedule, self.num_chunks = schedule or DEFAULT_SCHEDULE, num_chunks
+        self._place(self.schedule, self.num_chunks)
+
+    # -- cutting and building ----------------------------------------------------------------------------------------
+
+    def take_pipeline_config(self, section: Pipeline) -> None:
+        """Takes what the configuration says; of the schedule, where the program said nothing. Layers may be built anew.
+
+        Raises:
+            DeepSpeedConfigError: The program has chosen another schedule.
+        """
+        if section.activation_checkpoint_interval > 0:
+            self.activation_checkpoint_interval = section.activation_checkpoint_interval
+        if section.use_reentrant:
+            self.activation_checkpoint_func = checkpoint
+        name, num_chunks = section.schedule or self.schedule, section.num_chunks
+        if (name, num_chunks or self.num_chunks) == (self.schedule, self.num_chunks):
+            return
+        if self.chosen_schedule is not None:
+            raise DeepSpeedConfigError(
+                f"pipeline.schedule {name!r} with pipeline.num_chunks {num_chunks}, but the PipelineModule was built "
+                f"with schedule={self.chosen_schedule!r}, num_chunks={self.num_chunks}; leave one of them out"
+            )
+        if self._stage_of != self._stages_of_chunks(name, num_chunks):
+            log_dist(
+                f"pipeline.schedule {name!r} cuts the layers otherwise than the module was cut: they are built anew"
+            )
+            self._place(name, num_chunks)
+        self.schedule, self.num_chunks = name, num_chunks
+
+    def _stages_of_chunks(self, schedule: str, num_chunks: int | None) -> tuple[int, ...]:
+        try:
+            return place_chunks(schedule, self.num_stages, num_chunks)
+        except ValueError as error:
+            raise DeepSpeedConfigError(f"PipelineModule: {error}") from None
+
+    def _place(self, schedule: str, num_chunks: int | None) -> None:
+        self._stage_of = self._stages_of_chunks(schedule, num_chunks)
+        names = [class_name(entry) for entry in self._layer_specs]
+        self.parts = chunk_bounds(self._partition_method, self._numels(), names, len(self._stage_of), self._costs())
+        self.chunks = [chunk for chunk, stage in enumerate(self._stage_of) if stage == self.stage_id]
+        self._local_start, self._local_stop = self.parts[self.chunks[0]], self.parts[self.chunks[0] + 1]
+        self._build()
+        log_dist(self._table())
+
+    def _numels(self) -> list[int]:
+        method = self._partition_method
+        if not isinstance(method, str) or method.strip().lower() not in ("parameters", "plan"):
+            return [0] * self._num_layers
+        if self._counts is None:
+            self._counts = [trainable_numel(entry) for entry in self._layer_specs]
+        return self._counts
+
+    def _costs(self) -> list[float] | None:
+        """For ``plan``: time follows the elements that a layer multiplies by; the loss comes on top of the last one."""
+        numels = [float(numel) for numel in self._numels()]
+        if self.loss_fn is not None and any(numels):
+            numels[-1] += max(numels) / 8
+        return [numel + 1.0 for numel in numels]
+
+    def _build(self) -> None:
+        for name in [name for name, _ in self.named_children()]:
+            delattr(self, name)
+        self.forward_funcs: list[Callable[..., Any]] = []
+        self.fwd_map: dict[str, int] = {}
+        self.tied_modules = nn.ModuleDict()
+        self.tied_weight_attrs: dict[str, list[str]] = {}
+        self._ranges: dict[int, range] = {}  # of the local layers of each chunk
+        self._numbers: list[int] = []  # global numbers of the local layers
+        for chunk in self.chunks:
+            first = len(self.forward_funcs)
+            for number in range(self.parts[chunk], self.parts[chunk + 1]):
+                self._numbers.append(number)
+                self._add(number, self._layer_specs[number])
+            self._ranges[chunk] = range(first, len(self.forward_funcs))
+        owners = {
+            key: sorted({self.stage_owner(number) for number in numbers})
+            for key, numbers in tied_places(self._layer_specs).items()
+        }
+        self.tied_comms: dict[str, Tie] = declare_ties(self.mesh, owners, self.tied_modules)
+
+    def _add(self, number: int, entry: Entry) -> None:
+        name = str(number)
+        if isinstance(entry, TiedLayerSpec):
+            if entry.key not in self.tied_modules:
+                # One seed per key: what is not tied is equal too.
+                places = tied_places(self._layer_specs)[entry.key]
+                self.tied_modules[entry.key] = self._built(places[0], entry)
+                self.tied_weight_attrs[entry.key] = entry.tied_weight_attr
+            module = self.tied_modules[entry.key]
+            check_tie(entry, module)
+            forward: Any = module if entry.forward_fn is None else functools.partial(entry.forward_fn, module)
+        elif isinstance(entry, LayerSpec):
+            forward = self._built(number, entry)
+            self.add_module(name, forward)
+        else:
+            forward = entry
+            if isinstance(entry, nn.Module):
+                self.add_module(name, entry)
+        self.fwd_map[name] = len(self.forward_funcs)
+        self.forward_funcs.append(forward)
+
+    def _built(self, number: int, spec: LayerSpec) -> nn.Module:
+        if self.seed_layers:
+            with seeded(self.base_seed + number, self.seed_fn):
+                return spec.build()
+        with seeded(self._seed + number, None):
+            return spec.build()
+
+    def _table(self) -> str:
+        lines = [f"pipeline of {self._num_layers} layers on {self.num_stages} stage(s), {self.schedule}:"]
+        for chunk, stage in enumerate(self._stage_of):
+            first, stop = self.parts[chunk], self.parts[chunk + 1]
+            names = [class_name(entry) for entry in self._layer_specs[first:stop]]
+            runs: list[list[Any]] = []
+            for name in names:
+                if runs and runs[-1][0] == name:
+                    runs[-1][1] += 1
+                else:
+                    runs.append([name, 1])
+            shown = ", ".join(name if count == 1 else f"{count} x {name}" for name, count in runs)
+            lines.append(f"  stage {stage}: layers {first} to {stop - 1}: {shown}")
+        return "\n".join(lines)
+
+    # -- running -----------------------------------------------------------------------------------------------------
+
+    def forward(self, forward_input: Any) -> Any:
+        """Runs this rank's layers, or those of the active chunk.
+
+        Args:
+            forward_input: What the first of them takes.
+        """
+        chosen = self._ranges[self.active_chunk] if self.active_chunk is not None else range(len(self.forward_funcs))
+        self.micro_offset += 1
+        value = forward_input
+        interval = self.activation_checkpoint_interval
+        step = interval if interval > 0 else max(len(chosen), 1)
+        for first in range(chosen.start, chosen.stop, step):
+            block = range(first, min(first + step, chosen.stop))
+            run = functools.partial(self._run, block, self.micro_offset)
+            if interval > 0 and torch.is_grad_enabled() and self._is_checkpointable(block):
+                arguments = value if isinstance(value, tuple) else (value,)
+                value = self.activation_checkpoint_func(functools.partial(_on_one, run), *arguments)
+            else:
+                value = run(value)
+        return value
+
+    def _run(self, block: range, micro_offset: int, value: Any) -> Any:
+        for place in block:
+            seed = self.base_seed * micro_offset + self._numbers[place]
+            with seeded(seed, self.seed_fn) if self.seed_layers else nullcontext():
+                value = self.forward_funcs[place](value)
+        return value
+
+    def _is_checkpointable(self, block: range) -> bool:
+        funcs = [self.forward_funcs[place] for place in block]
+        if self.checkpointable_layers is not None:
+            return all(type(func).__name__ in self.checkpointable_layers for func in funcs)
+        modules = [func.args[0] if isinstance(func, functools.partial) else func for func in funcs]
+        return any(isinstance(m, nn.Module) and any(True for _ in m.parameters()) for m in modules)
+
+    def parameters_of(self, chunk: int) -> Iterator[nn.Parameter]:
+        """The parameters of a chunk that this rank has; a tied one may be in several."""
+        for place in self._ranges[chunk]:
+            func = self.forward_funcs[place]
+            module = func.args[0] if isinstance(func, functools.partial) and func.args else func
+            if isinstance(module, nn.Module):
+                yield from module.parameters()
+
+    def set_checkpoint_interval(self, interval: int) -> None:
+        """Sets how many layers are recomputed together; 0: none are."""
+        self.activation_checkpoint_interval = interval
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles layer by layer; arguments as of ``torch.compile``."""
+        for place, func in enumerate(self.forward_funcs):
+            if isinstance(func, nn.Module):
+                func.compile(*args, **kwargs)
+            else:
+                self.forward_funcs[place] = torch.compile(func, *args, **kwargs)
+
+    def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
+        """Further losses of the last micro-batch, to be shown beside the loss; equal keys on all stages, or None."""
+        return None
+
+    # -- questions ---------------------------------------------------------------------------------------------------
+
+    @property
+    def stage_of_chunks(self) -> tuple[int, ...]:
+        """The stage of each chunk of the model."""
+        return self._stage_of
+
+    def partitions(self) -> list[int]:
+        """Bounds of the chunks in the row of layers."""
+        return self.parts
+
+    def stage_owner(self, layer_idx: int) -> int:
+        """The stage that has a layer."""
+        for chunk, stage in enumerate(self._stage_of):
+            if self.parts[chunk] <= layer_idx < self.parts[chunk + 1]:
+                return stage
+        raise ValueError(f"stage_owner({layer_idx}): the layers are 0 to {self._num_layers - 1}")
+
+    def topology(self) -> ProcessTopology:
+        """How the ranks are laid out."""
+        return self._topo
+
+    def mpu(self) -> PipelineParallelGrid:
+        """Where this rank stands."""
+        return self._grid
+
+    def num_pipeline_stages(self) -> int:
+        """Stages."""
+        return self.num_stages
+
+    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
+        """Each tied weight of this rank with the torch process group of the stages that have it."""
+        return [pair for tie in self.tied_comms.values() for pair in tie.weights_and_groups()]
+
+    def allreduce_tied_weight_gradients(self) -> None:
+        """Does nothing: gradients of tied weights are summed over their stages as part of the update."""
+
+    # -- files -------------------------------------------------------------------------------------------------------
+
+    ckpt_prefix = layer_files.prefix
+    ckpt_layer_path = layer_files.layer_path
+    ckpt_layer_path_list = layer_files.layer_path_list
+    load_state_dir = layer_files.load_state_dir
+    save_state_dict = layer_files.save_state_dict
+
+
+def _on_one(run: Callable[[Any], Any], *values: Any) -> Any:
+    """A block takes one value; checkpoint functions want the tensors of a tuple one by one."""
+    return run(values[0] if len(values) == 1 else values)
+
+
+def _topology(num_stages: int | None, topology: ProcessTopology | None) -> ProcessTopology:
+    if topology is not None:
+        if num_stages is not None and num_stages != topology.get_dim(PIPE):
+            raise DeepSpeedConfigError(
+                f"PipelineModule(num_stages={num_stages}): the topology has {topology.get_dim(PIPE)} stages; give one "
+                "of them"
+            )
+        return topology
+    if num_stages is None:
+        raise RuntimeError("PipelineModule: give num_stages or topology")
+    world = size_of()
+    if num_stages < 1 or world % num_stages:
+        raise RuntimeError(
+            f"PipelineModule(num_stages={num_stages}): the job has {world} rank(s), which is no multiple of it; start "
+            "a multiple, or choose a divisor"
+        )
+    return PipeDataParallelTopology(num_stages, world // num_stages)

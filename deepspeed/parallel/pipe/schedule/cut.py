@@ -1,0 +1,232 @@
+"""Where to cut the layers so that a step takes least and fits. Plain arithmetic on costs per layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from deepspeed.parallel.pipe.schedule.actions import Kind, Schedule
+from deepspeed.parallel.pipe.schedule.lists import make_schedule
+from deepspeed.parallel.pipe.schedule.simulate import Times, simulate
+
+# Neighbours of a cut that are simulated before it is taken for the best: the search stays within seconds.
+_TRIES = 16
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """What a layer costs; times in any one unit, of one micro-batch.
+
+    Attributes:
+        forward: Time of the forward.
+        backward: Time of the whole backward.
+        weight: The part of the backward that gives the weights' gradients.
+        state: Bytes on a rank whatever happens: parameters, gradients, masters, optimizer state.
+        activation: Bytes kept from the forward of one micro-batch until its backward.
+    """
+
+    forward: float
+    backward: float = 0.0
+    weight: float = 0.0
+    state: int = 0
+    activation: int = 0
+
+    def __add__(self, other: LayerCost) -> LayerCost:
+        return LayerCost(
+            self.forward + other.forward,
+            self.backward + other.backward,
+            self.weight + other.weight,
+            self.state + other.state,
+            self.activation + other.activation,
+        )
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where the layers are cut, and what follows.
+
+    Attributes:
+        bounds: Chunk c holds the layers from ``bounds[c]`` up to ``bounds[c + 1]``.
+        step_time: Of one step, in the unit of the layers' times.
+        peak_bytes: Of each stage, states and the activations in flight.
+    """
+
+    bounds: tuple[int, ...]
+    step_time: float
+    peak_bytes: tuple[int, ...]
+
+
+def best_cut(
+    layers: Sequence[LayerCost],
+    schedule: str,
+    stages: int,
+    micro_batches: int,
+    num_chunks: int | None = None,
+    *,
+    loss: LayerCost | None = None,
+    transfer: float = 0.0,
+    limit: int | None = None,
+) -> Cut:
+    """Finds the cut with the least step time among those whose stages fit.
+
+    The search begins with the cuts whose dearest chunk is cheapest, in time and in bytes, and shifts neighbouring
+    bounds while that helps, each time asking the simulator. No chunk is left without a layer.
+
+    Args:
+        layers: The costs of each layer.
+        schedule: Name of the schedule.
+        stages: Stages of the pipeline.
+        micro_batches: Micro-batches of a step.
+        num_chunks: Chunks per stage, as of :func:`~deepspeed.parallel.pipe.schedule.lists.place_chunks`.
+        loss: What the loss adds to the last chunk.
+        transfer: Time until a result has reached the next stage.
+        limit: Bytes that a stage may use; None: any number.
+
+    Raises:
+        ValueError: There are fewer layers than chunks, or no cut was found that fits; says how much is missing.
+    """
+    costs = [*layers[:-1], layers[-1] + loss] if loss else list(layers)
+    search = _Search(costs, make_schedule(schedule, stages, micro_batches, num_chunks), transfer, limit)
+    chunks = search.schedule.chunks
+    if len(layers) < chunks:
+        raise ValueError(
+            f"{len(layers)} layers cannot be cut into {chunks} chunks (stages x chunks per stage) without an empty "
+            "one; use fewer stages or chunks"
+        )
+    starts = {
+        tuple(smallest_maximum([cost.forward + cost.backward for cost in costs], chunks)),
+        tuple(smallest_maximum([cost.state + cost.activation for cost in costs], chunks)),
+    }
+    best = min((search.descend(start) for start in starts), key=lambda found: found[0])[1]
+    if limit is not None and max(best.peak_bytes) > limit:
+        raise ValueError(
+            f"no cut of the {len(layers)} layers into {chunks} chunks fits: the best found needs "
+            f"{max(best.peak_bytes)} bytes on stage {best.peak_bytes.index(max(best.peak_bytes))}, and {limit} are "
+            "there; use more stages, smaller micro-batches, or activation checkpointing"
+        )
+    return best
+
+
+class _Search:
+    """Steps from one cut to a better one. A value is (bytes too many, step time, squares of the stages' times)."""
+
+    def __init__(self, costs: Sequence[LayerCost], schedule: Schedule, transfer: float, limit: int | None) -> None:
+        self.schedule = schedule
+        self._costs = costs
+        self._transfer = transfer
+        self._limit = limit
+        self._in_flight = [in_flight(schedule, stage) for stage in range(schedule.stages)]
+        # In the middle of a step each further micro-batch adds what the slowest stage takes: a few are enough.
+        few = min(schedule.micro_batches, 3 * schedule.stages)
+        per_stage = schedule.chunks // schedule.stages
+        self._simulated = make_schedule(schedule.name, schedule.stages, few, per_stage)
+        self._further = schedule.micro_batches - few
+
+    def descend(self, start: tuple[int, ...]) -> tuple[tuple[float, ...], Cut]:
+        """The best cut that shifts lead to, and its value."""
+        value, best = self._value(start)
+        while better := self._better(value, best.bounds):
+            value, best = better
+        return value, best
+
+    def _better(self, value: tuple[float, ...], bounds: tuple[int, ...]) -> tuple[tuple[float, ...], Cut] | None:
+        """A neighbour with a lower value; the most promising ones are asked first."""
+        near = sorted((self._least(shifted), shifted) for shifted in _shifted(bounds))
+        for least, shifted in near[:_TRIES]:
+            if least > value[:2]:
+                return None
+            if (found := self._value(shifted))[0] < value:
+                return found
+        return None
+
+    def _value(self, bounds: tuple[int, ...]) -> tuple[tuple[float, ...], Cut]:
+        chunks = self._chunks(bounds)
+        times = [Times(chunk.forward, chunk.backward, chunk.weight, self._transfer) for chunk in chunks]
+        busy = self._busy(chunks)
+        step_time = simulate(self._simulated, times).makespan + self._further * max(busy)
+        peaks = self._peaks(chunks)
+        return (self._excess(peaks), step_time, sum(time**2 for time in busy)), Cut(bounds, step_time, peaks)
+
+    def _least(self, bounds: tuple[int, ...]) -> tuple[float, float]:
+        """No more than the first two of the value, without asking the simulator."""
+        chunks = self._chunks(bounds)
+        forward = [0.0, *accumulate(chunk.forward for chunk in chunks)]
+        backward = [0.0, *accumulate(chunk.backward for chunk in chunks)]
+        least = 0.0
+        for actions, busy in zip(self.schedule.actions, self._busy(chunks), strict=True):
+            # Earlier chunks come before the stage's first computation, and after its last if that is a backward.
+            last = actions[-1]
+            after = backward[last.chunk] if last.kind is Kind.BACKWARD else 0.0
+            least = max(least, forward[actions[0].chunk] + self.schedule.micro_batches * busy + after)
+        return self._excess(self._peaks(chunks)), least * (1 - 1e-9)  # sums in another order
+
+    def _chunks(self, bounds: tuple[int, ...]) -> list[LayerCost]:
+        return [sum(self._costs[start + 1 : end], self._costs[start]) for start, end in pairwise(bounds)]
+
+    def _busy(self, chunks: Sequence[LayerCost]) -> list[float]:
+        """Time that each stage works on one micro-batch."""
+        return [
+            sum(chunks[chunk].forward + chunks[chunk].backward for chunk in self.schedule.chunks_of(stage))
+            for stage in range(self.schedule.stages)
+        ]
+
+    def _peaks(self, chunks: Sequence[LayerCost]) -> tuple[int, ...]:
+        return tuple(peak_bytes(self._in_flight[stage], chunks) for stage in range(self.schedule.stages))
+
+    def _excess(self, peaks: tuple[int, ...]) -> float:
+        return 0.0 if self._limit is None else float(max(0, max(peaks) - self._limit))
+
+
+def in_flight(schedule: Schedule, stage: int) -> set[tuple[tuple[int, int], ...]]:
+    """What a stage may hold at some moment: of each of its chunks, the activations of how many micro-batches."""
+    counts = dict.fromkeys(schedule.chunks_of(stage), 0)
+    found = {tuple(counts.items())}
+    for action in schedule.actions[stage]:
+        counts[action.chunk] += (action.kind is Kind.FORWARD) - action.kind.gives_weight_gradient
+        found.add(tuple(counts.items()))
+    return found
+
+
+def peak_bytes(moments: set[tuple[tuple[int, int], ...]], chunks: Sequence[LayerCost]) -> int:
+    """States and activations of a stage when it holds most.
+
+    Args:
+        moments: What the stage holds when, as of :func:`in_flight`.
+        chunks: The costs of each chunk of the model.
+    """
+    return max(
+        sum(chunks[chunk].state + count * chunks[chunk].activation for chunk, count in moment) for moment in moments
+    )
+
+
+def _shifted(bounds: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """The cuts in which some neighbouring bounds lie one layer further on or back."""
+    inner = len(bounds) - 1
+    for first in range(1, inner):
+        for end in range(first + 1, inner + 1):
+            for step in (1, -1):
+                moved = (*bounds[:first], *(bound + step for bound in bounds[first:end]), *bounds[end:])
+                if moved[first - 1] < moved[first] and moved[end - 1] < moved[end]:
+                    yield moved
+
+
+def smallest_maximum(costs: Sequence[float], parts: int) -> list[int]:
+    """Bounds of parts, none empty, of which the dearest is as cheap as possible; needs an item per part."""
+    sums = [0.0, *accumulate(costs)]
+    # worst[end]: of the parts so far over the items below end, the least that the dearest costs; and where it begins
+    worst: list[float] = sums[1:]
+    worst.insert(0, 0.0)
+    begins: list[list[int]] = []
+    for part in range(1, parts):
+        new, begin = list(worst), [0] * len(sums)
+        for end in range(part + 1, len(sums)):
+            new[end], begin[end] = min(
+                (max(worst[start], sums[end] - sums[start]), start) for start in range(part, end)
+            )
+        worst = new
+        begins.append(begin)
+    bounds = [len(costs)]
+    for begin in reversed(begins):
+        bounds.append(begin[bounds[-1]])
+    return [0, *reversed(bounds)]

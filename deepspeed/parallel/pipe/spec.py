@@ -1,0 +1,119 @@
+"""Descriptions of layers that only the stage that has them builds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.logging import logger
+
+
+class LayerSpec:
+    """A layer that is built where it is needed.
+
+    Args:
+        typename: The layer's class.
+        *module_args: Its arguments.
+        **module_kwargs: Its keyword arguments.
+
+    Attributes:
+        typename: As given.
+        module_args: As given.
+        module_kwargs: As given.
+        global_rank: None; programs set it.
+    """
+
+    def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
+        if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
+            raise DeepSpeedConfigError(
+                f"{type(self).__name__}: expected a class derived from torch.nn.Module, found {typename!r}; give "
+                "functions and modules that exist already to PipelineModule as they are"
+            )
+        self.typename = typename
+        self.module_args = module_args
+        self.module_kwargs = module_kwargs
+        self.global_rank: int | None = None
+
+    def __repr__(self) -> str:
+        words = [repr(value) for value in self.module_args]
+        words += [f"{name}={value!r}" for name, value in self.module_kwargs.items()]
+        return f"{self.typename.__name__}({', '.join(words)})"
+
+    def build(self, log: bool = False) -> nn.Module:
+        """Builds the layer.
+
+        Args:
+            log: Say so.
+        """
+        if log:
+            logger.info(f"building {self!r}")
+        return self.typename(*self.module_args, **self.module_kwargs)
+
+
+class TiedLayerSpec(LayerSpec):
+    """A layer whose weights are equal in all places with the same key, also on different stages.
+
+    Each stage has one module per key, whatever the number of places. Gradients are summed over the stages before the
+    update.
+
+    Args:
+        key: Name of the tie.
+        typename: As of :class:`LayerSpec`.
+        *module_args: As of :class:`LayerSpec`.
+        forward_fn: ``forward_fn(module, x)`` in place of ``module(x)``.
+        tied_weight_attr: The parameter or parameters that are tied, by attribute name, which may be dotted. The others
+            are each stage's own.
+        **module_kwargs: As of :class:`LayerSpec`.
+
+    Attributes:
+        key: As given.
+        forward_fn: As given.
+        tied_weight_attr: As a list.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        typename: type[nn.Module],
+        *module_args: Any,
+        forward_fn: Callable[[nn.Module, Any], Any] | None = None,
+        tied_weight_attr: str | Sequence[str] = ("weight",),
+        **module_kwargs: Any,
+    ) -> None:
+        super().__init__(typename, *module_args, **module_kwargs)
+        self.key = key
+        self.forward_fn = forward_fn
+        self.tied_weight_attr = [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
+
+
+def parameter_at(module: nn.Module, path: str) -> nn.Parameter:
+    """The parameter that a dotted attribute path or a property leads to.
+
+    Raises:
+        DeepSpeedConfigError: It leads to something else, or nowhere.
+    """
+    found: Any = module
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    if not isinstance(found, nn.Parameter):
+        raise DeepSpeedConfigError(
+            f"TiedLayerSpec(tied_weight_attr={path!r}): {type(module).__name__} has no parameter there, found "
+            f"{type(found).__name__}; its parameters are {', '.join(name for name, _ in module.named_parameters())}"
+        )
+    return found
+
+
+def built_on_meta(spec: LayerSpec) -> nn.Module | None:
+    """The layer with shapes and no values, in no memory; None where its class cannot be built so."""
+    state = torch.random.get_rng_state()
+    try:
+        with torch.device("meta"):
+            return spec.build()
+    except (NotImplementedError, RuntimeError, AssertionError):
+        return None
+    finally:
+        torch.random.set_rng_state(state)

@@ -1,0 +1,66 @@
+"""Weights that several stages hold: each has a copy, and gradients are summed over the copies before the update.
+
+All copies get the same sum, in the order of stages, and make the same update of it, so they stay equal to the bit. That
+is true of every parameter of a tied module, as there is one such module in a model on one stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from deepspeed.comm.defined import define_copies, defined_groups, group_of
+from deepspeed.comm.mesh import PIPE, Mesh
+from deepspeed.comm.world import rank_in
+from deepspeed.zero.describe import put_in_group
+from deepspeed.zero.parts import says_part
+
+
+@dataclass(frozen=True)
+class Tie:
+    """One key that lies on several stages.
+
+    Attributes:
+        key: Its name.
+        stages: The stages that have it.
+        module: This rank's copy; None where its stage has none.
+        group: Name of the group of copies.
+    """
+
+    key: str
+    stages: tuple[int, ...]
+    module: nn.Module | None
+    group: str
+
+    def weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
+        """This rank's parameters of the tie, with the torch process group of the copies. Every rank must call it."""
+        group = group_of(defined_groups()[self.group])
+        return [] if self.module is None else [(parameter, group) for parameter in self.module.parameters()]
+
+
+def declare_ties(mesh: Mesh, owners: Mapping[str, Sequence[int]], modules: nn.ModuleDict) -> dict[str, Tie]:
+    """Declares the groups of what lies on more than one stage. Every rank must call it alike; nothing is communicated.
+
+    Args:
+        mesh: The ranks.
+        owners: By key: the stages that have it.
+        modules: Those of this rank, by key.
+    """
+    ties = {}
+    for key, stages in owners.items():
+        if len(stages) < 2:
+            continue
+        name = f"tied {key} of stages {', '.join(map(str, stages))}"
+        module = modules[key] if key in modules else None
+        lists = [[ranks[stage] for stage in stages] for ranks in mesh.groups(PIPE)]
+        for is_cut, group in ((False, name), (True, f"{name}, cut")):
+            define_copies(group, lists, is_cut=is_cut)
+        if module is not None:
+            for parameter in module.parameters():
+                put_in_group([parameter], f"{name}, cut" if says_part(parameter) else name)
+                parameter.ds_pipe_replicated = mesh.position(rank_in(), PIPE) != stages[0]  # type: ignore[attr-defined]
+        ties[key] = Tie(key, tuple(stages), module, name)
+    return ties

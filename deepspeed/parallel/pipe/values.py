@@ -1,0 +1,109 @@
+"""Nested values as tensors and a description of the rest, so that any value can cross from one stage to another.
+
+Tuples (named ones too), lists, dicts and dataclasses may be nested; everything else that is not a tensor is part of the
+description and travels by pickle.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Stands for a tensor in a description.
+
+    Attributes:
+        index: Which of the tensors.
+        dtype: Its dtype.
+        shape: Its shape.
+        requires_grad: Whether a gradient comes back for it.
+    """
+
+    index: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    requires_grad: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """Room for the tensor."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+def map_tensors(value: Any, change: Callable[[Any], Any], kind: type = torch.Tensor) -> Any:
+    """``value`` with everything of ``kind`` in it changed; containers are made anew, the rest stays.
+
+    Args:
+        value: Any nesting.
+        change: Given each of them.
+        kind: What is changed.
+    """
+    if isinstance(value, kind):
+        return change(value)
+    if isinstance(value, tuple):
+        items = [map_tensors(item, change, kind) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, list):
+        return type(value)(map_tensors(item, change, kind) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, (type, kind)):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+        changed = {name: map_tensors(item, change, kind) for name, item in fields.items()}
+        return dataclasses.replace(value, **changed)
+    if isinstance(value, dict):
+        changed = {key: map_tensors(item, change, kind) for key, item in value.items()}
+        if type(value) is dict:
+            return changed
+        copied = value.copy()
+        copied.update(changed)
+        return copied
+    return value
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """Every tensor of a nested value, in order; one that occurs twice is there twice."""
+    found: list[torch.Tensor] = []
+    map_tensors(value, found.append)
+    return found
+
+
+def taken_apart(value: Any) -> tuple[Any, list[torch.Tensor]]:
+    """The description of a value, and its tensors in the order of the slots."""
+    tensors: list[torch.Tensor] = []
+
+    def slot(tensor: torch.Tensor) -> Slot:
+        tensors.append(tensor)
+        return Slot(len(tensors) - 1, tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
+
+    return map_tensors(value, slot), tensors
+
+
+def slots_of(description: Any) -> list[Slot]:
+    """The slots of a description, in order."""
+    found: list[Slot] = []
+    map_tensors(description, found.append, Slot)
+    return sorted(found, key=lambda slot: slot.index)
+
+
+def put_together(description: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """The value of a description."""
+    return map_tensors(description, lambda slot: tensors[slot.index], Slot)
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """``value`` with its tensors on ``device``."""
+    return map_tensors(value, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def detached(value: Any) -> Any:
+    """``value`` with tensors that no graph leads to."""
+    return map_tensors(value, lambda tensor: tensor.detach())

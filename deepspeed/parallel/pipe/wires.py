@@ -1,0 +1,120 @@
+"""The connections between the stages of one pipeline: over gloo by tags, elsewhere by a communicator per direction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deepspeed import comm
+from deepspeed.comm.mesh import PIPE, Mesh
+from deepspeed.comm.new_groups import my_group
+from deepspeed.comm.party import Party, party_of
+from deepspeed.comm.store import backend_for
+from deepspeed.comm.world import rank_in
+from deepspeed.parallel.pipe.channel import ACTIVATIONS, GRADIENTS, Incoming, Outgoing, Route
+
+_TAGS = (1 << 30) + (1 << 28)  # above those of transports
+_OWNERS = 8
+_KINDS = (ACTIVATIONS, GRADIENTS)
+
+
+@dataclass(frozen=True)
+class _Tagged:
+    """One channel over gloo: the same two ranks have others, so it has tags of its own."""
+
+    group: Any
+    peer: int
+    tag: int
+
+    def send(self, tensor: torch.Tensor, *, on_host: bool) -> Any:
+        return self.group.send([tensor], self.peer, self.tag + on_host)
+
+    def receive(self, tensor: torch.Tensor, *, on_host: bool) -> Any:
+        return self.group.recv([tensor], self.peer, self.tag + on_host)
+
+
+@dataclass(frozen=True)
+class _Ordered:
+    """One channel over a backend without tags, which has communicators of its own; words go over gloo."""
+
+    group: Any
+    host: _Tagged
+    peer: int
+
+    def send(self, tensor: torch.Tensor, *, on_host: bool) -> Any:
+        return self.host.send(tensor, on_host=True) if on_host else self.group.send([tensor], self.peer, 0)
+
+    def receive(self, tensor: torch.Tensor, *, on_host: bool) -> Any:
+        return self.host.receive(tensor, on_host=True) if on_host else self.group.recv([tensor], self.peer, 0)
+
+
+class StageWires:
+    """The channels of this rank's stage. Every rank of the job must make it.
+
+    Args:
+        mesh: The ranks.
+        device: Where the model computes.
+    """
+
+    def __init__(self, mesh: Mesh, device: torch.device) -> None:
+        self._device = device
+        rank = rank_in()
+        self._ranks = mesh.group(rank, PIPE)
+        self.stage = mesh.position(rank, PIPE)
+        self._out: dict[tuple[str, int], Outgoing] = {}
+        self._in: dict[tuple[str, int], Incoming] = {}
+        if len(self._ranks) == 1:
+            return
+        timeout, pipes = comm.default_timeout(), mesh.groups(PIPE)
+        backend = backend_for(dist.group.WORLD, device)
+        self._host = my_group(pipes, backend="gloo", timeout=timeout, why="transfers between stages")
+        party = party_of(self._host)
+        assert party is not None
+        self._party: Party = party
+        self._owner = party.watch.next_owner(f"{party.scope}stages")
+        self._native: dict[tuple[str, bool], Any] = {}
+        if backend != "gloo":
+            # What goes up and what goes down must not wait for each other in one stream.
+            for kind in _KINDS:
+                for upwards in (True, False):
+                    why = f"{kind} between stages, {'up' if upwards else 'down'}"
+                    self._native[kind, upwards] = my_group(pipes, backend=backend, timeout=timeout, why=why)
+
+    @property
+    def watch(self) -> Any:
+        """The job's watch; None with one stage."""
+        return self._party.watch if len(self._ranks) > 1 else None
+
+    def outgoing(self, kind: str, stage: int) -> Outgoing:
+        """The channel that carries ``kind`` to another stage."""
+        if (kind, stage) not in self._out:
+            route, wire = self._connect(kind, self.stage, stage)
+            self._out[kind, stage] = Outgoing(route, wire)
+        return self._out[kind, stage]
+
+    def incoming(self, kind: str, stage: int) -> Incoming:
+        """The channel that carries ``kind`` from another stage."""
+        if (kind, stage) not in self._in:
+            route, wire = self._connect(kind, stage, self.stage)
+            self._in[kind, stage] = Incoming(route, wire, self._device)
+        return self._in[kind, stage]
+
+    def drain(self) -> None:
+        """Waits until everything sent has left."""
+        for channel in self._out.values():
+            channel.drain()
+
+    def _connect(self, kind: str, source: int, target: int) -> tuple[Route, Any]:
+        peer = target if source == self.stage else source
+        ranks = (self._ranks[source], self._ranks[target])
+        route = Route(kind, source, target, ranks, self._party, self._owner)
+        places = dist.get_process_group_ranks(self._host)
+        place = places.index(self._ranks[peer])
+        number = self._owner % _OWNERS * len(_KINDS) + _KINDS.index(kind)
+        tagged = _Tagged(self._host, place, _TAGS + 2 * number)
+        if not self._native:
+            return route, tagged
+        return route, _Ordered(self._native[kind, source < target], tagged, place)

@@ -1,0 +1,63 @@
+"""Which tokens of a sequence see each other: documents that were packed into it, and padding.
+
+A document ends where positions do not go on by one. Where there is a padding mask, that alone decides, as the models
+themselves have it: hidden tokens see each other only and are seen by nobody.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Row:
+    """The tokens of one sequence, document after document.
+
+    Attributes:
+        lengths: Tokens of each document.
+        order: Where the tokens of the documents lie, one document after the other; None: as they are numbered.
+    """
+
+    lengths: tuple[int, ...]
+    order: torch.Tensor | None = None
+
+
+Documents = tuple[Row, ...]
+"""By sequence of the batch."""
+
+
+def documents_of(positions: torch.Tensor | None, visible: torch.Tensor | None) -> Documents | None:
+    """Finds the documents of whole sequences; None where each is one document. Waits for the device.
+
+    Args:
+        positions: Position ids ``[batch, tokens]``.
+        visible: Padding mask ``[batch, tokens]``, True (or 1) for tokens; where it is there, positions do not count.
+    """
+    if visible is not None:
+        visible = visible.bool().cpu()
+        if bool(visible.all()):
+            return None
+        return tuple(_of_mask(row) for row in visible)
+    if positions is None:
+        return None
+    begins = torch.diff(positions, dim=-1) != 1
+    if not bool(begins.any()):
+        return None
+    return tuple(Row(_lengths(row)) for row in begins.cpu())
+
+
+def _lengths(begins: torch.Tensor) -> tuple[int, ...]:
+    """Lengths of documents from whether each token but the first begins one."""
+    starts = [0, *(1 + begins.nonzero().flatten()).tolist(), begins.numel() + 1]
+    return tuple(end - start for start, end in zip(starts, starts[1:], strict=False))
+
+
+def _of_mask(visible: torch.Tensor) -> Row:
+    seen, hidden = (part.nonzero().flatten() for part in (visible, ~visible))
+    parts = [part for part in (seen, hidden) if part.numel()]
+    parts.sort(key=lambda part: int(part[0]))
+    order = torch.cat(parts)
+    is_sorted = bool((order == torch.arange(order.numel())).all())
+    return Row(tuple(part.numel() for part in parts), None if is_sorted else order)

@@ -1,0 +1,104 @@
+"""What a Transformers model lets its tokens see, as a sharded sequence can have it: without a mask of tokens by tokens.
+
+The library builds masks from functions of positions. On a shard they would be evaluated at the shard's own positions,
+so they are recognised instead, and those that are not are refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from deepspeed.errors import DeepSpeedConfigError
+
+
+@dataclass(frozen=True)
+class Visible:
+    """What the attention layers get in the place of a mask.
+
+    Attributes:
+        is_causal: Tokens see none that come later.
+        window: With ``is_causal``: tokens see themselves and the ``window - 1`` before them; None: all.
+        padding: This rank's part of the padding mask, ``[batch, tokens]``, True for tokens; None where there is none.
+    """
+
+    is_causal: bool = True
+    window: int | None = None
+    padding: torch.Tensor | None = None
+
+
+_NEUTRAL = ("packed_sequence_mask_function", "padding_mask_function")  # position ids and the padding mask say the same
+
+
+def visible_by(mask_function: Callable[..., Any]) -> Visible:
+    """Recognises one of ``transformers.masking_utils``'s functions.
+
+    Raises:
+        DeepSpeedConfigError: It is another one.
+    """
+    from transformers import masking_utils
+
+    if mask_function is masking_utils.causal_mask_function:
+        return Visible()
+    if mask_function is masking_utils.bidirectional_mask_function:
+        return Visible(is_causal=False)
+    maker, _, inner = getattr(mask_function, "__qualname__", "").partition(".<locals>.")
+    known = inspect.getclosurevars(mask_function).nonlocals if inner else {}
+    if maker == "and_masks":
+        found = [part for part in map(_part, known["mask_functions"]) if part is not None]
+        windows = [part.window for part in found if part.window is not None]
+        return Visible(all(part.is_causal for part in found), min(windows, default=None))
+    if maker == "remap_positions_for_packed_sequence":
+        return visible_by(known["mask_function"])
+    if maker == "sliding_window_overlay":
+        return Visible(window=int(known["sliding_window"]))
+    raise DeepSpeedConfigError(
+        f"sequence parallel: the model masks attention by {maker or mask_function}, which cannot be had on a part of "
+        "a sequence; expected causal or full attention, a causal sliding window, packed documents or padding. Train "
+        "this model without sequence_parallel_size"
+    )
+
+
+def _part(function: Callable[..., Any]) -> Visible | None:
+    maker = getattr(function, "__qualname__", "").partition(".<locals>.")[0]
+    return None if maker in _NEUTRAL else visible_by(function)
+
+
+def given_mask(attention_mask: Any, tokens: int) -> Visible | None:
+    """What an attention layer was given for a mask; None where that leaves it to the layer.
+
+    Args:
+        attention_mask: What the model handed on.
+        tokens: This rank's.
+
+    Raises:
+        DeepSpeedConfigError: It is a mask of tokens by tokens, or one of another length.
+    """
+    if attention_mask is None or isinstance(attention_mask, Visible):
+        return attention_mask
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
+        return replace(Visible(), padding=checked_padding(attention_mask, tokens))
+    kind = f"a {attention_mask.dim()}-D tensor" if isinstance(attention_mask, torch.Tensor) else type(attention_mask)
+    raise DeepSpeedConfigError(
+        f"sequence parallel: attention_mask is {kind}, a mask of tokens by tokens, which is not cut along the "
+        "sequence; leave it out for causal attention, give a padding mask of [batch, tokens], or position_ids "
+        "that begin again with each packed document"
+    )
+
+
+def checked_padding(mask: torch.Tensor, tokens: int) -> torch.Tensor:
+    """A padding mask of this rank's tokens.
+
+    Raises:
+        DeepSpeedConfigError: It is one of other tokens.
+    """
+    if mask.size(1) != tokens:
+        raise DeepSpeedConfigError(
+            f"sequence parallel: attention_mask is of {mask.size(1)} tokens, but this rank has {tokens}; cut it as the "
+            "other inputs are (UlyssesSPDataLoaderAdapter does)"
+        )
+    return mask.bool()

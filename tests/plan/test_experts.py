@@ -1,0 +1,132 @@
+"""Plans of mixtures of experts against real ranks, whose tokens go to all experts alike."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import deepspeed
+from deepspeed.cli.plan import main
+from deepspeed.comm.counters import counted
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.ops.chunks import drop_scratch
+from deepspeed.parallel.expert.gate import TopKGate
+from deepspeed.plan import DecoderShape
+from deepspeed.plan.decoder import Decoder
+from deepspeed.plan.memory import MemoryCount
+from deepspeed.zero.placement import Home
+from deepspeed.zero.storage import Kind
+from tests.harness import run_ranks
+from tests.plan.cells import SAMPLES, TOKENS, Cell, _step
+
+SHAPE = DecoderShape(layers=2, hidden=128, heads=4, vocab=512, intermediate=256, experts=8, experts_per_token=2)
+RANKS = 4
+
+
+def _planned(cell: Cell, ep: int, **more: Any) -> Any:
+    return deepspeed.plan(
+        SHAPE,
+        cell.config(""),
+        devices_per_node=RANKS,
+        device="cpu",
+        device_memory="8GiB",
+        sequence_length=TOKENS,
+        compare_checkpointing=False,
+        ep=ep,
+        **more,
+    )
+
+
+def _evenly(routes: Any) -> Any:
+    """The gate's work, but for its choice: tokens take the experts in turn."""
+
+    def even(self: TopKGate, *args: Any) -> Any:
+        found = routes(self, *args)
+        return replace(found, indices=torch.arange(found.indices.numel()).view_as(found.indices) % found.num_experts)
+
+    return even
+
+
+def _measure(cells: list[tuple[Cell, int]]) -> list[dict[str, Any]]:
+    routes = TopKGate.routes
+    TopKGate.routes = _evenly(routes)
+    try:
+        return [_run(*cell) for cell in cells]
+    finally:
+        TopKGate.routes = routes
+
+
+def _run(cell: Cell, ep: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    drop_scratch(torch.device("cpu"))
+    model = Decoder(replace(SHAPE, expert_ranks=ep))
+    count = MemoryCount("cpu")
+    with count.counting():
+        engine = deepspeed.initialize(model=model, config=cell.config(""))[0]
+        batch = torch.zeros(SAMPLES, TOKENS, dtype=torch.int64)
+        for _ in range(2):
+            _step(engine, batch, cell.accumulation, count)
+        engine.optimizer.count_state()
+        ledger = engine._runtime.ledger
+        ledger.reset_peak()
+        count.reset_peaks()
+        with counted() as traffic:
+            activations = _step(engine, batch, cell.accumulation, count)
+            asked = {key: (tally.calls, tally.nbytes) for key, tally in traffic.asked_along.items()}
+        count.look()
+        kinds = {(kind.name, home.name): ledger.peak(kind, home) for kind in Kind for home in Home}
+        engine.destroy()
+    kinds = {key: n for key, n in kinds.items() if n}
+    return {"kinds": kinds, "asked": asked, "peak": count.peaks[Home.DEVICE].nbytes, "activations": activations}
+
+
+def _compare(cells: list[tuple[Cell, int]]) -> None:
+    real = run_ranks(_measure, RANKS, cells, timeout=200)
+    for number, (cell, ep) in enumerate(cells):
+        plan = _planned(cell, ep, rank=1)
+        found, counted_ = plan.rehearsed, real[1][number]
+        assert found.flow.asked_along == counted_["asked"], (cell, ep)
+        kinds = {(kind.name, home.name): nbytes for (kind, home), nbytes in found.kind_peaks.items()}
+        assert kinds.keys() == counted_["kinds"].keys()
+        for key, nbytes in counted_["kinds"].items():
+            assert kinds[key] == pytest.approx(nbytes, rel=0.02), (cell, ep, key)
+        assert found.activations == pytest.approx(counted_["activations"], rel=0.05), (cell, ep)
+        assert found.peaks[Home.DEVICE].nbytes == pytest.approx(counted_["peak"], rel=0.05), (cell, ep)
+
+
+def test_against_real_ranks():
+    _compare([(Cell(1, accumulation=2), 2), (Cell(3), 4)])
+
+
+@pytest.mark.slow
+def test_against_real_ranks_at_every_stage():
+    _compare([(Cell(stage, accumulation=2), ep) for stage in range(4) for ep in (1, 2, 4)])
+
+
+def test_what_travels_is_the_formula():
+    """2 k S M (1 - 1 / ep) each way, in forward and in backward, and the counts of the routes."""
+    for ep in (2, 4):
+        calls, nbytes = _planned(Cell(1), ep).rehearsed.flow.asked_along["all_to_all", "expert"]
+        rows = SHAPE.experts_per_token * SAMPLES * TOKENS * SHAPE.hidden * 2 * (ep - 1) // ep
+        told = SHAPE.experts * 8 * (ep - 1) // ep
+        assert calls == SHAPE.layers * 5 and nbytes == SHAPE.layers * (4 * rows + told)
+
+
+def test_which_size_fits(capsys):
+    sizes = [_planned(Cell(1), ep) for ep in (1, 2, 4)]
+    assert [plan.parameters for plan in sizes] == [sizes[0].parameters] * 3
+    held = [plan.rehearsed.kind_peaks[Kind.COMPUTE, Home.DEVICE] for plan in sizes]
+    of_experts = SHAPE.layers * SHAPE.experts * 3 * SHAPE.hidden * SHAPE.width * 2
+    assert held[0] - held[1] == of_experts // 2 and held[1] - held[2] == of_experts // 4
+    spread = deepspeed.plan(SHAPE, Cell(1).config(""), nodes=2, devices_per_node=2, ep=4, suggest=False)
+    travel = next(row for row in spread.travels if row.name == "all_to_all")
+    assert travel.between == pytest.approx(2 * travel.inside, abs=2)  # two of the three others are on the other node
+    model = ["--layers", "2", "--hidden", "64", "--heads", "4", "--vocab", "256", "--experts", "4"]
+    assert main([*model, "--devices", "4", "--sequence-length", "64", "--sweep", "ep=1,2,3,4"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("yes") == 3 and "choose ep_size" in said
+    with pytest.raises(DeepSpeedConfigError, match="experts-per-token: expected 1 to 4"):
+        DecoderShape(1, 64, 4, 256, experts=4, experts_per_token=5)

@@ -1,0 +1,177 @@
+"""Accelerate and the Trainer, unmodified: what they train is what plain torch trains on whole sequences."""
+
+from __future__ import annotations
+
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+import deepspeed
+from tests.ecosystem.support import needs_transformers, on_cpu_ranks
+from tests.harness import run_ranks
+from tests.sequence.llama import llama
+
+pytestmark = needs_transformers
+
+LR = 0.1
+
+
+def _rows(count, length=12):
+    """Sequences of which another part counts in each."""
+    generator = torch.Generator().manual_seed(5)
+    made = []
+    for number in range(count):
+        ids = torch.randint(1, 23, (length,), generator=generator)
+        labels = ids.clone()
+        labels[: 2 + number % 5] = -100
+        made.append({"input_ids": ids, "labels": labels})
+    return made
+
+
+def _sharing(size, attention="sdpa"):
+    from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
+
+    handler = DeepSpeedSequenceParallelConfig(
+        sp_seq_length=12, sp_seq_length_is_variable=True, sp_attn_implementation=attention
+    )
+    return ParallelismConfig(sp_backend="deepspeed", sp_size=size, sp_handler=handler)
+
+
+class Whole:
+    """Trains a second model with plain torch on the whole sequences of all data ranks, as the first one gets parts."""
+
+    def __init__(self, size):
+        self.model = llama()
+        self.size = size
+        self.losses, self.norms = [], []
+
+    def step(self, part):
+        batch = {}
+        for name in ("input_ids", "shift_labels"):
+            parts = [torch.empty_like(part[name]) for _ in range(dist.get_world_size())]
+            dist.all_gather(parts, part[name].contiguous())
+            batch[name] = [torch.cat(parts[first : first + self.size], 1) for first in range(0, len(parts), self.size)]
+        self.model.zero_grad()
+        losses = []
+        for ids, labels in zip(batch["input_ids"], batch["shift_labels"], strict=True):
+            logits = self.model(input_ids=ids, use_cache=False).logits
+            losses.append(functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+        torch.stack(losses).mean().backward()
+        self.losses.append(losses[dist.get_rank() // self.size].item())
+        self.norms.append(torch.stack([p.grad.norm() for p in self.model.parameters()]).norm().item())
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter -= LR * parameter.grad
+
+    def agrees_with(self, model):
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            for (name, found), wanted in zip(model.named_parameters(), self.model.parameters(), strict=True):
+                torch.testing.assert_close(
+                    found.detach(), wanted.detach(), rtol=1e-5, atol=1e-5, msg=lambda text: f"{name}: {text}"  # noqa: B023
+                )  # fmt: skip
+
+
+@on_cpu_ranks
+def _accelerate(size, stage, attention):
+    """The loop of Accelerate's documentation, with its way to put the loss together."""
+    from accelerate import Accelerator
+    from accelerate.utils import DeepSpeedPlugin
+    from torch.distributed.nn.functional import all_gather
+
+    from deepspeed.utils import groups
+
+    config = {
+        "zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto",
+        "gradient_accumulation_steps": 1, "gradient_clipping": 0.0,
+    }  # fmt: skip
+    plugin = DeepSpeedPlugin(hf_ds_config=config)
+    accelerator = Accelerator(deepspeed_plugin=plugin, parallelism_config=_sharing(size, attention))
+    model = llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    loader = torch.utils.data.DataLoader(_rows(4 * dist.get_world_size()), batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    assert len(loader) == 2 * size
+    group = groups._get_sequence_parallel_group()
+    whole, losses = Whole(size), []
+    unwrapped = accelerator.unwrap_model(model)
+    for batch in loader:
+        optimizer.zero_grad()
+        whole.step(batch)
+        batch = {name: value.to(model.device) for name, value in batch.items()}
+        outputs = model(**batch)
+        loss = unwrapped.loss_function(
+            logits=outputs.logits, labels=None, shift_labels=batch["shift_labels"], vocab_size=23
+        )
+        shares = all_gather(loss, group=group)
+        good = all_gather((batch["shift_labels"] != -100).view(-1).sum(), group=group)
+        loss = sum(shares[r] * good[r] for r in range(size) if good[r] > 0) / max(sum(good), 1)
+        losses.append(loss.item())
+        accelerator.backward(loss)
+        optimizer.step()
+        assert model.get_global_grad_norm() == pytest.approx(whole.norms[-1], rel=1e-4)
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(whole.losses), rtol=1e-5, atol=1e-5)
+    whole.agrees_with(model.module)
+
+
+def test_accelerate():
+    run_ranks(_accelerate, 2, 2, 2, None, timeout=120)
+
+
+def test_accelerate_with_data_ranks():
+    run_ranks(_accelerate, 4, 2, 3, "sdpa", timeout=120)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_accelerate_on_four(stage):
+    run_ranks(_accelerate, 4, 4, stage, "sdpa", timeout=120)
+
+
+@on_cpu_ranks
+def _trainer(size, stage):
+    from transformers import Trainer, TrainingArguments
+
+    world = dist.get_world_size()
+    config = {
+        "zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto",
+        "gradient_accumulation_steps": "auto", "train_batch_size": "auto", "zero_allow_untested_optimizer": True,
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        given = TrainingArguments(
+            folder, deepspeed=config, parallelism_config=_sharing(size), per_device_train_batch_size=2, max_steps=4,
+            logging_steps=1, report_to="none", disable_tqdm=True, save_strategy="no", max_grad_norm=0.0,
+            dataloader_pin_memory=False, learning_rate=LR, lr_scheduler_type="constant", optim="sgd",
+            eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=2,
+        )  # fmt: skip
+        model, whole = llama(), Whole(size)
+
+        def look(module, args, kwargs):
+            if module.training:
+                whole.step({name: kwargs[name] for name in ("input_ids", "shift_labels")})
+
+        trainer = Trainer(model, given, train_dataset=_rows(4 * world), eval_dataset=_rows(2 * world))
+        handle = model.register_forward_pre_hook(look, with_kwargs=True)
+        trainer.train()
+        handle.remove()
+        log = trainer.state.log_history
+        norms = [entry["grad_norm"] for entry in log if "grad_norm" in entry]
+        torch.testing.assert_close(torch.tensor(norms), torch.tensor(whole.norms), rtol=1e-4, atol=1e-5)
+        losses = torch.tensor(whole.losses)
+        dist.all_reduce(losses)
+        found = torch.tensor([entry["loss"] for entry in log if "loss" in entry])
+        torch.testing.assert_close(found, losses / world, rtol=1e-4, atol=1e-4)
+        whole.agrees_with(model)
+        assert "eval_loss" in trainer.evaluate()
+
+
+def test_trainer():
+    run_ranks(_trainer, 2, 2, 2, timeout=120)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "stage"), [(2, 3), (4, 1), (4, 3)])
+def test_trainer_on_four(size, stage):
+    run_ranks(_trainer, 4, size, stage, timeout=180)

@@ -1,0 +1,69 @@
+"""What the loader adapter gives each rank: all samples once, cut, padded and with the next token's label."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPDataLoaderAdapter
+from tests.harness import run_ranks
+
+
+def _row(number, length):
+    ids = 100 * number + torch.arange(length)
+    return {"input_ids": ids[None], "labels": ids[None].clone(), "name": f"text {number}"}
+
+
+def _adapter(rows):
+    return UlyssesSPDataLoaderAdapter(rows, dist.get_rank(), dist.group.WORLD, dist.get_world_size(), "cpu")
+
+
+def _cuts(capture):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    # Lengths that differ, that the ranks do not divide, and one rank whose loader is shorter.
+    rows = [_row(10 * rank + number, 5 + rank) for number in range(3 - rank)]
+    adapter = _adapter(rows)
+    assert len(adapter) == size * len(rows) and iter(adapter) is adapter
+    for _epoch in range(2):
+        batches = list(adapter)
+        assert [batch["name"] for batch in batches] == ["text 0", "text 10", "text 1", "text 11"]
+        for batch in batches:
+            assert set(batch) == {"input_ids", "position_ids", "shift_labels", "name"}
+            number = int(batch["name"].split()[1])
+            length = 5 + number // 10
+            ids = torch.cat((100 * number + torch.arange(length), torch.zeros(6 - length, dtype=torch.int64)))
+            labels = torch.cat((ids[1:length], torch.full((7 - length,), -100)))
+            mine = slice(3 * rank, 3 * rank + 3)
+            assert torch.equal(batch["input_ids"], ids[None, mine])
+            assert torch.equal(batch["shift_labels"], labels[None, mine])
+            assert torch.equal(batch["position_ids"], torch.arange(6)[None, mine])
+    wrong = _row(rank, 4)
+    if rank == 1:
+        wrong["labels"] = wrong["labels"][:, :3]
+    with pytest.raises(DeepSpeedConfigError, match=re.escape("found labels (1, 3); take other entries")):
+        next(_adapter([wrong]))
+    with pytest.raises(DeepSpeedConfigError, match="different entries: input_ids int64, position_ids int64, shift"):
+        next(_adapter([{name: value for name, value in _row(rank, 4).items() if name != "labels" or rank == 0}]))
+
+
+def test_batches_are_cut(capfd):
+    run_ranks(_cuts, 2, None)
+
+
+def _same_samples():
+    from deepspeed import logging as ours
+
+    said = []
+    ours.logger.addHandler(type("Kept", (__import__("logging").Handler,), {"emit": lambda _, r: said.append(r.msg)})())
+    list(_adapter([_row(0, 5)]))
+    return said
+
+
+def test_the_same_samples_on_all_ranks_are_remarked():
+    said = run_ranks(_same_samples, 2)[0]
+    assert any("brought the same samples, so each is trained on 2 times" in line for line in said)
+    assert any("padded at the end" in line for line in said)

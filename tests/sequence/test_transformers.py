@@ -1,0 +1,168 @@
+"""Transformers models on shared sequences: what a model computes does not change, or it is refused by name."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+from deepspeed.sequence import mean_loss
+from tests.ecosystem.support import needs_transformers
+from tests.harness import run_ranks
+from tests.sequence.llama import llama, packed_batch, padded_batch, plain_batch
+from tests.sequence.net import cut
+
+pytestmark = needs_transformers
+
+MODELS = {
+    "llama": {},
+    "one key head": {"heads": 7, "key_heads": 1},
+    "window": {"kind": "Mistral", "sliding_window": 5},
+    "two kinds of layers": {
+        "kind": "Qwen2", "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1,
+    },
+}  # fmt: skip
+BATCHES = {
+    "plain": plain_batch,
+    "packed": packed_batch,
+    "padded": padded_batch,
+    "padded on the left": lambda sample: padded_batch(sample, left=True),
+}
+
+
+def _loss(model, inputs):
+    given = {name: value for name, value in inputs.items() if name != "shift_labels"}
+    logits = model(**given, use_cache=False).logits
+    labels = inputs["shift_labels"]
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+
+
+def _register(model, size, core="sdpa", **more):
+    return UlyssesSPAttentionHF.register_with_transformers(
+        model, core_attn_implementation=core, sequence_parallel_size=size, micro_batch_size=1, **more
+    )
+
+
+def _same(cells, checkpointing=False):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for model_name, batch_name in cells:
+        whole = BATCHES[batch_name](3)
+        expected, model = llama(**MODELS[model_name]), llama(**MODELS[model_name])
+        reference = copy.deepcopy(model)
+        labels = whole["shift_labels"]
+        losses = _loss(expected, whole)
+        (losses.sum() / (labels != -100).sum()).backward()
+        mpu = _register(model, size, None if batch_name == "plain" else "sdpa")
+        assert mpu.get_sequence_parallel_world_size() == size and mpu.get_sequence_parallel_rank() == rank
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": batch_name == "packed"})
+        model.train()
+        mine = cut(whole, rank, size)
+        found = _loss(model, mine)
+        shown = cut({"losses": losses.detach().view(2, -1)}, rank, size)["losses"].flatten()
+        torch.testing.assert_close(found.detach(), shown, rtol=1e-5, atol=1e-6)
+        mean_loss(found, mine["shift_labels"]).backward()
+        for (name, parameter), wanted in zip(model.named_parameters(), expected.parameters(), strict=True):
+            gradient = parameter.grad.clone()
+            dist.all_reduce(gradient)
+            difference = (gradient / size - wanted.grad).norm() / wanted.grad.norm()
+            assert difference < 1e-5, (model_name, batch_name, name, difference)
+        # Another model of the process, made from the same configuration, is what it was.
+        torch.testing.assert_close(_loss(reference, whole), losses.detach(), rtol=1e-6, atol=1e-6)
+        # Any number of sequences.
+        one = {name: value[:1] for name, value in mine.items()}
+        torch.testing.assert_close(_loss(model, one), found.detach()[: one["input_ids"].numel()], rtol=1e-5, atol=1e-5)
+
+
+CELLS = [("llama", "plain"), ("llama", "packed"), ("one key head", "padded on the left"), ("window", "packed")]
+
+
+def test_a_shared_sequence_is_that_sequence():
+    run_ranks(_same, 2, CELLS)
+
+
+def test_four_ranks():
+    run_ranks(_same, 4, [("one key head", "padded"), ("two kinds of layers", "packed")], timeout=120)
+
+
+def test_with_recomputation():
+    run_ranks(_same, 2, CELLS[:2], True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_combination(ranks):
+    run_ranks(_same, ranks, [(model, batch) for model in MODELS for batch in BATCHES], timeout=300)
+
+
+def _evaluates():
+    """With disable_in_eval whole sequences are computed where they are, and generation works."""
+    whole = padded_batch(1, left=True)
+    expected, model = llama(), llama()
+    _register(model, 2, disable_in_eval=True)
+    model.eval()
+    torch.testing.assert_close(_loss(model, whole), _loss(expected, whole))
+    made = [m.generate(whole["input_ids"], attention_mask=whole["attention_mask"], max_new_tokens=4, do_sample=False)
+            for m in (model, expected.eval())]  # fmt: skip
+    assert torch.equal(*made)
+
+
+def test_evaluation_with_whole_sequences():
+    run_ranks(_evaluates, 2)
+
+
+class Mamba(nn.Module):
+    pass
+
+
+def _refuses():
+    rank = dist.get_rank()
+    model = llama()
+    for arguments, words in (
+        ({"core": "eager"}, '"eager" works on masks'),
+        ({"core": "no_such"}, 'no attention implementation "no_such"'),
+        ({"seq_length_is_variable": False}, "seq_length is missing"),
+        ({"seq_length": 7}, "sequences of 7 tokens"),
+    ):
+        with pytest.raises(DeepSpeedConfigError, match=words):
+            _register(model, 2, **arguments)
+    for change, words in (
+        (lambda m: m.model.layers.append(Mamba()), "model.layers.2: Mamba"),
+        (lambda m: m.model.layers.append(nn.Conv1d(3, 3, 4)), "Conv1d over 4 tokens"),
+        (lambda m: setattr(m.config, "layer_types", ["full_attention", "linear_attention"]), "type linear_attention"),
+    ):
+        mixing = llama()
+        change(mixing)
+        with pytest.raises(DeepSpeedConfigError, match=words):
+            _register(mixing, 2)
+    with pytest.raises(DeepSpeedConfigError, match="expected a Transformers model"):
+        wrong = nn.Linear(1, 1)
+        wrong.config = None
+        _register(wrong, 2)
+    assert _register(model, 1) is None and model.config._attn_implementation == "sdpa"
+    _register(model, 2)
+    mine = cut(plain_batch(1), rank, 2)
+    with pytest.raises(DeepSpeedConfigError, match="without position_ids"):
+        model(input_ids=mine["input_ids"])
+    with pytest.raises(DeepSpeedConfigError, match="attention_mask is a 4-D tensor"):
+        model(input_ids=mine["input_ids"], position_ids=mine["position_ids"], attention_mask=torch.ones(2, 1, 8, 8))
+    with pytest.raises(DeepSpeedConfigError, match="attention_mask is of 16 tokens, but this rank has 8"):
+        model(input_ids=mine["input_ids"], position_ids=mine["position_ids"], attention_mask=torch.ones(2, 16))
+    from transformers.masking_utils import chunked_causal_mask_function
+
+    from deepspeed.parallel.sequence.visible import visible_by
+
+    with pytest.raises(DeepSpeedConfigError, match="masks attention by chunked_overlay"):
+        visible_by(chunked_causal_mask_function(4, torch.zeros(2)))
+    with pytest.raises(DeepSpeedConfigError, match="a copy of one that was"):
+        copy.deepcopy(model)(input_ids=mine["input_ids"], position_ids=mine["position_ids"])
+
+
+def test_what_cannot_be_shared_is_refused():
+    run_ranks(_refuses, 2)
