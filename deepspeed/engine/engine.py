@@ -220,15 +220,21 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, nn.Modul
                 loss = loss / steps
             self._progress.loss(loss)
             roots, given = [self._scaling.apply(loss)], [kwargs.pop("gradient", None)]
+        with self._managed():
+            torch.autograd.backward(roots, given, retain_graph=retain_graph, **kwargs)
+        return loss
+
+    @contextmanager
+    def _managed(self) -> Iterator[None]:
+        """Around whatever makes up one backward of this engine."""
         self._progress.before("backward")
         self._managed_backward = True
         try:
             self._open_backward()
-            torch.autograd.backward(roots, given, retain_graph=retain_graph, **kwargs)
+            yield
         finally:
             self._managed_backward = False
         self._close_backward()
-        return loss
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the loss scale, for a ``loss.backward()`` of one's own (unchanged unless fp16).
