@@ -1,8 +1,8 @@
 """A backward in two halves: the gradients of the inputs, for which another stage waits, and later those of the weights.
 
 The first half goes from the outputs to the inputs and leaves out everything else. Where it passes a node of the graph
-that leads to a weight too, what arrives there is kept. The second half starts anew at each of these nodes, with what was
-kept, and goes to the weights only (Qi et al. 2024, "Zero Bubble Pipeline Parallelism"). So a matrix product's two
+that leads to a weight too, what arrives there is kept. The second half starts anew at each of these nodes, with what
+was kept, and goes to the weights only (Qi et al. 2024, "Zero Bubble Pipeline Parallelism"). So a matrix product's two
 halves are computed once each.
 
 A weight that is reached from two of the nodes cannot be told apart so; then the first half is the whole backward, as it
