@@ -76,13 +76,8 @@ class GradientBucket:
         self._landing = landing
         self.state = GradientState.IDLE
         self._policy = policy
-<<<<<<< HEAD
-        self._transport = group.reduce
-        self._is_local = isinstance(group.reduce, LocalTransport) and group.combine is None
-=======
         self._wire = group.gradient_wire
-        self._is_local = isinstance(group.reduce, LocalTransport)
->>>>>>> 8a050b6 (wip)
+        self._is_local = isinstance(group.reduce, LocalTransport) and group.combine is None
         layout = bucket.layout
         self._flat = FlatBuffer(
             layout.numel,
