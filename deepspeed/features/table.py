@@ -104,12 +104,9 @@ FEATURES: tuple[Feature, ...] = (
         },
     ),
     Feature(
-        "the inference engine",
-        "Run the model under torch.inference_mode(), or initialize() it without an optimizer at ZeRO stage 3.",
+        "fused layers in the place of a model's own",
+        "deepspeed.init_inference keeps the model's own modules, whose attention torch fuses.",
         {
-            "deepspeed": "init_inference default_inference_config",
-            "deepspeed.inference.engine": "InferenceEngine",
-            "deepspeed.inference.config": "DeepSpeedInferenceConfig",
             "deepspeed.module_inject": "replace_transformer_layer",
             "deepspeed.model_implementations": "DeepSpeedTransformerInference",
         },
