@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from deepspeed.comm.world import stand_in
+
 
 def rendezvous_store() -> Any:
     """The store of the default process group, shared by all its ranks, or None without one."""
@@ -21,6 +23,8 @@ def is_alive(group: Any) -> bool:
 
 def backend_for(group: Any, device: torch.device | None) -> str:
     """Name of the backend for tensors of ``device``: ``gloo`` for the CPU of ``cpu:gloo,cuda:nccl``."""
+    if (others := stand_in()) is not None:
+        return others.backend
     kind = device.type if device is not None else "cpu"
     by_device = dict(entry.split(":", 1) for entry in dist.get_backend_config(group).split(",") if ":" in entry)
     return by_device.get(kind) or dist.get_backend(group)

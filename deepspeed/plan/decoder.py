@@ -11,8 +11,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from deepspeed.comm import groups
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.expert.layer import MoE
+from deepspeed.parallel.sequence.attention import DistributedAttention
 
 
 @dataclass(frozen=True)
@@ -67,25 +69,47 @@ class DecoderShape:
         return self.intermediate or -(-8 * self.hidden // 3 // 256) * 256
 
 
+_TENSOR_PLAN = {
+    "layers.*.attention.query": "colwise",
+    "layers.*.attention.key": "colwise",
+    "layers.*.attention.value": "colwise",
+    "layers.*.attention.out": "rowwise",
+    "layers.*.gate": "colwise",
+    "layers.*.rise": "colwise",
+    "layers.*.fall": "rowwise",
+    "head": "colwise_gather_output",
+}
+"""How tensor parallelism cuts the layers, as Transformers' plans say it."""
+
+
 class _Attention(nn.Module):
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
-        self.heads, self.kv_heads = shape.heads, shape.kv_heads or shape.heads
+        self.num_heads, self.num_kv_heads = shape.heads, shape.kv_heads or shape.heads
         self.head_dim = shape.hidden // shape.heads
         self.query = nn.Linear(shape.hidden, shape.hidden, bias=False)
-        self.key = nn.Linear(shape.hidden, self.kv_heads * self.head_dim, bias=False)
-        self.value = nn.Linear(shape.hidden, self.kv_heads * self.head_dim, bias=False)
+        self.key = nn.Linear(shape.hidden, self.num_kv_heads * self.head_dim, bias=False)
+        self.value = nn.Linear(shape.hidden, self.num_kv_heads * self.head_dim, bias=False)
         self.out = nn.Linear(shape.hidden, shape.hidden, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, S, H)
         samples, tokens, _ = x.shape
-        query = self.query(x).view(samples, tokens, self.heads, self.head_dim).transpose(1, 2)
-        key = self.key(x).view(samples, tokens, self.kv_heads, self.head_dim).transpose(1, 2)
-        value = self.value(x).view(samples, tokens, self.kv_heads, self.head_dim).transpose(1, 2)
-        if self.kv_heads != self.heads:
-            key, value = (t.repeat_interleave(self.heads // self.kv_heads, dim=1) for t in (key, value))
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(samples, tokens, -1))
+        query = self.query(x).view(samples, tokens, self.num_heads, self.head_dim)
+        key = self.key(x).view(samples, tokens, self.num_kv_heads, self.head_dim)
+        value = self.value(x).view(samples, tokens, self.num_kv_heads, self.head_dim)
+        if groups._get_sequence_parallel_world_size() > 1:
+            # x has this rank's tokens; attention needs all of them, for some heads.
+            mixed = DistributedAttention(_attend, groups._get_sequence_parallel_group())(query, key, value, 0)
+        else:
+            mixed = _attend(query, key, value)
+        return self.out(mixed.reshape(samples, tokens, -1))
+
+
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:  # (B, S, heads, D)
+    query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+    if key.shape[1] != query.shape[1]:
+        key, value = (t.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for t in (key, value))
+    return functional.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
 
 
 class _FeedForward(nn.Module):
@@ -144,6 +168,8 @@ def _block(shape: DecoderShape) -> nn.Module:
 class Decoder(nn.Module):
     """Embedding, blocks, head; returns the mean loss of the next token."""
 
+    _tp_plan = _TENSOR_PLAN
+
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         self.embedding = nn.Embedding(shape.vocab, shape.hidden)
@@ -173,6 +199,8 @@ class DecoderStage(nn.Module):
         first: Its first layer.
         end: The layer after its last.
     """
+
+    _tp_plan = _TENSOR_PLAN
 
     def __init__(self, shape: DecoderShape, first: int, end: int) -> None:
         super().__init__()

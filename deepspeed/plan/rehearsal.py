@@ -22,7 +22,7 @@ from torch import nn
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.comm import groups
 from deepspeed.comm.counters import traffic
-from deepspeed.comm.mesh import DATA, PIPE, Mesh
+from deepspeed.comm.mesh import DATA, PIPE, SEQUENCE, Mesh
 from deepspeed.comm.world import played_by
 from deepspeed.engine.initialize import initialize
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
@@ -32,6 +32,7 @@ from deepspeed.offload.pinned import host_memory_from
 from deepspeed.ops.chunks import drop_scratch
 from deepspeed.ops.muon import Muon
 from deepspeed.parallel.expert.prepare import expert_layers
+from deepspeed.parallel.sequence.transformers_models import sharing_of
 from deepspeed.plan import decoder
 from deepspeed.plan.actions import Act, Stage, actions_of_step, loss_of, received_inputs
 from deepspeed.plan.autocasting import asked_for_meta
@@ -270,22 +271,28 @@ class _Run:
             stages, ranks = self._part.stage.stages, self._part.mesh.world_size
             self._workload.model.mesh = Mesh(((PIPE, stages), (DATA, ranks // stages)))  # type: ignore[assignment]
         engine = initialize(model=self._workload.model, optimizer=optimizer, config=self._config())[0]
-        return engine, self._workload.inputs(self._part.micro_batch, self._part.sequence_length)
+        ranks = self._part.mesh.size(SEQUENCE)
+        args, named = self._workload.inputs(self._part.micro_batch, self._part.sequence_length // ranks)
+        if ranks > 1 and sharing_of(self._workload.model) is not None:
+            named = {"position_ids": torch.zeros_like(named["input_ids"]), **named}  # which its attention needs
+        return engine, (args, named)
 
     def _config(self) -> dict[str, Any]:
         config = {key: value for key, value in self._part.config.items() if key not in _SIDE_EFFECTS}
         config.pop("train_batch_size", None)
         config["train_micro_batch_size_per_gpu"] = self._part.micro_batch
         config["gradient_accumulation_steps"] = self._steps
+        if config.get("tensor_parallel"):  # there are no values to compare
+            config["tensor_parallel"] = {**config["tensor_parallel"], "verify": False}
         return config
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
     def _forward(self, engine: Any, inputs: Inputs) -> torch.Tensor:
         held, flops = self._count.other(Home.DEVICE), self._count.flops
-        outputs = engine(*inputs[0], **inputs[1])
-        is_last = self._part.stage is None or self._part.stage.is_last
-        loss = loss_of(outputs) if is_last else outputs
+        loss = engine(*inputs[0], **inputs[1])
+        if self._part.stage is None or self._part.stage.is_last:
+            loss = loss_of(loss)  # and nothing keeps the rest, such as logits
         self._activations = max(self._activations, self._count.other(Home.DEVICE) - held)
         self._flops[True] = self._count.flops - flops
         return loss

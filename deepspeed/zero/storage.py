@@ -31,7 +31,6 @@ class Kind(Enum):
     MASTER = "master weights"
     OPTIMIZER = "optimizer state"
     STAGING = "staging buffers"
-    PRIVATE = "error feedback"
 
 
 class Auditor(Protocol):

@@ -10,17 +10,15 @@ import torch
 
 import deepspeed
 from deepspeed.cli.plan import main
-from deepspeed.comm.counters import counted
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.ops.chunks import drop_scratch
 from deepspeed.parallel.expert.gate import TopKGate
 from deepspeed.plan import DecoderShape
 from deepspeed.plan.decoder import Decoder
-from deepspeed.plan.memory import MemoryCount
 from deepspeed.zero.placement import Home
 from deepspeed.zero.storage import Kind
 from tests.harness import run_ranks
-from tests.plan.cells import SAMPLES, TOKENS, Cell, _step
+from tests.plan.along import assert_as_counted, count_step
+from tests.plan.cells import SAMPLES, TOKENS, Cell
 
 SHAPE = DecoderShape(layers=2, hidden=128, heads=4, vocab=512, intermediate=256, experts=8, experts_per_token=2)
 RANKS = 4
@@ -61,40 +59,13 @@ def _measure(cells: list[tuple[Cell, int]]) -> list[dict[str, Any]]:
 
 def _run(cell: Cell, ep: int) -> dict[str, Any]:
     torch.manual_seed(0)
-    drop_scratch(torch.device("cpu"))
-    model = Decoder(replace(SHAPE, expert_ranks=ep))
-    count = MemoryCount("cpu")
-    with count.counting():
-        engine = deepspeed.initialize(model=model, config=cell.config(""))[0]
-        batch = torch.zeros(SAMPLES, TOKENS, dtype=torch.int64)
-        for _ in range(2):
-            _step(engine, batch, cell.accumulation, count)
-        engine.optimizer.count_state()
-        ledger = engine._runtime.ledger
-        ledger.reset_peak()
-        count.reset_peaks()
-        with counted() as traffic:
-            activations = _step(engine, batch, cell.accumulation, count)
-            asked = {key: (tally.calls, tally.nbytes) for key, tally in traffic.asked_along.items()}
-        count.look()
-        kinds = {(kind.name, home.name): ledger.peak(kind, home) for kind in Kind for home in Home}
-        engine.destroy()
-    kinds = {key: n for key, n in kinds.items() if n}
-    return {"kinds": kinds, "asked": asked, "peak": count.peaks[Home.DEVICE].nbytes, "activations": activations}
+    return count_step(Decoder(replace(SHAPE, expert_ranks=ep)), cell.config(""), TOKENS)
 
 
 def _compare(cells: list[tuple[Cell, int]]) -> None:
     real = run_ranks(_measure, RANKS, cells, timeout=200)
     for number, (cell, ep) in enumerate(cells):
-        plan = _planned(cell, ep, rank=1)
-        found, counted_ = plan.rehearsed, real[1][number]
-        assert found.flow.asked_along == counted_["asked"], (cell, ep)
-        kinds = {(kind.name, home.name): nbytes for (kind, home), nbytes in found.kind_peaks.items()}
-        assert kinds.keys() == counted_["kinds"].keys()
-        for key, nbytes in counted_["kinds"].items():
-            assert kinds[key] == pytest.approx(nbytes, rel=0.02), (cell, ep, key)
-        assert found.activations == pytest.approx(counted_["activations"], rel=0.05), (cell, ep)
-        assert found.peaks[Home.DEVICE].nbytes == pytest.approx(counted_["peak"], rel=0.05), (cell, ep)
+        assert_as_counted(_planned(cell, ep, rank=1), real[1][number], (cell, ep))
 
 
 def test_against_real_ranks():

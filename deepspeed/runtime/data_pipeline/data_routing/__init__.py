@@ -1,7 +1,7 @@
-"""Token dropping; re-exports; the code is in :mod:`deepspeed.dropping`."""
+"""Token dropping; the feature is missing (:mod:`deepspeed.features`)."""
 
 from __future__ import annotations
 
 from deepspeed.lazy import lazy_names
 
-__getattr__, __dir__, __all__ = lazy_names(__name__, submodules=["basic_layer", "helper", "scheduler"])
+__getattr__, __dir__, __all__ = lazy_names(__name__, submodules=["basic_layer", "helper"])

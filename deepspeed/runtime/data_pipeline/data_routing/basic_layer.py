@@ -1,7 +1,7 @@
-"""Random layerwise token dropping; re-exports; the code is in :mod:`deepspeed.dropping`."""
+"""Token dropping; the feature is missing (:mod:`deepspeed.features`)."""
 
 from __future__ import annotations
 
-from deepspeed.dropping.tokens import RandomLayerTokenDrop
+from deepspeed.lazy import lazy_names
 
-__all__ = ["RandomLayerTokenDrop"]
+__getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -1,0 +1,85 @@
+"""Real training steps along any axis, counted, and plans compared with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import deepspeed
+from deepspeed.comm.counters import counted
+from deepspeed.ops.chunks import drop_scratch
+from deepspeed.plan.actions import loss_of
+from deepspeed.plan.memory import MemoryCount
+from deepspeed.zero.placement import Home
+from deepspeed.zero.storage import Kind
+from tests.plan.cells import SAMPLES
+
+
+def count_step(
+    model: nn.Module, config: dict[str, Any], tokens: int, *, positions: int | None = None
+) -> dict[str, Any]:
+    """Trains on this rank and counts the third step.
+
+    Args:
+        model: Takes ``input_ids`` and ``labels``.
+        config: The configuration, with accumulation steps in it.
+        tokens: Of this rank.
+        positions: Position of the first of them, for a model that wants ``position_ids``.
+    """
+    drop_scratch(torch.device("cpu"))
+    count = MemoryCount("cpu")
+    accumulation = config["gradient_accumulation_steps"]
+    with count.counting():
+        engine = deepspeed.initialize(model=model, config=config)[0]
+        batch = torch.zeros(SAMPLES, tokens, dtype=torch.int64)
+        inputs = {"input_ids": batch, "labels": batch}
+        if positions is not None:
+            inputs["position_ids"] = torch.arange(positions, positions + tokens).expand(SAMPLES, -1).contiguous()
+        for _ in range(2):
+            _step(engine, inputs, accumulation, count)
+        engine.optimizer.count_state()
+        ledger = engine._runtime.ledger
+        ledger.reset_peak()
+        count.reset_peaks()
+        with counted() as traffic:
+            activations = _step(engine, inputs, accumulation, count)
+            asked = {key: (tally.calls, tally.nbytes) for key, tally in traffic.asked_along.items()}
+            ran = {key: (tally.calls, tally.nbytes) for key, tally in traffic.ran_along.items()}
+        count.look()
+        kinds = {(kind.name, home.name): ledger.peak(kind, home) for kind in Kind for home in Home}
+        engine.destroy()
+    return {
+        "kinds": {key: n for key, n in kinds.items() if n},
+        "asked": asked,
+        "ran": ran,
+        "peak": count.peaks[Home.DEVICE].nbytes,
+        "activations": activations,
+    }
+
+
+def _step(engine: Any, inputs: dict[str, torch.Tensor], accumulation: int, count: MemoryCount) -> int:
+    most = 0
+    for _ in range(accumulation):
+        held = count.other(Home.DEVICE)
+        loss = loss_of(engine(**inputs))
+        most = max(most, count.other(Home.DEVICE) - held)
+        engine.backward(loss)
+        engine.step()
+        del loss
+    return most
+
+
+def assert_as_counted(plan: Any, real: dict[str, Any], what: Any) -> None:
+    """Fails unless traffic is equal, model states are within 2 %, and activations and the highest sum within 5 %."""
+    found = plan.rehearsed
+    assert found.flow.asked_along == real["asked"], what
+    assert found.flow.ran_along == real["ran"], what
+    kinds = {(kind.name, home.name): nbytes for (kind, home), nbytes in found.kind_peaks.items()}
+    assert kinds.keys() == real["kinds"].keys(), what
+    for key, nbytes in real["kinds"].items():
+        assert kinds[key] == pytest.approx(nbytes, rel=0.02), (what, key)
+    assert found.activations == pytest.approx(real["activations"], rel=0.05), what
+    assert found.peaks[Home.DEVICE].nbytes == pytest.approx(real["peak"], rel=0.05), what

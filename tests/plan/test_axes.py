@@ -1,0 +1,128 @@
+"""Plans along the tensor and the sequence axis against real ranks, of a model by its sizes and one of Transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import deepspeed
+from deepspeed.cli.plan import main
+from deepspeed.comm.mesh import Mesh
+from deepspeed.plan.decoder import Decoder
+from tests.harness import run_ranks
+from tests.plan.along import assert_as_counted, count_step
+from tests.plan.cells import SHAPE, TOKENS, Cell
+
+RANKS = 4
+
+
+def _config(cell: Cell, tensor: int, sequence: int) -> dict[str, Any]:
+    tensor_parallel = {"autotp_size": tensor if tensor > 1 else 0, "verify": False}
+    return {**cell.config(""), "tensor_parallel": tensor_parallel, "sequence_parallel_size": sequence}
+
+
+def _planned(cell: Cell, tensor: int, sequence: int, **more: Any) -> Any:
+    given = {
+        "devices_per_node": RANKS,
+        "device": "cpu",
+        "device_memory": "8GiB",
+        "sequence_length": TOKENS,
+        "compare_checkpointing": False,
+        "tensor": tensor,
+        "sequence": sequence,
+        **more,
+    }
+    return deepspeed.plan(given.pop("model", SHAPE), cell.config(""), **given)
+
+
+def _measure(cells: list[tuple[Cell, int, int]]) -> list[dict[str, Any]]:
+    found = []
+    for cell, tensor, sequence in cells:
+        torch.manual_seed(0)
+        found.append(count_step(Decoder(SHAPE), _config(cell, tensor, sequence), TOKENS // sequence))
+    return found
+
+
+def _compare(cells: list[tuple[Cell, int, int]]) -> None:
+    real = run_ranks(_measure, RANKS, cells, timeout=240)
+    for number, cell in enumerate(cells):
+        rank = 2  # the first of the second tensor group, or of the second group that shares a sequence
+        assert_as_counted(_planned(*cell, rank=rank), real[rank][number], cell)
+
+
+def test_against_real_ranks():
+    _compare([(Cell(1, accumulation=2), 2, 1), (Cell(3), 1, 2), (Cell(3), 2, 2)])
+
+
+@pytest.mark.slow
+def test_against_real_ranks_at_every_stage():
+    sizes = [(1, 2), (1, 4), (2, 1), (2, 2), (4, 1)]
+    _compare([(Cell(stage, accumulation=2), *size) for stage in range(4) for size in sizes])
+
+
+def test_what_travels_is_the_formula():
+    hidden, kv = SHAPE.hidden, SHAPE.hidden // 2
+    plain = _planned(Cell(1), 1, 1)
+    for sequence in (2, 4):
+        # Queries, keys, values and the result, in forward and in backward: what a rank does not keep.
+        _, nbytes = _planned(Cell(1), 1, sequence).rehearsed.flow.asked_along["all_to_all", "sequence"]
+        heads = max(kv, SHAPE.hidden // SHAPE.heads * sequence)  # a key head is sent to every rank that needs it
+        rows = 2 * TOKENS // sequence * 2 * (sequence - 1) // sequence
+        assert nbytes == SHAPE.layers * 2 * rows * (2 * hidden + 2 * heads)
+    for tensor in (2, 4):
+        plan = _planned(Cell(1), tensor, 1)
+        # Two sums per block each way, and the gradient of the head's input; an all-reduce counts twice.
+        at_least = (4 * SHAPE.layers + 1) * 2 * (2 * TOKENS * hidden * 2)
+        assert plan.rehearsed.flow.asked_along["all_reduce", "tensor"][1] >= at_least
+        assert plan.mesh.size("tensor") == tensor and plan.parameters == plain.parameters
+        assert plan.device_bytes < plain.device_bytes
+    assert _planned(Cell(1), 1, 4).rehearsed.activations == pytest.approx(plain.rehearsed.activations / 4, rel=0.05)
+
+
+def test_all_axes_at_once():
+    plan = _planned(Cell(1, accumulation=4), 2, 2, pipe=2, devices_per_node=8, nodes=2)
+    assert plan.mesh == Mesh((("pipe", 2), ("data", 2), ("sequence", 2), ("tensor", 2)))
+    axes = {row.axis for row in plan.travels}
+    assert axes == {"pipe", "data", "sequence", "tensor"}
+    assert all(row.between == 0 for row in plan.travels if row.axis in ("tensor", "sequence", "data"))
+    assert all(row.inside == 0 for row in plan.travels if row.axis == "pipe")  # one stage per node
+
+
+def test_a_sweep_finds_the_shape(capsys):
+    model = ["--layers", "4", "--hidden", "64", "--heads", "4", "--vocab", "256", "--sequence-length", "64"]
+    assert main([*model, "--devices", "4", "--sweep", "pipe=1,2", "tensor=1,2,3", "sequence=1,2"]) == 0
+    said = capsys.readouterr().out
+    assert (
+        said.count("yes") == 7
+        and said.count("refused") == 5
+        and "autotp_size 3 takes groups of 3" in " ".join(said.split())
+    )
+
+
+def _llama() -> Any:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 512}
+    return transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, use_cache=False)
+
+
+def _measure_llama(cells: list[tuple[Cell, int, int]]) -> list[dict[str, Any]]:
+    from transformers import LlamaForCausalLM
+
+    found = []
+    for cell, tensor, sequence in cells:
+        torch.manual_seed(0)
+        tokens = TOKENS // sequence
+        first = None if sequence == 1 else dist.get_rank() // tensor % sequence * tokens
+        model = LlamaForCausalLM(_llama()).train()
+        found.append(count_step(model, _config(cell, tensor, sequence), tokens, positions=first))
+    return found
+
+
+def test_a_model_of_transformers():
+    cells = [(Cell(1), 2, 1), (Cell(3), 1, 2)]
+    real = run_ranks(_measure_llama, RANKS, cells, timeout=240)
+    for number, cell in enumerate(cells):
+        assert_as_counted(_planned(*cell, rank=2, model=_llama()), real[2][number], cell)
