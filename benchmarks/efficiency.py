@@ -1,0 +1,366 @@
+"""Does training on less pay? Curriculum, random-LTD and layer dropping against the plain run, at equal compute.
+
+    python benchmarks/efficiency.py train [--steps N] [--write-report]     five runs on the quickstart's text
+    python benchmarks/efficiency.py theta [--write-report]                 time of a step against the keep ratio
+
+`train`: every run gets the arithmetic of `--steps` plain steps, counted in floating-point operations, and as many
+steps of its own kind as that pays for; rates fall along a cosine over those steps. The loss is measured on text that no run
+trains on, whole sequences, all layers, all tokens. One process, one thread, fp32, ZeRO stage 0. Times are processor time
+of training alone. A second plain run from another seed shows how much is chance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.util
+import json
+import math
+import os
+import resource
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch  # noqa: E402
+
+_HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(_HERE.parent))
+
+import deepspeed  # noqa: E402
+from deepspeed.data.curriculum import CurriculumScheduler, shortened  # noqa: E402
+from deepspeed.dropping import ProgressiveLayerDrop, RandomLTDScheduler, convert_to_random_ltd  # noqa: E402
+from deepspeed.dropping.layers import LayerDrop, rows_of  # noqa: E402
+
+WIDTH, DEPTH, HEADS, CONTEXT, BATCH = 128, 8, 4, 256, 8
+RUNS = ("plain", "plain, other seed", "curriculum", "random-LTD", "layer dropping")
+COLOURS = ("#333333", "#999999", "#5b8cc9", "#f58518", "#54a24b")
+POINTS = 20  # measurements of a run
+HELD_OUT = 24  # sequences
+
+spec = importlib.util.spec_from_file_location("quickstart", _HERE.parent / "examples" / "quickstart" / "train.py")
+assert spec is not None and spec.loader is not None
+quickstart = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(quickstart)
+quickstart.CONTEXT = CONTEXT
+
+
+# -- what a step costs ------------------------------------------------------------------------------------------------
+
+
+def operations(length: int, layers: list[int]) -> float:
+    """Floating-point operations of a step, forward and backward: sequences of ``length``, so many tokens per layer."""
+    of_layers = sum(tokens * (24 * WIDTH**2 + 4 * tokens * WIDTH) for tokens in layers)
+    return 3.0 * BATCH * (of_layers + 2 * length * WIDTH * 256)
+
+
+class Kind:
+    """One way of training: its sections of the configuration, and what each step computes.
+
+    Args:
+        name: Of :data:`RUNS`.
+        steps: Over which its schedule goes; what follows is whole.
+    """
+
+    def __init__(self, name: str, steps: int) -> None:
+        self.name = name
+        self.sections: dict[str, Any] = {}
+        if name == "curriculum":
+            self.sections["curriculum_learning"] = {
+                "enabled": True,
+                "min_difficulty": 32,
+                "max_difficulty": CONTEXT,
+                "schedule_type": "fixed_linear",
+                "schedule_config": {"total_curriculum_step": max(round(0.6 * steps), 1), "difficulty_step": 8},
+            }
+        if name == "random-LTD":
+            ltd = {
+                "enabled": True,
+                "total_layer_num": DEPTH,
+                "random_ltd_layer_num": DEPTH - 2,
+                "random_ltd_layer_id": list(range(1, DEPTH - 1)),
+                "random_ltd_schedule": {
+                    "min_value": CONTEXT // 2,
+                    "max_value": CONTEXT,
+                    "schedule_type": "fixed_linear",
+                    "schedule_config": {"require_steps": max(round(0.7 * steps), 1), "seq_per_step": 8},
+                },
+            }
+            self.sections["data_efficiency"] = {"enabled": True, "data_routing": {"enabled": True, "random_ltd": ltd}}
+        if name == "layer dropping":
+            self.sections["progressive_layer_drop"] = {"enabled": True, "theta": 0.5, "gamma": 100 / steps}
+
+    def shapes(self) -> Iterator[tuple[int, list[int]]]:
+        """For each step the length of its sequences, and the tokens of each layer."""
+        step = 0
+        whole = [CONTEXT] * DEPTH
+        curriculum = CurriculumScheduler(self.sections["curriculum_learning"]) if self.name == "curriculum" else None
+        tokens = None
+        if self.name == "random-LTD":
+            ltd = self.sections["data_efficiency"]["data_routing"]["random_ltd"]
+            tokens = RandomLTDScheduler({**ltd, "global_batch_size": BATCH})
+        ratio, draws = None, LayerDrop(DEPTH)
+        if self.name == "layer dropping":
+            section = self.sections["progressive_layer_drop"]
+            ratio = ProgressiveLayerDrop(section["theta"], section["gamma"])
+        while True:
+            length, layers = CONTEXT, whole
+            if curriculum is not None:
+                length = curriculum.get_difficulty(step + 1)
+                layers = [length] * DEPTH
+            if tokens is not None:
+                layers = [CONTEXT, *[tokens.get_value(step)] * (DEPTH - 2), CONTEXT]
+            if ratio is not None:
+                ratio.update_state(max(step - 1, 0))
+                dropped = draws.draw(ratio.get_theta(), step, 0, 0)  # as the engine draws
+                layers = [0 if layer in dropped else CONTEXT for layer in range(DEPTH)]
+            yield length, layers
+            step += 1
+
+    def steps_for(self, budget: float) -> int:
+        """How many steps a budget of operations pays for."""
+        spent, steps = 0.0, 0
+        for length, layers in self.shapes():
+            spent += operations(length, layers)
+            if spent > budget:
+                return max(steps, 1)
+            steps += 1
+        raise AssertionError
+
+
+def kind_for(name: str, budget: float) -> tuple[Kind, int]:
+    """The kind whose schedule spans the steps that the budget pays for, and their number."""
+    steps = Kind("plain", 1).steps_for(budget)
+    for _ in range(20):  # more steps stretch the schedule, which makes them cheaper: a fixed point
+        kind = Kind(name, steps)
+        found = kind.steps_for(budget)
+        if found == steps:
+            break
+        steps = found
+    return kind, steps
+
+
+# -- the runs ---------------------------------------------------------------------------------------------------------
+
+
+def batches(text: Any, seed: int, train_pieces: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    dice = torch.Generator().manual_seed(seed)
+    while True:
+        chosen = [text[int(number)] for number in torch.randint(train_pieces, (BATCH,), generator=dice)]
+        yield torch.stack([seen for seen, _ in chosen]), torch.stack([wanted for _, wanted in chosen])
+
+
+def engine_for(kind: Kind, steps: int) -> Any:
+    model = quickstart.GPT(WIDTH, DEPTH, HEADS)
+    if kind.name == "layer dropping":
+        deepspeed.progressive_layer_drop(model, "blocks")
+    if kind.name == "random-LTD":
+        convert_to_random_ltd(model, quickstart.Block)
+    schedule = {"total_num_steps": max(steps, 2), "warmup_num_steps": max(steps // 20, 2), "warmup_type": "linear"}
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "optimizer": {"type": "AdamW", "params": {"lr": 2e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        "scheduler": {"type": "WarmupCosineLR", "params": {**schedule, "cos_min_ratio": 0.1}},
+        "gradient_clipping": 1.0,
+        "log_level": "error",
+        **kind.sections,
+    }
+    return deepspeed.initialize(model=model, config=config)[0]
+
+
+@torch.no_grad()
+def held_out_loss(engine: Any, pieces: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    engine.eval()
+    seen, wanted = torch.stack([piece[0] for piece in pieces]), torch.stack([piece[1] for piece in pieces])
+    loss = sum(engine(seen[i : i + 8], wanted[i : i + 8]).item() for i in range(0, len(seen), 8)) / (len(seen) / 8)
+    engine.train()
+    return loss
+
+
+def run(name: str, budget: float, text: Any, say: Callable[[str], None]) -> dict[str, Any]:
+    """Trains one kind until its budget is spent; losses against tokens, time and share of the budget."""
+    seed = 1 if "other seed" in name else 0
+    torch.manual_seed(seed)
+    kind, steps = kind_for("plain" if "plain" in name else name, budget)
+    engine = engine_for(kind, steps)
+    pieces = len(text)
+    train_pieces = pieces * 95 // 100
+    stride = max((pieces - train_pieces) // HELD_OUT, 1)
+    held_out = [text[number] for number in range(train_pieces, pieces, stride)][:HELD_OUT]
+    curve, tokens, seconds, spent = [], 0, 0.0, 0.0
+    data, shapes = batches(text, seed, train_pieces), kind.shapes()
+    for step in range(steps + 1):
+        if step == steps or step * POINTS // steps > (step - 1) * POINTS // steps:
+            curve.append([tokens, seconds, spent / budget, held_out_loss(engine, held_out)])
+        if step == steps:
+            break
+        start = time.process_time()
+        length, layers = next(shapes)
+        seen, wanted = shortened(next(data), length)
+        engine.backward(engine(seen, wanted))
+        engine.step()
+        seconds += time.process_time() - start
+        if kind.name == "layer dropping":
+            dropped = rows_of(engine.module)[0][0].dropped
+            assert layers == [0 if layer in dropped else CONTEXT for layer in range(DEPTH)], "the budget was counted so"
+        tokens += BATCH * length
+        spent += operations(length, layers)
+    engine.destroy()
+    say(f"{name}: {steps} steps, {tokens:,} tokens, {seconds:.0f} s, loss {curve[-1][3]:.4f}")
+    return {"name": name, "steps": steps, "curve": curve}
+
+
+# -- what comes of it -------------------------------------------------------------------------------------------------
+
+
+def at(curve: list[list[float]], axis: int, where: float) -> float | None:
+    """The loss of a curve where an axis has a value, between its points; None beyond its end."""
+    for before, after in zip(curve, curve[1:], strict=False):
+        if before[axis] <= where <= after[axis]:
+            share = (where - before[axis]) / max(after[axis] - before[axis], 1e-9)
+            return before[3] + share * (after[3] - before[3])
+    return None
+
+
+def table(results: list[dict[str, Any]]) -> list[str]:
+    plain = results[0]["curve"]
+    lines = [
+        "| run | steps | tokens | processor time, s | loss, equal compute | against plain | loss at half the compute |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for result in results:
+        curve = result["curve"]
+        tokens, seconds, _, loss = curve[-1]
+        half = at(curve, 2, 0.5)
+        lines.append(
+            f"| {result['name']} | {result['steps']} | {tokens:,.0f} | {seconds:.0f} | {loss:.4f} | "
+            f"{loss - plain[-1][3]:+.4f} | {half if half is not None else math.nan:.4f} |"
+        )
+    return lines
+
+
+def verdict(results: list[dict[str, Any]]) -> str:
+    """Who pays, beyond what another seed does."""
+    final = {result["name"]: result["curve"][-1][3] for result in results}
+    chance = abs(final["plain, other seed"] - final["plain"])
+    words = []
+    for name in RUNS[2:]:
+        gain = final["plain"] - final[name]
+        said = "pays" if gain > chance else "costs" if -gain > chance else "makes no difference beyond chance"
+        words.append(f"{name} {said} ({-gain:+.4f})")
+    return f"Two plain runs differ by {chance:.4f}. At equal compute: " + "; ".join(words) + "."
+
+
+def picture(results: list[dict[str, Any]]) -> str:
+    """Loss over tokens and over processor time, as an SVG document."""
+    made: list[str] = []
+    width, height = 420, 300
+    everything = [point for result in results for point in result["curve"][2:] or result["curve"]]
+    low, high = min(point[3] for point in everything), max(point[3] for point in everything)
+    for panel, (axis, title) in enumerate(((0, "tokens"), (1, "processor seconds"))):
+        left, most = 60 + panel * width, max(point[axis] for point in everything) or 1
+
+        def place(point: list[float], axis: int = axis, left: int = left, most: float = most) -> str:
+            x = left + (width - 90) * point[axis] / most
+            return f"{x:.1f},{20 + (height - 60) * (high - point[3]) / max(high - low, 1e-9):.1f}"
+
+        made.append(f'<text x="{left + 120}" y="{height - 4}">{title} (to {most:,.0f})</text>')
+        made += [
+            f'<text x="{left - 6}" y="{24 + (height - 60) * i / 4:.0f}" text-anchor="end">'
+            f"{high - (high - low) * i / 4:.2f}</text>"
+            for i in range(5)
+        ]
+        for result, colour in zip(results, COLOURS, strict=True):
+            points = " ".join(place(point) for point in result["curve"] if point[3] <= high)
+            made.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.6"/>')
+    for number, (result, colour) in enumerate(zip(results, COLOURS, strict=True)):
+        x = 60 + 160 * number
+        made.append(f'<rect x="{x}" y="{height + 8}" width="12" height="12" fill="{colour}"/>')
+        made.append(f'<text x="{x + 18}" y="{height + 18}">{result["name"]}</text>')
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{2 * width + 40}" height="{height + 30}" '
+        'font-family="sans-serif" font-size="12">\n<rect width="100%" height="100%" fill="white"/>\n'
+        + "\n".join(made)
+        + "\n</svg>\n"
+    )
+
+
+def train(arguments: argparse.Namespace) -> None:
+    text = quickstart.Text(arguments.text)
+    budget = arguments.steps * operations(CONTEXT, [CONTEXT] * DEPTH)
+    results = [run(name, budget, text, print) for name in RUNS]
+    lines, said = table(results), verdict(results)
+    print("\n".join(["", *lines, "", said]))
+    if arguments.write_report:
+        date = datetime.date.today().isoformat()
+        folder = _HERE / "results"
+        report = [
+            f"# Training on less, {date}",
+            "",
+            f"Byte-level GPT of the quickstart (width {WIDTH}, {DEPTH} layers, context {CONTEXT}), batch {BATCH}, "
+            f"torch {torch.__version__}, one thread, fp32. Every run has the arithmetic of {arguments.steps} plain steps. "
+            "Loss in nats per byte on held-out text; the model is whole when it is measured.",
+            "",
+            f"![curves](efficiency-{date}.svg)",
+            "",
+            *lines,
+            "",
+            said,
+            "",
+        ]
+        (folder / f"efficiency-{date}.md").write_text("\n".join(report))
+        (folder / f"efficiency-{date}.svg").write_text(picture(results))
+        (folder / f"efficiency-{date}.json").write_text(json.dumps(results, indent=1) + "\n")
+
+
+def theta(arguments: argparse.Namespace) -> None:
+    """Processor time of a step at fixed keep ratios, in turns."""
+    ratios = (1.0, 0.75, 0.5, 0.25)
+    kind = Kind("layer dropping", 100)
+    engine = engine_for(kind, 100)
+    drop = rows_of(engine.module)[0][0]
+    data = batches(quickstart.Text(arguments.text), 0, 1000)
+    spent, kept = dict.fromkeys(ratios, 0.0), dict.fromkeys(ratios, 0)
+    for turn in range(arguments.turns + 1):
+        for ratio in ratios:
+            engine.progressive_layer_drop.gamma, engine.progressive_layer_drop.theta = 1e9, ratio
+            engine.global_steps = max(engine.global_steps, 2)  # past the first steps, which are whole
+            seen, wanted = next(data)
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_utime
+            engine.backward(engine(seen, wanted))
+            engine.step()
+            if turn:  # the first one warms up
+                spent[ratio] += resource.getrusage(resource.RUSAGE_SELF).ru_utime - before
+                kept[ratio] += DEPTH - len(drop.dropped)
+    lines = ["| theta | layers kept, mean | time of a step against theta 1 |", "| --- | --- | --- |"]
+    lines += [
+        f"| {ratio:g} | {kept[ratio] / arguments.turns:.2f} of {DEPTH} | {spent[ratio] / spent[1.0]:.2f} |"
+        for ratio in ratios
+    ]
+    print("\n".join(lines))
+    if arguments.write_report:
+        date = datetime.date.today().isoformat()
+        path = _HERE / "results" / f"efficiency-theta-{date}.md"
+        head = f"# Time of a step against the keep ratio, {date}\n\n{arguments.turns} steps each, in turns.\n\n"
+        path.write_text(head + "\n".join(lines) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["train", "theta"])
+    parser.add_argument("--steps", type=int, default=300, help="plain steps whose arithmetic every run gets")
+    parser.add_argument("--turns", type=int, default=30, help="steps of each keep ratio")
+    parser.add_argument("--text", type=Path, default=Path(sysconfig.get_path("stdlib")), help="folder to learn from")
+    parser.add_argument("--write-report", action="store_true", help="write benchmarks/results/efficiency-DATE.*")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    {"train": train, "theta": theta}[arguments.what](arguments)
+
+
+if __name__ == "__main__":
+    main()
