@@ -4,9 +4,9 @@
     python benchmarks/efficiency.py theta [--write-report]                 time of a step against the keep ratio
 
 `train`: every run gets the arithmetic of `--steps` plain steps, counted in floating-point operations, and as many
-steps of its own kind as that pays for; rates fall along a cosine over those steps. The loss is measured on text that no run
-trains on, whole sequences, all layers, all tokens. One process, one thread, fp32, ZeRO stage 0. Times are processor time
-of training alone. A second plain run from another seed shows how much is chance.
+steps of its own kind as that pays for; rates fall along a cosine over those steps. The loss is measured on text
+that no run trains on, whole sequences, all layers, all tokens. One process, one thread, fp32, ZeRO stage 0. Times are
+processor time of training alone. A second plain run from another seed shows how much is chance.
 """
 
 from __future__ import annotations
@@ -303,8 +303,8 @@ def train(arguments: argparse.Namespace) -> None:
             f"# Training on less, {date}",
             "",
             f"Byte-level GPT of the quickstart (width {WIDTH}, {DEPTH} layers, context {CONTEXT}), batch {BATCH}, "
-            f"torch {torch.__version__}, one thread, fp32. Every run has the arithmetic of {arguments.steps} plain steps. "
-            "Loss in nats per byte on held-out text; the model is whole when it is measured.",
+            f"torch {torch.__version__}, one thread, fp32. Every run has the arithmetic of {arguments.steps} plain "
+            "steps. Loss in nats per byte on held-out text; the model is whole when it is measured.",
             "",
             f"![curves](efficiency-{date}.svg)",
             "",

@@ -96,6 +96,7 @@ class Efficiency:
             self._rows = [(drop, Owners(model, runtime.buckets, blocks)) for drop, blocks in rows_of(model)]
         self._last: tuple[int, int] | None = None  # steps and micro-steps at the last training forward
         self._forwards = 0  # since then
+        self.at(0)
 
     @property
     def is_idle(self) -> bool:
