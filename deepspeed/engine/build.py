@@ -38,6 +38,7 @@ from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.offload.homes import OffloadHomes, open_homes, placement_of
 from deepspeed.ops.flat import supports_flat_update, why_not_flat
 from deepspeed.parallel.expert.prepare import prepare_expert_layers
+from deepspeed.parallel.sequence.tiled_models import tile_model
 from deepspeed.parallel.sequence.ulysses import adopt_model, with_all_data_ranks
 from deepspeed.parallel.tensor.cutting import cut_model
 from deepspeed.parallel.tensor.request import merged
@@ -193,6 +194,12 @@ def build_parts(client: Client, config: Any, distributed_port: int, dist_init_re
     if gathers_between_pieces(placement, ranks.zero_size):
         refuse_whole_graphs(client.model)
     client = _spread_experts(root, client, ranks, device)
+    tile_model(
+        client.model,
+        mlp=root.sequence_parallel.tiled_mlp,
+        loss=root.sequence_parallel.tiled_loss,
+        tokens=root.sequence_parallel.tile_tokens,
+    )
     if ranks.sequence_size > 1 and job_mesh.is_ours:
         adopt_model(client.model, ranks.sequence_group)
     prepare_expert_layers(client.model, device, data_first=root.use_data_before_expert_parallelism)

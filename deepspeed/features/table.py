@@ -95,15 +95,6 @@ FEATURES: tuple[Feature, ...] = (
         keys=(Key("expert_parallel.comm_backend", lambda value: value == "deepep", 'set it to "comm"'),),
     ),
     Feature(
-        "tiled computation along the sequence",
-        "Use activation checkpointing (deepspeed.checkpointing) for long sequences.",
-        {
-            "deepspeed.runtime.sequence_parallel.ulysses_sp": (
-                "sequence_tiled_compute SequenceTiledCompute TiledMLP TiledFusedLogitsLoss"
-            ),
-        },
-    ),
-    Feature(
         "the inference engine",
         "Run the model under torch.inference_mode(), or initialize() it without an optimizer at ZeRO stage 3.",
         {

@@ -8,8 +8,9 @@ __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         "exchange": "deepspeed.parallel.sequence.exchange",
+        "chunked_cross_entropy": "deepspeed.parallel.sequence.vocabulary",
         "mean_loss": "deepspeed.parallel.sequence.loss",
         "sum_over_ranks": "deepspeed.parallel.sequence.loss",
     },
-    submodules=["layer"],
+    submodules=["cross_entropy", "layer"],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from deepspeed.config.section import Section, key
-from deepspeed.config.types import AnyCase
+from deepspeed.config.types import AnyCase, Bool, Int
 
 
 class SequenceParallel(Section):
@@ -18,3 +18,14 @@ class SequenceParallel(Section):
         'that gradients are divided by all data and sequence ranks; "own_share", only its share of that loss, as '
         "older programs do, so that they are divided by the data ranks. Both give the gradient of the unsharded loss.",
     )
+    tiled_mlp: Bool = key(
+        False,
+        "Compute the MLPs of a Transformers model tile by tile along the sequence, again in backward; also without "
+        "ranks that share sequences.",
+    )
+    tiled_loss: Bool = key(
+        False,
+        "Compute the loss of a causal Transformers model from its hidden states, so that logits exist for one tile of "
+        "tokens at a time; its outputs then have a loss and no logits. Also without ranks that share sequences.",
+    )
+    tile_tokens: Int = key(2048, "Tokens of a tile.", unit="tokens", above=0)

@@ -1,0 +1,218 @@
+"""Computing along the sequence tile by tile (ALST, arXiv 2506.13996).
+
+What works on each token by itself (an MLP, a head with its loss) need not be computed for all tokens at once. Forward
+keeps the inputs only, backward computes each tile again: intermediate values exist for one tile at a time. The graph is
+autograd's own, so a factor applied later reaches every gradient, and a weight's gradient arrives once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.parallel.sequence.loss import IGNORED
+
+
+def tiled(
+    function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, tiles: int, axis: int = -2
+) -> torch.Tensor:
+    """``function(x)``, tile by tile.
+
+    Args:
+        function: Pure, and of each position along ``axis`` by itself.
+        x: The input.
+        tiles: How many tiles; fewer where there are fewer positions.
+        axis: Of the sequence, in ``x`` and in the result.
+    """
+    parts = x.split(tile_length(x.size(axis), tiles), dim=axis)
+    if len(parts) == 1:
+        return function(x)
+    return torch.cat([run_again(function, part) for part in parts], dim=axis)
+
+
+def tile_length(tokens: int, tiles: int) -> int:
+    """Tokens of a tile; the last one may have fewer."""
+    if tiles < 1:
+        raise DeepSpeedConfigError(f"tiled computation: expected at least 1 tile, found {tiles}")
+    return max(-(-tokens // tiles), 1)
+
+
+def run_again(function: Callable[..., Any], *tensors: Any) -> Any:
+    """Runs a tile; backward runs it again."""
+    if not torch.is_grad_enabled():
+        return function(*tensors)
+    return checkpoint(function, *tensors, use_reentrant=False)
+
+
+class TiledMLP:
+    """``TiledMLP.apply(fn, self, x, shards, compute_params)``: ``fn(self, x)`` tile by tile along axis -2."""
+
+    @staticmethod
+    def apply(
+        fn: Callable[[Any, torch.Tensor], torch.Tensor],
+        self: Any,
+        x: torch.Tensor,
+        shards: int,
+        compute_params: Sequence[torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Computes.
+
+        Args:
+            fn: Of the module and a tile; pure, and of each token by itself.
+            self: The module.
+            x: ``[..., tokens, width]``.
+            shards: How many tiles.
+            compute_params: Accepted and not needed: gradients of weights arrive as of any other module.
+        """
+        return tiled(lambda part: fn(self, part), x, shards)
+
+
+class TiledFusedLogitsLoss:
+    """``TiledFusedLogitsLoss.apply(fn, self, x, y, mask, shards, compute_params, output_reduction)``."""
+
+    @staticmethod
+    def apply(
+        fn: Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor],
+        self: Any,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        mask: torch.Tensor | None,
+        shards: int,
+        compute_params: Sequence[torch.Tensor] | None = None,
+        output_reduction: Literal["mean", "sum"] = "mean",
+    ) -> torch.Tensor:
+        """The loss of hidden states whose logits exist for one tile at a time.
+
+        Args:
+            fn: Of the module, a tile of ``x`` and one of ``y``: 0-dim, the mean (or sum) over what counts in the tile.
+            self: The module, with the head.
+            x: Hidden states ``[batch, tokens, width]``.
+            y: Labels ``[batch, tokens]``; those equal to -100 do not count.
+            mask: ``[batch, tokens]`` of bool: only tokens where it is True reach ``fn``, in one row; None: all.
+            shards: How many tiles.
+            compute_params: Accepted and not needed.
+            output_reduction: ``mean`` over all tokens that count (not over tiles), or ``sum``.
+
+        Returns:
+            0-dim; 0 where nothing counts.
+        """
+        _check_reduction(output_reduction)
+        length = tile_length(x.size(1), shards)
+        masks = [None] * len(x.split(length, 1)) if mask is None else mask.split(length, dim=1)
+        total, count = x.new_zeros((), dtype=torch.float32), torch.zeros((), dtype=torch.int64, device=x.device)
+        for part, labels, kept in zip(x.split(length, dim=1), y.split(length, dim=1), masks, strict=True):
+            found, counted = run_again(_tile_loss, fn, self, output_reduction, part, labels, kept)
+            total, count = total + found, count + counted
+        return total if output_reduction == "sum" else total / count.clamp(min=1)
+
+
+def _tile_loss(
+    fn: Callable[..., torch.Tensor],
+    module: Any,
+    reduction: str,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    mask: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum over the tokens of a tile that count, and their number. ``fn`` runs on every rank, whatever counts."""
+    if mask is not None:
+        x, y = x[mask], y[mask]
+    count = (y != IGNORED).sum()
+    loss = fn(module, x, y).float()
+    loss = torch.where(count > 0, loss, torch.zeros_like(loss))
+    return (loss if reduction == "sum" else loss * count), count
+
+
+def _check_reduction(reduction: str) -> None:
+    if reduction not in ("mean", "sum"):
+        raise DeepSpeedConfigError(f'tiled computation: output_reduction is "{reduction}"; expected "mean" or "sum"')
+
+
+def sequence_tiled_compute(
+    fn: Callable[..., torch.Tensor],
+    seqlen: int,
+    shards: int,
+    kwargs_to_shard: Mapping[str, Any],
+    kwargs_to_pass: Mapping[str, Any],
+    grad_requiring_tensor_key: str,
+    compute_params: Sequence[torch.Tensor] | None = None,
+    output_unshard_dimension: int | None = 1,
+    output_reduction: Literal["mean", "sum"] | None = "mean",
+) -> torch.Tensor:
+    """``fn(**kwargs)``, tile by tile along axis 1 of some of its arguments.
+
+    Args:
+        fn: Pure. Returns tokens along ``output_unshard_dimension``, or 0-dim values to be reduced.
+        seqlen: Tokens.
+        shards: How many tiles.
+        kwargs_to_shard: Arguments that are cut along axis 1; None stays None.
+        kwargs_to_pass: Arguments that every tile gets.
+        grad_requiring_tensor_key: Name of the argument that has a gradient; all that require one get theirs.
+        compute_params: Accepted and not needed.
+        output_unshard_dimension: Axis along which the tiles' results are put together; of 0-dim results it is not read.
+        output_reduction: Of 0-dim results: their sum, or their mean weighted by the tokens of each tile.
+
+    Raises:
+        DeepSpeedConfigError: An argument has other than ``seqlen`` tokens, or the reduction is unknown.
+    """
+    if grad_requiring_tensor_key not in {**kwargs_to_shard, **kwargs_to_pass}:
+        raise DeepSpeedConfigError(
+            f"sequence_tiled_compute: grad_requiring_tensor_key {grad_requiring_tensor_key!r} is none of the arguments "
+            f"{', '.join([*kwargs_to_shard, *kwargs_to_pass])}"
+        )
+    for name, value in kwargs_to_shard.items():
+        if value is not None and value.size(1) != seqlen:
+            raise DeepSpeedConfigError(
+                f"sequence_tiled_compute: {name} has {value.size(1)} tokens along axis 1, and seqlen is {seqlen}"
+            )
+    length = tile_length(seqlen, shards)
+    names = list(kwargs_to_shard)
+    cut = [
+        [None] * -(-seqlen // length) if value is None else value.split(length, dim=1)
+        for value in kwargs_to_shard.values()
+    ]
+    results, lengths = [], []
+    for start, parts in zip(range(0, seqlen, length), zip(*cut, strict=True), strict=True):
+        results.append(run_again(lambda *tile: fn(**dict(zip(names, tile, strict=True)), **kwargs_to_pass), *parts))
+        lengths.append(min(length, seqlen - start))
+    if results[0].dim() and output_unshard_dimension is not None:
+        return torch.cat(results, dim=output_unshard_dimension)
+    _check_reduction(str(output_reduction))
+    if output_reduction == "sum":
+        return torch.stack(results).sum()
+    return (torch.stack(results) * torch.tensor(lengths, device=results[0].device)).sum() / seqlen
+
+
+class SequenceTiledCompute:
+    """:func:`sequence_tiled_compute` with its arguments in a row."""
+
+    @staticmethod
+    def apply(
+        fn: Callable[..., torch.Tensor],
+        seqlen: int,
+        shards: int,
+        keys_to_shard: Sequence[str],
+        keys_to_pass: Sequence[str],
+        grad_requiring_tensor_key: str,
+        compute_params: Sequence[torch.Tensor] | None,
+        output_unshard_dimension: int | None,
+        output_reduction: Literal["mean", "sum"] | None,
+        *values: Any,
+    ) -> torch.Tensor:
+        """Computes; ``values`` are those of ``keys_to_shard``, then those of ``keys_to_pass``."""
+        count = len(keys_to_shard)
+        return sequence_tiled_compute(
+            fn,
+            seqlen,
+            shards,
+            dict(zip(keys_to_shard, values[:count], strict=True)),
+            dict(zip(keys_to_pass, values[count:], strict=True)),
+            grad_requiring_tensor_key,
+            compute_params,
+            output_unshard_dimension,
+            output_reduction,
+        )

@@ -1,0 +1,129 @@
+"""Tiled computation for Transformers models, by configuration and without a change of their code."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.logging import log_dist
+from deepspeed.parallel.sequence.loss import IGNORED
+from deepspeed.parallel.sequence.tiled import tiled
+from deepspeed.parallel.sequence.vocabulary import chunked_cross_entropy
+
+_AFTER_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling", "logits_scale", "lm_head_multiplier")
+"""What some models do to their logits behind the head; a loss of hidden states would leave it out."""
+
+
+def tile_model(model: nn.Module, *, mlp: bool, loss: bool, tokens: int) -> None:
+    """Makes a Transformers model compute tile by tile, in place.
+
+    Args:
+        model: A ``PreTrainedModel``, or one wrapped by PEFT.
+        mlp: Its MLPs.
+        loss: Its loss over the vocabulary.
+        tokens: Tokens of a tile.
+
+    Raises:
+        DeepSpeedConfigError: The model has none that can be computed so.
+    """
+    unwrap: Any = getattr(model, "get_base_model", None)
+    inner = model if unwrap is None else unwrap()
+    if mlp:
+        _tile_mlps(inner, tokens)
+    if loss:
+        _tile_loss(inner, tokens)
+
+
+def _tile_mlps(model: nn.Module, tokens: int) -> None:
+    found = [module for module in model.modules() if _is_mlp(module)]
+    if not found:
+        raise DeepSpeedConfigError(
+            f"sequence_parallel.tiled_mlp: {type(model).__name__} has no module whose class ends in MLP and takes one "
+            "tensor; call TiledMLP in the model's own code, or set it to false"
+        )
+    for module in found:
+        whole = module.forward
+
+        def forward(x: torch.Tensor, _whole: Any = whole) -> torch.Tensor:
+            return tiled(_whole, x, -(-x.size(-2) // tokens))
+
+        module.forward = functools.wraps(whole)(forward)
+    log_dist(f"sequence_parallel.tiled_mlp: {len(found)} MLPs are computed {tokens:,} tokens at a time")
+
+
+def _is_mlp(module: nn.Module) -> bool:
+    if not type(module).__name__.endswith("MLP"):
+        return False
+    needed = [
+        parameter
+        for parameter in inspect.signature(module.forward).parameters.values()
+        if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
+    ]
+    return len(needed) == 1
+
+
+def _tile_loss(model: Any, tokens: int) -> None:
+    what = f"sequence_parallel.tiled_loss: {type(model).__name__}"
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if head is None or not type(model).__name__.endswith("ForCausalLM") or not hasattr(model, "get_decoder"):
+        raise DeepSpeedConfigError(
+            f"{what} is no causal language model of transformers; call deepspeed.sequence.chunked_cross_entropy in the "
+            "model's own code, or set it to false"
+        )
+    text = model.config.get_text_config()
+    behind = [name for name in _AFTER_HEAD if getattr(text, name, None) not in (None, 1, 1.0)]
+    if behind or getattr(text, "output_router_logits", False):
+        named = ", ".join(behind) or "output_router_logits"
+        raise DeepSpeedConfigError(
+            f"{what} changes its logits or its loss behind the head ({named}), which a loss of hidden states would "
+            "leave out; set tiled_loss to false"
+        )
+    whole = model.forward
+
+    @functools.wraps(whole)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if args:
+            kwargs = inspect.signature(whole).bind(*args, **kwargs).arguments
+            kwargs = {**kwargs, **kwargs.pop("kwargs", {})}
+        if not model.training or (kwargs.get("labels") is None and kwargs.get("shift_labels") is None):
+            return whole(**kwargs)
+        return _with_loss(model, head, tokens, **kwargs)
+
+    model.forward = forward
+    log_dist(f"{what} computes its loss {tokens:,} tokens at a time; outputs in training have no logits")
+
+
+def _with_loss(
+    model: Any,
+    head: nn.Module,
+    tokens: int,
+    labels: torch.Tensor | None = None,
+    shift_labels: torch.Tensor | None = None,
+    num_items_in_batch: Any = None,
+    logits_to_keep: Any = 0,
+    return_dict: bool | None = None,
+    **kwargs: Any,
+) -> Any:
+    """What the model's forward returns for labels, as its own loss function has it."""
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    outputs = model.get_decoder()(**kwargs)
+    if shift_labels is None:
+        assert labels is not None
+        shift_labels = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+    reduction: Any = "mean" if num_items_in_batch is None else "sum"
+    loss = chunked_cross_entropy(outputs[0], head, shift_labels, tile_tokens=tokens, reduction=reduction)
+    if num_items_in_batch is not None:
+        loss = loss / num_items_in_batch
+    found = CausalLMOutputWithPast(
+        loss=loss,
+        past_key_values=getattr(outputs, "past_key_values", None),
+        hidden_states=getattr(outputs, "hidden_states", None),
+        attentions=getattr(outputs, "attentions", None),
+    )
+    return found.to_tuple() if return_dict is False else found

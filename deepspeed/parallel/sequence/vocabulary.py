@@ -1,0 +1,157 @@
+"""Cross entropy over a large vocabulary: without all logits at once, and with logits cut over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch.nn import functional
+
+from deepspeed import comm
+from deepspeed.comm.world import rank_in, size_of
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.parallel.sequence.loss import IGNORED
+from deepspeed.parallel.sequence.tiled import run_again
+
+TILE = 2048
+"""Tokens whose logits exist at once."""
+
+
+def chunked_cross_entropy(
+    hidden: torch.Tensor,
+    head: Callable[[torch.Tensor], torch.Tensor],
+    labels: torch.Tensor,
+    *,
+    ignore_index: int = IGNORED,
+    tile_tokens: int = TILE,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+) -> torch.Tensor:
+    """Cross entropy of hidden states whose logits exist for one tile of tokens at a time, also in backward.
+
+    Args:
+        hidden: ``[..., width]``.
+        head: Makes logits ``[tokens, vocabulary]`` of ``[tokens, width]``: a module or a function.
+        labels: ``[...]``.
+        ignore_index: Labels that do not count.
+        tile_tokens: Tokens of a tile.
+        reduction: As of torch's ``cross_entropy``; computed in fp32. The mean of nothing is 0.
+    """
+
+    def losses(tile: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(head(tile).float(), wanted, ignore_index=ignore_index, reduction="none")
+
+    flat, wanted = hidden.reshape(-1, hidden.size(-1)), labels.reshape(-1).to(hidden.device)
+    tiles = zip(flat.split(tile_tokens), wanted.split(tile_tokens), strict=True)
+    found = torch.cat([run_again(losses, *tile) for tile in tiles])
+    if reduction == "none":
+        return found.view(labels.shape)
+    return found.sum() if reduction == "sum" else found.sum() / (wanted != ignore_index).sum().clamp(min=1)
+
+
+def vocab_sequence_parallel_cross_entropy(
+    vocab_parallel_logits: torch.Tensor,
+    target: torch.Tensor,
+    sp_group: Any,
+    tp_group: Any = None,
+    vocab_start_index: int | None = None,
+    vocab_end_index: int | None = None,
+    ignore_index: int = IGNORED,
+    reduction: Literal["mean", "sum", "none"] = "none",
+    gather_sequence_loss: bool = True,
+    backend: str = "torch",
+    *,
+    own_share: bool = False,
+) -> torch.Tensor:
+    """Cross entropy of logits whose tokens, and perhaps vocabulary, are cut over ranks.
+
+    Every rank of the groups must call it; so must they run its backward, in which the gradients of gathered losses are
+    summed over ``sp_group`` unless ``own_share`` (see ``mean_loss``).
+
+    Args:
+        vocab_parallel_logits: ``[this rank's tokens, batch, this rank's vocabulary]``.
+        target: ``[this rank's tokens, batch]``, numbers in the whole vocabulary.
+        sp_group: Torch process group of the ranks that share a sequence.
+        tp_group: Of the ranks that share the vocabulary; None: each has all.
+        vocab_start_index: First word of this rank; None: equal parts in the order of the ranks.
+        vocab_end_index: One behind its last word; only checked.
+        ignore_index: Targets that do not count; their loss is 0.
+        reduction: ``none``: one loss per token; else over the tokens that count.
+        gather_sequence_loss: Of all tokens, ``[tokens, batch]``; else of this rank's.
+        backend: Only ``torch``.
+        own_share: See above.
+
+    Raises:
+        DeepSpeedConfigError: The indices do not fit the logits, or the backend is another one.
+    """
+    if backend != "torch":
+        raise DeepSpeedConfigError(
+            f'vocab_sequence_parallel_cross_entropy(backend="{backend}"): there is only "torch"; leave the argument out'
+        )
+    words = vocab_parallel_logits.size(-1)
+    start = (
+        (rank_in(tp_group) * words if tp_group is not None else 0) if vocab_start_index is None else vocab_start_index
+    )
+    if vocab_end_index is not None and vocab_end_index - start != words:
+        raise DeepSpeedConfigError(
+            f"vocab_sequence_parallel_cross_entropy: the words {start} to {vocab_end_index} are "
+            f"{vocab_end_index - start}, but the logits have {words}"
+        )
+    loss: torch.Tensor = _CutVocabulary.apply(vocab_parallel_logits, target, start, ignore_index, tp_group)
+    count = (target != ignore_index).sum()
+    if gather_sequence_loss and size_of(sp_group) > 1:
+        loss = _GatherTokens.apply(loss, sp_group, own_share)
+        comm.all_reduce(count, group=sp_group)
+    if reduction == "none":
+        return loss
+    return loss.sum() if reduction == "sum" else loss.sum() / count.clamp(min=1)
+
+
+class _CutVocabulary(torch.autograd.Function):
+    """Per-token losses in fp32; what is saved is the softmax of this rank's words."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, target: torch.Tensor, start: int, ignored: int, group: Any
+    ) -> torch.Tensor:
+        logits = logits.float()
+        highest = logits.amax(-1)
+        if group is not None:
+            comm.all_reduce(highest, op=comm.ReduceOp.MAX, group=group)
+        odds = (logits - highest.unsqueeze(-1)).exp()
+        total = odds.sum(-1)
+        mine = (target >= start) & (target < start + logits.size(-1)) & (target != ignored)
+        place = torch.where(mine, target - start, 0).unsqueeze(-1)
+        wanted = torch.where(mine, logits.gather(-1, place).squeeze(-1) - highest, 0.0)
+        if group is not None:
+            sums = torch.stack((total, wanted))
+            comm.all_reduce(sums, group=group)
+            total, wanted = sums
+        counts = target != ignored
+        ctx.save_for_backward(odds.div_(total.unsqueeze(-1)), place, mine, counts)
+        return torch.where(counts, total.log() - wanted, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:  # type: ignore[override]
+        softmax, place, mine, counts = ctx.saved_tensors
+        gradient = softmax.scatter_add(-1, place, -mine.to(softmax.dtype).unsqueeze(-1))
+        return gradient * torch.where(counts, gradients[0], 0.0).unsqueeze(-1), None, None, None, None
+
+
+class _GatherTokens(torch.autograd.Function):
+    """``[tokens, batch]`` of all ranks, along the first axis."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, group: Any, own_share: bool) -> torch.Tensor:
+        ctx.arguments = group, own_share, loss.size(0)
+        whole = loss.new_empty((loss.size(0) * size_of(group), *loss.shape[1:]))
+        comm.all_gather_into_tensor(whole, loss.contiguous(), group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:  # type: ignore[override]
+        group, own_share, tokens = ctx.arguments
+        gradient = gradients[0].clone(memory_format=torch.contiguous_format)
+        if not own_share:
+            comm.all_reduce(gradient, group=group)
+        return gradient.narrow(0, rank_in(group) * tokens, tokens), None, None
