@@ -15,6 +15,7 @@ import torch
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.activation_checkpointing import settings as settings_module
+from deepspeed.comm.groups import get_tensor_model_parallel_rank
 from deepspeed.errors import CallOrderError
 
 MODEL_PARALLEL_STATE = "model-parallel-rng"
@@ -91,7 +92,7 @@ def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
 def _model_parallel_rank() -> int:
     mpu: Any = settings_module.settings.mpu
     if mpu is None:
-        return 0
+        return get_tensor_model_parallel_rank()
     for name in ("get_tensor_model_parallel_rank", "get_model_parallel_rank"):
         if hasattr(mpu, name):
             return int(getattr(mpu, name)())

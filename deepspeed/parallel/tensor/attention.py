@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from deepspeed.parallel.tensor.split import Heads
@@ -23,6 +24,9 @@ _KEY_VALUE = (
 _WIDTH = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "d_kv")
 _ALL_HEADS = ("all_head_size", "split_size", "embed_dim", "hidden_size", "inner_dim", "d_model", "dim", "q_size")
 """What modules call the width of all query heads together."""
+
+_PER_HEAD = ("alibi", "position_bias")
+"""Arguments that have something for every head."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,35 @@ def tell(module: nn.Module, whole: Attention, heads: Heads, place: int) -> dict[
             setattr(module, name, after)
             changed[name] = before, after
     return changed
+
+
+def slice_arguments(module: nn.Module, whole: Attention, heads: Heads, place: int) -> None:
+    """Lets an attention module see this rank's part of what it is handed per head (ALiBi, position biases).
+
+    Args:
+        module: The module.
+        whole: What it had.
+        heads: How they are dealt.
+        place: This rank's.
+    """
+    low, high = heads.of_query(place)
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        for name in _PER_HEAD:
+            if isinstance(value := kwargs.get(name), torch.Tensor):
+                kwargs = {**kwargs, name: _part_of_heads(value, whole.query, low, high)}
+        return args, kwargs
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _part_of_heads(value: torch.Tensor, count: int, low: int, high: int) -> torch.Tensor:
+    """Of ``(heads, ...)``, ``(batch x heads, ...)`` or ``(batch, heads, ...)``; anything else has no heads."""
+    if value.dim() == 4:
+        return value[:, low:high] if value.shape[1] == count else value
+    if value.dim() == 3 and value.shape[0] % count == 0:
+        return value.view(-1, count, *value.shape[1:])[:, low:high].flatten(0, 1)
+    return value
 
 
 def _configurations(config: Any) -> Iterable[Any]:

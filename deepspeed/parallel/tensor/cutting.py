@@ -21,13 +21,15 @@ from deepspeed.config.sections.tensor_parallel import TensorParallel
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 from deepspeed.parallel.tensor import rules as rules_module
-from deepspeed.parallel.tensor.attention import tell
+from deepspeed.parallel.tensor.attention import slice_arguments, tell
+from deepspeed.parallel.tensor.batches import BatchCheck, same_random_states
 from deepspeed.parallel.tensor.channel import Channel, connect, over
 from deepspeed.parallel.tensor.layout import Layout, describe, layout_of
 from deepspeed.parallel.tensor.making import Maker, cut_parameter
 from deepspeed.parallel.tensor.request import check_group
 from deepspeed.parallel.tensor.rules import Rule, Way
-from deepspeed.parallel.tensor.verify import Rehearsal
+from deepspeed.parallel.tensor.structure import of_structure
+from deepspeed.parallel.tensor.verify import Rehearsal, inputs_of
 from deepspeed.parallel.tensor.vocabulary import causal_loss
 from deepspeed.zero.holder import full_shape
 from deepspeed.zero.sharded_parameter import ShardedParameter
@@ -89,11 +91,14 @@ def cut_model(model: nn.Module, section: TensorParallel, mesh: Mesh, device: tor
         maker.make(layer)
     for name, (attention, heads) in layout.heads.items():
         tell(model.get_submodule(name), attention, heads, channel.rank)
+        slice_arguments(model.get_submodule(name), attention, heads, channel.rank)
     _use_parallel_loss(model, section, layout, channel)
     setattr(model, _CUT, made)
     log_dist(f"tensor parallelism over {size} ranks:\n{describe(layout)}")
     if rehearsal is not None:
         rehearsal.after(model, channel)
+    same_random_states(channel)
+    BatchCheck(channel).attach(model)
     return made
 
 
@@ -103,7 +108,12 @@ def rules_for(model: nn.Module, section: TensorParallel) -> dict[str, Rule]:
     Raises:
         DeepSpeedConfigError: None has.
     """
-    found = rules_module.of_user(model, section) or rules_module.of_plan(model)
+    own = rules_module.of_user(model, section)
+    found: dict[str, Rule] = {}
+    if all(rule.way in (Way.WHOLE, Way.SUMMED) for rule in own.values()):  # exceptions from what the model says
+        found = rules_module.of_plan(model) if section.injection_policy_tuple is None else {}
+        found = found or of_structure(model, inputs_of(model), section.injection_policy_tuple or ())
+    found |= own
     if not found:
         raise DeepSpeedConfigError(
             f"tensor_parallel.autotp_size {section.autotp_size}: nothing says how {type(model).__name__} is cut; it "

@@ -23,6 +23,9 @@ _ROWS = (Way.ROW, Way.ROW_SLICED)
 _INTERLEAVED = ("bloom", "gptneox", "falcon", "persimmon", "chatglm")
 """Classes whose packed weight has query, key and value of one head side by side; others have all queries first."""
 
+_EXPERTS_GRAIN = 8
+"""Features of experts that stay together: kernels for grouped products want strides of 16 bytes."""
+
 
 @dataclass(frozen=True)
 class ParameterCut:
@@ -123,7 +126,8 @@ class _Builder:
                 self.layout.layers.append(self._module(name, rule))
         for number in rows:  # when it is known what the column-parallel layers give
             self.layout.layers[number] = self._row(self.layout.layers[number].name)
-        self._agree_on_tied()
+        while self._agree_on_tied():
+            pass
         self._refuse_partly_shared()
         return self.layout
 
@@ -135,7 +139,17 @@ class _Builder:
             return self._column(name, rule)
         if rule.way in (Way.VOCABULARY, Way.WIDTH):
             return self._embedding(name, rule, module)
+        if rule.way is Way.PER_HEAD:
+            return self._per_head(name, rule)
         return LayerCut(name, rule.way, rule.source)
+
+    def _per_head(self, name: str, rule: Rule) -> LayerCut:
+        found = self._attention_above(name)
+        shape = full_shape(self.modules[name].weight)  # type: ignore[arg-type]
+        if found is None or shape[1] != found[1].query:
+            raise self._error(name, f"has {shape[1]} columns, which are not those of the heads of a module above it")
+        split = self._of_heads(found, Dealt.AS_QUERIES, 1)
+        return LayerCut(name, rule.way, rule.source, split, (ParameterCut(f"{name}.weight", shape, 1, split),))
 
     def _column(self, name: str, rule: Rule) -> LayerCut:
         weight, dim = self._weight_of(name, rule)
@@ -193,7 +207,9 @@ class _Builder:
         if found is not None and shape[dim] % found[1].query == 0 and not rule.parts:
             split = self._of_heads(found, Dealt.AS_QUERIES, shape[dim] // found[1].query)
         else:
-            split = Split.evenly(shape[dim], self.size, parts=_count(rule))
+            each = shape[dim] // _count(rule)
+            grain = _EXPERTS_GRAIN if each % _EXPERTS_GRAIN == 0 and each >= self.size * _EXPERTS_GRAIN else 1
+            split = Split.evenly(shape[dim], self.size, grain, _count(rule))
         self._check_width(name, split, f"indices of dimension {dim}")
         return LayerCut(name, rule.way, rule.source, split, (ParameterCut(name, shape, dim, split),))
 
@@ -319,8 +335,8 @@ class _Builder:
             "works with"
         )
 
-    def _agree_on_tied(self) -> None:
-        """Layers with one weight are cut alike or stay whole."""
+    def _agree_on_tied(self) -> bool:
+        """Layers with one weight are cut alike or stay whole; whether a layer was changed for that."""
         users: dict[int, list[int]] = {}
         by_name = dict(self.model.named_parameters(remove_duplicate=False))
         for number, layer in enumerate(self.layout.layers):
@@ -350,6 +366,8 @@ class _Builder:
                     )
                 why = f"its weight is that of {others[0]!r}, which stays whole" if others else "its weight is tied"
                 self.layout.layers[number] = replace(layer, way=Way.WHOLE, split=None, parameters=(), note=why)
+            return True
+        return False
 
     def _refuse_partly_shared(self) -> None:
         for layer in self.layout.layers:

@@ -1,7 +1,8 @@
 """Which layers are cut, and how: what the user writes, what the model's own plan says, what its structure shows.
 
-Sources are asked in that order, and the first one that has rules decides (a user's rules are completed by a preset
-where both are given). The result is a rule for every module or parameter that is not left whole, by its name.
+Sources are asked in that order, and the first one that has rules decides. A user's rules are completed by a preset
+where both are given; rules that only leave layers whole are exceptions from what the model says. The result is a rule
+for every module or parameter that is not left whole, by its name.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class Way(Enum):
     """Rows of an embedding are dealt out."""
     WIDTH = "width"
     """Columns of an embedding are dealt out."""
+    PER_HEAD = "a column per head"
+    """An embedding of which every head adds one column to its scores: columns are dealt with the heads."""
     SUMMED = "whole, gradient summed"
     """Whole, but fed by what is cut: the gradient is summed."""
     LATENT = "whole, rotary part summed"

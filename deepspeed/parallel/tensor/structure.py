@@ -1,0 +1,251 @@
+"""Rules for a model that brings none, read off what it computes.
+
+A linear layer whose output is added to the stream that its own input came from (with at most norms, scalings, views
+and further summands between) *feeds a residual sum*: it is row-parallel. In the same repeated block, a linear layer
+whose output goes to such layers only is column-parallel. The rest (routers, heads, projections between widths) stays
+whole. A small forward shows what is added to what: its autograd graph is walked. Values do not matter, so it runs on
+the meta device where the model allows that.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.parallel.tensor.attention import attention_of
+from deepspeed.parallel.tensor.layout import block_of
+from deepspeed.parallel.tensor.rules import Rule, Way, is_linear
+from deepspeed.zero.holder import full_shape
+
+_MIXING = ("mm", "scaleddot", "attention", "linear", "convolution", "embedding", "einsum")
+"""Parts, in small letters, of the names of graph nodes that bring features or positions together."""
+_SOURCE = "the structure of the model"
+
+Node = Any
+
+
+def of_structure(model: nn.Module, inputs: Mapping[str, Any] | None, rows: Iterable[str] = ()) -> dict[str, Rule]:
+    """Rules from the structure; empty where it shows no pair of layers.
+
+    Args:
+        model: The model, whole or sharded; nothing of it changes.
+        inputs: Keyword arguments of a small forward; None: not known.
+        rows: Ends of names of layers that are said to be row-parallel (``injection_policy_tuple``); all other linear
+            layers of their blocks are column-parallel then, and nothing is computed.
+    """
+    linear = {name: module for name, module in model.named_modules() if is_linear(module) and _is_outermost(name)}
+    endings = tuple(rows)
+    inside: set[str] = set()
+    if endings:
+        found = {name for name in linear if any(name == end or name.endswith(f".{end}") for end in endings)}
+        blocks = {block_of(name) for name in found}
+        columns = {name for name in linear if name not in found and block_of(name) in blocks}
+    elif inputs is None:
+        return {}
+    else:
+        graph = _Graph(model, linear, inputs)
+        found, columns = graph.pairs()
+        inside = graph.inside(columns)
+    rules = {}
+    for name in linear:
+        if name in found or name in columns:
+            rules[name] = Rule(Way.ROW if name in found else Way.COLUMN, _SOURCE)
+    config = getattr(model, "config", None)
+    for name, module in model.named_modules():
+        above = attention_of(model.get_submodule(name.rpartition(".")[0]), config) if rules and "." in name else None
+        if above is not None and isinstance(module, nn.Embedding) and module.embedding_dim == above.query:
+            rules[name] = Rule(Way.PER_HEAD, _SOURCE)
+        elif name in inside:
+            rules[name] = Rule(Way.SUMMED, _SOURCE)
+    return rules | _vocabulary(model, rules) if rules else {}
+
+
+def _is_outermost(name: str) -> bool:
+    """Not the linear layer inside an adapter, nor the adapter's own."""
+    above, _, last = name.rpartition(".")
+    if last == "base_layer":
+        return False
+    return not any(part in ("lora_A", "lora_B") for part in above.split("."))
+
+
+def _vocabulary(model: nn.Module, rules: Mapping[str, Rule]) -> dict[str, Rule]:
+    """The embedding and the output layer of a language model."""
+    names = {id(module): name for name, module in model.named_modules()}
+    found = {}
+    for ask, way in (("get_input_embeddings", Way.VOCABULARY), ("get_output_embeddings", Way.COLUMN_GATHERED)):
+        try:
+            module = getattr(model, ask, lambda: None)()
+        except (AttributeError, NotImplementedError):
+            continue
+        wanted = nn.Embedding if way is Way.VOCABULARY else nn.Linear
+        name = names.get(id(module))
+        if type(module) is wanted and name is not None and name not in rules:
+            found[name] = Rule(way, _SOURCE)
+    return found
+
+
+class _Graph:
+    """The autograd graph of a small forward."""
+
+    def __init__(self, model: nn.Module, linear: Mapping[str, nn.Module], inputs: Mapping[str, Any]) -> None:
+        self.widths: dict[str, int] = {}
+        self.outputs: dict[str, Node] = {}
+        self.inputs: dict[str, Node] = {}
+        self._kept: list[torch.Tensor] = []
+        self.others: dict[str, Node] = {}
+        handles = [module.register_forward_hook(self._note(name)) for name, module in linear.items()]
+        for name, module in model.named_modules():
+            if name not in linear and not list(module.children()) and list(module.parameters(recurse=False)):
+                handles.append(module.register_forward_hook(self._note_other(name)))
+        try:
+            roots = _forward(model, inputs)
+        finally:
+            for handle in handles:
+                handle.remove()
+        self.users: dict[Node, list[Node]] = {}
+        self._walk([root.grad_fn for root in roots if root.grad_fn is not None])
+
+    def _note(self, name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if isinstance(output, torch.Tensor) and output.grad_fn is not None and args:
+                self.widths[name] = output.shape[-1]
+                self.outputs[name] = output.grad_fn
+                self.inputs[name] = args[0].grad_fn
+                self._kept += [output, args[0]]  # so that nodes keep their identity
+
+        return hook
+
+    def _note_other(self, name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, __: Any, output: Any) -> None:
+            if isinstance(output, torch.Tensor) and output.grad_fn is not None:
+                self.others[name] = output.grad_fn
+                self._kept.append(output)
+
+        return hook
+
+    def _walk(self, roots: list[Node]) -> None:
+        seen, stack = set(roots), list(roots)
+        while stack:
+            node = stack.pop()
+            for parent in _parents(node):
+                self.users.setdefault(parent, []).append(node)
+                if parent not in seen:
+                    seen.add(parent)
+                    stack.append(parent)
+
+    def pairs(self) -> tuple[set[str], set[str]]:
+        """Names of the row-parallel and of the column-parallel layers."""
+        by_output = {node: name for name, node in self.outputs.items()}
+        sums: dict[str, Node] = {}
+        for name, node in self.outputs.items():
+            total = self._residual_sum(name, node)
+            if total is not None and re.search(r"\.\d+\.", name):
+                sums[name] = total
+        rows = set(sums)
+        blocks: dict[str, set[str]] = {}
+        for name in rows:
+            blocks.setdefault(block_of(name), set()).add(name)
+        columns = set()
+        for name in self.outputs:
+            mates = blocks.get(block_of(name))
+            if mates is None or name in rows:
+                continue
+            reached = self._reached(self.outputs[name], {self.outputs[mate] for mate in rows})
+            met = {by_output[node] for node in reached if node in by_output and by_output[node] in rows}
+            if met and met <= mates and not reached & set(sums.values()):
+                columns.add(name)
+        fed = {block_of(name) for name in columns}
+        return {name for name in rows if block_of(name) in fed}, columns
+
+    def inside(self, columns: set[str]) -> set[str]:
+        """Names of further modules with parameters that work on what column-parallel layers give."""
+        ends = {node for name, node in self.outputs.items() if name not in columns}
+        cut: set[Node] = set()
+        for name in columns:
+            cut |= self._reached(self.outputs[name], ends) - ends
+        return {name for name, node in self.others.items() if node in cut}
+
+    def _residual_sum(self, name: str, start: Node) -> Node | None:
+        """The sum of this layer's output with the stream that its input came from."""
+        before = _ancestors(self.inputs[name])
+        reached, stack = {start}, [start]
+        while stack:
+            node = stack.pop()
+            for user in self.users.get(node, ()):
+                others = [parent for parent in _parents(user) if parent not in reached and not _is_leaf(parent)]
+                kind = type(user).__name__.lower()
+                if kind.startswith("addbackward"):
+                    if any(parent in before for parent in others):
+                        return user
+                elif others or any(part in kind for part in _MIXING):
+                    continue
+                if user not in reached:
+                    reached.add(user)
+                    stack.append(user)
+        return None
+
+    def _reached(self, start: Node, ends: set[Node]) -> set[Node]:
+        """All that depends on a node, without what lies behind ``ends``."""
+        reached, stack = {start}, [start]
+        while stack:
+            node = stack.pop()
+            if node in ends and node is not start:
+                continue
+            for user in self.users.get(node, ()):
+                if user not in reached:
+                    reached.add(user)
+                    stack.append(user)
+        return reached
+
+
+def _parents(node: Node) -> list[Node]:
+    return [parent for parent, _ in node.next_functions if parent is not None]
+
+
+def _is_leaf(node: Node) -> bool:
+    """A parameter, or a view of one."""
+    return not any(_parents(node)) if type(node).__name__ != "AccumulateGrad" else True
+
+
+def _ancestors(node: Node) -> set[Node]:
+    if node is None:
+        return set()
+    found, stack = {node}, [node]
+    while stack:
+        for parent in _parents(stack.pop()):
+            if parent not in found and type(parent).__name__ != "AccumulateGrad":
+                found.add(parent)
+                stack.append(parent)
+    return found
+
+
+def _forward(model: nn.Module, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Outputs of a small forward with stand-ins for all parameters, on the meta device if the model can do that."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        try:
+            return _run(model, inputs, torch.device("meta"))
+        except (RuntimeError, NotImplementedError, ValueError, TypeError):  # a question about values
+            return _run(model, inputs, None)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _run(model: nn.Module, inputs: Mapping[str, Any], device: torch.device | None) -> list[torch.Tensor]:
+    stand_ins: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        made = torch.zeros(full_shape(parameter), dtype=parameter.dtype, device=device or parameter.device)
+        stand_ins[name] = made.requires_grad_(made.is_floating_point())
+    if device is not None:
+        stand_ins |= {name: buffer.to(device) for name, buffer in model.named_buffers()}
+        inputs = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
+    with torch.enable_grad():
+        result = torch.func.functional_call(model, stand_ins, (), dict(inputs), tie_weights=True)
+    values = result.values() if isinstance(result, Mapping) else result if isinstance(result, tuple) else (result,)
+    return [value for value in values if isinstance(value, torch.Tensor)]

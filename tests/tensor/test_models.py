@@ -1,0 +1,171 @@
+"""Transformers models of many families are cut by config alone; the rehearsal compares output and gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from deepspeed.comm import groups
+from deepspeed.comm.mesh import Mesh
+from deepspeed.config.sections.tensor_parallel import TensorParallel
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.parallel.tensor.cutting import cut_model
+from tests.harness import run_ranks
+
+LLAMA = {
+    "hidden_size": 32,
+    "intermediate_size": 44,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+BERT = {name: value for name, value in LLAMA.items() if name not in ("num_key_value_heads", "head_dim")}
+BART = {
+    "d_model": 32,
+    **{f"{side}_layers": 1 for side in ("encoder", "decoder")},
+    **{f"{side}_attention_heads": 4 for side in ("encoder", "decoder")},
+    **{f"{side}_ffn_dim": 44 for side in ("encoder", "decoder")},
+}
+EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+LATENT = {
+    **LLAMA,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    **EXPERTS,
+}
+BY_PLAN = {
+    "llama": LLAMA,
+    "qwen3": LLAMA,
+    "phi3": LLAMA,
+    "gpt_neox": BERT,
+    "qwen3_moe": {**LLAMA, "num_experts": 4, **EXPERTS},
+    "deepseek_v3": LATENT,
+}
+BY_STRUCTURE = {
+    "gpt2": GPT2,
+    "opt": {**BERT, "ffn_dim": 44, "word_embed_proj_dim": 32},
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "bert": BERT,
+    "t5": {"d_model": 32, "d_ff": 44, "num_layers": 2, "num_heads": 4, "d_kv": 8},
+}
+MORE = {
+    **dict.fromkeys(("mistral", "qwen2", "gemma", "gemma2", "gemma3_text", "cohere", "olmo2", "starcoder2"), LLAMA),
+    **dict.fromkeys(("granite", "glm", "glm4", "helium", "smollm3", "phi", "nemotron", "stablelm"), LLAMA),
+    "mixtral": {**LLAMA, "num_local_experts": 4, "intermediate_size": 48},
+    "qwen2_moe": {**LLAMA, "num_experts": 4, "shared_expert_intermediate_size": 24, **EXPERTS},
+    "deepseek_v2": {**LATENT, "q_lora_rank": None},
+    "gptj": {**GPT2, "rotary_dim": 4},
+    "gpt_neo": {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]},
+    "persimmon": BERT,
+    "roberta": BERT,
+    "electra": BERT,
+    "distilbert": {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 44},
+    "bart": BART,
+    "vit": {**BERT, "image_size": 16, "patch_size": 8},
+}
+
+
+def _model(kind: str, sizes: dict[str, Any]) -> nn.Module:
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    ids = {"vocab_size": 65, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = AutoConfig.for_model(kind, **ids, **sizes)
+    try:
+        return AutoModelForCausalLM.from_config(config)
+    except ValueError:
+        return AutoModel.from_config(config)
+
+
+def _cut(model: nn.Module, size: int, **section: Any) -> int:
+    mesh = Mesh((("data", dist.get_world_size() // size), ("tensor", size)))
+    groups.set_mesh(mesh)
+    cut_model(model, TensorParallel(autotp_size=size, verify=True, **section), mesh, torch.device("cpu"))
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _families(sizes: dict[str, dict[str, Any]], size: int) -> None:
+    for kind, given in sizes.items():
+        model = _model(kind, given)
+        whole = sum(parameter.numel() for parameter in model.parameters())
+        assert _cut(model, size) < 0.95 * whole, kind
+
+
+def test_by_their_plan_or_by_their_structure():
+    run_ranks(_families, 2, {**BY_PLAN, **BY_STRUCTURE}, 2, timeout=180)
+
+
+@pytest.mark.slow
+def test_more_families():
+    run_ranks(_families, 2, MORE, 2, timeout=300)
+
+
+@pytest.mark.slow
+def test_over_four_ranks():
+    run_ranks(_families, 4, {**BY_PLAN, **BY_STRUCTURE}, 4, timeout=300)
+
+
+def _refused():
+    def fails(words: str, model: nn.Module, size: int = 2, **section: Any) -> None:
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        with pytest.raises(DeepSpeedConfigError, match=words):
+            _cut(model, size, **section)
+        if "verify" not in words:  # nothing was changed
+            assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+    llama = _model("llama", LLAMA)
+    specs = [{"patterns": [r".*q_proj\.weight"]}, {"patterns": [r".*mystery\.weight"]}]
+    fails(r"layer_specs\[1\]: '.*mystery.*' fits no weight", llama, partition_config={"layer_specs": specs})
+    fails("'\\[' is no regular expression", llama, partition_config={"layer_specs": [{"patterns": ["["]}]})
+    strict = {"layer_specs": specs[:1], "strict_mode": True}
+    fails("strict_mode: no pattern fits 'model.layers.0.self_attn.k_proj'", llama, partition_config=strict)
+    fails("nothing says how Sequential is cut", nn.Sequential(nn.Linear(4, 4)))
+    few = _model("llama", {**LLAMA, "num_attention_heads": 1, "num_key_value_heads": 1})
+    fails("'model.layers.0.self_attn' cannot be cut: 1 query heads are fewer than the 2 ranks", few)
+    skip = {"layer_specs": [{"patterns": [".*self_attn"], "partition_type": "skip"}]}
+    _cut(few, 2, partition_config=skip)  # as the message says
+    assert few.model.layers[0].self_attn.q_proj.weight.shape == (8, 32)
+    assert few.model.layers[0].mlp.up_proj.weight.shape == (22, 32)
+    # A rule that is wrong for the model: the output of every layer would be a part of the stream.
+    wrong = {"layer_specs": [{"patterns": [r".*down_proj\.weight"], "partition_type": "column"}]}
+    fails("verify: the cut LlamaForCausalLM", llama, partition_config=wrong)
+
+
+def _by_patterns():
+    """Patterns, a preset, a gathered output; names of row-parallel outputs."""
+    specs = [
+        {"patterns": [r".*mlp\.(gate|up)_proj\.weight"], "partition_type": "column"},
+        {"patterns": [r".*mlp\.down_proj\.weight"], "partition_type": "row"},
+        {"patterns": [r".*q_proj\.weight"], "partition_type": "column", "gather_output": True},
+    ]
+    model = _model("llama", LLAMA)
+    _cut(model, 2, partition_config={"layer_specs": specs})
+    assert model.model.layers[0].self_attn.k_proj.weight.shape == (16, 32)
+    assert model.model.layers[0].self_attn.q_proj.weight.shape == (16, 32)
+    _cut(_model("llama", LLAMA), 2, preset_model="llama")
+    _cut(_model("bloom", BY_STRUCTURE["bloom"]), 2, preset_model="bloom")
+    _cut(_model("gpt2", GPT2), 2, injection_policy_tuple=["attn.c_proj", "mlp.c_proj"])
+
+
+def _by_hand():
+    _by_patterns()
+    _refused()
+
+
+def test_own_rules_and_what_is_refused():
+    run_ranks(_by_hand, 2, timeout=120)
