@@ -148,6 +148,33 @@ class _GlooReduce:
         self._flat = self._out = torch.empty(0)
 
 
+class _GlooSwap:
+    """An exchange of slices that are left as they come."""
+
+    def __init__(self, transport: GlooTransport, flat: torch.Tensor, out: torch.Tensor, key: int, label: str) -> None:
+        self._transport = transport
+        self._label = label
+        self._ticket = transport.issue("reduce", key)
+        transport.reductions += 1
+        self._number = transport.reductions
+        slices, places = flat.view(transport.size, -1), out.view(transport.size, -1)
+        peers = [(transport.rank + step) % transport.size for step in range(1, transport.size)]
+        self._works = [transport.receive(places[peer], peer, key) for peer in peers]
+        self._works += [transport.send(slices[peer], peer, key) for peer in reversed(peers)]
+        places[transport.rank].copy_(slices[transport.rank])
+        self._keep = flat, out
+
+    def will_arrive(self) -> bool:
+        return self._number <= self._transport.sent_by_all()
+
+    def wait(self) -> None:
+        if not self.will_arrive():
+            catch_up()
+        works, self._works = self._works, []
+        for work in works:
+            self._transport.guard(work.wait, self._ticket, self._label)
+
+
 class _GlooAllReduce:
     """More than two ranks: reduce-scatter into this rank's slice of the result, then gather the fp32 slices."""
 
@@ -290,6 +317,18 @@ class GlooTransport(Transport):
         traffic.record_asked("all_to_all", nbytes, self.axis)
         places[self.rank].copy_(sends[self.rank])
         return _GlooExchange(self, works, ticket, label)
+
+    @timed("all_to_all_single")
+    def swap(self, flat: torch.Tensor, out: torch.Tensor, *, key: int, label: str) -> Work:
+        """See the class this one derives from."""
+        nbytes = flat.numel() * flat.element_size()
+        traffic.record_asked("all_to_all", nbytes - nbytes // self.size, self.axis)
+        return _GlooSwap(self, flat, out, key, label)
+
+    def share(self, flat: torch.Tensor, *, key: int, label: str) -> Work:
+        """See the class this one derives from."""
+        traffic.record_asked("all_gather", flat.numel() * flat.element_size(), self.axis)
+        return self.gather_slices(flat, key, "reduce", label)
 
     def gather_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> torch.Tensor:
         """See the class this one derives from."""

@@ -111,6 +111,24 @@ class NativeTransport(Transport):
         work = self.group.alltoall_base(out, source, list(received), list(sent))
         return self._work(work, "all_to_all", self.next_move(), label, None, (source, out))
 
+    @timed("all_to_all_single")
+    def swap(self, flat: torch.Tensor, out: torch.Tensor, *, key: int, label: str) -> Work:
+        """See the class this one derives from."""
+        nbytes = flat.numel() * flat.element_size()
+        sent = nbytes - nbytes // self.size
+        traffic.record_asked("all_to_all", sent, self.axis)
+        traffic.record_ran("all_to_all_single", sent, self.axis)
+        work = self.group.alltoall_base(out, flat, [], [])
+        return self._work(work, "reduce", key, label, None, (flat, out))
+
+    def share(self, flat: torch.Tensor, *, key: int, label: str) -> Work:
+        """See the class this one derives from."""
+        nbytes = flat.numel() * flat.element_size()
+        traffic.record_asked("all_gather", nbytes, self.axis)
+        traffic.record_ran("all_gather_into_tensor", nbytes // self.size, self.axis)
+        work = self.group._allgather_base(flat, self.my_slice(flat))
+        return self._work(work, "reduce", key, label, None, flat)
+
     def gather_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> torch.Tensor:
         """See the class this one derives from."""
         rows = torch.empty((self.size, tensor.numel()), dtype=tensor.dtype, device=self.device)

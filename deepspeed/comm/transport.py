@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
+from deepspeed.comm.codec import Residual
 from deepspeed.comm.counters import waiting
 from deepspeed.comm.party import Party
 from deepspeed.comm.watch import Watch
@@ -89,6 +90,7 @@ class Reduction:
         limit: Most elements of the buffer that may travel at once.
         visit: Called, at the latest in ``wait``, with stretches that together are the result, each as soon as it is
             finished and a multiple of 64 elements long.
+        error: What earlier reductions of this buffer have lost; for transports that are not exact.
     """
 
     scale: float
@@ -96,6 +98,7 @@ class Reduction:
     label: str
     limit: int
     visit: Visit | None = None
+    error: Residual | None = None
 
 
 class DoneWork:
@@ -124,10 +127,13 @@ class Transport:
         watch: The job's; None where nobody is waited for.
         scope: Begins the names of its channels.
         axis: Name of the axis that the ranks lie along, for the books of what travels.
+        is_exact: What is gathered is what was there. Otherwise it is what some codes stand for, on all ranks the same
+            (``comm.coded``): in this rank's own slice too.
     """
 
     name = "local"
     axis = "data"
+    is_exact = True
     needs_one_order = False
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
@@ -212,6 +218,21 @@ class Transport:
 
     def all_reduce(self, flat: torch.Tensor, out: torch.Tensor, how: Reduction) -> Work:
         """Sums everybody's ``flat`` and leaves ``how.scale`` times the sum in ``out`` (fp32, same length)."""
+        raise NotImplementedError
+
+    def swap(self, flat: torch.Tensor, out: torch.Tensor, *, key: int, label: str) -> Work:
+        """Hands slice *r* of everybody's ``flat`` to rank *r*: the first half of a reduction of another kind.
+
+        Args:
+            flat: 1-D buffer of ``size`` equal slices.
+            out: 1-D, as long and of the same dtype; receives the slices for this rank, in rank order.
+            key: As of :class:`Reduction`.
+            label: What travels, for error messages.
+        """
+        raise NotImplementedError
+
+    def share(self, flat: torch.Tensor, *, key: int, label: str) -> Work:
+        """As :meth:`all_gather`, for the second half of the reduction ``key``."""
         raise NotImplementedError
 
     def gather_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> torch.Tensor:

@@ -184,7 +184,7 @@ def _lines() -> Iterable[str]:
     yield ""
     yield "## Configuration of inference"
     yield ""
-    yield "An object of its own, for `init_inference`, which does not exist yet."
+    yield "An object of its own, for `init_inference`."
     yield ""
     yield from _table(Inference)
     for name in ("tensor_parallel", "moe", "quant", "checkpoint_config"):

@@ -8,6 +8,9 @@ __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         "ProgressiveLayerDrop": "deepspeed.dropping.theta",
+        "RandomLTDScheduler": "deepspeed.dropping.token_schedule",
+        "RandomLayerTokenDrop": "deepspeed.dropping.tokens",
+        "convert_to_random_ltd": "deepspeed.dropping.convert",
         "progressive_layer_drop": "deepspeed.dropping.layers",
     },
 )

@@ -223,6 +223,7 @@ def build_parts(client: Client, config: Any, distributed_port: int, dist_init_re
         divisor=_gradient_divisor(root, ranks),
         copies={} if tensor is None else tensor.counts,
     )
+    placement = replace(placement, feeds_back=any(group.feeds_back for group in groups))
     refuse_cut_tensors(torch_optimizer, client.model, groups, placement)
     _mark_leaf_modules(root, client.model)
     _make_sparse(root, client.model)

@@ -9,10 +9,14 @@ from typing import Any
 
 from torch import nn
 
+from deepspeed.config.sections.data_efficiency import RandomLtd
 from deepspeed.config.sections.root import Root
 from deepspeed.data.curriculum.scheduler import CurriculumScheduler, settings_of
+from deepspeed.dropping.convert import attach
 from deepspeed.dropping.layers import rows_of
 from deepspeed.dropping.theta import ProgressiveLayerDrop
+from deepspeed.dropping.token_schedule import RandomLTDScheduler
+from deepspeed.dropping.tokens import RandomLayerTokenDrop, TokenDrop
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.logging import log_dist
 from deepspeed.zero.owners import Owners
@@ -62,6 +66,13 @@ def _drops_layers(root: Root) -> bool:
     return root.progressive_layer_drop is not None and root.progressive_layer_drop.enabled
 
 
+def _random_ltd(root: Root) -> RandomLtd | None:
+    section = root.data_efficiency
+    if section is None or not (section.enabled and section.data_routing.enabled):
+        return None
+    return section.data_routing.random_ltd if section.data_routing.random_ltd.enabled else None
+
+
 def _takes(model: nn.Module, name: str, *, by_name: bool = False) -> bool:
     parameters = inspect.signature(model.forward).parameters
     any_name = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -79,9 +90,10 @@ class Efficiency:
     Attributes:
         curriculum: The older ``curriculum_learning`` section's, or None.
         layer_drop: The keep ratio of layers, or None.
+        token_schedule: How many tokens the layers of random-LTD keep, or None.
     """
 
-    def __init__(self, root: Root, model: nn.Module, runtime: ZeroRuntime) -> None:
+    def __init__(self, root: Root, model: nn.Module, runtime: ZeroRuntime, global_batch_size: int) -> None:
         self._schedule = runtime.schedule
         self._hands_over_lengths = _hands_over_lengths(root)
         self.curriculum: CurriculumScheduler | None = None
@@ -94,6 +106,15 @@ class Efficiency:
             assert section is not None
             self.layer_drop = ProgressiveLayerDrop(section.theta, section.gamma)
             self._rows = [(drop, Owners(model, runtime.buckets, blocks)) for drop, blocks in rows_of(model)]
+        self._model = model
+        self._random_ltd = _random_ltd(root)
+        self._tokens: TokenDrop | None = None  # once layers have been converted
+        self.token_schedule: RandomLTDScheduler | None = None
+        if self._random_ltd is not None:
+            settings = self._random_ltd.model_dump()
+            self.token_schedule = RandomLTDScheduler({**settings, "global_batch_size": global_batch_size})
+            if any(isinstance(layer, RandomLayerTokenDrop) for layer in model.modules()):
+                self.attach_tokens()
         self._last: tuple[int, int] | None = None  # steps and micro-steps at the last training forward
         self._forwards = 0  # since then
         self.at(0)
@@ -101,7 +122,23 @@ class Efficiency:
     @property
     def is_idle(self) -> bool:
         """Whether nothing depends on the step."""
-        return self.curriculum is None and self.layer_drop is None
+        return self.curriculum is None and self.layer_drop is None and self.token_schedule is None
+
+    def attach_tokens(self) -> None:
+        """Lets the converted layers that the configuration names drop tokens.
+
+        Raises:
+            CallOrderError: The configuration has no random-LTD.
+            ValueError: The numbers do not fit the layers.
+        """
+        if self._random_ltd is None:
+            raise CallOrderError(
+                "random_ltd_initialize: enable data_efficiency, data_efficiency.data_routing and its random_ltd in the "
+                "configuration"
+            )
+        is_first = self._random_ltd.hidden_state_order == "seq_batch_dim"
+        self._tokens = TokenDrop(mask_name=self._random_ltd.model_mask_name, sequence_first=is_first)
+        attach(self._model, self._random_ltd.random_ltd_layer_id or [], self._tokens)
 
     def at(self, global_steps: int) -> None:
         """Goes to the schedules' values for the forwards of a step, after so many updates."""
@@ -131,6 +168,8 @@ class Efficiency:
             return {}
         if self.curriculum is not None:
             self.curriculum.update_difficulty(global_steps + 1)
+        if self.token_schedule is not None:
+            self._keep_tokens(self.token_schedule, global_steps)
         self.at(global_steps)
         self._forwards = self._forwards + 1 if self._last == (global_steps, micro_steps) else 0
         self._last = (global_steps, micro_steps)
@@ -143,6 +182,15 @@ class Efficiency:
         elif self.layer_drop is not None:
             keywords.update(self.layer_drop.get_state())
         return keywords
+
+    def _keep_tokens(self, schedule: RandomLTDScheduler, global_steps: int) -> None:
+        if self._tokens is None:
+            raise CallOrderError(
+                "random_ltd is enabled, but no layer drops tokens: call "
+                "deepspeed.dropping.convert_to_random_ltd(engine, LayerClass) after initialize, or on the model before"
+            )
+        schedule.update_seq(global_steps)
+        self._tokens.kept = schedule.get_current_seq()
 
     def _draw(self, micro_steps: int) -> None:
         assert self.layer_drop is not None
@@ -212,6 +260,17 @@ class EfficiencyAccess:
         if self.training_dataloader is None:
             raise CallOrderError("set_data_post_process_func: give initialize training_data; there is no loader")
         self.training_dataloader.post_process_func = post_process_func
+
+    # -- random layerwise token dropping -----------------------------------------------------------------------------
+
+    @property
+    def random_ltd_scheduler(self) -> RandomLTDScheduler | None:
+        """How many tokens are kept; None without the section."""
+        return self._efficiency.token_schedule
+
+    def random_ltd_initialize(self) -> None:
+        """Lets layers that were converted after ``initialize`` drop tokens; ``convert_to_random_ltd`` calls it."""
+        self._efficiency.attach_tokens()
 
     # -- progressive layer dropping ----------------------------------------------------------------------------------
 

@@ -71,7 +71,7 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, nn.Modul
             parts.parsed.batch, parts.standing.data_size, is_counted=self._root.managed_gradient_accumulation
         )
         self._runtime: ZeroRuntime = parts.runtime
-        self._efficiency = Efficiency(self._root, parts.model, parts.runtime)
+        self._efficiency = Efficiency(self._root, parts.model, parts.runtime, self._batches.train_batch_size())
         self._updater: DeepSpeedZeroOptimizer | None = parts.make_optimizer(self.backward, self._before_update)
         self._scaling = LossScaling(self._updater.loss_scaler if self._updater is not None else None)
         self.optimizer = parts.public_optimizer(self._updater)
@@ -220,15 +220,21 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, nn.Modul
                 loss = loss / steps
             self._progress.loss(loss)
             roots, given = [self._scaling.apply(loss)], [kwargs.pop("gradient", None)]
+        with self._managed():
+            torch.autograd.backward(roots, given, retain_graph=retain_graph, **kwargs)
+        return loss
+
+    @contextmanager
+    def _managed(self) -> Iterator[None]:
+        """Around whatever makes up one backward of this engine."""
         self._progress.before("backward")
         self._managed_backward = True
         try:
             self._open_backward()
-            torch.autograd.backward(roots, given, retain_graph=retain_graph, **kwargs)
+            yield
         finally:
             self._managed_backward = False
         self._close_backward()
-        return loss
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the loss scale, for a ``loss.backward()`` of one's own (unchanged unless fp16).
@@ -470,6 +476,7 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, nn.Modul
             model_size=self._parts.standing.model_size,
             local_rank=self.local_rank,
             version=VERSION,
+            token_schedule=self._efficiency.token_schedule,
             use_fp32_weights=self._root.zero_optimization.load_from_fp32_weights,
         )
 

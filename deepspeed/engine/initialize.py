@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from deepspeed.data.batching.loading import get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed
 from deepspeed.engine.build import Client, build_parts
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.pipeline import DualPipeVEngine, PipelineEngine
@@ -76,6 +77,11 @@ def initialize(
     with suspended():  # an enclosing zero.Init
         parts = build_parts(client, _config_source(args, config, config_params), distributed_port, dist_init_required)
         engine = _engine_class(model)(parts)
+        if training_data is not None and batches_by_tokens(engine):
+            loader, scheduler, _ = get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
+                training_data, engine
+            )
+            engine.training_dataloader, engine.lr_scheduler = loader, scheduler
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -83,6 +89,11 @@ def _engine_class(model: torch.nn.Module) -> type[DeepSpeedEngine]:
     if isinstance(model, DualPipeVModule):
         return DualPipeVEngine
     return PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
+
+
+def batches_by_tokens(engine: DeepSpeedEngine) -> bool:
+    """Whether ``data_efficiency.data_sampling.dynamic_batching`` makes the batches."""
+    return engine.data_sampling_enabled() and engine.data_sampling_config().dynamic_batching.enabled
 
 
 def _config_source(args: Any, config: Any, config_params: Any) -> Any:

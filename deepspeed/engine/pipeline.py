@@ -11,6 +11,7 @@ import torch
 from deepspeed.data.repeating import RepeatingLoader
 from deepspeed.engine.build import EngineParts
 from deepspeed.engine.engine import DeepSpeedEngine
+from deepspeed.engine.roots import paired_roots
 from deepspeed.errors import CommunicationError, DeepSpeedConfigError, DivergenceError, PipelineError
 from deepspeed.parallel.pipe import losses
 from deepspeed.parallel.pipe.data import DataFeed, agree_on_data, parts_of
@@ -18,6 +19,7 @@ from deepspeed.parallel.pipe.interpreter import Interpreter
 from deepspeed.parallel.pipe.module import PipelineModule
 from deepspeed.parallel.pipe.schedule import StageSchedule, make_inference, make_schedule
 from deepspeed.parallel.pipe.schedule import instructions as told
+from deepspeed.parallel.pipe.split import backward_to_inputs
 from deepspeed.parallel.pipe.values import detached, map_tensors, tensors_of
 from deepspeed.parallel.pipe.wires import StageWires
 from deepspeed.zero.micro_batch import MicroBatch, Part
@@ -333,10 +335,16 @@ class PipelineEngine(Interpreter, DeepSpeedEngine):
         return loss
 
     def compute_backward(
-        self, chunk: int, micro_batch: int, outputs: list[torch.Tensor], gradients: list[Any] | None
+        self,
+        chunk: int,
+        micro_batch: int,
+        outputs: list[torch.Tensor],
+        gradients: list[Any] | None,
+        *,
+        closes: bool = True,
     ) -> None:
-        """See the class this one derives from."""
-        said = self._said(chunk, micro_batch)
+        """See the class this one derives from; ``closes`` as of :meth:`_said`."""
+        said = self._said(chunk, micro_batch, closes=closes)
         if not outputs:
             return  # nothing of this stage is trained, nor of those before it
         if gradients is None:
@@ -344,13 +352,56 @@ class PipelineEngine(Interpreter, DeepSpeedEngine):
         elif any(gradient is not None for gradient in gradients):
             DeepSpeedEngine.backward(self, outputs, gradients=gradients, micro_batch=said)
 
-    def _said(self, chunk: int, micro_batch: int) -> MicroBatch:
-        """Where a backward stands in the update."""
+    def compute_input_gradients(
+        self,
+        chunk: int,
+        micro_batch: int,
+        outputs: list[torch.Tensor],
+        gradients: list[Any] | None,
+        inputs: list[torch.Tensor],
+    ) -> Any:
+        """See the class this one derives from."""
+        if not outputs or not inputs:
+            return outputs, gradients  # nobody waits: all of it is the weights' half
+        if self.pipeline.activation_checkpoint_interval > 0:
+            self.compute_backward(chunk, micro_batch, outputs, gradients, closes=False)
+            return None
+        if gradients is None:
+            loss = outputs[0] / self.gradient_accumulation_steps()
+            self._progress.loss(loss)
+            roots = [self._scaling.apply(loss)]
+            given = [torch.ones_like(roots[0])]
+        elif any(gradient is not None for gradient in gradients):
+            roots, given = paired_roots(outputs, gradients)
+        else:
+            return None
+        self._begin_by_hand(self._said(chunk, micro_batch, closes=False))
+        with self._managed():
+            work = backward_to_inputs(roots, given, inputs)
+        return work
+
+    def compute_weight_gradients(self, chunk: int, micro_batch: int, work: Any) -> None:
+        """See the class this one derives from."""
+        if isinstance(work, tuple):
+            self.compute_backward(chunk, micro_batch, *work)
+            return
+        self._begin_by_hand(self._said(chunk, micro_batch))
+        with self._managed():
+            if work is not None:
+                work.run()
+
+    def _begin_by_hand(self, micro_batch: MicroBatch) -> None:
+        self._runtime.leave_backward("train_batch")
+        self._runtime.drop_open_work()
+        self._batches.say(micro_batch)
+
+    def _said(self, chunk: int, micro_batch: int, *, closes: bool = True) -> MicroBatch:
+        """Where a backward stands in the update; ``closes``: its weights' gradients are computed in it, not later."""
         reaches = self._parameters_of[chunk]
         later = (self._parameters_of[other] for other, left in self._remaining.items() if left > 0)
         is_first, self._has_run_first = not self._has_run_first, True
-        each = self._parts.placement.shard_params
-        part = Part(reaches, closes=reaches.difference(*later), reduces_each=each)
+        each = self._parts.placement.shard_params and closes
+        part = Part(reaches, closes=reaches.difference(*later) if closes else frozenset(), reduces_each=each)
         return MicroBatch(micro_batch, is_first=is_first, is_last=not +self._remaining, part=part)
 
     def _exec_reduce_tied_grads(self) -> None:
@@ -394,6 +445,8 @@ class PipelineEngine(Interpreter, DeepSpeedEngine):
         told.LoadMicroBatch: Interpreter._exec_load_micro_batch,
         told.ForwardPass: Interpreter._exec_forward_pass,
         told.BackwardPass: Interpreter._exec_backward_pass,
+        told.BackwardInput: Interpreter._exec_backward_input,
+        told.BackwardWeight: Interpreter._exec_backward_weight,
         told.SendActivation: Interpreter._exec_send_activations,
         told.RecvActivation: Interpreter._exec_recv_activations,
         told.SendGrad: Interpreter._exec_send_grads,

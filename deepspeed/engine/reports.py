@@ -40,6 +40,8 @@ def memory_rows(
         (Kind.GRADIENT, Home.DEVICE, 0, "0 between steps"),
         (Kind.GATHERED, Home.DEVICE, 0, "0 between steps"),
     ]
+    if runtime.placement.feeds_back:
+        rows.append((Kind.PRIVATE, Home.DEVICE, *formula.private()))
     for home in runtime.placement.homes[1:]:
         rows.append((Kind.COMPUTE, home, *formula.compute(home)))
         rows.append((Kind.MASTER, home, *formula.master(home)))

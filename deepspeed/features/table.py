@@ -95,12 +95,9 @@ FEATURES: tuple[Feature, ...] = (
         keys=(Key("expert_parallel.comm_backend", lambda value: value == "deepep", 'set it to "comm"'),),
     ),
     Feature(
-        "the inference engine",
-        "Run the model under torch.inference_mode(), or initialize() it without an optimizer at ZeRO stage 3.",
+        "fused layers in the place of a model's own",
+        "deepspeed.init_inference keeps the model's own modules, whose attention torch fuses.",
         {
-            "deepspeed": "init_inference default_inference_config",
-            "deepspeed.inference.engine": "InferenceEngine",
-            "deepspeed.inference.config": "DeepSpeedInferenceConfig",
             "deepspeed.module_inject": "replace_transformer_layer",
             "deepspeed.model_implementations": "DeepSpeedTransformerInference",
         },
@@ -257,17 +254,5 @@ FEATURES: tuple[Feature, ...] = (
         "Set the batch keys; a checkpoint can be read by any number of ranks.",
         {"deepspeed.elasticity": "compute_elastic_config ElasticityConfig ElasticityError"},
         (switch("elasticity.enabled"),),
-    ),
-    Feature(
-        "variable batches and token dropping",
-        "Cut the batch before the forward.",
-        {
-            "deepspeed.runtime.data_pipeline.data_routing.basic_layer": "RandomLayerTokenDrop",
-            "deepspeed.runtime.data_pipeline.data_routing.helper": "convert_to_random_ltd remove_random_ltd_state_dict",
-        },
-        (
-            switch("data_efficiency.data_routing.random_ltd.enabled"),
-            switch("data_efficiency.data_sampling.dynamic_batching.enabled"),
-        ),
     ),
 )

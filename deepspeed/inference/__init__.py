@@ -1,4 +1,4 @@
-"""The inference engine; the feature is missing (:mod:`deepspeed.features`)."""
+"""Generating with a model: :func:`init_inference`, its configuration, quantised weights."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ from deepspeed.lazy import lazy_names
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
-    {"DeepSpeedInferenceConfig": "deepspeed.inference.config", "InferenceEngine": "deepspeed.inference.engine"},
-    submodules=["config", "engine"],
+    {
+        "DeepSpeedInferenceConfig": "deepspeed.inference.config",
+        "InferenceEngine": "deepspeed.inference.engine",
+        "default_inference_config": "deepspeed.inference.initialize",
+        "init_inference": "deepspeed.inference.initialize",
+    },
+    submodules=["config", "engine", "quantization"],
 )

@@ -1,7 +1,147 @@
-"""Configuration of the inference engine; the feature is missing (:mod:`deepspeed.features`)."""
+"""Reading the configuration of ``init_inference``: a dict or a file, and keywords beside it."""
 
 from __future__ import annotations
 
-from deepspeed.lazy import lazy_names
+from dataclasses import dataclass
+from typing import Any
 
-__getattr__, __dir__, __all__ = lazy_names(__name__)
+import torch
+
+from deepspeed.config.findings import Findings
+from deepspeed.config.reader import build, clean, structural_copy
+from deepspeed.config.sections.inference import Inference as DeepSpeedInferenceConfig
+from deepspeed.config.source import read_source
+
+__all__ = ["DeepSpeedInferenceConfig", "InferenceSettings", "read_settings"]
+
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.bfloat16}
+
+# Keys that concern kernels which are not injected here, with what is done instead.
+_POINTLESS = {
+    "replace_with_kernel_inject": "the model keeps its own modules, whose attention torch fuses",
+    "use_triton": "torch chooses the kernels",
+    "triton_autotune": "torch chooses the kernels",
+    "triangular_masking": "masks are the model's own",
+    "return_tuple": "layers return what the model's own return",
+    "transposed_mode": "weights are the model's own",
+    "min_out_tokens": "caches are the model's own",
+    "training_mp_size": "checkpoints say themselves how they are cut",
+    "set_empty_params": "a model on the meta device is filled from its checkpoint",
+}
+
+
+@dataclass(frozen=True)
+class InferenceSettings:
+    """What ``init_inference`` was told, in order.
+
+    Attributes:
+        config: All keys.
+        dtype: In which the model computes.
+        weight_bits: Width of the weights of linear layers: 4 or 8; None: as ``dtype``.
+        zero: The section ``zero`` as written, for :func:`deepspeed.initialize`; None without one.
+        longest_prompt: Most tokens of a prompt, where the configuration gives it.
+        notices: Lines for the log.
+    """
+
+    config: DeepSpeedInferenceConfig
+    dtype: torch.dtype
+    weight_bits: int | None
+    zero: dict[str, Any] | None
+    longest_prompt: int | None
+    notices: tuple[str, ...]
+
+
+def read_settings(config: Any, keywords: dict[str, Any]) -> InferenceSettings:
+    """Reads ``init_inference(model, config, **keywords)``. The caller's dict stays as it is.
+
+    Args:
+        config: A dict, a path to an Hjson file, a :class:`DeepSpeedInferenceConfig`, or None.
+        keywords: The same keys.
+
+    Raises:
+        DeepSpeedConfigError: With every problem; also a key that both give, with different values.
+    """
+    if isinstance(config, DeepSpeedInferenceConfig):
+        config = config.model_dump(exclude_unset=True)
+    document = read_source({} if config is None else config)
+    findings = Findings(document.lines, {}, document.name)
+    for sentence in document.problems:
+        findings.add((), sentence)
+    data = structural_copy(document.data)
+    for name, value in keywords.items():
+        if name in data and data[name] != value:
+            findings.problem((name,), f"{data[name]!r} in the configuration and {value!r} as keyword; give one of them")
+        data[name] = value
+    _move_old_names(data, findings)
+    read = build(DeepSpeedInferenceConfig, clean(DeepSpeedInferenceConfig, data, (), findings), (), findings)
+    assert read is not None, "no key is required"
+    _check(read, findings)
+    findings.raise_if_any()
+    zero = data.get("zero")
+    return InferenceSettings(
+        config=read,
+        dtype=_DTYPES[read.dtype],
+        weight_bits=read.quant.weight.num_bits if read.dtype == "int8" else None,
+        zero=dict(zero) if isinstance(zero, dict) and read.zero.stage else None,
+        longest_prompt=read.max_out_tokens if "max_out_tokens" in read.model_fields_set else None,
+        notices=(*findings.notices, *_effects(read)),
+    )
+
+
+def _move_old_names(data: dict[str, Any], findings: Findings) -> None:
+    """``mp_size`` and its kin into the sections they now live in."""
+    for old, (section, name) in {
+        "mp_size": ("tensor_parallel", "tp_size"),
+        "mpu": ("tensor_parallel", "mpu"),
+        "ep_size": ("moe", "ep_size"),
+        "ep_group": ("moe", "ep_group"),
+        "ep_mp_group": ("moe", "ep_mp_group"),
+        "moe_experts": ("moe", "num_experts"),
+        "moe_type": ("moe", "type"),
+    }.items():
+        if old not in data:
+            continue
+        value = data.pop(old)
+        spelled = "tp" if section == "tensor_parallel" and "tp" in data else section
+        inner = data.setdefault(spelled, {})
+        if not isinstance(inner, dict):
+            findings.problem((old,), f"is an old name of {section}.{name}; give that instead")
+        elif inner.setdefault(name, value) != value:
+            findings.problem((old,), f"{value!r}, but {section}.{name} is {inner[name]!r}; give one of them")
+
+
+def _check(read: DeepSpeedInferenceConfig, findings: Findings) -> None:
+    weight, activation = read.quant.weight, read.quant.activation
+    if read.dtype == "int8" and not read.quant.enabled:
+        findings.problem(("quant", "enabled"), "false, but dtype is int8; give dtype bf16, or leave the key out")
+    if weight.num_bits not in (4, 8):
+        findings.problem(("quant", "weight", "num_bits"), f"expected 4 or 8, found {weight.num_bits}")
+    if activation.model_fields_set & {"num_bits", "q_type", "q_groups"}:
+        findings.problem(
+            ("quant", "activation"), "activations stay in 16 bits; leave the section out (weights are quantised alone)"
+        )
+    if read.injection_policy_tuple is not None:
+        findings.problem(("injection_policy_tuple",), "give injection_policy, {class of a block: names of its outputs}")
+    if read.moe.ep_size > 1:
+        findings.problem(("moe", "ep_size"), f"{read.moe.ep_size}: experts are not spread while generating; use 1")
+    if read.zero.stage not in (0, 3):
+        findings.problem(
+            ("zero", "stage"), f"{read.zero.stage}: without an optimizer stage 3 alone saves memory; use 3, or 0"
+        )
+
+
+def _effects(read: DeepSpeedInferenceConfig) -> list[str]:
+    given = read.model_fields_set
+    lines = [
+        f"{name} has no effect: {why}" for name, why in _POINTLESS.items() if name in given and getattr(read, name)
+    ]
+    weight = read.quant.weight
+    if read.dtype == "int8":
+        natural = "symmetric" if weight.num_bits == 8 else "asymmetric"
+        if "q_type" in weight.model_fields_set and weight.q_type != natural:
+            lines.append(f"quant.weight.q_type has no effect: weights of {weight.num_bits} bits are {natural}")
+        if "q_groups" in weight.model_fields_set:
+            lines.append("quant.weight.q_groups has no effect: scales belong to rows (8 bits) or to 64 inputs (4 bits)")
+    elif "weight" in read.quant.model_fields_set and not (weight.post_init_quant or weight.quantized_initialization):
+        lines.append(f"quant.weight has no effect with dtype {read.dtype}; give dtype int8")
+    return lines

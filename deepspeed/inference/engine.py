@@ -1,7 +1,106 @@
-"""The inference engine; the feature is missing (:mod:`deepspeed.features`)."""
+"""The engine that :func:`deepspeed.init_inference` returns: the model, with generation, times and limits around it."""
 
 from __future__ import annotations
 
-from deepspeed.lazy import lazy_names
+import time
+from typing import Any
 
-__getattr__, __dir__, __all__ = lazy_names(__name__)
+import torch
+from torch import nn
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.errors import CallOrderError
+from deepspeed.inference.config import InferenceSettings
+
+
+class InferenceEngine(nn.Module):
+    """A model that only computes. Whatever it has is there under the engine too: ``engine.config``, ``engine.device``.
+
+    Attributes:
+        module: The model.
+        mp_group: Torch process group of the ranks that share every layer; None for one rank.
+        is_compiled: Whether :meth:`compile` was called.
+    """
+
+    def __init__(
+        self, module: nn.Module, settings: InferenceSettings, *, mp_group: Any = None, runner: nn.Module | None = None
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.mp_group = mp_group
+        self.is_compiled = False
+        self._config = settings.config
+        self._longest = settings.longest_prompt
+        # What forward calls where that is not the model: an engine of ZeRO. In a tuple, as it is no part of the model.
+        self._runner: tuple[nn.Module, ...] = (runner,) if runner is not None else (module,)
+        self._times: list[float] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own forward, without gradients."""
+        with torch.no_grad():
+            if self._times is None:
+                return self._runner[0](*args, **kwargs)
+            device = get_accelerator()
+            device.synchronize()
+            start = time.perf_counter()
+            outputs = self._runner[0](*args, **kwargs)
+            device.synchronize()
+            self._times.append((time.perf_counter() - start) * 1e3)
+            return outputs
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own ``generate``, any strategy (beams too). Ranks that share layers must bring equal prompts.
+
+        Raises:
+            CallOrderError: The model has none.
+            RuntimeError: A prompt is longer than the ``max_out_tokens`` that was given.
+        """
+        if not hasattr(self.module, "generate"):
+            raise CallOrderError(f"InferenceEngine.generate: {type(self.module).__name__} has no generate method")
+        prompt = kwargs.get("input_ids", args[0] if args else None)
+        if self._longest is not None and isinstance(prompt, torch.Tensor) and prompt.shape[-1] > self._longest:
+            raise RuntimeError(
+                f"generate: the prompt has {prompt.shape[-1]} tokens, max_out_tokens is {self._longest}; give "
+                "init_inference a larger max_out_tokens, or shorten the prompt"
+            )
+        if self._runner[0] is not self.module:
+            # Ranks gather weights together, so one that is done goes on until all are.
+            kwargs.setdefault("synced_gpus", True)
+        with torch.no_grad():
+            return self.module.generate(*args, **kwargs)  # type: ignore[operator]
+
+    def compile(self, backend: str = "inductor", compile_kwargs: dict[str, Any] | None = None) -> None:
+        """Compiles the model's forward with ``torch.compile``; the first call afterwards takes long."""
+        self.module.compile(backend=backend, **(compile_kwargs or {}))
+        self.is_compiled = True
+
+    def profile_model_time(self, use_cuda_events: bool = True) -> None:
+        """From now on every forward is timed, for :meth:`model_times`."""
+        self._times = []
+
+    def model_times(self) -> list[float]:
+        """Milliseconds of every forward since the last call.
+
+        Raises:
+            CallOrderError: :meth:`profile_model_time` was not called.
+        """
+        if self._times is None:
+            raise CallOrderError("InferenceEngine.model_times: call profile_model_time() first")
+        times, self._times = self._times, []
+        return times
+
+    def destroy(self) -> None:
+        """Lets go of the model; the engine cannot be used afterwards."""
+        runner = self._runner[0]
+        if runner is not self.module:
+            runner.destroy()  # type: ignore[operator]
+        self._runner = ()
+        del self.module

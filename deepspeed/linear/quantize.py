@@ -13,6 +13,7 @@ from torch import nn
 
 from deepspeed.errors import CallOrderError
 from deepspeed.linear.config import QuantizationConfig
+from deepspeed.linear.cut import around, weight_of_part
 from deepspeed.linear.quantized_linear import QuantizedLinear
 from deepspeed.ops.packed_linear import packed_format
 
@@ -77,7 +78,7 @@ class QuantizationReport:
 
 
 def quantize_model(
-    model: nn.Module, *, bits: int = 8, group_size: int = 64, skip: Sequence[str] = ()
+    model: nn.Module, *, bits: int = 8, group_size: int = 64, skip: Sequence[str] = (), only: Sequence[str] = ("",)
 ) -> QuantizationReport:
     """Replaces the linear layers of ``model`` in place, one after the other, so that little is in memory twice.
 
@@ -85,10 +86,12 @@ def quantize_model(
     gets the layers without values, so that a state dict of a quantised model can be loaded with ``assign=True``.
 
     Args:
-        model: With ``torch.nn.Linear`` or transformers' ``Conv1D`` layers. Everything else keeps its dtype.
+        model: With ``torch.nn.Linear`` or transformers' ``Conv1D`` layers, cut over tensor-parallel ranks or not.
+            Everything else keeps its dtype.
         bits: 8 or 4.
         group_size: At 4 bits, input features that share scale and offset: 32, 64, 128 or 256.
         skip: Layers with one of these in their names stay whole.
+        only: Layers with none of these in their names stay whole, and out of the report.
 
     Returns:
         Sizes and errors.
@@ -103,7 +106,7 @@ def quantize_model(
     users = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     for name, module in list(model.named_modules()):
         weight = _weight_of(module)
-        if weight is None or not name:
+        if weight is None or not name or not any(part in name for part in only):
             continue
         if hasattr(module.weight, "ds_id"):
             raise CallOrderError(
@@ -138,7 +141,7 @@ def _replace(
     layer.bias = cast("nn.Parameter | None", module.bias)
     layer.train(module.training)
     report.layers.append(QuantizedLayer(name, _size(weight), _size(layer.codes) + _size(layer.scales), error))
-    model.set_submodule(name, layer)
+    model.set_submodule(name, around(module, layer))
 
 
 def _weight_of(module: nn.Module) -> torch.Tensor | None:
@@ -146,6 +149,8 @@ def _weight_of(module: nn.Module) -> torch.Tensor | None:
     # Kinds made from Linear (such as torch's own, inside MultiheadAttention) may be used by their weight alone.
     if type(module) is nn.Linear:
         return module.weight
+    if (part := weight_of_part(module)) is not None:
+        return part
     if type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils":
         return module.weight.t()  # type: ignore[operator, no-any-return]
     return None

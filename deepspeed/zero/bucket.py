@@ -24,13 +24,14 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd.graph import increment_version
 
+from deepspeed.comm.coded import CodedTransport
 from deepspeed.comm.transport import DoneWork, Work, transfer_key
 from deepspeed.errors import CallOrderError
 from deepspeed.logging import logger, warn_once
 from deepspeed.zero.construction.provisional import copy_sharded
 from deepspeed.zero.group import BucketGroup
 from deepspeed.zero.holder import Holder, State, set_address
-from deepspeed.zero.layout import BucketLayout
+from deepspeed.zero.layout import BucketLayout, Fragment
 from deepspeed.zero.placement import Home
 from deepspeed.zero.sharded_parameter import mark_full, mark_sharded, remember_class
 from deepspeed.zero.storage import FlatBuffer, Kind, Ledger, Memory
@@ -51,6 +52,7 @@ class Bucket(Holder):
         memory: Where ``shard`` is.
         users: Open forward scopes that use the bucket.
         live_handles: Saved tensors of autograd that will need the bucket again.
+        is_decoded: FULL with values that went through a codec: close to those of the shards, the same on all ranks.
         gradients_in: Whether the running backward has delivered the gradient of every parameter.
         is_kept: Left FULL on purpose after its forward, because its backward is near.
     """
@@ -80,6 +82,8 @@ class Bucket(Holder):
         self.live_handles = 0
         self.gradients_in = False
         self.is_kept = False
+        self.is_decoded = False
+        self._wire = group.parameter_wire
         self._work: Work | None = None
         self._read: Work = DoneWork()
         self._gathers = self._publishes = 0
@@ -154,7 +158,7 @@ class Bucket(Holder):
 
     def store_shard(self) -> None:
         """Copies this rank's slice of the full buffer into the shard (after the full values changed)."""
-        assert self.state is State.FULL
+        assert self.state is State.FULL and not self.is_decoded
         if self.is_sharded:
             self.memory.write(self.shard, self.transport.my_slice(self.full.tensor))
             self.memory.settle()
@@ -170,14 +174,20 @@ class Bucket(Holder):
 
     # -- transitions -------------------------------------------------------------------------------------------------
 
-    def start_gather(self) -> None:
-        """SHARDED -> GATHERING: allocates the full buffer and asks for the other slices."""
+    def start_gather(self, *, exactly: bool = False) -> None:
+        """SHARDED -> GATHERING: allocates the full buffer and asks for the other slices.
+
+        Args:
+            exactly: For others than the model: as the shards are, also where the model computes with coded values.
+        """
         assert self.state is State.SHARDED, f"{self!r}: a gather starts from SHARDED"
         self.full.grow()
         key = self._next_key()
         with self.memory.ordered():
             self._read = self.memory.read(self.shard, self.transport.my_slice(self.full.tensor))
-            self._work = self.transport.all_gather(self.full.tensor, key=key, label=f"the gather of {self.label}")
+            wire = self.transport if exactly else self._wire
+            self._work = wire.all_gather(self.full.tensor, key=key, label=f"the gather of {self.label}")
+        self.is_decoded = not wire.is_exact
         self.state = State.GATHERING
 
     def finish_gather(self) -> None:
@@ -194,16 +204,23 @@ class Bucket(Holder):
     def repeat_gather(self) -> None:
         """FULL -> FULL: takes part in a gather that only other ranks need; the same values arrive."""
         assert self.state is State.FULL and self.is_sharded
-        key = self._next_key()
-        self.transport.all_gather(self.full.tensor, key=key, label=f"the gather of {self.label}").wait()
+        key, label = self._next_key(), f"the gather of {self.label}"
+        if not isinstance(self._wire, CodedTransport):
+            self.transport.all_gather(self.full.tensor, key=key, label=label).wait()
+            return
+        self.keep_writes()
+        self._wire.gather_from(self.shard.to(self.device), self.full.tensor, key=key, label=label).wait()
+        self.is_decoded = True
 
     def restore_full(self) -> None:
-        """FULL -> FULL: brings the values of the shards back; every rank must call it."""
+        """FULL -> FULL: brings the values of the shards back, as they are; every rank must call it."""
         assert self.state is State.FULL and self.is_sharded
         with self.memory.ordered():
             self._read = self.memory.read(self.shard, self.transport.my_slice(self.full.tensor))
         self._read.wait()
-        self.repeat_gather()
+        label = f"the gather of {self.label}"
+        self.transport.all_gather(self.full.tensor, key=self._next_key(), label=label).wait()
+        self.is_decoded = False
 
     def reshard(self) -> None:
         """FULL -> SHARDED: takes the values from the parameters and frees the full buffer."""
@@ -372,7 +389,7 @@ class Bucket(Holder):
             self._check_shape(tile)
             fragment = self.fragment(tile)
             if fragment is not None:
-                self.keep_fragment(fragment, parameter.data.reshape(-1)[fragment.in_tile])
+                self.keep_fragment(fragment, self._as_stored(fragment, parameter.data.reshape(-1)[fragment.in_tile]))
             self.remember_value(tile)
             warn_once(
                 "written-in-forward",
@@ -380,6 +397,24 @@ class Bucket(Holder):
                 "sharded (ZeRO stage 3): every rank keeps its part of what it wrote itself, so all ranks must write "
                 "the same values (Embedding(max_norm=...) does so for rows that all of them look up)",
             )
+
+    def as_gathered(self, fragment: Fragment) -> torch.Tensor:
+        """See the class this one derives from."""
+        if not self.is_decoded or not isinstance(self._wire, CodedTransport):
+            return super().as_gathered(fragment)
+        return self._wire.as_gathered(self.shard.to(self.device))[fragment.in_slice]
+
+    def _as_stored(self, fragment: Fragment, values: torch.Tensor) -> torch.Tensor:
+        """What the shard is to hold for values in the full buffer: its own, where nobody wrote over what was decoded.
+
+        Args:
+            fragment: Of this rank.
+            values: 1-D, of that fragment.
+        """
+        if not self.is_decoded:
+            return values
+        stored = self.shard[fragment.in_slice].to(values.device)
+        return torch.where(values == self.as_gathered(fragment), stored, values)
 
     def take_back_changes(self) -> list[int]:
         """Indices of resident parameters that something wrote to; those that were detached are back in the buffer."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from deepspeed.comm import within_backward
 from deepspeed.comm.agreement import Agreement
 from deepspeed.zero.announced import Announcement
 from deepspeed.zero.gradients import GradientReducer
@@ -92,6 +93,6 @@ def _make_reducer(
         [states.landing(master.bucket) for master in states.masters],
         on_packed=hooks.gradients_arrived,
         on_stray=announcement.seen,
-        may_block=lambda: schedule.expects_no_gather,
+        may_block=lambda: schedule.expects_no_gather and not within_backward.layers_talk(),
         needs_one_order=bool(states.sharded) and any(group.gather.needs_one_order for group in groups),
     )

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 
 from deepspeed.zero.layout import BucketLayout, ModelLayout
-from deepspeed.zero.placement import BucketPlacement, Home, Placement
+from deepspeed.zero.placement import BucketPlacement, Home, Placement, private_numel
 
 _BITS = re.compile(r"[a-z]+(\d+)")
 
@@ -121,6 +121,15 @@ class MemoryFormula:
         """Optimizer state: ``states`` fp32 numbers per element (two for Adam)."""
         total = sum(n * size for n, size in self.master_tensors([4] * states, home)) - self.master(home)[0]
         return total, f"{4 * states} x Psi" + (f" / {self._owners}" if self._placement.shard_master else "")
+
+    def private(self) -> tuple[int, str]:
+        """Error feedback of gradients that travel in fewer bits, where more than one rank shares a bucket."""
+        placement = self._placement
+        if not placement.feeds_back:
+            return 0, "0"
+        shared = [bucket for bucket, _ in self._trained() if bucket.num_slices > 1]
+        total = sum(4 * private_numel(bucket, to_owner=placement.shard_master) for bucket in shared)
+        return total, "4 x Psi" if placement.shard_master else f"4 x (Psi + Psi / {'S' if self._has_copies else 'N'})"
 
     def gradients(
         self,

@@ -13,12 +13,14 @@ from enum import Enum
 
 import torch
 
+from deepspeed.comm.codec import Residual
 from deepspeed.comm.transport import LocalTransport, Reduction, Work, transfer_key
 from deepspeed.errors import CallOrderError
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.gradient_sum import GradientSum
 from deepspeed.zero.landing import Landing
 from deepspeed.zero.packing import pack_and_square
+from deepspeed.zero.placement import private_numel
 from deepspeed.zero.reduction_policy import ReductionPolicy
 from deepspeed.zero.storage import FlatBuffer, Kind, Ledger
 
@@ -57,6 +59,8 @@ class GradientBucket:
         sum: What earlier backwards and this one have left since the last update.
         state: Where the gradients of this backward are.
         repeats: Gradients arrive more than once in a backward.
+        private: What reductions have lost of this rank's gradients so far, 1-D fp32, times the loss scale as gradients
+            are; None where they lose nothing, or it is not kept.
     """
 
     def __init__(
@@ -72,7 +76,7 @@ class GradientBucket:
         self._landing = landing
         self.state = GradientState.IDLE
         self._policy = policy
-        self._transport = group.reduce
+        self._wire = group.gradient_wire
         self._is_local = isinstance(group.reduce, LocalTransport) and group.combine is None
         layout = bucket.layout
         self._flat = FlatBuffer(
@@ -102,6 +106,19 @@ class GradientBucket:
         )
         self._before = self.sum.mark()
         self.repeats = False
+        self.private: FlatBuffer | None = None
+        self._residual: Residual | None = None
+        if group.feeds_back:
+            self._open_private(ledger)
+
+    def _open_private(self, ledger: Ledger) -> None:
+        """One error for what is sent to the owners and, where all get the whole sum, one for what the owner sends."""
+        layout, to_owner = self.bucket.layout, self._policy.to_owner
+        numel = private_numel(layout, to_owner=to_owner)
+        self.private = FlatBuffer(numel, torch.float32, self.bucket.device, kind=Kind.PRIVATE, ledger=ledger)
+        self.private.tensor.zero_()
+        sent = self.private.tensor[: layout.numel]
+        self._residual = Residual(sent, None if to_owner else self.private.tensor[layout.numel :])
 
     def _padding(self) -> list[torch.Tensor]:
         """Views of the stretches between tiles."""
@@ -251,7 +268,7 @@ class GradientBucket:
         numel = layout.slice_numel if self._policy.to_owner else layout.numel
         incoming = self.sum.new_buffer(numel, self._sum_dtype, self._landing.incoming_home)
         self._rounds += 1
-        reduce = self._transport.reduce_scatter if self._policy.to_owner else self._transport.all_reduce
+        reduce = self._wire.reduce_scatter if self._policy.to_owner else self._wire.all_reduce
         is_result = self.sum.reduced is None and not self._narrows and self._group.combine is None
         squares = self.sum.fresh_squares(wanted=is_result)
         work = reduce(
@@ -259,10 +276,11 @@ class GradientBucket:
             incoming.tensor,
             Reduction(
                 scale=self._postscale if self._group.combine is None else 1.0,
-                key=transfer_key(self._transport.owner, self.bucket.index, _REDUCTION, self._rounds),
+                key=transfer_key(self._group.reduce.owner, self.bucket.index, _REDUCTION, self._rounds),
                 label=f"the reduction of the gradients of {self.bucket.label}",
                 limit=self._policy.bucket_numel,
                 visit=None if squares is None else squares.add,
+                error=self._residual,
             ),
         )
         self._transfer = _Transfer(work, source, incoming)

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from deepspeed.comm import within_backward
 from deepspeed.comm.transport import Transport
 from deepspeed.logging import log_dist, logger
 from deepspeed.zero.bucket import Bucket
@@ -175,6 +176,8 @@ class GradientReducer:
         self._completed.append(position)
         if position not in self._known or self.buckets[position].repeats or not self._overlaps:
             return
+        if self._needs_one_order and within_backward.is_uneven():
+            return  # exchanges of layers and reductions must come in one order, wherever which gradients are missing
         if position in self._reduces and self._order is None:
             return
         self._pack(position)
@@ -360,6 +363,12 @@ class GradientReducer:
             self._send(position)
         self._drain()
         self._local_sums.clear()
+
+    def scale_private(self, factor: float) -> None:
+        """The unit of gradients changes (the loss scale does): so does that of what reductions have lost."""
+        for gradients in self.buckets:
+            if gradients.private is not None:
+                gradients.private.tensor.mul_(factor)
 
     def zero_grad(self) -> None:
         """Throws away every gradient, those too that were put into ``.grad`` and are nowhere else."""

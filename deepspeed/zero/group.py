@@ -8,8 +8,11 @@ have.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
+from deepspeed.comm.codec import Codec
+from deepspeed.comm.coded import CodedTransport, coded
 from deepspeed.comm.transport import Transport
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.zero.describe import CUT, Description
@@ -33,6 +36,8 @@ class BucketGroup:
         ranks: The ranks, in the job, of all groups of that name; empty where the peers are one group.
         spans_parts: The ranks that hold the same slices have different parts of the model otherwise (tied weights on
             several stages of a pipeline): sums over them wait for the update.
+        gather_codec: How parameters travel that are gathered for their uses; None: as they are.
+        reduce_codec: How gradients travel between the ranks that share slices; None: as they are.
     """
 
     name: str
@@ -44,6 +49,8 @@ class BucketGroup:
     counts: bool = True
     ranks: tuple[tuple[int, ...], ...] = ()
     spans_parts: bool = False
+    gather_codec: Codec | None = None
+    reduce_codec: Codec | None = None
 
     @classmethod
     def over(cls, gather: Transport, reduce: Transport | None = None, *, name: str = DATA) -> BucketGroup:
@@ -55,6 +62,22 @@ class BucketGroup:
             name: See the class.
         """
         return cls(name, gather, reduce or gather, gather, divisor=gather.size)
+
+    @cached_property
+    def parameter_wire(self) -> Transport:
+        """Carries parameters that are gathered for their uses; it need not be exact. For all else ``gather`` is."""
+        return coded(self.gather, self.gather_codec)
+
+    @cached_property
+    def gradient_wire(self) -> Transport:
+        """Carries gradients between the ranks that share slices; it need not be exact."""
+        return coded(self.reduce, self.reduce_codec)
+
+    @property
+    def feeds_back(self) -> bool:
+        """Whether a rank keeps what reductions lose of its gradients."""
+        wire = self.gradient_wire
+        return isinstance(wire, CodedTransport) and wire.codec.feeds_back
 
     @property
     def size(self) -> int:
@@ -131,6 +154,16 @@ class Groups:
         """Of one part of the model that is all there is."""
         peers = groups[0].reduce.peers
         return cls({group.name: group for group in groups}, peers, peers)
+
+    def coded(self, gather: Codec | None, reduce: Codec | None) -> Groups:
+        """The same groups with codecs; every rank must call it. Makes a number for the engine anew.
+
+        Args:
+            gather: How sharded parameters travel to where they are used; None: as they are.
+            reduce: How gradients travel; None: as they are.
+        """
+        named = {group.name: replace(group, gather_codec=gather, reduce_codec=reduce) for group in self}
+        return replace(self, by_name=named)
 
     def __iter__(self) -> Iterator[BucketGroup]:
         """Every group, in an order that is equal on all ranks."""

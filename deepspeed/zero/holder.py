@@ -92,6 +92,10 @@ class Holder:
         """What this rank's slice has of a tile, or None."""
         return self.layout.fragment(tile, self.transport.rank)
 
+    def as_gathered(self, fragment: Fragment) -> torch.Tensor:
+        """What a gather has put in the place of this rank's fragment of a sharded parameter, 1-D."""
+        return self.shard[fragment.in_slice]
+
     def keep_fragment(self, fragment: Fragment, values: torch.Tensor) -> None:
         """Writes this rank's fragment of a parameter into the shard and, where it differs, into the master.
 

@@ -130,7 +130,9 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         """Sets the scale from now on; a dynamic one goes on from there."""
         if self.loss_scaler is None:
             raise CallOrderError("override_loss_scale: there is no loss scale; it exists only with fp16.enabled")
+        before = self.loss_scale
         self.loss_scaler.cur_scale = float(loss_scale)
+        self._reducer.scale_private(self.loss_scale / before)
 
     def set_lr(self, lr: float) -> None:
         """Sets the learning rate of every param group."""
@@ -276,9 +278,15 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         self._skipped_in_a_row = 0
         self._apply(self._factor(norm, scale), used)
         self._reducer.clear()
-        if self.loss_scaler is not None:
-            self.loss_scaler.update_scale(False)
+        self._update_scale(overflow=False)
         return loss
+
+    def _update_scale(self, *, overflow: bool) -> None:
+        if self.loss_scaler is not None:
+            before = self.loss_scale
+            self.loss_scaler.update_scale(overflow)
+            if self.loss_scale != before:
+                self._reducer.scale_private(self.loss_scale / before)
 
     def _factor(self, norm: float, scale: float) -> float | None:
         """The one multiplier of the gradient; None for exactly 1."""
@@ -379,8 +387,8 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         if self._skipped_in_a_row == 1:
             self._first_skip = what
         self._reducer.clear()
+        self._update_scale(overflow=True)
         if self.loss_scaler is not None:
-            self.loss_scaler.update_scale(True)
             log_dist(f"{what}; skipped. Loss scale {scale:g} -> {self.loss_scale:g}")
         else:
             log_dist(f"{what}; skipped, nothing was changed")

@@ -9,6 +9,10 @@
 | 3       | sharded       | sharded    | sharded                    |
 +---------+---------------+------------+----------------------------+
 
+A third column, *private*, is there only where gradients travel in fewer bits than they have (``comm.codec``): the error
+that a rank keeps of what it has sent. It is as long as the whole at every stage, different on every rank, and never
+compared or gathered. Checkpoints keep it for runs of the same size.
+
 Offload chooses another home for what is sharded: masters, optimizer state and reduced gradients (``master_home``), at
 stage 3 also the compute parameters (``param_home``). Code asks the placement, never the stage number or the config.
 
@@ -31,7 +35,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from deepspeed.zero.layout import ModelLayout
+from deepspeed.zero.layout import BucketLayout, ModelLayout
 
 
 class Home(Enum):
@@ -78,6 +82,7 @@ class Placement:
         max_host_params: Elements of compute shards that stay in host memory before files are used.
         shard_ranks: Neighbours that share the compute parameters; None: all ranks.
         spread_master: With ``shard_ranks``: gradients, masters and optimizer state are cut over all ranks.
+        feeds_back: Each rank keeps, for itself, what reductions have lost of its gradients.
     """
 
     stage: int
@@ -90,6 +95,7 @@ class Placement:
     max_host_params: int = 0
     shard_ranks: int | None = None
     spread_master: bool = False
+    feeds_back: bool = False
 
     @classmethod
     def of_stage(
@@ -179,3 +185,14 @@ class Placement:
                 moved += bucket.numel if at.master_home is not Home.DEVICE else 0
         home = self.master_home if moved < self.offloaded_share * trained else Home.DEVICE
         return (*placed[:index], replace(placed[index], master_home=home), *placed[index + 1 :])
+
+
+def private_numel(layout: BucketLayout, *, to_owner: bool) -> int:
+    """Elements of the error that a rank keeps of the reductions of a bucket.
+
+    Args:
+        layout: The bucket's.
+        to_owner: The owner of a slice gets its sum; otherwise everybody gets everything, and the owner keeps what is
+            lost of the sum that it sends on.
+    """
+    return layout.numel if to_owner else layout.numel + layout.slice_numel

@@ -31,6 +31,7 @@ class Kind(Enum):
     MASTER = "master weights"
     OPTIMIZER = "optimizer state"
     STAGING = "staging buffers"
+    PRIVATE = "error feedback"
 
 
 class Auditor(Protocol):

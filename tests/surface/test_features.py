@@ -62,15 +62,15 @@ def test_attributes_of_classes():
 
 
 def test_functions_look_like_functions():
-    from deepspeed import init_inference
+    from deepspeed.module_inject import replace_transformer_layer as missing
 
-    assert init_inference.__name__ == "init_inference" and init_inference.__module__ == "deepspeed"
-    assert "inference engine" in init_inference.__doc__
+    assert missing.__name__ == "replace_transformer_layer" and missing.__module__ == "deepspeed.module_inject"
+    assert "fused layers" in missing.__doc__
 
 
 def test_present_names_are_not_missing():
     assert not is_missing("deepspeed.initialize")
-    assert is_missing("deepspeed.init_inference")
+    assert is_missing("deepspeed.module_inject.replace_transformer_layer")
     with pytest.raises(KeyError):
         unavailable("deepspeed.initialize")
 

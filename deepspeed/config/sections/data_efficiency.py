@@ -58,7 +58,9 @@ class DynamicBatching(Section):
     """Batches by number of tokens."""
 
     enabled: Bool = key(False, "Batches by number of tokens.")
-    metrics_path: FilePath = key(None, "Folder of lengths.")
+    metrics_path: FilePath = key(
+        None, "Folder of lengths, made if it is not there; needed unless the lengths are given in code."
+    )
     lr_scaling_method: Annotated[Literal["linear", "sqrt", "none"], AnyCase] = key(
         "linear", "How the rate follows the batch."
     )
@@ -67,7 +69,7 @@ class DynamicBatching(Section):
     sequence_picking_order: Annotated[Literal["dataloader", "random", "seqlen"], AnyCase] = key(
         "dataloader", "Order of sequences."
     )
-    max_tokens: Int | None = key(None, "Tokens per batch; required when enabled.", unit="tokens", above=0)
+    max_tokens: Int | None = key(None, "Most tokens of a micro-batch; required when enabled.", unit="tokens", above=0)
     verbose: Bool = key(False, "Say more.")
 
 
@@ -113,8 +115,10 @@ class RandomLtd(Section):
     total_layer_num: Int | None = key(None, "Layers.", unit="layers", above=0)
     random_ltd_layer_num: Int | None = key(None, "Layers that drop; length of the list.", unit="layers", above=0)
     random_ltd_layer_id: IntList | None = key(None, "Their numbers.", minimum=0)
-    model_mask_name: str | None = key(None, "Name of the mask argument.")
-    model_type: Annotated[Literal["decoder", "encoder"] | None, AnyCase] = key(None, "Kind of model.")
+    model_mask_name: str | None = key(None, "Name of the mask argument; null: every argument with mask in its name.")
+    model_type: Annotated[Literal["decoder", "encoder"] | None, AnyCase] = key(
+        None, "Kind of model.", no_effect="masks lose the rows and columns of the tokens left out in either kind"
+    )
     hidden_state_order: Annotated[Literal["batch_seq_dim", "seq_batch_dim"] | None, AnyCase] = key(
         None, "Order of axes."
     )

@@ -7,7 +7,8 @@ ranks a layer sends about ``k S M (1 - 1 / ep)`` elements each way, whatever the
 of tokens, none included.
 
 **Ranks must take part alike.** A rank whose experts get no row still has a backward with two exchanges: the graph of
-what comes back hangs on an anchor, and that of no rows on the rows themselves.
+what comes back hangs on an anchor, and that of no rows on the rows themselves. It also gathers its experts where they
+are sharded, at the same place as the others, though it has no use for them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from deepspeed.comm import within_backward
 from deepspeed.comm.transport import LocalTransport, Transport
 
 
@@ -104,13 +106,15 @@ Run = Callable[[torch.Tensor, Sequence[int]], torch.Tensor | Sequence[torch.Tens
 these: one tensor, or one per expert."""
 
 
-def dispatch(x: torch.Tensor, plan: Plan, run: Run) -> torch.Tensor:
+def dispatch(x: torch.Tensor, plan: Plan, run: Run, needed: Sequence[torch.Tensor] = ()) -> torch.Tensor:
     """Sends the rows of ``x`` to their experts, and brings back what these make of them, route by route.
 
     Args:
         x: ``[S, M]``, the tokens of this rank.
         plan: Their routes.
         run: The experts of this rank.
+        needed: Parameters that their backward needs where they have rows. Every rank asks for them before the exchanges
+            of its backward: where they are sharded, all ranks then gather them in one order.
 
     Returns:
         ``[R, M']``: the result of each kept route, in the order of ``plan``.
@@ -125,7 +129,9 @@ def dispatch(x: torch.Tensor, plan: Plan, run: Run) -> torch.Tensor:
     on_the_way = torch.get_autocast_dtype(x.device.type) if is_cast else x.dtype
     # Requires a gradient where anything may, so that all ranks have the same two exchanges in their backward.
     anchor = torch.empty(0, device=x.device, requires_grad=torch.is_grad_enabled())
-    return _Exchange.apply(_by_rank(results, rows, plan).to(on_the_way), anchor, plan, True)
+    if torch.is_grad_enabled():
+        within_backward.note(uneven=True)
+    return _Exchange.apply(_by_rank(results, rows, plan).to(on_the_way), anchor, plan, True, *needed)
 
 
 def combine(results: torch.Tensor, weights: torch.Tensor | None, plan: Plan) -> torch.Tensor:
@@ -192,14 +198,18 @@ class _Exchange(torch.autograd.Function):
     """Rows to other ranks; the gradient takes the way back. ``anchor`` only gives the result a graph."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, anchor: torch.Tensor | None, plan: Plan, back: bool) -> torch.Tensor:
+    def forward(
+        ctx: Any, rows: torch.Tensor, anchor: torch.Tensor | None, plan: Plan, back: bool, *needed: torch.Tensor
+    ) -> torch.Tensor:
         ctx.plan, ctx.back = plan, back
+        ctx.save_for_backward(*needed)
         return _travel(rows, plan, back)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _travel(gradient, ctx.plan, not ctx.back), None, None, None
+        needed = ctx.saved_tensors  # gathers them, if they are sharded
+        return _travel(gradient, ctx.plan, not ctx.back), *(None for _ in range(3 + len(needed)))
 
 
 def _travel(rows: torch.Tensor, plan: Plan, back: bool) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from deepspeed.zero.access.gathered import GatheredParameters
+from deepspeed.zero.construction.modules import shard_built
 from deepspeed.zero.holder import address_of
 from deepspeed.zero.leaf import set_z3_leaf_module
 
@@ -29,7 +30,10 @@ class Experts(nn.Module):
     def __init__(self, expert: nn.Module, num_local_experts: int = 1, expert_group_name: str | None = None) -> None:
         super().__init__()
         self.num_local_experts = num_local_experts
-        self.deepspeed_experts = nn.ModuleList(_copy(expert) for _ in range(num_local_experts))
+        is_shared_by_all = expert_group_name in (None, "ep_size_1")
+        self.deepspeed_experts = nn.ModuleList(
+            copy.deepcopy(expert) if is_shared_by_all else _copy(expert) for _ in range(num_local_experts)
+        )
         for parameter in self.deepspeed_experts.parameters():
             parameter.allreduce = False  # type: ignore[attr-defined]
             parameter.group_name = expert_group_name or "ep_size_1"  # type: ignore[attr-defined]
@@ -75,4 +79,5 @@ def _copy(expert: nn.Module) -> nn.Module:
     for name, parameter in values.items():
         place, _, last = name.rpartition(".")
         setattr(made.get_submodule(place), last, parameter)
+    shard_built(made)
     return made

@@ -91,7 +91,8 @@ class MOELayer(nn.Module):
         self.l_aux, self.exp_counts = routes.l_aux, routes.counts
         plan = plan_routes(routes.indices, routes.num_experts, self._connected(x.device))
         self.kept, self.load = len(plan.order), plan.load
-        results = dispatch(x, plan, self.experts)
+        # One of them: the layer is a leaf, whose parameters are gathered together.
+        results = dispatch(x, plan, self.experts, list(self.experts.parameters())[:1])
         out = combine(results, routes.weights, plan).to(hidden.dtype).reshape(hidden.shape)
         if self.wall_clock_breakdown:
             self.time_moe = (time.perf_counter() - begun) * 1000

@@ -100,7 +100,7 @@ def _forward(
     index = index.reshape(len(x), -1)
     index = index.masked_fill(index >= state.num_experts, -1)  # how some routers say "nowhere"
     plan = _plan(state, index.t(), x)
-    results = dispatch(x, plan, lambda rows, load: _run(self, rows, load))
+    results = dispatch(x, plan, lambda rows, load: _run(self, rows, load), list(self.parameters()))
     out = combine(results, weights.reshape(len(x), -1).t(), plan)
     return out.to(hidden_states.dtype).reshape(hidden_states.shape)
 
@@ -112,7 +112,7 @@ def _forward_all(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
     experts = torch.arange(state.num_experts, device=x.device).repeat_interleave(len(x) // state.num_experts)
     index = torch.where((x.detach() != 0).any(dim=1), experts, -1)
     plan = _plan(state, index[None], x)
-    return combine(dispatch(x, plan, lambda rows, load: _run(self, rows, load)), None, plan)
+    return combine(dispatch(x, plan, lambda rows, load: _run(self, rows, load), list(self.parameters())), None, plan)
 
 
 def _plan(state: Spread, indices: torch.Tensor, x: torch.Tensor) -> Plan:

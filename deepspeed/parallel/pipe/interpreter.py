@@ -66,6 +66,21 @@ class Interpreter:
         """Computes the gradients of a chunk's inputs and weights."""
         raise NotImplementedError
 
+    def compute_input_gradients(
+        self,
+        chunk: int,
+        micro_batch: int,
+        outputs: list[torch.Tensor],
+        gradients: list[Any] | None,
+        inputs: list[torch.Tensor],
+    ) -> Any:
+        """Computes the gradients of a chunk's inputs, and gives what those of the weights need."""
+        raise NotImplementedError
+
+    def compute_weight_gradients(self, chunk: int, micro_batch: int, work: Any) -> None:
+        """Computes the gradients of a chunk's weights."""
+        raise NotImplementedError
+
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def _exec_schedule(self, pipe_schedule: Iterable[list[told.PipeInstruction]]) -> None:
@@ -179,13 +194,26 @@ class Interpreter:
         buffers["labels"][buffer_id] = None
         return outputs, (None if chunk == len(self._stage_of) - 1 else gradients)
 
+    def _exec_backward_input(self, buffer_id: int, **arguments: Any) -> None:
+        chunk, micro_batch = self._about("backward input", arguments)
+        outputs, gradients = self._take_for_backward(buffer_id, chunk)
+        inputs = [tensor for tensor in tensors_of(self.pipe_buffers["inputs"][buffer_id]) if tensor.requires_grad]
+        self.pipe_buffers["work"][buffer_id] = self.compute_input_gradients(
+            chunk, micro_batch, outputs, gradients, inputs
+        )
+
+    def _exec_backward_weight(self, buffer_id: int, **arguments: Any) -> None:
+        chunk, micro_batch = self._about("backward weight", arguments)
+        self._remaining[chunk] -= 1
+        work, self.pipe_buffers["work"][buffer_id] = self.pipe_buffers["work"][buffer_id], None
+        self.compute_weight_gradients(chunk, micro_batch, work)
+
     def _exec_send_grads(self, buffer_id: int, **arguments: Any) -> None:
         chunk, micro_batch = self._about("send gradient", arguments)
         inputs = self.pipe_buffers["inputs"][buffer_id]
         gradients = [tensor.grad for tensor in tensors_of(inputs) if tensor.requires_grad]
         self._send(GRADIENTS, self._peer(arguments, -1), chunk - 1, micro_batch, gradients)
-        if self.pipe_buffers["work"][buffer_id] is None:
-            self.pipe_buffers["inputs"][buffer_id] = None
+        self.pipe_buffers["inputs"][buffer_id] = None
 
     def _exec_recv_grads(self, buffer_id: int, **arguments: Any) -> None:
         chunk, micro_batch = self._about("receive gradient", arguments)

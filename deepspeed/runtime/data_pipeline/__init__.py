@@ -1,4 +1,4 @@
-"""Curriculum learning and token dropping; the features are missing (:mod:`deepspeed.features`)."""
+"""Curriculum learning and token dropping; re-exports of :mod:`deepspeed.data` and :mod:`deepspeed.dropping`."""
 
 from __future__ import annotations
 

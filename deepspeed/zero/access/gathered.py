@@ -186,11 +186,13 @@ class GatheredBlock:
             if holder.state is State.GATHERING:  # a prefetch; all ranks have it on its way
                 holder.finish_gather()
             elif holder.state is State.SHARDED and _is_everything(holder, away):
-                holder.start_gather()
+                holder.start_gather(exactly=True)
                 holder.finish_gather()
                 self._whole.append(holder)
             if holder.state is State.FULL:
                 holder.keep_writes()  # of a forward around the block; what the block writes is the block's
+                if holder.is_decoded and self._modifier is not None:
+                    holder.restore_full()  # what the block leaves is taken for the parameters' values
                 holder.pin()
                 self._pinned.append(holder)
         lending: list[Entry] = []
@@ -432,7 +434,7 @@ def _was_edited(parameter: torch.nn.Parameter, address: Address, loan: Loan) -> 
     if fragment is None:
         return False
     mine = parameter.data.reshape(-1)[fragment.in_tile]
-    return not _same_bits(mine, address.holder.shard[fragment.in_slice].to(mine.device))
+    return not _same_bits(mine, address.holder.as_gathered(fragment).to(mine.device))
 
 
 def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:

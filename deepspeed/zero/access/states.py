@@ -111,10 +111,16 @@ def _need(parameter: torch.Tensor, call: str) -> _Trained:
 
 
 def _agree(found: _Trained, call: str, numbers: tuple[int, ...] = ()) -> list[list[int]]:
-    """Compares the call; nothing to do where this rank has everything."""
+    """Compares the call; nothing to do where this rank has everything.
+
+    Returns:
+        The numbers of the ranks that share the parameter: others may have another one of that name.
+    """
     if found.is_whole:
         return [list(numbers)]
-    return compare_calls(found.bucket.transport, f"{call} of {found.address.name!r}", numbers)
+    rows = compare_calls(found.bucket.transport, f"{call} of {found.address.name!r}", numbers)
+    members = found.runtime.groups.among_peers(found.bucket.group)
+    return rows if members is None else [rows[member] for member in members]
 
 
 def _assemble(found: _Trained, mine: torch.Tensor, label: str) -> torch.Tensor:

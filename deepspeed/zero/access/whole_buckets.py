@@ -188,7 +188,7 @@ def full_parameters(runtime: ZeroRuntime) -> Iterator[None]:
     """
     sharded = [bucket for bucket in runtime.buckets if bucket.state is State.SHARDED]
     for bucket in sharded:
-        bucket.start_gather()
+        bucket.start_gather(exactly=True)
         bucket.finish_gather()
     try:
         yield

@@ -223,6 +223,13 @@ def leave(construction: Construction) -> None:
         _unwrap_classes()
 
 
+def shard_built(module: nn.Module) -> None:
+    """Shards a module that no ``__init__`` has built, a copy, if a context is active. Every rank must call it."""
+    if _active and not is_untouched():
+        for part in module.modules():
+            _active[-1].shard(part)
+
+
 @contextmanager
 def suspended() -> Iterator[None]:
     """Inside, modules and tensors are built as if no context were active."""

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 import deepspeed
+from deepspeed.comm import groups
+from deepspeed.comm.expert_groups import ranks_of
+from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.moe.layer import MoE
 from tests.engine.support import SHARDED, WIDTH, adamw, engine_of, rank, same_on_all_ranks
 from tests.harness import run_ranks
 
 EXPERTS = 4
+CHECKPOINTS: dict[Any, Callable[..., Any]] = {
+    "reentrant": deepspeed.checkpointing.checkpoint,
+    "not reentrant": functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False),
+}
 
 
 class Net(nn.Module):
     """Two expert layers between linears, of which the second may have another size."""
 
-    def __init__(self, sizes: tuple[int, int], **options: Any) -> None:
+    def __init__(self, sizes: tuple[int, int], checkpoint: Callable[..., Any] | None = None, **options: Any) -> None:
         super().__init__()
+        self.checkpoint = checkpoint
         torch.manual_seed(5)
         self.first = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(
@@ -35,18 +46,26 @@ class Net(nn.Module):
         self.aux = []
         x = self.first(x.to(self.first.weight.dtype))
         for block in self.blocks:
-            y, l_aux, _ = block(x)
+            y, l_aux, _ = block(x) if self.checkpoint is None else self.checkpoint(block, x)
             self.aux.append(l_aux)
             x = x + y
         return self.last(x).float().square().mean() + 0.1 * sum(self.aux)
 
 
+def place_of(block: MoE) -> int:
+    """This rank's place among those that share the experts of a layer."""
+    if block.ep_size == 1:
+        return 0
+    groups.declare_expert_groups(block.ep_size)
+    return ranks_of(block.expert_group_name)[0].index(rank())
+
+
 @torch.no_grad()
-def told_apart(model: Net, of_rank: int) -> None:
+def told_apart(model: Net) -> None:
     """Experts begin with equal values: gives each its own, by its number among all."""
     for number, block in enumerate(model.blocks):
         for local, expert in enumerate(block.deepspeed_moe.experts.deepspeed_experts):
-            which = of_rank % block.ep_size * block.num_local_experts + local
+            which = place_of(block) * block.num_local_experts + local
             draws = torch.Generator().manual_seed(100 * number + which)
             for parameter in expert.parameters():
                 parameter.add_(torch.randn(parameter.shape, generator=draws) * 0.1)
@@ -59,7 +78,7 @@ def tokens(step: int, micro: int, of_rank: int) -> torch.Tensor:
     return torch.randn(max(count, 1), WIDTH, generator=draws)
 
 
-def logical(model: Net, of_rank: int) -> dict[str, torch.Tensor]:
+def logical(model: Net) -> dict[str, torch.Tensor]:
     """Parameters by the names that they have where all experts are."""
     found = {}
     for name, parameter in model.named_parameters():
@@ -67,7 +86,7 @@ def logical(model: Net, of_rank: int) -> dict[str, torch.Tensor]:
         if "deepspeed_experts" in parts:
             block = model.blocks[int(parts[1])]
             place = parts.index("deepspeed_experts") + 1
-            parts[place] = str(int(parts[place]) + of_rank % block.ep_size * block.num_local_experts)
+            parts[place] = str(int(parts[place]) + place_of(block) * block.num_local_experts)
         found[".".join(parts)] = parameter
     return found
 
@@ -78,15 +97,17 @@ def close(found: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
 
 def compare(world: int, sizes: tuple[int, int], stage: int, accumulation: int, clip: float, **more: Any) -> list[float]:
     """Four steps of an engine against plain torch in one process."""
-    options = more.pop("options", {})
+    options, checkpoint = more.pop("options", {}), more.pop("checkpoint", None)
     zero = {**(SHARDED if stage == 3 else {}), **more.pop("zero", {})}
+    for size in set(sizes) if more.get("use_data_before_expert_parallelism") else ():
+        groups._create_expert_and_data_parallel(size, use_data_before_expert_parallel_=True)
     reference = Net((1, 1), **options)
-    told_apart(reference, 0)
-    model = Net(sizes, **options)
-    told_apart(model, rank())
+    told_apart(reference)
+    model = Net(sizes, CHECKPOINTS.get(checkpoint), **options)
+    told_apart(model)
     optimizer = adamw(reference)
     engine = engine_of(model, stage, zero=zero, accumulation=accumulation, gradient_clipping=clip, **more)
-    names = logical(model, rank())
+    names = logical(model)
     norms = []
     for step in range(4):
         for micro in range(accumulation):
@@ -114,11 +135,17 @@ def compare(world: int, sizes: tuple[int, int], stage: int, accumulation: int, c
     return norms
 
 
+OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
 CELLS: list[tuple[tuple[int, int], int, int, float, dict[str, Any]]] = [
     ((2, 2), 0, 1, 0.2, {}),
     ((2, 1), 1, 3, 0.0, {"options": {"k": 2, "top2_2nd_expert_sampling": False}}),
-    ((2, 2), 2, 1, 0.2, {"options": {"k": 3, "drop_tokens": False}}),
-    ((2, 2), 3, 3, 0.2, {"options": {"use_residual": True}}),
+    ((2, 2), 2, 1, 0.2, {"options": {"k": 3, "drop_tokens": False}, "zero": OFFLOADED}),
+    ((2, 2), 3, 3, 0.2, {"options": {"use_residual": True}, "checkpoint": "reentrant"}),
+    ((2, 2), 3, 1, 0.2, {"options": {"use_rts": True, "capacity_factor": 0.5}, "checkpoint": "not reentrant"}),
+]
+ON_FOUR: list[tuple[tuple[int, int], int, int, float, dict[str, Any]]] = [
+    ((2, 4), 3, 1, 0.2, {"zero": {**OFFLOADED, "offload_param": {"device": "cpu"}}}),
+    ((4, 2), 2, 3, 0.2, {"use_data_before_expert_parallelism": True}),
 ]
 
 
@@ -133,3 +160,31 @@ def _all_cells(world: int, cells: list[Any]) -> None:
 
 def test_two_ranks_equal_one_process() -> None:
     run_ranks(_all_cells, 2, 2, CELLS, timeout=200)
+
+
+def _on_four() -> None:
+    with pytest.raises(DeepSpeedConfigError, match="cut the groups of all parameters alike, but 'ep_size_2'"):
+        engine_of(Net((2, 1)), 3, zero={**SHARDED, "zero_hpz_partition_size": 2})
+    _all_cells(4, ON_FOUR[:1])
+
+
+def test_two_sizes_in_one_model_on_four_ranks() -> None:
+    """And hpZ is refused."""
+    run_ranks(_on_four, 4, timeout=200)
+
+
+@pytest.mark.slow
+def test_ranks_that_share_experts_far_apart() -> None:
+    run_ranks(_all_cells, 4, 4, ON_FOUR[1:], timeout=200)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", range(4))
+def test_every_stage_and_kind_of_dropping(stage: int) -> None:
+    cells = [
+        ((size, size), stage, accumulation, 0.2, {"options": {"k": k, "drop_tokens": drop}})
+        for size in (1, 2, 4)
+        for accumulation in (1, 3)
+        for k, drop in ((1, True), (3, False))
+    ]
+    run_ranks(_all_cells, 4, 4, cells, timeout=500)

@@ -45,3 +45,11 @@ def test_equal_to_one_process(world, stages, stage):
 @pytest.mark.parametrize("stage", [1, 2])
 def test_two_copies(stage):
     check(4, 2, stage, 3)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "world", "stages", "stage", "count"),
+    [("interleaved", 2, 2, 1, 4), ("zb-h1", 2, 2, 2, 4), ("zbv", 4, 2, 3, 4), ("dualpipev", 2, 2, 0, 5)],
+)
+def test_schedules(schedule, world, stages, stage, count):
+    check(world, stages, stage, count, schedule=schedule)

@@ -1,7 +1,7 @@
-"""Token dropping; the feature is missing (:mod:`deepspeed.features`)."""
+"""Random layerwise token dropping; re-exports; the code is in :mod:`deepspeed.dropping`."""
 
 from __future__ import annotations
 
-from deepspeed.lazy import lazy_names
+from deepspeed.dropping.convert import convert_to_random_ltd, remove_random_ltd_state_dict, save_without_random_ltd
 
-__getattr__, __dir__, __all__ = lazy_names(__name__)
+__all__ = ["convert_to_random_ltd", "remove_random_ltd_state_dict", "save_without_random_ltd"]

@@ -1,0 +1,153 @@
+"""The loader and the schedule of batches by tokens, as ``data_sampling.dynamic_batching`` says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+from torch.utils.data import BatchSampler, Dataset
+
+from deepspeed.config.sections.data_efficiency import DynamicBatching
+from deepspeed.data.analysis.distributed import DistributedDataAnalyzer
+from deepspeed.data.batching.packing import batch_by_seqlens
+from deepspeed.data.batching.rates import VariableBatchSizeLR
+from deepspeed.data.indexed.dataset import MMapIndexedDataset
+from deepspeed.data.loader import DeepSpeedDataLoader
+from deepspeed.errors import DeepSpeedConfigError
+
+_METRIC = "seqlen"
+
+
+class _Listed(BatchSampler):
+    """Micro-batches that were chosen beforehand."""
+
+    def __init__(self, micro_batches: Sequence[list[Any]]) -> None:
+        self._micro_batches = micro_batches
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return iter(self._micro_batches)
+
+    def __len__(self) -> int:
+        return len(self._micro_batches)
+
+
+class _Padded(Dataset[Any]):
+    """Samples padded to a length that is asked for with them."""
+
+    def __init__(self, dataset: Any, pad: Callable[[Any, int], Any]) -> None:
+        self._dataset, self._pad = dataset, pad
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, which: tuple[int, int]) -> Any:
+        number, length = which
+        return self._pad(self._dataset[number], length)
+
+
+def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
+    dataset: Any,
+    engine: Any,
+    dataset_seqlens: Sequence[int] | None = None,
+    dataset_filter_ids: Sequence[int] | None = None,
+    dataloader_collate_fn: Callable[[list[Any]], Any] | None = None,
+    sample_padding_fn: Callable[[Any, int], Any] | None = None,
+    batch_seqlens_fn: Callable[[Any], Any] | None = None,
+) -> tuple[DeepSpeedDataLoader, VariableBatchSizeLR, dict[str, Any]]:
+    """A loader whose micro-batches have about ``max_tokens`` tokens, and a schedule that follows their sizes.
+
+    Every rank must call it. Micro-batches of one update differ in size; their gradients count alike, and the rate is
+    scaled by the samples of the whole update against ``engine.train_batch_size()``.
+
+    Args:
+        dataset: Samples by number.
+        engine: With ``data_efficiency.data_sampling.dynamic_batching`` in its configuration.
+        dataset_seqlens: Tokens of each sample; None: as the files below ``metrics_path`` say, which are made if they
+            are not there.
+        dataset_filter_ids: Only these samples; ``dataset_seqlens`` are theirs then, in their order.
+        dataloader_collate_fn: Makes a batch of samples; None: the engine's.
+        sample_padding_fn: Called with a sample and the length of the longest of its update; gives it padded.
+        batch_seqlens_fn: Lengths of the samples of a batch, for the analysis; None: ``len`` of a sample's first axis.
+
+    Returns:
+        The loader over this rank's micro-batches, the schedule, and the loader's arguments.
+
+    Raises:
+        DeepSpeedConfigError: The section is not enabled, or says neither lengths nor where to find them.
+        ValueError: No batch can be made.
+    """
+    section, seed = _settings(engine)
+    if dataset_seqlens is None:
+        lengths = _measured(dataset, section, batch_seqlens_fn)
+        dataset_seqlens = lengths if dataset_filter_ids is None else [lengths[number] for number in dataset_filter_ids]
+    ranks, rank = engine.dp_world_size, engine.get_data_parallel_rank()
+    assert section.max_tokens is not None
+    micro_batches, sizes, longest = batch_by_seqlens(
+        dataset_seqlens,
+        section.max_tokens,
+        dataset_filter_ids,
+        min_batch_size=section.min_batch_size,
+        max_batch_size=section.max_batch_size,
+        sequence_picking_order=section.sequence_picking_order,
+        effective_batch_size=ranks * engine.gradient_accumulation_steps(),
+        required_microbatches_of_same_size=hasattr(engine, "train_batch"),
+        verbose=section.verbose,
+        seed=seed,
+    )
+    own = micro_batches[rank::ranks]
+    if sample_padding_fn is not None:
+        dataset = _Padded(dataset, sample_padding_fn)
+        sampler = _Listed([[(number, longest[batch]) for number in samples] for batch, samples in own])
+    else:
+        sampler = _Listed([samples for _, samples in own])
+    arguments: dict[str, Any] = {
+        "dataset": dataset,
+        "batch_size": max(len(samples) for _, samples in own),
+        "data_sampler": sampler,
+        "collate_fn": dataloader_collate_fn or engine.collate_fn,
+    }
+    loader = DeepSpeedDataLoader(**arguments)
+    rates = engine.lr_scheduler if engine.lr_scheduler is not None else engine.basic_optimizer
+    scheduler = VariableBatchSizeLR(rates, engine.train_batch_size(), sizes, loader, section.lr_scaling_method)
+    return loader, scheduler, arguments
+
+
+def _settings(engine: Any) -> tuple[DynamicBatching, int]:
+    section = engine.data_efficiency_config()
+    if section is None or not engine.data_sampling_enabled() or not section.data_sampling.dynamic_batching.enabled:
+        raise DeepSpeedConfigError(
+            "batches by tokens: enable data_efficiency, its data_sampling and data_sampling.dynamic_batching in the "
+            "configuration"
+        )
+    return section.data_sampling.dynamic_batching, section.seed
+
+
+def _measured(dataset: Any, section: DynamicBatching, batch_seqlens_fn: Callable[[Any], Any] | None) -> list[int]:
+    if section.metrics_path is None:
+        raise DeepSpeedConfigError(
+            "data_efficiency.data_sampling.dynamic_batching.metrics_path is required where no dataset_seqlens are "
+            "given: lengths are read from there, and written to it once"
+        )
+    prefix = Path(section.metrics_path) / _METRIC / f"{_METRIC}_sample_to_metric"
+    if not MMapIndexedDataset.exists(prefix):
+        DistributedDataAnalyzer(
+            dataset,
+            metric_names=[_METRIC],
+            metric_functions=[batch_seqlens_fn or _lengths],
+            metric_types=["single_value_per_sample"],
+            save_path=section.metrics_path,
+            collate_fn=None if batch_seqlens_fn is not None else list,
+        ).run_map_reduce()
+    lengths = MMapIndexedDataset(prefix).values
+    if len(lengths) != len(dataset):
+        raise DeepSpeedConfigError(
+            f"{prefix} has the lengths of {len(lengths)} samples, and the dataset has {len(dataset)}; remove the file, "
+            "or set metrics_path to another folder"
+        )
+    return [int(length) for length in lengths]
+
+
+def _lengths(samples: list[Any]) -> Any:
+    return numpy.array([len(sample) for sample in samples])

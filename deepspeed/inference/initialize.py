@@ -1,0 +1,119 @@
+""":func:`init_inference`: from a model to an engine that generates with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm import groups
+from deepspeed.comm.mesh import TENSOR
+from deepspeed.engine import initialize
+from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
+from deepspeed.inference.checkpoints import fill
+from deepspeed.inference.config import InferenceSettings, read_settings
+from deepspeed.inference.engine import InferenceEngine
+from deepspeed.inference.quantization.quantization import quantize_parts
+from deepspeed.inference.tensor import cut, job_mesh, tensor_size
+from deepspeed.linear.quantize import quantize_model
+from deepspeed.logging import log_dist
+
+
+def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> InferenceEngine:
+    """Prepares a model for generation: dtype, quantised weights, device, ZeRO-Inference.
+
+    The modules stay the model's own, so its results are its own too; linear layers of few bits (``dtype=int8``) and
+    sharded weights (``zero``) take their places inside.
+
+    Args:
+        model: Any module. One on the meta device is filled from ``checkpoint``.
+        config: A dict or a path to a JSON file with the keys of docs/reference/config.md, "Inference".
+        **kwargs: The same keys.
+
+    Returns:
+        The engine. ``engine.module`` is the model, changed in place.
+
+    Raises:
+        DeepSpeedConfigError: With every problem of the configuration; nothing is changed then.
+        NotYetSupportedError: A setting whose feature is missing, by name.
+    """
+    settings = read_settings(config, kwargs)
+    _refuse(settings)
+    for line in settings.notices:
+        log_dist(f"init_inference: {line}", ranks=[0])
+    read = settings.config
+    if settings.zero is not None:
+        return _with_zero(model, settings)
+    if read.checkpoint is not None:
+        fill(model, read.checkpoint, settings.dtype, base_dir=read.base_dir or read.checkpoint_config.base_dir)
+    _refuse_meta(model)
+    device = "cpu" if read.keep_module_on_host else get_accelerator().current_device_name()
+    mesh = job_mesh(settings)
+    if mesh is not None:
+        cut(model, settings, mesh, torch.device(device))
+    _prepare(model, settings)
+    model.to(device)
+    return InferenceEngine(model, settings, mp_group=None if mesh is None else groups.group_along(TENSOR))
+
+
+def default_inference_config() -> dict[str, Any]:
+    """The configuration with every key at its default, as a dict."""
+    return read_settings(None, {}).config.model_dump()
+
+
+def _prepare(model: nn.Module, settings: InferenceSettings) -> None:
+    """Dtype and quantised layers, in place."""
+    model.eval().requires_grad_(False)
+    model.to(settings.dtype)
+    weight = settings.config.quant.weight
+    if settings.weight_bits is not None:
+        log_dist(f"init_inference: {quantize_model(model, bits=settings.weight_bits).line()}", ranks=[0])
+    elif weight.quantized_initialization or weight.post_init_quant:
+        parts = weight.post_init_quant or {"": weight.quantized_initialization}
+        for report in quantize_parts(model, parts):
+            log_dist(f"init_inference: {report.line()}", ranks=[0])
+
+
+def _with_zero(model: nn.Module, settings: InferenceSettings) -> InferenceEngine:
+    """ZeRO-Inference: weights are sharded over the ranks, or lie in host memory or files, and come layer by layer."""
+    assert settings.zero is not None
+    _refuse_meta(model)
+    _prepare(model, settings)
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": settings.zero}
+    if settings.dtype != torch.float32:
+        config["fp16" if settings.dtype == torch.float16 else "bf16"] = {"enabled": True}
+    engine = initialize(model=model, config=config)[0]
+    engine.eval()
+    return InferenceEngine(engine.module, settings, runner=engine)
+
+
+def _refuse(settings: InferenceSettings) -> None:
+    read = settings.config
+    if read.save_mp_checkpoint_path or read.checkpoint_config.save_mp_checkpoint_path:
+        raise NotYetSupportedError(
+            "init_inference: save_mp_checkpoint_path: weights cut for one number of ranks are not written here; "
+            "save_pretrained of the whole model is read by any number of them"
+        )
+    if settings.zero is not None and tensor_size(settings) > 1:
+        raise NotYetSupportedError(
+            "init_inference: zero beside tensor_parallel.tp_size > 1; for both, give deepspeed.initialize a "
+            "configuration with tensor_parallel.autotp_size and ZeRO stage 3, without an optimizer"
+        )
+    if read.enable_cuda_graph and get_accelerator().device_name() == "cpu":
+        log_dist("init_inference: enable_cuda_graph has no effect without a GPU", ranks=[0])
+    if read.injection_policy is not None and read.replace_with_kernel_inject:
+        raise DeepSpeedConfigError(
+            "init_inference: injection_policy says how layers are cut, replace_with_kernel_inject that they are "
+            "replaced; give one of them"
+        )
+
+
+def _refuse_meta(model: nn.Module) -> None:
+    empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if empty:
+        raise DeepSpeedConfigError(
+            f"init_inference: {len(empty)} parameters are on the meta device, {empty[0]!r} among them; give "
+            "checkpoint=..., a folder or a description of the files that fill them"
+        )

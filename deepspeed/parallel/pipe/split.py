@@ -1,0 +1,142 @@
+"""A backward in two halves: the gradients of the inputs, for which another stage waits, and later those of the weights.
+
+The first half goes from the outputs to the inputs and leaves out everything else. Where it passes a node of the graph
+that leads to a weight too, what arrives there is kept. The second half starts anew at each of these nodes, with what
+was kept, and goes to the weights only (Qi et al. 2024, "Zero Bubble Pipeline Parallelism"). So a matrix product's two
+halves are computed once each.
+
+A weight that is reached from two of the nodes cannot be told apart so; then the first half is the whole backward, as it
+is under recomputation, which would run anew for each node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+Node = Any  # torch.autograd.graph.Node
+
+
+@dataclass
+class _Junction:
+    """A node on the way to the inputs that leads to weights too."""
+
+    node: Node
+    weights: list[torch.Tensor]
+    arrived: tuple[torch.Tensor | None, ...] = ()
+
+
+@dataclass
+class WeightWork:
+    """What the second half of a backward has to do."""
+
+    junctions: list[_Junction] = field(default_factory=list)
+    roots: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Accumulates the gradients of the weights."""
+        for junction in self.junctions:
+            pairs = [(GradientEdge(junction.node, i), g) for i, g in enumerate(junction.arrived) if g is not None]
+            if pairs:
+                edges, gradients = zip(*pairs, strict=True)
+                torch.autograd.backward(edges, gradients, inputs=junction.weights)
+        if self.roots:
+            tensors, given = zip(*self.roots, strict=True)
+            torch.autograd.backward(tensors, given)
+        self.junctions, self.roots = [], []
+
+
+def backward_to_inputs(
+    roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> WeightWork | None:
+    """The first half: accumulates the gradients of ``inputs``.
+
+    Args:
+        roots: Outputs that gradients come back for.
+        gradients: Theirs.
+        inputs: Leaves.
+
+    Returns:
+        The second half; None where there is none left, as this was the whole backward.
+    """
+    on_the_way, order = _nodes_towards(roots, inputs)
+    junctions = [found for node in order if (found := _junction(node, on_the_way)) is not None]
+    beside = [pair for pair in zip(roots, gradients, strict=True) if get_gradient_edge(pair[0]).node not in on_the_way]
+    weights = [id(weight) for junction in junctions for weight in junction.weights]
+    apart = [id(weight) for root, _ in beside for weight in _leaves(get_gradient_edge(root).node, on_the_way)]
+    if len(set(weights)) < len(weights) or not set(weights).isdisjoint(apart):
+        torch.autograd.backward(list(roots), list(gradients))
+        return None
+    through = [pair for pair in zip(roots, gradients, strict=True) if get_gradient_edge(pair[0]).node in on_the_way]
+    handles = [junction.node.register_prehook(_keeper(junction)) for junction in junctions]
+    try:
+        if through:
+            tensors, given = zip(*through, strict=True)
+            torch.autograd.backward(tensors, given, inputs=list(inputs), retain_graph=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return WeightWork(junctions, beside)
+
+
+def _keeper(junction: _Junction) -> Any:
+    def keep(arrived: tuple[torch.Tensor | None, ...]) -> None:
+        junction.arrived = arrived
+
+    return keep
+
+
+def _children(node: Node) -> Iterable[Node]:
+    return (child for child, _ in node.next_functions if child is not None)
+
+
+def _nodes_towards(roots: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> tuple[set[Node], list[Node]]:
+    """Nodes from which an input is reached, as a set and in the order in which they were found."""
+    targets = {get_gradient_edge(tensor).node for tensor in inputs}
+    parents: dict[Node, list[Node]] = {}
+    order: list[Node] = []
+    seen: set[Node] = set()
+    stack = [get_gradient_edge(root).node for root in roots]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        order.append(node)
+        for child in _children(node):
+            parents.setdefault(child, []).append(node)
+            stack.append(child)
+    found: set[Node] = set()
+    stack = [node for node in targets if node in seen]
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack += parents.get(node, [])
+    return found, [node for node in order if node in found]
+
+
+def _junction(node: Node, on_the_way: set[Node]) -> _Junction | None:
+    weights: dict[int, torch.Tensor] = {}
+    for child in _children(node):
+        if child not in on_the_way:
+            weights.update((id(weight), weight) for weight in _leaves(child, on_the_way))
+    return _Junction(node, list(weights.values())) if weights else None
+
+
+def _leaves(start: Node, without: set[Node]) -> list[torch.Tensor]:
+    """The leaves that are reached from a node, other ways than through the nodes of ``without``."""
+    found, seen, stack = [], set(), [start]
+    while stack:
+        node = stack.pop()
+        if node in seen or node in without:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        stack += _children(node)
+    return found

@@ -1,0 +1,165 @@
+"""``init_inference``: tokens equal to the model's own, in every dtype, on any number of ranks; bad input named."""
+
+import json
+
+import pytest
+import torch
+
+import deepspeed
+from deepspeed.errors import CheckpointError, DeepSpeedConfigError
+from tests.harness import run_ranks
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def make(family="Llama", **kwargs):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **kwargs})
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4)  # so that tokens are decided clearly
+    return model
+
+
+def prompts():
+    ids = torch.arange(3, 21).view(2, 9)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0  # padded on the left
+    return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
+
+
+def tokens(model, **kwargs):
+    return model.generate(**prompts(), max_new_tokens=6, min_new_tokens=6, do_sample=False, **kwargs)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"num_beams": 3}])
+def test_tokens_are_the_models_own(kwargs):
+    engine = deepspeed.init_inference(make(), dtype="fp32")
+    assert torch.equal(tokens(engine, **kwargs), tokens(make(), **kwargs))
+    out = engine(**prompts())
+    assert torch.equal(out.logits, make()(**prompts()).logits) and not out.logits.requires_grad
+    assert engine.config.vocab_size == 128 and engine.can_generate()
+
+
+@pytest.mark.parametrize(("config", "bits"), [({}, 8), ({"quant": {"weight": {"num_bits": 4}}}, 4)])
+def test_weights_of_few_bits(config, bits):
+    reference = make().bfloat16()
+    engine = deepspeed.init_inference(make(), config, dtype=torch.int8)
+    assert engine.module.model.layers[0].mlp.up_proj.format.bits == bits
+    found, expected = engine(**prompts()).logits.float(), reference(**prompts()).logits.float()
+    assert found.isfinite().all()
+    assert torch.corrcoef(torch.stack((found.flatten(), expected.flatten())))[0, 1] > (0.99 if bits == 8 else 0.8)
+    assert tokens(engine).shape == (2, 15)
+
+
+def test_parts_of_a_model_are_quantised():
+    config = {"quant": {"weight": {"post_init_quant": {"q_proj": {"num_bits": 8}, "gate_proj": {"num_bits": 4}}}}}
+    engine = deepspeed.init_inference(make(), config, dtype="bf16")
+    block = engine.module.model.layers[1]
+    assert (block.self_attn.q_proj.format.bits, block.mlp.gate_proj.format.bits) == (8, 4)
+    assert type(block.mlp.up_proj) is torch.nn.Linear
+
+
+def test_the_callers_dict_stays_as_it_is_and_may_be_a_file(tmp_path):
+    config = {"dtype": "bf16", "tensor_parallel": {"tp_size": 1}}
+    before = json.dumps(config)
+    engine = deepspeed.init_inference(make(), config, max_out_tokens=8)
+    assert json.dumps(config) == before and next(engine.parameters()).dtype == torch.bfloat16
+    with pytest.raises(RuntimeError, match="9 tokens, max_out_tokens is 8"):
+        tokens(engine)
+    (tmp_path / "config.json").write_text(before)
+    assert deepspeed.init_inference(make(), str(tmp_path / "config.json")).module.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("config", "keywords", "said"),
+    [
+        ({"dtype": "fp32"}, {"dtype": "bf16"}, "dtype: 'fp32' in the configuration and 'bf16' as keyword"),
+        ({"dtyp": "fp32"}, {}, 'dtyp: unknown key; did you mean "dtype"'),
+        ({"dtype": "int5"}, {}, "dtype: expected"),
+        ({"dtype": "int8", "quant": {"weight": {"num_bits": 3}}}, {}, "expected 4 or 8, found 3"),
+        ({"quant": {"activation": {"num_bits": 8}}}, {}, "activations stay in 16 bits"),
+        ({"zero": {"stage": 2}}, {}, "stage 3 alone saves memory"),
+        ({"mp_size": 2, "tp": {"tp_size": 4}}, {}, "mp_size: 2, but tensor_parallel.tp_size is 4"),
+        ({"injection_policy_tuple": ["o_proj"]}, {}, "give injection_policy"),
+    ],
+)
+def test_bad_input_is_said(config, keywords, said):
+    model = make()
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(DeepSpeedConfigError, match=said):
+        deepspeed.init_inference(model, config, **keywords)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_a_model_on_meta_reads_files(tmp_path):
+    make().save_pretrained(tmp_path)
+    with deepspeed.OnDevice(dtype=torch.float32, device="meta"):
+        empty = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    with pytest.raises(DeepSpeedConfigError, match="on the meta device"):
+        deepspeed.init_inference(empty, dtype="fp32")
+    engine = deepspeed.init_inference(empty, dtype="fp32", checkpoint=str(tmp_path))
+    assert torch.equal(tokens(engine), tokens(make()))
+    listed = {"type": "ds_model", "checkpoints": ["model.safetensors"], "version": 1.0, "base_dir": str(tmp_path)}
+    (tmp_path / "listed.json").write_text(json.dumps(listed))
+    engine = deepspeed.init_inference(make(), dtype="fp32", checkpoint=str(tmp_path / "listed.json"))
+    assert torch.equal(tokens(engine), tokens(make()))
+    with pytest.raises(CheckpointError, match="there is no file"):
+        deepspeed.init_inference(make(), dtype="fp32", checkpoint={"checkpoints": [str(tmp_path / "gone.pt")]})
+    with pytest.raises(CheckpointError, match="tensors of LlamaForCausalLM are in none"):
+        deepspeed.init_inference(
+            make(num_hidden_layers=3), dtype="fp32", checkpoint=str(tmp_path / "model.safetensors")
+        )
+
+
+def test_times_and_compile():
+    engine = deepspeed.init_inference(make(), dtype="fp32")
+    engine.profile_model_time()
+    engine(**prompts())
+    engine(**prompts())
+    times = engine.model_times()
+    assert len(times) == 2 and min(times) > 0 and engine.model_times() == []
+    engine.compile(backend="eager")
+    assert engine.is_compiled and torch.equal(tokens(engine), tokens(make()))
+
+
+def on_two_ranks(family):
+    """Cut and quantised models, and sharded ones, on two ranks."""
+    plain = tokens(make(family))
+    found = {"cut": torch.equal(tokens(deepspeed.init_inference(make(family), dtype="fp32", mp_size=2)), plain)}
+    whole = deepspeed.init_inference(make(family), dtype="int8")(**prompts()).logits.float()
+    parts = deepspeed.init_inference(make(family), dtype="int8", mp_size=2)(**prompts()).logits.float()
+    found["quantised"] = float((whole - parts).norm() / whole.norm())
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    engine = deepspeed.init_inference(make(family), dtype="fp32", zero=zero)
+    found["sharded"] = torch.equal(tokens(engine), plain)
+    with pytest.raises(DeepSpeedConfigError, match="tp_size 3 does not divide the 2 ranks"):
+        deepspeed.init_inference(make(family), dtype="fp32", mp_size=3)
+    policy = {"LlamaDecoderLayer": ("self_attn.o_proj", "mlp.down_proj")}
+    found["policy"] = torch.equal(
+        tokens(deepspeed.init_inference(make(family), dtype="fp32", mp_size=2, injection_policy=policy)), plain
+    )
+    found["holds"] = sum(p.numel() for p in engine.module.parameters())
+    engine = deepspeed.init_inference(make(family), dtype="int8", zero=zero)
+    found["sharded, quantised"] = float((engine(**prompts()).logits.float() - whole).norm() / whole.norm())
+    return found
+
+
+def test_two_ranks():
+    for found in run_ranks(on_two_ranks, 2, "Llama", timeout=300):
+        assert found["cut"] and found["policy"] and found["sharded"] and found["holds"] == 0
+        assert found["quantised"] < 0.05 and found["sharded, quantised"] == 0
