@@ -98,8 +98,8 @@ class Batches:
 
     @property
     def is_decided_outside(self) -> bool:
-        """Whether the program has said what is a boundary."""
-        return self._override is not None
+        """Whether the program, or whoever drives the backwards, has said what is a boundary."""
+        return self._override is not None or self._said is not None
 
     def say(self, micro_batch: MicroBatch | None) -> None:
         """A schedule says where the backward that begins stands; None: nobody does, steps are counted."""

@@ -62,10 +62,13 @@ def choose_optimizer(
     Raises:
         DeepSpeedConfigError: The client's object is neither, or a parameter is not the model's or occurs twice.
     """
+    # A stage of a pipeline that trains nothing takes part in what all agree on at an update: with an empty group.
+    may_be_empty = bool(getattr(model, "is_part_of_model", False))
     if isinstance(optimizer, torch.optim.Optimizer):
         chosen: torch.optim.Optimizer | None = optimizer
     elif callable(optimizer):
-        chosen = optimizer(model_parameter_groups(model, model_parameters))
+        groups = model_parameter_groups(model, model_parameters)
+        chosen = optimizer(groups or ([{"params": []}] if may_be_empty else []))
         if not isinstance(chosen, torch.optim.Optimizer):
             raise DeepSpeedConfigError(
                 f"initialize(optimizer=...): the callable returned {type(chosen).__name__}; expected a torch.optim."
@@ -81,8 +84,10 @@ def choose_optimizer(
         if root.optimizer.type == "Muon":
             set_optimizer_flags(root, model)
         chosen = (
-            build_optimizer(root.optimizer.type, dict(root.optimizer.params), groups, offload=on_host)
-            if groups
+            build_optimizer(
+                root.optimizer.type, dict(root.optimizer.params), groups, offload=on_host, may_be_empty=may_be_empty
+            )
+            if groups or may_be_empty
             else None
         )
     else:

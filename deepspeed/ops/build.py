@@ -60,7 +60,12 @@ _MERELY_SPEED = frozenset({"set_grad_none", "foreach", "fused"})
 
 
 def build_optimizer(
-    name: str, params: dict[str, Any], model_parameters: Iterable[Any], *, offload: bool = False
+    name: str,
+    params: dict[str, Any],
+    model_parameters: Iterable[Any],
+    *,
+    offload: bool = False,
+    may_be_empty: bool = False,
 ) -> torch.optim.Optimizer:
     """Builds the optimizer ``name``.
 
@@ -71,6 +76,7 @@ def build_optimizer(
         params: Keyword arguments.
         model_parameters: Parameters or group dictionaries; groups without parameters are dropped.
         offload: The optimizer's state lives on the host: the CPU kind is built where there is one.
+        may_be_empty: With no parameters at all it gets one empty group; otherwise that is an error.
 
     Raises:
         DeepSpeedConfigError: The name, a parameter or a value cannot be used; lists all problems.
@@ -87,7 +93,8 @@ def build_optimizer(
         if key not in dropped
     }
     try:
-        return factory(_without_empty_groups(model_parameters), **accepted)
+        groups = _without_empty_groups(model_parameters)
+        return factory(groups or ([{"params": []}] if may_be_empty else []), **accepted)
     except (TypeError, ValueError) as error:
         raise DeepSpeedConfigError(f"optimizer: {name} cannot be built from {params}: {error}") from error
 

@@ -162,7 +162,8 @@ class Interpreter:
                 buffers["labels"][buffer_id] = labels
         if chunk == len(self._stage_of) - 1 and not self._labels_travel and self._items:
             buffers["labels"][buffer_id] = self._items[micro_batch][1]
-        outputs = self.compute_forward(chunk, micro_batch, buffers["inputs"][buffer_id], buffers["labels"][buffer_id])
+        inputs = map_tensors(buffers["inputs"][buffer_id], _writable)
+        outputs = self.compute_forward(chunk, micro_batch, inputs, buffers["labels"][buffer_id])
         buffers["outputs"][buffer_id] = outputs
         buffers["output_tensors"][buffer_id] = [tensor for tensor in tensors_of(outputs) if tensor.requires_grad]
 
@@ -237,5 +238,24 @@ class Interpreter:
 
 
 def leaves_of(value: Any) -> Any:
-    """``value`` with tensors that begin a graph of their own, as if they had come from another rank."""
-    return map_tensors(value, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
+    """``value`` with tensors that begin a graph of their own, as if they had come from another rank.
+
+    They are copies: the next chunk may write to them, and the backward of the one before may need them as they are.
+    """
+    return map_tensors(value, lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad))
+
+
+class _Writable(torch.autograd.Function):
+    """The same values as a tensor that is neither a leaf nor a view: a layer may begin with work in place."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.data
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def _writable(tensor: torch.Tensor) -> torch.Tensor:
+    return _Writable.apply(tensor) if tensor.requires_grad and tensor.is_leaf else tensor

@@ -123,6 +123,11 @@ class PipelineModule(nn.Module):
 
     # -- cutting and building ----------------------------------------------------------------------------------------
 
+    @property
+    def is_part_of_model(self) -> bool:
+        """Whether other ranks hold other layers; all that is trained may then lie there."""
+        return self.num_stages > 1
+
     def take_pipeline_config(self, section: Pipeline) -> None:
         """Takes what the configuration says; of the schedule, where the program said nothing. Layers may be built anew.
 
