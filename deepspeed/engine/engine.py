@@ -33,6 +33,7 @@ from deepspeed.engine.reports import memory_rows, precision_rows, state_text, su
 from deepspeed.engine.roots import check_loss, paired_roots
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.logging import log_dist, log_dist_once
+from deepspeed.parallel.expert.loads import expert_events
 from deepspeed.profiling.timer import ThroughputTimer
 from deepspeed.release import VERSION
 from deepspeed.zero.access.whole_buckets import iter_full
@@ -345,6 +346,7 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, nn.Modul
                 lr=self.get_lr(),
                 norm=self.get_global_grad_norm(),
                 loss_scale=float(scaler.loss_scale) if scaler is not None else None,
+                more=expert_events(self.module) if self.monitor.writes else (),
             )
         )
 

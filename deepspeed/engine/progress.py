@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,7 @@ class StepFacts:
         lr: Learning rate of each param group, after the schedule has advanced.
         norm: Norm of the gradients before clipping; None if it was not computed.
         loss_scale: Of fp16; None otherwise.
+        more: Name and value of further events.
     """
 
     step: int
@@ -47,6 +48,7 @@ class StepFacts:
     lr: list[float]
     norm: float | None
     loss_scale: float | None
+    more: Sequence[tuple[str, float]] = ()
 
 
 class ProgressLog:
@@ -169,6 +171,7 @@ class ProgressLog:
             ("lr", facts.lr[0] if facts.lr else None),
             ("loss_scale", facts.loss_scale),
             ("grad_norm", facts.norm),
+            *facts.more,
         ]
         if self._throughput.enabled and self._since_update is not None:
             values.append(("samples_per_sec", facts.batch / max(now - self._since_update, 1e-9)))

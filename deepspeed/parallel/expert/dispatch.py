@@ -32,6 +32,7 @@ class Plan:
         order: ``[R]`` int64: the number, in the flattened ``[k, S]``, of each kept route, sorted by expert.
         num_choices: k.
         num_tokens: S.
+        mine: Kept routes of this rank to each expert of all.
         sent: Rows that go to each rank.
         received: Rows that come from each rank.
         arrived: By rank and expert of this rank: rows that come.
@@ -41,6 +42,7 @@ class Plan:
     order: torch.Tensor
     num_choices: int
     num_tokens: int
+    mine: tuple[int, ...]
     sent: tuple[int, ...]
     received: tuple[int, ...]
     arrived: tuple[tuple[int, ...], ...]
@@ -77,7 +79,9 @@ def plan_routes(indices: torch.Tensor, num_experts: int, transport: Transport | 
     order = flat.argsort(stable=True)
     if transport.size == 1:
         dropped, *mine = counts.tolist() if not counts.is_meta else (0, *_evenly(flat.numel(), num_experts))
-        return Plan(order[dropped:], choices, tokens, (sum(mine),), (sum(mine),), (tuple(mine),), transport)
+        return Plan(
+            order[dropped:], choices, tokens, tuple(mine), (sum(mine),), (sum(mine),), (tuple(mine),), transport
+        )
     # The counts of this rank and those that come, in one wait of the host.
     told = torch.empty_like(counts[1:])
     local = num_experts // transport.size
@@ -93,7 +97,7 @@ def plan_routes(indices: torch.Tensor, num_experts: int, transport: Transport | 
     arrived = tuple(tuple(theirs[first : first + local]) for first in range(0, num_experts, local))
     sent = tuple(sum(mine[first : first + local]) for first in range(0, num_experts, local))
     received = tuple(map(sum, arrived))
-    return Plan(order[dropped:], choices, tokens, sent, received, arrived, transport)
+    return Plan(order[dropped:], choices, tokens, tuple(mine), sent, received, arrived, transport)
 
 
 def _evenly(routes: int, num_experts: int) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,6 +16,7 @@ from deepspeed.comm.expert_groups import connect_experts, group_name
 from deepspeed.comm.transport import Transport
 from deepspeed.comm.world import is_initialized
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.parallel.expert.balance import Balance
 from deepspeed.parallel.expert.dispatch import combine, dispatch, plan_routes
 from deepspeed.parallel.expert.experts import Experts, first_of
 from deepspeed.parallel.expert.gate import TopKGate, check_policy
@@ -41,8 +41,7 @@ class MOELayer(nn.Module):
         l_aux: Balance loss of the last forward, 0-dim fp32.
         exp_counts: ``[E]`` int64: how many routes of this rank chose each expert in the last forward, before any is
             dropped.
-        kept: Routes of this rank that reached an expert in the last forward.
-        load: Rows that each expert of this rank saw in the last forward, of all ranks.
+        balance: Where the routes of the last forward went; None before the first.
         time_moe: Milliseconds of the last forward, while ``wall_clock_breakdown``.
     """
 
@@ -69,8 +68,7 @@ class MOELayer(nn.Module):
         self.time_moe = 0.0
         self.l_aux: torch.Tensor | None = None
         self.exp_counts: torch.Tensor | None = None
-        self.kept = 0
-        self.load: Sequence[int] = ()
+        self.balance: Balance | None = None
         self._transport: Transport | None = None
         set_z3_leaf_module(self, True)
 
@@ -90,7 +88,7 @@ class MOELayer(nn.Module):
         routes = self.gate.routes(x, used_token)
         self.l_aux, self.exp_counts = routes.l_aux, routes.counts
         plan = plan_routes(routes.indices, routes.num_experts, self._connected(x.device))
-        self.kept, self.load = len(plan.order), plan.load
+        self.balance = Balance.of(plan)
         # One of them: the layer is a leaf, whose parameters are gathered together.
         results = dispatch(x, plan, self.experts, list(self.experts.parameters())[:1])
         out = combine(results, routes.weights, plan).to(hidden.dtype).reshape(hidden.shape)

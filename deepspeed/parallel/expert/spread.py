@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from deepspeed.comm.expert_groups import connect_experts
+from deepspeed.parallel.expert.balance import Balance
 from deepspeed.parallel.expert.dispatch import Plan, combine, dispatch, plan_routes
 from deepspeed.parallel.expert.stacked import Stack, run_stacked
 from deepspeed.zero.holder import full_shape
@@ -32,18 +33,14 @@ class Spread:
         ep_size: Ranks that share them.
         takes_all: The module gets every token for every expert, ``[E * S, M]``, with zeros where the router chose none.
         grouped: Use grouped products where they are faster.
-        kept: Routes of this rank in the last forward.
-        load: Rows that each expert of this rank saw in the last forward, of all ranks.
-        counts: Routes of this rank to each expert in the last forward, ``[E]``.
+        balance: Where the routes of the last forward went; None before the first.
     """
 
     num_experts: int
     ep_size: int
     takes_all: bool
     grouped: bool = True
-    kept: int = 0
-    load: Sequence[int] = ()
-    counts: torch.Tensor | None = None
+    balance: Balance | None = None
 
 
 def spread_of(module: nn.Module) -> Spread | None:
@@ -118,8 +115,7 @@ def _forward_all(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
 def _plan(state: Spread, indices: torch.Tensor, x: torch.Tensor) -> Plan:
     transport = connect_experts(state.ep_size, x.device) if state.ep_size > 1 else None
     plan = plan_routes(indices, state.num_experts, transport)
-    state.kept, state.load = len(plan.order), plan.load
-    state.counts = torch.bincount(indices.reshape(-1) + 1, minlength=state.num_experts + 1)[1:]
+    state.balance = Balance.of(plan)
     return plan
 
 
