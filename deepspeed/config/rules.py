@@ -188,6 +188,12 @@ def _tensor_parallel(root: Root, findings: Findings) -> None:
 
 def _structure(root: Root, findings: Findings) -> None:
     """What single values must be beyond type and interval, in the sections of features to come."""
+    if root.hybrid_engine is not None and root.hybrid_engine.inference_tp_size > 1:
+        findings.problem(
+            ("hybrid_engine", "inference_tp_size"),
+            f"{root.hybrid_engine.inference_tp_size}: layers are cut for training and generating alike; use "
+            "tensor_parallel.autotp_size, and 1 here",
+        )
     if root.elasticity is not None:
         if root.elasticity.version not in (0.1, 0.2):
             findings.problem(("elasticity", "version"), f"expected 0.1 or 0.2, found {root.elasticity.version:g}")

@@ -24,6 +24,7 @@ from deepspeed.config.sections.root import Root
 from deepspeed.engine.alike import model_lines
 from deepspeed.engine.compiling import gathers_between_pieces, refuse_whole_graphs
 from deepspeed.engine.efficiency import refuse_what_the_model_cannot
+from deepspeed.engine.generation import refuse_what_cannot_generate
 from deepspeed.engine.groups import create_groups, refuse_cut_tensors
 from deepspeed.engine.optimizers import (
     choose_optimizer,
@@ -180,6 +181,7 @@ def build_parts(client: Client, config: Any, distributed_port: int, dist_init_re
     for notice in parsed.notices:
         log_dist(f"config: {notice}")
     refuse_what_the_model_cannot(root, client.model)
+    refuse_what_cannot_generate(root, client.model)
     monitor = MonitorMaster(root)
     if root.comms_logger.enabled:
         comm.configure(deepspeed_config=parsed)

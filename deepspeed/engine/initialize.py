@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 
+from deepspeed.config.sections.root import Root
 from deepspeed.data.batching.loading import get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed
 from deepspeed.engine.build import Client, build_parts
 from deepspeed.engine.engine import DeepSpeedEngine
+from deepspeed.engine.generation import generates
+from deepspeed.engine.hybrid import DeepSpeedHybridEngine
 from deepspeed.engine.pipeline import DualPipeVEngine, PipelineEngine
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.pipe.dualpipev import DualPipeVModule
@@ -76,7 +79,7 @@ def initialize(
     )
     with suspended():  # an enclosing zero.Init
         parts = build_parts(client, _config_source(args, config, config_params), distributed_port, dist_init_required)
-        engine = _engine_class(model)(parts)
+        engine = _engine_class(model, parts.parsed.root)(parts)
         if training_data is not None and batches_by_tokens(engine):
             loader, scheduler, _ = get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
                 training_data, engine
@@ -85,10 +88,12 @@ def initialize(
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
-def _engine_class(model: torch.nn.Module) -> type[DeepSpeedEngine]:
+def _engine_class(model: torch.nn.Module, root: Root) -> type[DeepSpeedEngine]:
     if isinstance(model, DualPipeVModule):
         return DualPipeVEngine
-    return PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
+    if isinstance(model, PipelineModule):
+        return PipelineEngine
+    return DeepSpeedHybridEngine if generates(root) else DeepSpeedEngine
 
 
 def batches_by_tokens(engine: DeepSpeedEngine) -> bool:

@@ -103,12 +103,6 @@ FEATURES: tuple[Feature, ...] = (
         },
     ),
     Feature(
-        "the hybrid engine for training with generation",
-        "Generate with the trained module itself.",
-        {"deepspeed.runtime.hybrid_engine": "DeepSpeedHybridEngine"},
-        (switch("hybrid_engine.enabled"),),
-    ),
-    Feature(
         "the fused transformer layer",
         "Use torch.nn.TransformerEncoderLayer, whose attention torch fuses.",
         {

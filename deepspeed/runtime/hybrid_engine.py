@@ -1,7 +1,7 @@
-"""The engine that trains and generates; the feature is missing (:mod:`deepspeed.features`)."""
+"""Where programs import the engine that trains and generates from."""
 
 from __future__ import annotations
 
 from deepspeed.lazy import lazy_names
 
-__getattr__, __dir__, __all__ = lazy_names(__name__)
+__getattr__, __dir__, __all__ = lazy_names(__name__, {"DeepSpeedHybridEngine": "deepspeed.engine.hybrid"})

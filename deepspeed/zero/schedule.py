@@ -78,6 +78,7 @@ class GatherSchedule:
         self._situation: Situation | None = None
         self._order: list[int] | None = None  # followed; None while recording
         self._issued: list[int] = []  # of this segment
+        self._is_alone = False  # the open segment: it has nothing to do with other ranks
         self._kept_after_forward = self._near_their_backward(buckets)
 
     def _near_their_backward(self, buckets: list[Bucket]) -> frozenset[int]:
@@ -150,7 +151,11 @@ class GatherSchedule:
         self._order = self._known_order()
         self._issued = []
         self._demanded_leaves.clear()
-        self._agreement.begin_segment(kind)
+        # Nothing can be gathered where all is held gathered around it, so ranks need not do the same (a rank that
+        # generates may stop earlier than others).
+        self._is_alone = kind == "evaluation" and all(bucket.pins for bucket in self._buckets.values())
+        if not self._is_alone:
+            self._agreement.begin_segment(kind)
         self._show_shapes(True)
 
     def enter(self, entry: int) -> None:
@@ -174,6 +179,10 @@ class GatherSchedule:
     def end(self) -> None:
         """Closes the segment: takes part in what was skipped, and agrees on the order if it was recorded."""
         assert self._situation is not None, "no segment is open"
+        if self._is_alone:
+            self._situation = None
+            self._show_shapes(False)
+            return
         if self._order is None:
             self._agreement.exchange(len(self._issued), END_OF_SEGMENT)
             learned = self._orders.setdefault(self._situation, LearnedOrder())

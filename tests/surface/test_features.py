@@ -35,22 +35,22 @@ def test_no_name_twice():
 
 
 def test_classes():
-    from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
-    assert isinstance(TiledMLP, type)
-    assert not isinstance(nn.Linear(1, 1), TiledMLP)
-    assert not issubclass(nn.Linear, TiledMLP)
-    with pytest.raises(NotYetSupportedError, match="sequence parallelism"):
+    assert isinstance(BF16_Optimizer, type)
+    assert not isinstance(nn.Linear(1, 1), BF16_Optimizer)
+    assert not issubclass(nn.Linear, BF16_Optimizer)
+    with pytest.raises(NotYetSupportedError, match="optimizer wrapper"):
 
-        class Mine(TiledMLP):
+        class Mine(BF16_Optimizer):
             pass
 
-    with pytest.raises(NotYetSupportedError, match="sequence parallelism"):
+    with pytest.raises(NotYetSupportedError, match="optimizer wrapper"):
 
-        class Both(nn.Module, TiledMLP):
+        class Both(nn.Module, BF16_Optimizer):
             pass
 
-    assert repr(TiledMLP) == "<deepspeed.runtime.sequence_parallel.ulysses_sp.TiledMLP: not supported yet>"
+    assert repr(BF16_Optimizer) == "<deepspeed.runtime.bf16_optimizer.BF16_Optimizer: not supported yet>"
 
 
 def test_attributes_of_classes():

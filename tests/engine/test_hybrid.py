@@ -1,0 +1,137 @@
+"""Generating between training steps: text of the weights as they are, training as without it."""
+
+import pytest
+import torch
+
+import deepspeed
+from deepspeed.engine.adapters import merged
+from deepspeed.errors import DeepSpeedConfigError
+from tests.harness import run_ranks
+
+transformers = pytest.importorskip("transformers")
+
+
+def make():
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=64,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4)
+    return model
+
+
+def start(model, stage, **section):
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+    if section:
+        config["hybrid_engine"] = section
+    return deepspeed.initialize(model=model, config=config)[0]
+
+
+def train(engine, step):
+    generator = torch.Generator().manual_seed(step * 10 + engine.global_rank)
+    ids = torch.randint(3, 64, (2, 8), generator=generator)
+    loss = engine(input_ids=ids, labels=ids).loss
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
+def prompt(rank):
+    return torch.arange(5, 13).view(2, 4)[:, : 4 - rank]
+
+
+def every_way(stage, pins):
+    """Losses with and without generation between the steps; text against the plain model's with the same weights."""
+    plain = start(make(), stage)
+    losses = [train(plain, step) for step in range(3)]
+    engine = start(make(), stage, enabled=True, pin_parameters=pins)
+    assert type(engine).__name__ == "DeepSpeedHybridEngine"
+    rank, found = engine.global_rank, []
+    for step in range(3):
+        engine.eval()
+        # Ranks stop at different lengths.
+        texts = [
+            engine.generate(prompt(rank), max_new_tokens=4 + rank, do_sample=False),
+            engine.module.generate(input_ids=prompt(rank), max_new_tokens=3, do_sample=False),
+        ]
+        engine.train()
+        whole = make().eval()
+        with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+            whole.load_state_dict({name: p.detach().clone() for name, p in engine.module.named_parameters()}, False)
+        assert torch.equal(texts[0], whole.generate(prompt(rank), max_new_tokens=4 + rank, do_sample=False))
+        assert torch.equal(texts[1], whole.generate(prompt(rank), max_new_tokens=3, do_sample=False))
+        found.append(train(engine, step))
+    assert found == losses
+    module = engine.module
+    engine.destroy()
+    assert "generate" not in vars(module)
+
+
+@pytest.mark.parametrize(("stage", "pins"), [(2, True), (3, True), (3, False)])
+def test_text_and_training(stage, pins):
+    run_ranks(every_way, 2, stage, pins, timeout=300)
+
+
+def with_peft(stage):
+    peft = pytest.importorskip("peft")
+    seen = []
+    model = peft.get_peft_model(make(), peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    engine = start(model, stage, enabled=True)
+    parameters = list(engine.module.parameters())
+    with deepspeed.zero.GatheredParameters(parameters):
+        before = [p.detach().clone() for p in parameters]
+    layer = engine.module.base_model.model.model.layers[0].self_attn.q_proj
+    layer.base_layer.register_forward_hook(lambda *_: seen.append(layer.merged))
+    engine.eval()
+    text = engine.generate(input_ids=prompt(0), max_new_tokens=3, do_sample=False)
+    assert seen and all(seen) and not layer.merged
+    with deepspeed.zero.GatheredParameters(parameters):
+        assert all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
+    engine.train()
+    train(engine, 0)
+    return text.tolist()
+
+
+def test_adapters_are_merged_and_parted_bit_for_bit():
+    texts = [run_ranks(with_peft, 2, stage, timeout=300) for stage in (1, 3)]
+    assert texts[0] == texts[1]
+
+
+def test_adapters_of_other_programs():
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(6, 6)
+    layer.lora_right_weight = torch.nn.Parameter(torch.randn(6, 2))
+    layer.lora_left_weight = torch.nn.Parameter(torch.randn(2, 6))
+    layer.lora_scaling, layer.fuse_lora = 0.3, False
+    before = layer.weight.detach().clone()
+    with merged(layer) as count:
+        assert count == 1 and layer.fuse_lora
+        change = layer.weight - before
+    torch.testing.assert_close(change, 0.3 * (layer.lora_right_weight @ layer.lora_left_weight).t())
+    assert torch.equal(before, layer.weight) and not layer.fuse_lora
+
+
+def refusals():
+    with pytest.raises(DeepSpeedConfigError, match="Linear has no method generate"):
+        start(torch.nn.Linear(2, 2), 0, enabled=True)
+    with pytest.raises(DeepSpeedConfigError, match="inference_tp_size: 2: layers are cut"):
+        start(make(), 0, enabled=True, inference_tp_size=2)
+
+
+def test_bad_input_is_said():
+    run_ranks(refusals, 1)
