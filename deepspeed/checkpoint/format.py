@@ -12,7 +12,7 @@ A tag folder holds
 
 Kinds: ``master`` (the values the optimizer updates), ``compute`` (the values the model computes with, where there is no
 master, or where they are not just the master rounded), ``optimizer.<state>`` for each per-element optimizer state,
-``buffers``, ``torch``.
+``buffers``, ``private`` (whole tensors that belong to one rank, ``checkpoint.private``), ``torch``.
 
 Versions of the manifest: 1 has whole parameters only; 2 says of each tile which boxes of which parameter it holds
 (:mod:`deepspeed.zero.tiles`). Both are read, 2 is written.
@@ -46,6 +46,7 @@ CHUNK_BYTES = 4 << 20
 MASTER = "master"
 COMPUTE = "compute"
 BUFFERS = "buffers"
+PRIVATE = "private"
 TORCH = "torch"
 _OPTIMIZER = "optimizer."
 

@@ -16,6 +16,7 @@ from deepspeed.checkpoint.fill import WeightFiller, load_buffers
 from deepspeed.checkpoint.native import read_training_state
 from deepspeed.checkpoint.optimizer_state import OptimizerFiller
 from deepspeed.checkpoint.plan import Mismatch, match
+from deepspeed.checkpoint.private import PrivateFiller
 from deepspeed.checkpoint.random_state import restore_random_state
 from deepspeed.checkpoint.reader import CheckpointReader
 from deepspeed.checkpoint.roster import names_elsewhere
@@ -86,6 +87,7 @@ class _Prepared:
     weights: WeightFiller
     optimizer: OptimizerFiller | None
     buffers: dict[str, str]
+    private: PrivateFiller
     notes: list[str] = field(default_factory=list)
 
 
@@ -247,7 +249,9 @@ def _prepare(
         )
     _check_scheduler(subject, options, state)
     source.check(wanted)
-    return _Prepared(source, state, weights, optimizer, buffers, notes)
+    private = PrivateFiller(subject, source, state, rank, wanted=optimizer is not None)
+    notes += private.notes
+    return _Prepared(source, state, weights, optimizer, buffers, private, notes)
 
 
 def _check_fit(what: str, difference: Mismatch, *, strict: bool) -> None:
@@ -278,6 +282,7 @@ def _apply(subject: Subject, options: LoadOptions, found: Found, prepared: _Prep
     """Copies everything on this rank. No communication."""
     state = prepared.state
     prepared.weights.fill()
+    prepared.private.fill()
     load_buffers(prepared.source, prepared.buffers, subject.buffers())
     for key, module in subject.extra_state_owners().items():
         if key in state.extra_state:

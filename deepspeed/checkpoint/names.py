@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from deepspeed.checkpoint.format import BUFFERS
+from deepspeed.checkpoint.format import BUFFERS, PRIVATE
 
 _SAFE = re.compile(r"[A-Za-z0-9_.\-]{1,80}")
 
@@ -21,6 +21,11 @@ def data_file(rank: int, kind: str, number: int) -> str:
 def buffers_file(rank: int = 0) -> str:
     """The safetensors file of the model's buffers that ``rank`` writes."""
     return data_file(rank, BUFFERS, 0)
+
+
+def private_file(rank: int) -> str:
+    """The safetensors file of what one rank keeps for itself."""
+    return data_file(rank, PRIVATE, 0)
 
 
 def rank_state_file(rank: int) -> str:

@@ -368,6 +368,18 @@ class CheckpointReader:
         reader, tensor = self._buffers[name]
         return self._read_named(reader, tensor)
 
+    def named_tensors(self, file: str) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the whole tensors in a file; none where the checkpoint has no such file."""
+        record = self.manifest.file(file)
+        return {} if record is None else {tensor.name: tensor.shape for tensor in record.tensors}
+
+    def read_named(self, file: str, name: str) -> torch.Tensor:
+        """One of :meth:`named_tensors`, verified, in host memory."""
+        record = self.manifest.file(file)
+        assert record is not None
+        tensor = next(tensor for tensor in record.tensors if tensor.name == name)
+        return self._read_named(self._files[file], tensor)
+
     @staticmethod
     def _read_named(reader: FileReader, tensor: NamedTensor) -> torch.Tensor:
         out = torch.empty(tensor.shape, dtype=tensor.dtype)

@@ -18,7 +18,8 @@ from deepspeed.checkpoint.collect import Collected, collect
 from deepspeed.checkpoint.commit import SaveFolder, point_latest, prune
 from deepspeed.checkpoint.directory import check_tag
 from deepspeed.checkpoint.exchange import Exchange
-from deepspeed.checkpoint.format import BUFFERS, TORCH, Manifest, SavedFile
+from deepspeed.checkpoint.format import BUFFERS, PRIVATE, TORCH, Manifest, SavedFile
+from deepspeed.checkpoint.private import private_tensors
 from deepspeed.checkpoint.roster import Roster, roster
 from deepspeed.checkpoint.script import SCRIPT_NAME, script
 from deepspeed.checkpoint.subject import Subject
@@ -57,6 +58,7 @@ class _Job:
         shared: The small files that this rank writes, by name.
         buffers: The model's buffers that it writes.
         buffers_file: Where to.
+        private: What this rank keeps for itself, by name.
     """
 
     options: SaveOptions
@@ -67,6 +69,7 @@ class _Job:
     shared: dict[str, bytes]
     buffers: list[tuple[str, torch.Tensor]]
     buffers_file: str
+    private: list[tuple[str, torch.Tensor]]
     rank_state: bytes
     manifest: Callable[[tuple[SavedFile, ...]], Manifest]
     keep_last: int | None
@@ -184,6 +187,7 @@ class Saver:
             shared=shared,
             buffers=buffers,
             buffers_file=names.buffers_file(0 if node_local else exchange.rank),
+            private=private_tensors(subject),
             rank_state=states.rank_file(subject),
             manifest=_manifest_maker(subject, options, listed),
             keep_last=subject.settings.keep_last,
@@ -249,6 +253,7 @@ def _copy_to_host(job: _Job) -> None:
             Stretch(s.bucket, s.start, s.stop, tuple(copy(part) for part in s.values)) for s in stretches
         ]
     job.buffers = [(name, copy(buffer)) for name, buffer in job.buffers]
+    job.private = [(name, copy(values)) for name, values in job.private]
     get_accelerator().synchronize()
 
 
@@ -279,6 +284,8 @@ def _write_files(job: _Job, folder: Path) -> list[SavedFile]:
         written.append(writer.write_bytes(names.rank_state_file(job.rank), TORCH, job.rank_state))
         if job.buffers:
             written.append(writer.write_tensors(job.buffers_file, BUFFERS, job.buffers))
+        if job.private:
+            written.append(writer.write_tensors(names.private_file(job.rank), PRIVATE, job.private))
         written += [writer.write_bytes(name, TORCH, data) for name, data in job.shared.items()]
     return written
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.engine import DeepSpeedEngine
+from deepspeed.logging import logger
 from deepspeed.zero.storage import Kind
 from tests.engine.support import SHARDED, engine_of, inputs, rank, same_on_all_ranks, tower
 from tests.harness import run_ranks
@@ -218,3 +221,75 @@ def overflow() -> None:
 
 def test_an_overflow_is_seen() -> None:
     run_ranks(overflow, 2)
+
+
+def _train(engine: DeepSpeedEngine, steps: range, seed: int) -> None:
+    for step in steps:
+        engine.backward(engine(inputs(step, seed)))
+        engine.step()
+
+
+def _errors(engine: DeepSpeedEngine) -> list[torch.Tensor]:
+    return [gradients.private.tensor.clone() for gradients in engine._runtime.reducer.buckets]
+
+
+def save(folder: str, stages: tuple[int, ...]) -> None:
+    for stage in stages:
+        engine = make(stage)
+        _train(engine, range(2), rank())
+        engine.save_checkpoint(f"{folder}/{stage}")
+        before = _errors(engine)
+        _train(engine, range(2, 4), rank())
+
+        # The same size goes on bit for bit, which it does not where the errors are left out.
+        again = make(stage, tower(seed=8))
+        again.load_checkpoint(f"{folder}/{stage}")
+        assert all(torch.equal(one, other) for one, other in zip(before, _errors(again), strict=True))
+        _train(again, range(2, 4), rank())
+        expected, found = dict(engine.iter_full("fp32")), dict(again.iter_full("fp32"))
+        assert all(torch.equal(expected[name], found[name]) for name in expected)
+        again.load_checkpoint(f"{folder}/{stage}")
+        for gradients in again._runtime.reducer.buckets:
+            gradients.private.tensor.zero_()
+        _train(again, range(2, 4), rank())
+        found = dict(again.iter_full("fp32"))
+        assert not all(torch.equal(expected[name], found[name]) for name in expected)
+
+        # Weights alone come without the errors of other weights.
+        again.load_checkpoint(f"{folder}/{stage}", load_module_only=True)
+        assert not any(bool(one.any()) for one in _errors(again))
+        engine.destroy()
+        again.destroy()
+
+
+class _Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def load_elsewhere(folder: str, stages: tuple[int, ...]) -> None:
+    for stage in stages:
+        engine = make(3 if stage == 2 else stage, tower(seed=8))
+        _train(engine, range(1), rank())
+        lines = _Lines()
+        logger.addHandler(lines)
+        path, _ = engine.load_checkpoint(f"{folder}/{stage}")
+        logger.removeHandler(lines)
+        assert path is not None and engine.global_steps == 2
+        if torch.distributed.get_world_size() > 1:
+            assert not any(bool(one.any()) for one in _errors(engine))
+            assert rank() or sum("error feedback" in line for line in lines.said) == 1
+        _train(engine, range(2, 3), rank())
+        engine.destroy()
+
+
+def test_errors_are_saved_for_runs_of_the_same_size(tmp_path: Path) -> None:
+    run_ranks(save, 2, str(tmp_path), (0, 2))
+    for ranks in (1, 3):
+        run_ranks(load_elsewhere, ranks, str(tmp_path), (0, 2))

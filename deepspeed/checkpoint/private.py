@@ -1,0 +1,76 @@
+"""Private state in a checkpoint: what each rank keeps for itself, in a file of its own, and may do without.
+
+What reductions have lost of a rank's gradients (``comm.codec``) belongs to that rank and to the places that its buckets
+have. A run whose ranks stand as they stood goes on with it, bit for bit; any other begins with none, which costs it no
+more than the first steps of a run do. So it is never an obstacle to loading.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from deepspeed.checkpoint import names
+from deepspeed.checkpoint.reader import CheckpointReader
+from deepspeed.checkpoint.source import Source, TrainingState
+from deepspeed.zero.access.gathered import checksum
+
+if TYPE_CHECKING:
+    from deepspeed.checkpoint.subject import Subject
+    from deepspeed.zero.gradient_bucket import GradientBucket
+
+
+def private_tensors(subject: Subject) -> list[tuple[str, torch.Tensor]]:
+    """The private state of this rank, by names that say which places it belongs to; views of live tensors."""
+    reducer = subject.runtime.reducer
+    buckets = [] if reducer is None else reducer.buckets
+    return [(_name(g), g.private.tensor) for g in buckets if g.private is not None]
+
+
+def _name(gradients: GradientBucket) -> str:
+    layout = gradients.bucket.layout
+    places = [(tile.logical, tile.shape, start) for tile, start in zip(layout.tiles, layout.starts, strict=True)]
+    return f"error:{layout.tiles[0].logical}:{checksum([*places, layout.numel, layout.num_slices]):08x}"
+
+
+class PrivateFiller:
+    """Restores the private state of one rank, or drops what it has.
+
+    Args:
+        subject: The training run.
+        source: The checkpoint.
+        state: Its training state.
+        rank: This rank among those that save together.
+        wanted: Whether optimizer states are restored at all.
+    """
+
+    def __init__(self, subject: Subject, source: Source, state: TrainingState, rank: int, *, wanted: bool) -> None:
+        self._targets = private_tensors(subject)
+        self._found: dict[str, torch.Tensor] | None = None
+        self.notes: list[str] = []
+        if not self._targets:
+            return
+        why = "only weights are loaded"
+        if wanted:
+            why = "the checkpoint is of another layout of ranks, or has none"
+            if isinstance(source, CheckpointReader) and state.mesh == subject.mesh:
+                self._found = self._read(source, rank)
+        if self._found is None:
+            self.notes.append(f"error feedback of gradients that travel as codes begins anew: {why}")
+
+    def _read(self, reader: CheckpointReader, rank: int) -> dict[str, torch.Tensor] | None:
+        """Everything that is wanted, verified; None where some of it is not there in its size."""
+        present = reader.named_tensors(names.private_file(rank))
+        if any(name not in present or present[name] != target.shape for name, target in self._targets):
+            return None
+        return {name: reader.read_named(names.private_file(rank), name) for name, _ in self._targets}
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Copies what was found; without it the errors are 0."""
+        for name, target in self._targets:
+            if self._found is None:
+                target.zero_()
+            else:
+                target.copy_(self._found[name])
