@@ -25,6 +25,7 @@ from deepspeed.plan.configs import read_config
 from deepspeed.plan.decoder import DecoderShape
 from deepspeed.plan.degrees import DEGREES, at_degrees
 from deepspeed.plan.devices import DEVICES
+from deepspeed.plan.longest import longest_sequence
 from deepspeed.plan.models import model_source
 from deepspeed.plan.picture import sweep_svg
 from deepspeed.plan.pipeline import Pipeline
@@ -97,6 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     job = parser.add_argument_group("job")
     job.add_argument("--sequence-length", type=int, default=2048)
     job.add_argument("--micro-batch", type=int, help="samples per forward and device; default: the configuration's")
+    job.add_argument("--longest", action="store_true", help="look for the longest sequences that fit")
     job.add_argument("--activation-checkpointing", action="store_true", help="repeated blocks keep their inputs only")
     for name, what in (
         ("pipe", "stages of a pipeline; default: 1"),
@@ -226,7 +228,7 @@ def _plan(options: argparse.Namespace) -> int:
     # What the model's own code prints is no part of the answer.
     with progress("ds_plan") as shown, redirect_stdout(sys.stderr):
         shown.doing("building the model and rehearsing a training step, without devices")
-        plan = make_plan(_request(options))
+        plan = longest_sequence(_request(options)) if options.longest else make_plan(_request(options))
         if not plan.fits and not options.no_suggestions:
             shown.doing("it does not fit; rehearsing other settings that may")
             plan.suggestions = advise(plan)
@@ -247,7 +249,7 @@ def _sweep(options: argparse.Namespace) -> int:
     points: list[Point] = []
     with progress("ds_plan") as shown, redirect_stdout(sys.stderr):
         shown.doing(f"rehearsing combination 1 of {total}")
-        for point in sweep(_request(options), axes):
+        for point in sweep(_request(options), axes, longest=options.longest):
             points.append(point)
             shown.doing(f"rehearsing combination {min(len(points) + 1, total)} of {total}")
     fitting = [p.plan for p in points if p.plan is not None and p.plan.fits]

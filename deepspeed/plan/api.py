@@ -11,6 +11,7 @@ from deepspeed.plan.advice import advise
 from deepspeed.plan.configs import read_config
 from deepspeed.plan.degrees import at_degrees
 from deepspeed.plan.devices import Device, Machine, find_device, read_bytes
+from deepspeed.plan.longest import longest_sequence
 from deepspeed.plan.models import model_source
 from deepspeed.plan.pipeline import Pipeline
 from deepspeed.plan.planner import make_plan
@@ -44,6 +45,7 @@ def plan(
     sequence: int | None = None,
     ep: int | None = None,
     schedule: str = "1f1b",
+    longest: bool = False,
 ) -> Plan:
     """Says what each rank of a training will hold and move, by running the engine on tensors without values.
 
@@ -76,6 +78,8 @@ def plan(
         sequence: Ranks that share a sequence; None: as the configuration says.
         ep: Ranks that share experts; None: as the configuration says.
         schedule: Of the pipeline: ``1f1b`` or ``gpipe``.
+        longest: Look for the longest sequences that fit; the plan's ``request.sequence_length`` is the answer, a
+            multiple of 1024 tokens. ``sequence_length`` and ``compare_checkpointing`` do not matter then.
 
     Raises:
         DeepSpeedConfigError: The configuration cannot run, the model cannot be built without values, or a quantity has
@@ -111,6 +115,8 @@ def plan(
         pipeline=Pipeline(pipe, schedule),
     )
     request = at_degrees(request, tensor=tensor, sequence=sequence, ep=ep)
+    if longest:
+        return longest_sequence(request)
     made = make_plan(request, compare=compare_checkpointing)
     if suggest and not made.fits:
         made.suggestions = advise(made)

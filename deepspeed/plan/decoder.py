@@ -78,6 +78,7 @@ _TENSOR_PLAN = {
     "layers.*.rise": "colwise",
     "layers.*.fall": "rowwise",
     "head": "colwise_gather_output",
+    "end.*.head": "colwise_gather_output",
 }
 """How tensor parallelism cuts the layers, as Transformers' plans say it."""
 
@@ -191,6 +192,18 @@ class Decoder(nn.Module):
         return functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
 
+class _End(nn.Module):
+    """The last layer of a pipeline: norm and head."""
+
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(shape.hidden)
+        self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(x))
+
+
 class DecoderStage(nn.Module):
     """Some layers of a :class:`Decoder`: the embedding is its first layer, norm and head together are its last.
 
@@ -210,8 +223,7 @@ class DecoderStage(nn.Module):
         blocks = range(max(first, 1), min(end, shape.layers + 1))
         self.layers = nn.ModuleList(_block(shape) for _ in blocks)
         if self.is_last:
-            self.norm = nn.RMSNorm(shape.hidden)
-            self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
+            self.end = nn.Sequential(_End(shape))  # in a row, as every layer of a pipeline is gathered as one
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         """What goes to the next stage, or the loss.
@@ -227,7 +239,7 @@ class DecoderStage(nn.Module):
         if not self.is_last:
             return x
         assert labels is not None
-        logits = self.head(self.norm(x))
+        logits = self.end(x)
         return functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
 

@@ -32,6 +32,7 @@ from deepspeed.offload.pinned import host_memory_from
 from deepspeed.ops.chunks import drop_scratch
 from deepspeed.ops.muon import Muon
 from deepspeed.parallel.expert.prepare import expert_layers
+from deepspeed.parallel.pipe.channel import WORD_NBYTES
 from deepspeed.parallel.sequence.transformers_models import sharing_of
 from deepspeed.plan import decoder
 from deepspeed.plan.actions import Act, Stage, actions_of_step, loss_of, received_inputs
@@ -43,6 +44,7 @@ from deepspeed.plan.network import PlayedWorld
 from deepspeed.plan.stage_set import PlayedDevice, PlayedDisk, PlayedHostMemory
 from deepspeed.plan.values import Rehearsal
 from deepspeed.zero.micro_batch import MicroBatch
+from deepspeed.zero.micro_batch import Part as ModelPart
 from deepspeed.zero.outputs import tensors_in
 from deepspeed.zero.placement import Home
 from deepspeed.zero.storage import Kind
@@ -346,7 +348,7 @@ class _Run:
                     self._sent(running[number][1])
             elif action.act is Act.BACKWARD:
                 received, outputs = running.pop(number)
-                told = MicroBatch(number, number == 0, number == micro_batches - 1)
+                told = _said(engine, number, micro_batches)
                 if stage.is_last:
                     self._backward(engine, outputs, micro_batch=told)
                 else:
@@ -364,9 +366,9 @@ class _Run:
         return [middle, rest]
 
     def _sent(self, tensor: torch.Tensor) -> None:
-        nbytes = tensor.numel() * tensor.element_size()
+        nbytes = WORD_NBYTES + tensor.numel() * tensor.element_size()
         traffic.record_asked("send", nbytes, PIPE)
-        traffic.record_ran("send", nbytes, PIPE)
+        traffic.record_ran("send", nbytes, PIPE, 2)
 
     def _extended(self, flows: list[Flow]) -> Flow:
         """The flow of all micro-batches: all but the last are alike."""
@@ -437,6 +439,14 @@ class _Run:
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(lambda _gradient, name=name: self._enter("backward", name))
+
+
+def _said(engine: Any, number: int, micro_batches: int) -> MicroBatch:
+    """What a pipeline says of a backward: all parameters of the stage are reached until the last one."""
+    reaches, is_last = frozenset(engine.module.parameters()), number == micro_batches - 1
+    each = engine._parts.placement.shard_params
+    part = ModelPart(reaches, closes=reaches if is_last else frozenset(), reduces_each=each)
+    return MicroBatch(number, number == 0, is_last, part)
 
 
 def _experts_elsewhere(model: nn.Module) -> dict[nn.Parameter, int]:

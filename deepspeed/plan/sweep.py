@@ -15,6 +15,7 @@ from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
 from deepspeed.plan.configs import changed
 from deepspeed.plan.degrees import DEGREES, at_degrees
 from deepspeed.plan.devices import Machine, in_words
+from deepspeed.plan.longest import longest_sequence
 from deepspeed.plan.planner import make_plan
 from deepspeed.plan.result import Plan, Request
 from deepspeed.plan.show import as_text
@@ -77,17 +78,24 @@ def _value(name: str, text: str) -> Any:
     return number
 
 
-def sweep(request: Request, axes: dict[str, list[Any]]) -> Iterator[Point]:
+def sweep(request: Request, axes: dict[str, list[Any]], *, longest: bool = False) -> Iterator[Point]:
     """Plans every combination of the axes' values.
 
     What the engine refuses is a point with its sentence. A world is spread over nodes of the request's size.
+
+    Args:
+        request: What is planned.
+        axes: Values by axis.
+        longest: Each point is planned with the longest sequences that fit, which are its place along ``tokens``.
     """
     for values in product(*axes.values()):
         place = dict(zip(axes, values, strict=True))
         try:
-            yield Point(place, make_plan(_at(request, place), compare=False))
+            here = _at(request, place)
+            made = longest_sequence(here) if longest else make_plan(here, compare=False)
+            yield Point({**place, "tokens": made.request.sequence_length} if longest else place, made)
         except DeepSpeedError as error:
-            yield Point(place, None, str(error))
+            yield Point({**place, "tokens": ""} if longest else place, None, str(error))
 
 
 def _at(request: Request, place: dict[str, Any]) -> Request:
@@ -149,7 +157,9 @@ def sweep_text(points: Sequence[Point], width: int = 110) -> str:
     for point in points:
         place = [_words(value) for value in point.place.values()]
         if point.plan is None:
-            refusals.append(f"{', '.join(f'{k}={_words(v)}' for k, v in point.place.items())}: {point.refusal}")
+            refusals.append(
+                f"{', '.join(f'{k}={_words(v)}' for k, v in point.place.items() if v != '')}: {point.refusal}"
+            )
             table.add_row(*place, "refused", "", "", "", "", f"({len(refusals)})")
             continue
         plan = point.plan

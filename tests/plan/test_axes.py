@@ -11,6 +11,7 @@ import torch.distributed as dist
 import deepspeed
 from deepspeed.cli.plan import main
 from deepspeed.comm.mesh import Mesh
+from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.plan.decoder import Decoder
 from tests.harness import run_ranks
 from tests.plan.along import assert_as_counted, count_step
@@ -126,3 +127,22 @@ def test_a_model_of_transformers():
     real = run_ranks(_measure_llama, RANKS, cells, timeout=240)
     for number, cell in enumerate(cells):
         assert_as_counted(_planned(*cell, rank=2, model=_llama()), real[2][number], cell)
+
+
+def test_the_longest_sequence_that_fits(capsys):
+    given = {"device": "other", "device_memory": "256MiB", "devices_per_node": RANKS, "longest": True}
+    found = {}
+    for sequence in (1, 2, 4):
+        plan = deepspeed.plan(SHAPE, Cell(3).config(""), sequence=sequence, **given)
+        found[sequence] = plan.request.sequence_length
+        assert plan.fits and found[sequence] % 1024 == 0
+        longer = {**given, "longest": False, "sequence_length": found[sequence] + 1024, "compare_checkpointing": False}
+        assert not deepspeed.plan(SHAPE, Cell(3).config(""), sequence=sequence, suggest=False, **longer).fits
+    # Activations per rank fall as 1 / sp, and what does not is small here.
+    assert found[2] == pytest.approx(2 * found[1], rel=0.3) and found[4] == pytest.approx(4 * found[1], rel=0.3)
+    with pytest.raises(DeepSpeedConfigError, match="not even 1,024 tokens fit"):
+        deepspeed.plan(SHAPE, Cell(0).config(""), **{**given, "device_memory": "1MiB"})
+    model = ["--layers", "2", "--hidden", "64", "--heads", "4", "--vocab", "256", "--longest"]
+    where = ["--device", "other", "--device-memory", "64MiB", "--devices", "2"]
+    assert main([*model, *where, "--sweep", "sequence=1,2"]) == 0
+    assert "tokens" in capsys.readouterr().out

@@ -28,6 +28,8 @@ from deepspeed.parallel.pipe.values import Slot, put_together, slots_of, taken_a
 
 ACTIVATIONS, GRADIENTS = "activations", "gradients"
 _WORD = 4
+WORD_NBYTES = _WORD * torch.int64.itemsize
+"""Bytes of what goes before the tensors of each message."""
 
 
 class Wire(Protocol):
