@@ -84,6 +84,29 @@ def test_commands_of_the_page(tmp_path):
         assert sorted(losses) == [4, 8] and losses[8] == pytest.approx(math.log(4096), abs=0.4)
 
 
+def _long(folder):
+    os.chdir(folder)
+    short = (
+        f"{SMALL.replace('_length 32', '_length 128')} --num_iterations 8 --checkpoint_every 4 --log_every 2".split()
+    )
+    whole = _shown("train_bert_long.py", "--checkpoint_dir", "long", *short)
+    if os.environ["RANK"] == "0":
+        (folder / "long" / "latest").write_text("global_step4")
+    import torch.distributed as dist
+
+    dist.barrier()
+    return whole, _shown("train_bert_long.py", "--load_checkpoint_dir", "long", *short)
+
+
+def test_long_sequences_with_sparse_attention_and_a_curriculum(tmp_path):
+    whole, resumed = run_ranks(_long, 1, tmp_path, timeout=100)[0]
+    losses = _losses(whole)
+    assert list(losses.values()) == pytest.approx([math.log(4096)] * 4, abs=0.4)
+    lengths = re.findall(r"length (\d+)", whole)
+    assert lengths == ["72", "128", "128", "128"] and re.findall(r"length (\d+)", resumed) == lengths[2:]
+    assert _losses(resumed) == {step: losses[step] for step in (6, 8)}
+
+
 def test_the_conversion_changes_few_lines():
     """The page shows the difference of the two scripts; it is what stands there."""
     before, after = (
