@@ -111,7 +111,7 @@ def roster(subject: Subject, exchange: Exchange) -> Roster:
     everything = tuple(entry for listed, *_ in told for entry in listed)
     _refuse_copies(everything)
     places = {(entry.rank, entry.layout.index): number for number, entry in enumerate(everything)}
-    numbers = {bucket.index: places[_leader(bucket), bucket.index] for bucket in counted}
+    numbers = {bucket.index: places[_leader(bucket, exchange.rank), bucket.index] for bucket in counted}
     merged = Roster(everything, numbers, {}, frozenset())
     taken: set[str] = set()
     for rank, (_, their_aliases, their_buffers, their_extra) in enumerate(told):
@@ -159,8 +159,8 @@ def _listed(subject: Subject, bucket: Bucket, rank: int) -> Listed:
     return Listed(rank, bucket.layout, frozen, subject.runtime.master_of(bucket) is not None)
 
 
-def _leader(bucket: Bucket) -> int:
-    """The first of the ranks that share a bucket, in the job."""
+def _leader(bucket: Bucket, me: int) -> int:
+    """The first of the ranks that share a bucket, in the job; ``me`` where nobody else does."""
     group, peers = bucket.group, bucket.group.gather.peers
-    everyone = peers.ranks or (0,)
+    everyone = peers.ranks or (me,)
     return next((ranks for ranks in group.ranks if everyone[peers.rank] in ranks), everyone)[0]

@@ -7,14 +7,78 @@ parameter that says nothing is whole.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from deepspeed.comm.transport import Piece, Transport
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.zero.tiles import Box, Tile, TilePart
 
 _MARK = "ds_tile_part"
+_HOLDERS = "ds_tile_holders"
+
+
+@dataclass(frozen=True)
+class Holders:
+    """The ranks that together have a logical parameter, each a part of it.
+
+    Attributes:
+        transport: Between them; they call it in one order.
+        parts: Of each, by its place among them. Parts may be equal, then these ranks hold copies.
+    """
+
+    transport: Transport
+    parts: tuple[TilePart, ...]
+
+    @property
+    def mine(self) -> TilePart:
+        """This rank's part."""
+        return self.parts[self.transport.rank]
+
+    def whole(self, tile: torch.Tensor, label: str) -> torch.Tensor:
+        """The logical parameter, or something else with an element for each of its. Every holder must call it.
+
+        Args:
+            tile: This rank's, in the shape of the tile.
+            label: What travels.
+        """
+        packed = torch.cat([tile[box.in_tile].reshape(-1) for box in self.mine.boxes] or [tile.new_empty(0)])
+        told = [
+            packed if place == self.transport.rank else packed.new_empty(sum(box.numel for box in part.boxes))
+            for place, part in enumerate(self.parts)
+        ]
+        self.transport.move([Piece(place, None, values) for place, values in enumerate(told)], label=label)
+        whole = tile.new_zeros(self.mine.global_shape)
+        for part, values in zip(self.parts, told, strict=True):
+            start = 0
+            for box in part.boxes:
+                whole[box.in_whole] = values[start : start + box.numel].view(box.shape)
+                start += box.numel
+        return whole
+
+    def tile_of(self, whole: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """This rank's tile of a whole value; padding is zero.
+
+        Args:
+            whole: In the shape of the logical parameter.
+            shape: Of the tile.
+        """
+        tile = whole.new_zeros(shape)
+        for box in self.mine.boxes:
+            tile[box.in_tile] = whole[box.in_whole]
+        return tile
+
+
+def say_holders(parameter: torch.Tensor, holders: Holders) -> None:
+    """Says who has the other parts of a parameter, so that accessors can give all of it."""
+    setattr(parameter, _HOLDERS, holders)
+
+
+def holders_of(parameter: torch.Tensor) -> Holders | None:
+    """Who has the other parts of a parameter; None where nobody has said."""
+    return parameter.__dict__.get(_HOLDERS)
 
 
 def say_part(parameter: torch.Tensor, part: TilePart) -> None:

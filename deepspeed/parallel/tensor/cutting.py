@@ -201,4 +201,4 @@ def _cut_parameters(model: nn.Module, layout: Layout, made: CutModel) -> None:
         if any(stop - start > 1 for start, stop in map(cut.split.holders, range(layout.size))):
             group = "tensor copies"
             made.counts[group] = place == low
-        cut_parameter(parameter, cut, first_names[id(parameter)], place, group)
+        cut_parameter(parameter, cut, first_names[id(parameter)], made.channel, group)

@@ -19,22 +19,24 @@ from deepspeed.parallel.tensor.vocabulary import CutEmbedding, VocabularyEmbeddi
 from deepspeed.zero.access.gathered import GatheredBlock
 from deepspeed.zero.describe import put_in_group
 from deepspeed.zero.holder import address_of, forget_address
-from deepspeed.zero.parts import say_part
+from deepspeed.zero.parts import Holders, say_holders, say_part
 from deepspeed.zero.sharded_parameter import ShardedParameter, mark_full, plain_class
 from deepspeed.zero.tiles import TilePart
 
 
-def cut_parameter(parameter: nn.Parameter, cut: ParameterCut, logical: str, place: int, group: str | None) -> None:
+def cut_parameter(
+    parameter: nn.Parameter, cut: ParameterCut, logical: str, channel: Channel, group: str | None
+) -> None:
     """Leaves this rank's part in a parameter and says so.
 
     Args:
         parameter: Whole on every rank; or sharded by ``zero.Init``, then every rank that shares it must call this.
         cut: Which part.
         logical: Name of the logical parameter.
-        place: This rank's.
+        channel: The ranks that share the layer.
         group: The ranks that have the same part, by the name of a bucket group; None: this rank alone.
     """
-    intervals = cut.split.intervals(place)
+    intervals = cut.split.intervals(channel.rank)
     address = address_of(parameter)
     if address is not None and isinstance(parameter, ShardedParameter):
         block = GatheredBlock([(parameter, address)], None)
@@ -46,7 +48,10 @@ def cut_parameter(parameter: nn.Parameter, cut: ParameterCut, logical: str, plac
     else:
         parameter.data = _part(parameter.detach(), cut.dim, intervals)
     parameter.grad = None
-    say_part(parameter, TilePart.cut(logical, cut.shape, cut.dim, intervals))
+    everybody = range(channel.size)
+    parts = [TilePart.cut(logical, cut.shape, cut.dim, cut.split.intervals(place)) for place in everybody]
+    say_part(parameter, parts[channel.rank])
+    say_holders(parameter, Holders(channel.transport, tuple(parts)))
     parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
     if group is not None:
         put_in_group([parameter], group)

@@ -2,10 +2,11 @@
 
 *Full* functions deal in whole tensors of the parameter's shape. Where the state is sharded the owners' parts are
 brought together, so every rank of the group must call them; the ranks compare their calls first. Of a parameter that is
-cut over model-parallel ranks they deal in the part that this rank's model has, as its layer does. *Local* functions
-deal in this rank's part of the flattened parameter (all of it where the state is replicated), 1-D and possibly empty.
-Getters return copies; None where there is nothing: a parameter that is frozen or under no engine, a gradient before
-backward or after the update, a state before the first update.
+cut over tensor-parallel ranks they deal in all of it, and these ranks must call them too; where nobody knows who holds
+the other parts (a program's own layers), in the part that this rank's model has. *Local* functions deal in this rank's
+part of the flattened parameter (all of it where the state is replicated), 1-D and possibly empty. Getters return
+copies; None where there is nothing: a parameter that is frozen or under no engine, a gradient before backward or after
+the update, a state before the first update.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.calls import compare_calls
 from deepspeed.zero.holder import Address, address_of
 from deepspeed.zero.masters import MasterBucket, MasterRun
+from deepspeed.zero.parts import Holders, holders_of
 from deepspeed.zero.runtime import ZeroRuntime
 from deepspeed.zero.untouched import untouched
 
@@ -37,6 +39,12 @@ class _Trained:
     address: Address
     runtime: ZeroRuntime
     master: MasterBucket
+    holders: Holders | None = None
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """Of the logical parameter."""
+        return self.address.shape if self.holders is None else self.holders.mine.global_shape
 
     @property
     def bucket(self) -> Bucket:
@@ -55,8 +63,12 @@ class _Trained:
     def mine_of_full(self, value: torch.Tensor) -> torch.Tensor:
         """This rank's part of a whole value, 1-D."""
         fragment = self.master.fragment(self.address.tile)
-        flat = value.reshape(-1)
+        flat = self.tile_of_full(value).reshape(-1)
         return flat[:0] if fragment is None else flat[fragment.in_tile]
+
+    def tile_of_full(self, value: torch.Tensor) -> torch.Tensor:
+        """What this rank's model has of a whole value."""
+        return value if self.holders is None else self.holders.tile_of(value, self.address.shape)
 
     def gradient(self) -> torch.Tensor | None:
         """This rank's part of the reduced gradient, as a view; None before backward and after the update."""
@@ -97,7 +109,7 @@ def _trained(parameter: torch.Tensor) -> _Trained | None:
     runtime = address.holder.owner
     runtime.drop_failed_backward()
     master = runtime.master_of(address.holder)
-    return None if master is None else _Trained(address, runtime, master)
+    return None if master is None else _Trained(address, runtime, master, holders_of(parameter))
 
 
 def _need(parameter: torch.Tensor, call: str) -> _Trained:
@@ -123,8 +135,14 @@ def _agree(found: _Trained, call: str, numbers: tuple[int, ...] = ()) -> list[li
     return rows if members is None else [rows[member] for member in members]
 
 
+def _whole(found: _Trained, mine: torch.Tensor, label: str) -> torch.Tensor:
+    """The whole value of the logical parameter."""
+    tile = _assemble(found, mine, label)
+    return tile if found.holders is None else found.holders.whole(tile, f"{label} of {found.address.name}")
+
+
 def _assemble(found: _Trained, mine: torch.Tensor, label: str) -> torch.Tensor:
-    """The whole value from everybody's part."""
+    """The value of this rank's tile from everybody's part."""
     address, master = found.address, found.master
     if found.is_whole:
         return mine.to(found.bucket.device, copy=True).view(address.shape)
@@ -135,9 +153,9 @@ def _assemble(found: _Trained, mine: torch.Tensor, label: str) -> torch.Tensor:
 
 
 def _check_full(found: _Trained, value: torch.Tensor, call: str) -> None:
-    if tuple(value.shape) != found.address.shape:
+    if tuple(value.shape) != found.full_shape:
         raise DeepSpeedConfigError(
-            f"{call}: {found.address.name!r} has the full shape {found.address.shape}, the value has "
+            f"{call}: {found.address.name!r} has the full shape {found.full_shape}, the value has "
             f"{tuple(value.shape)}; pass the whole tensor on every rank"
         )
 
@@ -163,7 +181,7 @@ def safe_get_full_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
             return None
         _carry_writes(found)
         _agree(found, "safe_get_full_fp32_param")
-        return _assemble(found, found.mine(found.master.flat), "the master weight")
+        return _whole(found, found.mine(found.master.flat), "the master weight")
 
 
 @torch.no_grad()
@@ -182,7 +200,7 @@ def safe_set_full_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> 
         found = _need(param, "safe_set_full_fp32_param")
         _check_full(found, value, "safe_set_full_fp32_param")
         _agree(found, "safe_set_full_fp32_param")
-        keep_full(found.address, value.to(found.bucket.device, found.bucket.dtype))
+        keep_full(found.address, found.tile_of_full(value).to(found.bucket.device, found.bucket.dtype))
         mine = found.mine(found.master.flat)
         mine.copy_(found.mine_of_full(value))
 
@@ -252,7 +270,7 @@ def safe_get_full_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
         told = _agree(found, "safe_get_full_grad", (used,))
         if mine is None or not any(flag for (flag,) in told):
             return None
-        return _unscaled(_assemble(found, mine, "the gradient"), found.loss_scale)
+        return _unscaled(_whole(found, mine, "the gradient"), found.loss_scale)
 
 
 @torch.no_grad()
@@ -342,7 +360,10 @@ def safe_update_full_grad_vectorized(
             tiles = sorted(found.address.tile for _, found in members)
             whole = source.read(tiles)
             for param, found in members:
-                new = update_func(_unscaled(whole[found.address.tile], found.loss_scale), param)
+                value = _unscaled(whole[found.address.tile], found.loss_scale)
+                if found.holders is not None:
+                    value = found.holders.whole(value, f"the gradient of {found.address.name}")
+                new = update_func(value, param)
                 _check_full(found, new, "safe_update_full_grad_vectorized")
                 _write_gradient(found, found.mine_of_full(new), "safe_update_full_grad_vectorized")
 
@@ -383,7 +404,7 @@ def safe_get_full_optimizer_state(param: torch.nn.Parameter, optim_state_key: st
         dtype = DTYPES[told[kinds.index(_ELEMENTS)][1]]
         empty = torch.empty(0, dtype=dtype, device=found.bucket.device)
         mine = found.state_view(value) if isinstance(value, torch.Tensor) and kind == _ELEMENTS else empty
-        return _assemble(found, mine, f"the state {optim_state_key}")
+        return _whole(found, mine, f"the state {optim_state_key}")
 
 
 def _describe(found: _Trained, states: dict[str, Any], value: Any) -> tuple[int, int, int]:

@@ -15,6 +15,7 @@ from deepspeed.zero.bucket import Bucket, State
 from deepspeed.zero.calls import compare_calls
 from deepspeed.zero.layout import BucketLayout
 from deepspeed.zero.masters import MasterBucket
+from deepspeed.zero.parts import holders_of
 from deepspeed.zero.runtime import ZeroRuntime
 from deepspeed.zero.tiles import Tile
 from deepspeed.zero.untouched import untouched
@@ -129,8 +130,10 @@ def _states(runtime: ZeroRuntime, master: MasterBucket, key: str, dtype: torch.d
 
 def iter_full(runtime: ZeroRuntime, kind: str, bucket_bytes: int | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """See ``DeepSpeedEngine.iter_full``."""
+    holders = {name: holders_of(parameter) for parameter, name in runtime.param_names.items()}
     for tile, value in walk_full(runtime, kind, bucket_bytes):
-        yield tile.name, value
+        others = holders.get(tile.name)
+        yield tile.name, value if others is None else others.whole(value, f"{kind} of {tile.name}")
 
 
 def walk_full(
