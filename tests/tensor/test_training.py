@@ -76,6 +76,32 @@ def test_four_ranks_share_each_layer_and_two_of_them_a_key_value_head():
     run_ranks(_stages, 4, 4, (1, 3), timeout=120)
 
 
+def _built_sharded():
+    """Under ``zero.Init`` modules are cut one after the other; never is more than one of them whole."""
+    expected = plain_run(llama(), STEPS, 2)
+    settings = config(2, 3)
+    with deepspeed.zero.Init(config_dict_or_path=settings):
+        model = llama()
+    rank = dist.get_rank()
+    engine = deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=settings)[0]
+    held = sum(bucket.shard.numel() for bucket in engine._runtime.buckets)
+    assert held < 0.45 * sum(value.numel() for value in expected.state.values())
+    for step, (loss, norm) in enumerate(zip(expected.losses, expected.norms, strict=True)):
+        found = loss_of(engine, 10 * step, rank // 2)
+        engine.backward(found)
+        engine.step()
+        mean = found.detach().clone()
+        dist.all_reduce(mean)
+        assert mean.item() / 4 == pytest.approx(loss, rel=1e-5)
+        assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-4)
+    _check_weights(engine, expected)
+    engine.destroy()
+
+
+def test_a_model_that_was_built_sharded_is_cut():
+    run_ranks(_built_sharded, 4, timeout=120)
+
+
 def _awkward():
     """Accumulation, tied weights, a parallel loss, frozen parameters, checkpointing."""
     model = llama(tie_word_embeddings=True)

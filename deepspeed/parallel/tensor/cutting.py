@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch import nn
 
 from deepspeed import comm
-from deepspeed.comm.connect import create_transport
+from deepspeed.comm.connect import create_transport, shared_transport
 from deepspeed.comm.groups import group_along
-from deepspeed.comm.mesh import TENSOR, Mesh
+from deepspeed.comm.mesh import SAME_PART, TENSOR, Mesh
 from deepspeed.comm.new_groups import my_group
 from deepspeed.comm.store import backend_for
+from deepspeed.comm.transport import Transport
 from deepspeed.comm.world import rank_in
 from deepspeed.config.sections.tensor_parallel import TensorParallel
 from deepspeed.errors import DeepSpeedConfigError
@@ -82,10 +83,11 @@ def cut_model(model: nn.Module, section: TensorParallel, mesh: Mesh, device: tor
     holders = _holders(layout, mesh, device)
     with torch.no_grad():
         _spread(model, channel, device)
+    data = shared_transport(group_along(*SAME_PART), device=device, timeout=comm.default_timeout())
     rehearsal = Rehearsal.before(model, layout, section, device)
     made = CutModel(channel, layout)
     with torch.no_grad():
-        _cut_parameters(model, layout, made)
+        _cut_parameters(model, layout, made, data)
     maker = Maker(model, channel, holders)
     for layer in layout.layers:
         maker.make(layer)
@@ -186,7 +188,7 @@ def _spread(model: nn.Module, channel: Channel, device: torch.device) -> None:
             tensor.data.copy_(dense)
 
 
-def _cut_parameters(model: nn.Module, layout: Layout, made: CutModel) -> None:
+def _cut_parameters(model: nn.Module, layout: Layout, made: CutModel, data: Transport) -> None:
     first_names = {id(parameter): name for name, parameter in model.named_parameters()}
     by_name: Mapping[str, Any] = dict(model.named_parameters(remove_duplicate=False))
     done: set[int] = set()
@@ -201,4 +203,4 @@ def _cut_parameters(model: nn.Module, layout: Layout, made: CutModel) -> None:
         if any(stop - start > 1 for start, stop in map(cut.split.holders, range(layout.size))):
             group = "tensor copies"
             made.counts[group] = place == low
-        cut_parameter(parameter, cut, first_names[id(parameter)], made.channel, group)
+        cut_parameter(parameter, cut, first_names[id(parameter)], made.channel, group, data)

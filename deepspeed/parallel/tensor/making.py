@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.comm.transport import Transport
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.tensor import regions
 from deepspeed.parallel.tensor.channel import Channel
@@ -17,15 +18,17 @@ from deepspeed.parallel.tensor.linear import ColumnConv1D, ColumnLinear, CutLine
 from deepspeed.parallel.tensor.rules import Way, is_transposed
 from deepspeed.parallel.tensor.vocabulary import CutEmbedding, VocabularyEmbedding, WidthEmbedding
 from deepspeed.zero.access.gathered import GatheredBlock
-from deepspeed.zero.describe import put_in_group
-from deepspeed.zero.holder import address_of, forget_address
+from deepspeed.zero.construction.provisional import shard_parameters
+from deepspeed.zero.describe import CUT, put_in_group
+from deepspeed.zero.group import BucketGroup
+from deepspeed.zero.holder import address_of, forget_address, full_shape
 from deepspeed.zero.parts import Holders, say_holders, say_part
 from deepspeed.zero.sharded_parameter import ShardedParameter, mark_full, plain_class
 from deepspeed.zero.tiles import TilePart
 
 
 def cut_parameter(
-    parameter: nn.Parameter, cut: ParameterCut, logical: str, channel: Channel, group: str | None
+    parameter: nn.Parameter, cut: ParameterCut, logical: str, channel: Channel, group: str | None, data: Transport
 ) -> None:
     """Leaves this rank's part in a parameter and says so.
 
@@ -35,6 +38,7 @@ def cut_parameter(
         logical: Name of the logical parameter.
         channel: The ranks that share the layer.
         group: The ranks that have the same part, by the name of a bucket group; None: this rank alone.
+        data: The ranks that have this part for other samples; a parameter that was sharded is sharded over them again.
     """
     intervals = cut.split.intervals(channel.rank)
     address = address_of(parameter)
@@ -45,6 +49,9 @@ def cut_parameter(
         block.give_back(restore=False)
         forget_address(parameter)
         mark_full(parameter, part, plain_class(parameter))
+        shards = BucketGroup.over(data, name=group or CUT)
+        home = address.holder.shard.device
+        shard_parameters([parameter], [cut.name], group=shards, device=part.device, dtype=None, home=home)
     else:
         parameter.data = _part(parameter.detach(), cut.dim, intervals)
     parameter.grad = None
@@ -134,7 +141,7 @@ class Maker:
             is_gathered=is_gathered,
             holders=self._holders if high - low > 1 else None,
         )
-        out, inside = module.weight.shape if not transposed else reversed(module.weight.shape)  # type: ignore
+        out, inside = full_shape(module.weight) if not transposed else full_shape(module.weight)[::-1]  # type: ignore
         module.__class__ = kinds[1] if transposed else kinds[0]
         module.tensor_cut = cut  # type: ignore[assignment]
         module.in_features, module.out_features = int(inside), int(out)  # type: ignore[assignment]
