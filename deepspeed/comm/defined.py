@@ -29,6 +29,7 @@ class Defined:
             ranks, as gradients of experts are made of the samples of all of them.
         spans_parts: Its ranks hold different parts of the model otherwise; see :func:`define_copies`.
         is_cut: Of copies: tensor-parallel ranks have different parts of them.
+        is_whole: Tensor-parallel ranks hold the same values, each in a list of its own; the first of them counts.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Defined:
     divisor: int | None = None
     spans_parts: bool = False
     is_cut: bool = False
+    is_whole: bool = False
 
     @property
     def mine(self) -> tuple[int, ...]:
@@ -48,7 +50,9 @@ _defined: tuple[Any, dict[str, Defined]] = (None, {})
 """With all ranks of the job in which they were declared: another job has other ranks."""
 
 
-def define_group(name: str, ranks: Sequence[Sequence[int]], divisor: int | None = None) -> None:
+def define_group(
+    name: str, ranks: Sequence[Sequence[int]], divisor: int | None = None, *, is_whole: bool = False
+) -> None:
     """Declares a group for parameters that are not the same on all data-parallel ranks.
 
     Every rank of the job must call it alike, before parameters of the group are built or an engine is made. Nothing is
@@ -59,11 +63,12 @@ def define_group(name: str, ranks: Sequence[Sequence[int]], divisor: int | None 
         ranks: The ranks of the job in lists: those of one list hold the same values and share them. Every rank is in
             exactly one list, lists are equally long, and the ranks of a list hold the same part of the model otherwise.
         divisor: See :class:`Defined`.
+        is_whole: See :class:`Defined`.
 
     Raises:
         DeepSpeedConfigError: A rank is missing or occurs twice, lists are of unequal length, or the name is taken.
     """
-    made = Defined(name, tuple(tuple(sorted(members)) for members in ranks), divisor)
+    made = Defined(name, tuple(tuple(sorted(members)) for members in ranks), divisor, is_whole=is_whole)
     given = sorted(rank for members in made.ranks for rank in members)
     if given != list(range(size_of())):
         raise DeepSpeedConfigError(

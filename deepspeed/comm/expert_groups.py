@@ -80,7 +80,7 @@ def declare_experts(
         )
     if ep_size not in known:
         if ep_size > 1:
-            define_group(group_name(ep_size), ranks.same)
+            define_group(group_name(ep_size), ranks.same, is_whole=True)
         known[ep_size] = _Size(ranks)
     return ranks
 

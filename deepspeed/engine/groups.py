@@ -63,7 +63,7 @@ def create_groups(
     if by_nodes:
         gather = gathering_by_nodes(gather, gather, [range(gather.size)], device=device, timeout=timeout)
     data = BucketGroup(DATA, gather, reduce, gather, divisor=divisor)
-    own = [_own_group(one, reduce, divisor, device) for one in defined.values() if not one.spans_parts]
+    own = [_own_group(one, reduce, divisor, ranks, device) for one in defined.values() if not one.spans_parts]
     if ranks.model_size == 1:
         groups = Groups.of(data, *own)
     else:
@@ -89,7 +89,7 @@ def _copies(defined: Defined, data: BucketGroup, device: torch.device) -> Bucket
     return replace(data, name=defined.name, combine=combine, counts=counts, spans_parts=True)
 
 
-def _own_group(defined: Defined, peers: Transport, divisor: int, device: torch.device) -> BucketGroup:
+def _own_group(defined: Defined, peers: Transport, divisor: int, ranks: Standing, device: torch.device) -> BucketGroup:
     if defined.name in (DATA, CUT):
         raise DeepSpeedConfigError(f"define_group({defined.name!r}): the name has a meaning; choose another one")
     gather, reduce = (
@@ -97,7 +97,8 @@ def _own_group(defined: Defined, peers: Transport, divisor: int, device: torch.d
         for use in ("parameters", "gradients")
     )
     divisor = divisor if defined.divisor is None else defined.divisor
-    return BucketGroup(defined.name, gather, reduce, gather, divisor=divisor, ranks=defined.ranks)
+    counts = not defined.is_whole or ranks.tensor_rank == 0
+    return BucketGroup(defined.name, gather, reduce, gather, divisor=divisor, counts=counts, ranks=defined.ranks)
 
 
 def refuse_cut_tensors(

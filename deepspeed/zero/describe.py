@@ -28,6 +28,7 @@ from deepspeed.zero.parts import says_part
 CUT = "cut"
 """Name of the group of parameters of which model-parallel ranks have different parts."""
 
+_EXPERTS = "ep_size_"
 _ALONE = "ep_size_1"  # what mixture-of-experts programs call the group in which every rank has all experts
 _MARK = "ds_group"
 _building: list[str] = []
@@ -67,10 +68,17 @@ def describe(name: str, parameter: torch.Tensor) -> Description:
                 "share it are not all data-parallel ones"
             )
     marks = (getattr(parameter, "tensor_model_parallel", False), getattr(parameter, "model_parallel", False))
-    is_cut = any(marks) or says_part(parameter)
-    if group is None:
-        group = CUT if is_cut else DATA
-    return Description(DATA if group == _ALONE else str(group))
+    if group is None or group == _ALONE:
+        is_cut = any(marks) or (group is None and says_part(parameter))
+        return Description(CUT if is_cut else DATA)
+    if any(marks) and str(group).startswith(_EXPERTS):  # of an expert that tensor-parallel ranks have parts of
+        group = cut_experts(str(group))
+    return Description(str(group))
+
+
+def cut_experts(name: str) -> str:
+    """The group of experts that tensor-parallel ranks have parts of, by that of whole ones, ``ep_size_<n>``."""
+    return f"{name}_cut"
 
 
 def put_in_group(parameters: Iterable[torch.nn.Parameter], name: str) -> None:

@@ -7,10 +7,12 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from deepspeed.comm.expert_groups import group_name, ranks_of
+from deepspeed.comm.defined import define_group
+from deepspeed.comm.expert_groups import declare_experts, group_name, ranks_of
 from deepspeed.comm.groups import declare_expert_groups
 from deepspeed.comm.world import rank_in
 from deepspeed.parallel.expert.layer import MOELayer
+from deepspeed.zero.describe import cut_experts
 from deepspeed.zero.holder import full_shape
 from deepspeed.zero.parts import say_part
 from deepspeed.zero.tiles import TilePart
@@ -32,6 +34,8 @@ def prepare_expert_layers(model: nn.Module, device: torch.device, *, data_first:
     layers = dict(expert_layers(model))
     for ep_size in sorted({layer.ep_size for layer in layers.values()} - {1}):
         declare_expert_groups(ep_size, data_first or None)
+        if any(_is_cut(parameter) for layer in layers.values() for parameter in layer.experts.parameters()):
+            define_group(cut_experts(group_name(ep_size)), declare_experts(ep_size).same)
     for module in model.modules():
         connect = getattr(module, "set_deepspeed_parallelism", None)
         if callable(connect):
@@ -44,6 +48,10 @@ def prepare_expert_layers(model: nn.Module, device: torch.device, *, data_first:
 def expert_layers(model: nn.Module) -> Iterator[tuple[str, MOELayer]]:
     """``(qualified name, layer)`` of every expert layer, in the order of the model."""
     return ((name, module) for name, module in model.named_modules() if isinstance(module, MOELayer))
+
+
+def _is_cut(parameter: torch.Tensor) -> bool:
+    return bool(getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "model_parallel", False))
 
 
 def _name_experts(name: str, layer: MOELayer) -> None:

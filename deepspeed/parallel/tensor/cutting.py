@@ -21,6 +21,7 @@ from deepspeed.comm.world import rank_in
 from deepspeed.config.sections.tensor_parallel import TensorParallel
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
+from deepspeed.parallel.expert.auto import spread_modules
 from deepspeed.parallel.tensor import rules as rules_module
 from deepspeed.parallel.tensor.attention import slice_arguments, tell
 from deepspeed.parallel.tensor.batches import BatchCheck, same_random_states
@@ -116,6 +117,8 @@ def rules_for(model: nn.Module, section: TensorParallel) -> dict[str, Rule]:
         found = rules_module.of_plan(model) if section.injection_policy_tuple is None else {}
         found = found or of_structure(model, inputs_of(model), section.injection_policy_tuple or ())
     found |= own
+    spread = tuple(f"{name}." for name in spread_modules(model))  # experts that have other ranks already stay whole
+    found = {name: rule for name, rule in found.items() if not f"{name}.".startswith(spread)} if spread else found
     if not found:
         raise DeepSpeedConfigError(
             f"tensor_parallel.autotp_size {section.autotp_size}: nothing says how {type(model).__name__} is cut; it "

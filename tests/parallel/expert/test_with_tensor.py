@@ -1,0 +1,48 @@
+"""Experts spread over the ranks that see other samples, everything else cut over the others: two by two."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import get_rank
+
+import deepspeed
+from tests.engine.support import SHARDED
+from tests.harness import run_ranks
+from tests.parallel.expert.models import batch
+from tests.parallel.expert.test_auto import STEPS, adamw, build, reference
+
+
+def _two_by_two(stages: tuple[int, ...]) -> None:
+    losses, _, norms = reference("mixtral", 2)
+    for stage in stages:
+        model = build("mixtral")
+        settings: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_clipping": 0.5,
+            "zero_optimization": {"stage": stage, **(SHARDED if stage == 3 else {})},
+            "expert_parallel": {"enabled": True, "autoep_size": 2},
+            "tensor_parallel": {"autotp_size": 2},
+        }
+        engine = deepspeed.initialize(model=model, optimizer=adamw(model), config=settings)[0]
+        assert engine.module.model.layers[0].mlp.experts.down_proj.ds_tile_part.global_shape[0] == 4
+        of_data = get_rank() // 2
+        for step in range(STEPS):
+            loss = engine(**batch(step, of_data)).loss
+            assert loss.item() == pytest.approx(losses[step][of_data], abs=1e-4), f"stage {stage}, step {step}"
+            engine.backward(loss)
+            engine.step()
+            assert engine.get_global_grad_norm() == pytest.approx(norms[step], rel=1e-3), f"stage {stage}, step {step}"
+        state = engine._consolidated_16bit_state_dict()
+        if get_rank() == 0:
+            assert state is not None
+            trained = reference("mixtral", 2)[1]
+            for name, parameter in trained.named_parameters():
+                assert torch.allclose(state[name], parameter, rtol=1e-3, atol=1e-4), name
+        engine.destroy()
+
+
+def test_two_by_two() -> None:
+    run_ranks(_two_by_two, 4, (1, 3), timeout=200)
