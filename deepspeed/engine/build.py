@@ -203,7 +203,7 @@ def build_parts(client: Client, config: Any, distributed_port: int, dist_init_re
         tokens=root.sequence_parallel.tile_tokens,
     )
     if ranks.sequence_size > 1 and job_mesh.is_ours:
-        adopt_model(client.model, ranks.sequence_group)
+        adopt_model(client.model, ranks.sequence_group, ranks.mesh, root.sequence_parallel.mode)
     prepare_expert_layers(client.model, device, data_first=root.use_data_before_expert_parallelism)
     tensor = cut_model(client.model, root.tensor_parallel, ranks.mesh, device)
     torch_optimizer = choose_optimizer(

@@ -10,6 +10,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         "exchange": "deepspeed.parallel.sequence.exchange",
         "chunked_cross_entropy": "deepspeed.parallel.sequence.vocabulary",
         "mean_loss": "deepspeed.parallel.sequence.loss",
+        "ring_attention": "deepspeed.parallel.sequence.ring",
         "sum_over_ranks": "deepspeed.parallel.sequence.loss",
     },
     submodules=["cross_entropy", "layer"],

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
+import deepspeed
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from deepspeed.sequence import mean_loss
@@ -166,3 +167,35 @@ def _refuses():
 
 def test_what_cannot_be_shared_is_refused():
     run_ranks(_refuses, 2)
+
+
+def _modes(cells):
+    """By configuration alone, in every mode, the gradients are those of whole sequences."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for mode, stage, heads, key_heads, make in cells:
+        whole, expected, model = BATCHES[make](3), llama(heads, key_heads), llama(heads, key_heads)
+        labels = whole["shift_labels"]
+        (_loss(expected, whole).sum() / (labels != -100).sum()).backward()
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_clipping": 0.0,
+            "sequence_parallel_size": size,
+            "sequence_parallel": {"mode": mode},
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        }
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+        mine = cut(whole, rank, size)
+        engine.backward(mean_loss(_loss(engine, mine), mine["shift_labels"]))
+        wanted = {name: parameter.grad for name, parameter in expected.named_parameters()}
+        for name, gradient in engine.iter_full("grad"):
+            difference = (gradient - wanted[name]).norm() / wanted[name].norm()
+            assert difference < 1e-5, (mode, name, difference)
+        engine.step()
+        engine.destroy()
+    with pytest.raises(DeepSpeedConfigError, match='mode "ring": Linear is no Transformers model'):
+        deepspeed.initialize(model=nn.Linear(2, 2), config={**config, "sequence_parallel": {"mode": "ring"}})
+
+
+def test_by_configuration_alone():
+    run_ranks(_modes, 4, [("ulysses", 3, 4, 2, "packed"), ("both", 1, 4, 2, "packed"), ("ring", 2, 1, 1, "padded")])

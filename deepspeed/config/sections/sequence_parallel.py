@@ -11,6 +11,12 @@ from deepspeed.config.types import AnyCase, Bool, Int
 class SequenceParallel(Section):
     """What the ranks of ``sequence_parallel_size`` do; not upstream, where there is no such section."""
 
+    mode: Annotated[Literal["ulysses", "ring", "both"], AnyCase] = key(
+        "ulysses",
+        'How Transformers models attend to shared sequences: "ulysses" exchanges tokens for heads; "ring" sends keys '
+        'and values round the ranks, with no limit by heads; "both" does the first among as many neighbours as heads '
+        "allow and the second between them.",
+    )
     loss: Annotated[Literal["gathered", "own_share"], AnyCase] = key(
         "gathered",
         'What each rank back-propagates: "gathered", the loss of the whole sequence, which reached it through a '

@@ -61,3 +61,16 @@ def _of_mask(visible: torch.Tensor) -> Row:
     order = torch.cat(parts)
     is_sorted = bool((order == torch.arange(order.numel())).all())
     return Row(tuple(part.numel() for part in parts), None if is_sorted else order)
+
+
+def document_numbers(positions: torch.Tensor | None, visible: torch.Tensor | None) -> torch.Tensor | None:
+    """The same as a number per token, ``[batch, tokens]`` on the host; None where each sequence is one document."""
+    if visible is not None:
+        visible = visible.bool().cpu()
+        return None if bool(visible.all()) else visible.long()
+    if positions is None:
+        return None
+    begins = torch.diff(positions, dim=-1).cpu() != 1
+    if not bool(begins.any()):
+        return None
+    return torch.nn.functional.pad(begins.long().cumsum(-1), (1, 0))

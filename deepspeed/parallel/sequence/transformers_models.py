@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,9 +21,10 @@ from deepspeed.comm.world import rank_in, size_of
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.ops.sparse_attention.transformers_models import own_configurations
 from deepspeed.parallel.sequence.attend import attend
-from deepspeed.parallel.sequence.documents import Documents, documents_of
+from deepspeed.parallel.sequence.documents import Documents, document_numbers, documents_of
 from deepspeed.parallel.sequence.exchange import exchange
 from deepspeed.parallel.sequence.mixing import refuse_mixing_layers
+from deepspeed.parallel.sequence.ring import ring_attention
 from deepspeed.parallel.sequence.shares import length_of, shares_of_heads
 from deepspeed.parallel.sequence.visible import Visible, checked_padding, given_mask, visible_by
 from deepspeed.parallel.sequence.wire import wire_of
@@ -42,14 +44,18 @@ class Sharing:
         group: Torch process group of the ranks that share a sequence.
         core: The implementation that attends to whole sequences.
         disable_in_eval: In evaluation the model is left to itself, with whole sequences on each rank.
+        heads_group: The ranks among which heads are divided inside attention; None: keys and values go round instead.
+        ring_group: The ranks around which keys and values go; None: they do not.
     """
 
     model: weakref.ref[nn.Module]
     group: Any
     core: str
     disable_in_eval: bool
+    heads_group: Any
+    ring_group: Any = None
     _gathered: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    _documents: list[tuple[tuple[int, int, int], Documents | None]] = field(default_factory=list)
+    _documents: list[tuple[tuple[int, int, int], Any]] = field(default_factory=list)
 
     @property
     def is_on(self) -> bool:
@@ -81,13 +87,24 @@ class Sharing:
 
     def documents(self, positions: torch.Tensor | None, visible: torch.Tensor | None, batch: int) -> Documents | None:
         """See ``documents_of``, once for all layers; both of whole sequences, as :meth:`whole` gave them."""
-        key = id(positions), id(visible), batch  # alive as long as the list above
+
+        def find() -> Documents | None:
+            found = documents_of(positions, visible)
+            return found * batch if found is not None and len(found) == 1 else found
+
+        return self._once((id(positions), id(visible), batch), find)  # type: ignore[no-any-return]
+
+    def numbers(self, positions: torch.Tensor | None, visible: torch.Tensor | None) -> torch.Tensor | None:
+        """See ``document_numbers``, likewise."""
+        key = id(positions), id(visible), 0
+        return self._once(key, lambda: document_numbers(positions, visible))  # type: ignore[no-any-return]
+
+    def _once(self, key: tuple[int, int, int], find: Callable[[], Any]) -> Any:
+        """The tensors of a key are alive as long as the list of what was gathered, which is the longer one."""
         for known, found in self._documents:
             if known == key:
                 return found
-        found = documents_of(positions, visible)
-        if found is not None and len(found) == 1:
-            found = found * batch
+        found = find()
         self._documents = [*self._documents[-3:], (key, found)]
         return found
 
@@ -124,9 +141,6 @@ def share_sequences(model: nn.Module, group: Any, *, core: str | None = None, di
         )
     refuse_mixing_layers(model)
     core = core_of(config, core, what)
-    heads = getattr(config.get_text_config(), "num_attention_heads", None)
-    if isinstance(heads, int):
-        shares_of_heads(heads, getattr(config.get_text_config(), "num_key_value_heads", None) or heads, size_of(group))
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, _attention)
@@ -139,7 +153,7 @@ def share_sequences(model: nn.Module, group: Any, *, core: str | None = None, di
             f"{what}: the class does not take its attention from transformers' AttentionInterface, so it cannot be "
             "exchanged; use a model class that does"
         )
-    sharing = Sharing(weakref.ref(model), group, core, disable_in_eval)
+    sharing = Sharing(weakref.ref(model), group, core, disable_in_eval, heads_group=group)
     for module in model.modules():
         _sharing[module] = sharing
         own = getattr(module, "config", None)
@@ -284,17 +298,24 @@ def _attention(
         seen = Visible(is_causal)
     elif isinstance(attention_mask, torch.Tensor):
         seen = replace(seen, is_causal=is_causal)
-    shares = shares_of_heads(query.size(1), key.size(1), size_of(sharing.group))
+    positions, padding = sharing.whole(_two_axes(position_ids, module)), sharing.whole(seen.padding)
+    if sharing.heads_group is None:
+        return _round(sharing, module, query, key, value, seen, positions, padding, scaling, dropout, kwargs), None
+    group = sharing.heads_group
+    shares = shares_of_heads(query.size(1), key.size(1), size_of(group))
     inside = [
-        exchange(tensor, sharing.group, 2, 1, heads=heads)
+        exchange(tensor, group, 2, 1, heads=heads)
         for tensor, heads in ((query, shares.query), (key, shares.key), (value, shares.key))
     ]
+    if sharing.ring_group is not None:
+        query, key, value = inside
+        out = _round(sharing, module, query, key, value, seen, positions, padding, scaling, dropout, kwargs)
+        return exchange(out, group, 1, 2, back=True, heads=shares.query), None
     if kwargs.get("s_aux") is not None:  # one number per head
-        start, end = shares.query[rank_in(sharing.group)]
+        start, end = shares.query[rank_in(group)]
         kwargs["s_aux"] = kwargs["s_aux"][start:end]
-    positions, padding = sharing.whole(_two_axes(position_ids, module)), sharing.whole(seen.padding)
     if sharing.core == "sdpa":
-        _refuse_for_sdpa(module, kwargs)
+        _refuse_sinks(module, kwargs)
         out = attend(
             *inside,
             documents=sharing.documents(positions, padding, query.size(0)),
@@ -310,8 +331,38 @@ def _attention(
             sharing, module, *inside, padding, scaling=scaling, dropout=dropout, is_causal=seen.is_causal,
             position_ids=positions, **kwargs,
         )[0]  # fmt: skip
-        out = out.reshape(*out.shape[:2], length_of(shares.query[rank_in(sharing.group)]), -1)
-    return exchange(out, sharing.group, 1, 2, back=True, heads=shares.query), None
+        out = out.reshape(*out.shape[:2], length_of(shares.query[rank_in(group)]), -1)
+    return exchange(out, group, 1, 2, back=True, heads=shares.query), None
+
+
+def _round(
+    sharing: Sharing,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    seen: Visible,
+    positions: torch.Tensor | None,
+    padding: torch.Tensor | None,
+    scaling: float | None,
+    dropout: float,
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    """Attention by the ring; ``[batch, tokens, heads, width]``."""
+    _refuse_sinks(module, kwargs)
+    if dropout:
+        raise DeepSpeedConfigError(
+            f"sequence_parallel.mode: {type(module).__name__} drops attention probabilities ({dropout}), which the "
+            'ring does not; set the model\'s attention dropout to 0, or the mode to "ulysses"'
+        )
+    numbers = sharing.numbers(positions, padding)
+    if numbers is not None:
+        numbers = numbers.expand(query.size(0), -1)
+    out = ring_attention(
+        query, key, value, sharing.ring_group, documents=numbers, is_causal=seen.is_causal, window=seen.window,
+        scale=scaling,
+    )  # fmt: skip
+    return out.transpose(1, 2)
 
 
 def _two_axes(position_ids: torch.Tensor | None, module: nn.Module) -> torch.Tensor | None:
@@ -337,9 +388,9 @@ def _refuse_what_is_placed(module: nn.Module, query: torch.Tensor, key: torch.Te
         )
 
 
-def _refuse_for_sdpa(module: nn.Module, kwargs: dict[str, Any]) -> None:
+def _refuse_sinks(module: nn.Module, kwargs: dict[str, Any]) -> None:
     if kwargs.get("s_aux") is not None:
         raise DeepSpeedConfigError(
-            f'sequence parallel: {type(module).__name__} has attention sinks, which "sdpa" has not; choose a flash '
-            "attention that has them as the core"
+            f"sequence parallel: {type(module).__name__} has attention sinks, which there are not here; choose a flash "
+            'attention that has them as the core, and sequence_parallel.mode "ulysses"'
         )

@@ -8,7 +8,10 @@ from typing import Any
 from torch import nn
 
 from deepspeed.comm import groups
-from deepspeed.comm.world import size_of
+from deepspeed.comm.mesh import SEQUENCE, Mesh
+from deepspeed.comm.new_groups import my_group
+from deepspeed.comm.process_group import default_timeout
+from deepspeed.comm.world import backend_of, size_of
 from deepspeed.config.batch import ACCUMULATION, MICRO, TOTAL
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
@@ -95,27 +98,65 @@ def _check_by_name(name: Any, core: str | None, ranks: int) -> None:
     shares_of_heads(heads, getattr(text, "num_key_value_heads", None) or heads, ranks)
 
 
-def adopt_model(model: nn.Module, group: Any) -> None:
-    """Shares the sequences of a model that ``initialize`` got, if it is a Transformers model that was not registered.
+def adopt_model(model: nn.Module, group: Any, mesh: Mesh, mode: str) -> None:
+    """Shares the sequences of a Transformers model that ``initialize`` got, in the way that the configuration says.
+
+    Every rank of the job must call it. A model that was not registered is registered here; one of no Transformers class
+    is left to its own code.
 
     Args:
         model: The model.
         group: Torch process group of the ranks that share a sequence.
+        mesh: Of the job.
+        mode: ``sequence_parallel.mode``.
 
     Raises:
         DeepSpeedConfigError: The model cannot be shared in this way.
     """
-    known = sharing_of(model)
-    if known is not None or not hasattr(model, "set_attn_implementation"):
+    if sharing_of(model) is None and not hasattr(model, "set_attn_implementation"):
+        if mode != "ulysses":
+            raise DeepSpeedConfigError(
+                f'sequence_parallel.mode "{mode}": {type(model).__name__} is no Transformers model, so its own code '
+                "says how it attends (deepspeed.sequence.ring_attention); leave the key out"
+            )
         return
-    core, disable_in_eval = _awaited.pop() if _awaited else (None, False)
-    share_sequences(model, group, core=core, disable_in_eval=disable_in_eval)
+    if sharing_of(model) is None:
+        core, disable_in_eval = _awaited.pop() if _awaited else (None, False)
+        share_sequences(model, group, core=core, disable_in_eval=disable_in_eval)
     found = sharing_of(model)
     assert found is not None
+    ranks = mesh.size(SEQUENCE)
+    found.heads_group, found.ring_group = _groups_of_mode(model, group, mesh, mode)
+    by_ring = 1 if found.ring_group is None else size_of(found.ring_group)
     log_dist(
-        f"sequence parallel: {type(model).__name__} attends to sequences that {size_of(group)} ranks share "
-        f"({found.core}); each rank's inputs are its own tokens of every sequence, with position_ids"
+        f"sequence parallel: {type(model).__name__} attends to sequences that {ranks} ranks share (heads divided over "
+        f"{ranks // by_ring}, keys and values round {by_ring}); each rank's inputs are its own tokens of every "
+        "sequence, with position_ids"
     )
+
+
+def _groups_of_mode(model: Any, group: Any, mesh: Mesh, mode: str) -> tuple[Any, Any]:
+    """The group that divides heads, and the one around which keys and values go."""
+    if mode == "ring":
+        return None, group
+    text = model.config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    if not isinstance(heads, int):
+        return group, None
+    key_heads = getattr(text, "num_key_value_heads", None) or heads
+    ranks = mesh.size(SEQUENCE)
+    width = math.gcd(ranks, key_heads) if mode == "both" else ranks
+    shares_of_heads(heads, key_heads, width)
+    if width == ranks:
+        return group, None
+    if width == 1:
+        return None, group
+    cut = mesh.split(SEQUENCE, "ring", ("heads", width))
+    made = [
+        my_group(cut.groups(axis), backend=backend_of(), timeout=default_timeout(), why=f"attention along {axis}")
+        for axis in ("heads", "ring")
+    ]
+    return made[0], made[1]
 
 
 def with_all_data_ranks(config: Any, mpu: Any) -> Any:

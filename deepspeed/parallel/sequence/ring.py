@@ -1,0 +1,184 @@
+"""Context parallelism: keys and values go round the ranks, each of which keeps its queries (arXiv 2310.01889).
+
+Heads set no limit to the number of ranks. In causal attention the rank with the first tokens would have little to do
+and the one with the last ones much; so tokens are dealt in zigzag: of 2 n chunks rank r has chunks r and 2 n - 1 - r.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from deepspeed.comm.transport import Transport, Work
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.parallel.sequence.online import Rows, Rule, Slopes, Tokens, grouped
+from deepspeed.parallel.sequence.wire import wire_of
+
+
+def zigzag(rank: int, ranks: int) -> tuple[int, int]:
+    """The two chunks, of twice as many as there are ranks, that a rank has."""
+    return rank, 2 * ranks - 1 - rank
+
+
+def ring_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    group: Any,
+    *,
+    documents: torch.Tensor | None = None,
+    is_causal: bool = True,
+    window: int | None = None,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Attention over sequences of which each rank has consecutive tokens. Every rank of the group must call it.
+
+    Exact: the softmax is put together from blocks in fp32. Per rank and direction it moves the keys and values of the
+    other ranks, and, where causal, half of all tensors once for the zigzag order.
+
+    Args:
+        query: ``[batch, heads, this rank's tokens, width]``; equally many tokens on all ranks, an even number where
+            causal.
+        key: ``[batch, key heads, this rank's tokens, width]``; heads are a multiple of key heads.
+        value: As ``key``.
+        group: Torch process group.
+        documents: Number of the document of every token of whole sequences, ``[batch, tokens]``; None: one.
+        is_causal: Tokens see none that come later.
+        window: With ``is_causal``: tokens see themselves and the ``window - 1`` before them.
+        scale: Of the scores; None: one over the root of the width.
+
+    Returns:
+        As ``query``, with the width of ``value``.
+
+    Raises:
+        DeepSpeedConfigError: An odd number of tokens where causal.
+    """
+    wire = wire_of(group, query.device)
+    rule = Rule(is_causal, window, 1 / math.sqrt(query.size(-1)) if scale is None else scale)
+    if is_causal and query.size(2) % 2 and wire.size > 1:
+        raise DeepSpeedConfigError(
+            f"ring attention: each rank has {query.size(2)} tokens; expected an even number, as causal attention deals "
+            f"half of them to another rank. Pad sequences to a multiple of {2 * wire.size} tokens"
+        )
+    deals = is_causal and wire.size > 1
+    if deals:
+        query, key, value = (_Dealt.apply(tensor, wire, False) for tensor in (query, key, value))
+    out: torch.Tensor = _Ring.apply(query, key, value, wire, rule, deals, documents)
+    return _Dealt.apply(out, wire, True) if deals else out  # type: ignore[no-any-return]
+
+
+def tokens_of(rank: int, wire: Transport, tokens: int, deals: bool, documents: torch.Tensor | None) -> Tokens:
+    """Which tokens a rank has inside the ring; ``tokens`` is how many."""
+    if deals:
+        half = tokens // 2
+        places = torch.cat([torch.arange(chunk * half, chunk * half + half) for chunk in zigzag(rank, wire.size)])
+    else:
+        places = torch.arange(rank * tokens, rank * tokens + tokens)
+    return Tokens(places, None if documents is None else documents.cpu()[:, places])
+
+
+class _Dealt(torch.autograd.Function):
+    """Consecutive tokens along axis 2 dealt in zigzag, or put back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, wire: Transport, back: bool) -> torch.Tensor:
+        ctx.arguments = wire, back
+        return _deal(x, wire, back)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:  # type: ignore[override]
+        wire, back = ctx.arguments
+        return _deal(gradients[0], wire, not back), None, None
+
+
+def _deal(x: torch.Tensor, wire: Transport, back: bool) -> torch.Tensor:
+    n = wire.size
+
+    def place(chunk: int, dealt: bool) -> int:
+        return min(chunk, 2 * n - 1 - chunk) if dealt else chunk // 2
+
+    def chunks(rank: int, dealt: bool) -> tuple[int, int]:
+        return zigzag(rank, n) if dealt else (2 * rank, 2 * rank + 1)
+
+    halves = dict(zip(chunks(wire.rank, back), x.chunk(2, dim=2), strict=True))
+    mine = chunks(wire.rank, not back)
+    size = x.numel() // 2
+    # In order of the receiving ranks, and for each in order of chunks.
+    leaving = sorted(halves, key=lambda chunk: (place(chunk, not back), chunk))
+    sent = [sum(size for chunk in halves if place(chunk, not back) == rank) for rank in range(n)]
+    coming = sorted(mine, key=lambda chunk: (place(chunk, back), chunk))
+    received = [sum(size for chunk in mine if place(chunk, back) == rank) for rank in range(n)]
+    out = x.new_empty(2 * size)
+    source = torch.cat([halves[chunk].reshape(-1) for chunk in leaving])
+    wire.all_to_all(source, sent, out, received, label="tokens in zigzag order (ring attention)").wait()
+    shape = (*x.shape[:2], x.size(2) // 2, *x.shape[3:])
+    found = {chunk: part.view(shape) for chunk, part in zip(coming, out.split(size), strict=True)}
+    return torch.cat([found[chunk] for chunk in mine], dim=2)
+
+
+class _Turning:
+    """Tensors on their way to the next rank, while those of the rank before come."""
+
+    def __init__(self, wire: Transport, *tensors: torch.Tensor) -> None:
+        self._shapes = [tensor.shape for tensor in tensors]
+        source = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        self._arrived = torch.empty_like(source)
+        sent, received = ([0] * wire.size for _ in range(2))
+        sent[(wire.rank + 1) % wire.size] = received[(wire.rank - 1) % wire.size] = source.numel()
+        label = "keys and values on their way round (ring attention)"
+        self._work: Work = wire.all_to_all(source, sent, self._arrived, received, label=label)
+
+    def arrived(self) -> list[torch.Tensor]:
+        """Waits for them."""
+        self._work.wait()
+        parts = self._arrived.split([shape.numel() for shape in self._shapes])
+        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        wire: Transport,
+        rule: Rule,
+        deals: bool,
+        documents: torch.Tensor | None,
+    ) -> torch.Tensor:
+        owned = [tokens_of(rank, wire, query.size(2), deals, documents) for rank in range(wire.size)]
+        many = grouped(query, key.size(1))
+        rows = Rows.of(many, value.size(-1))
+        block = [key, value]
+        for step in range(wire.size):
+            turning = _Turning(wire, *block) if step + 1 < wire.size else None
+            rows.see(many, block[0], block[1], owned[wire.rank], owned[wire.rank - step], rule)
+            if turning is not None:
+                block = turning.arrived()
+        out = rows.out.flatten(1, 2).to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, rows.lse)
+        ctx.arguments = wire, rule, owned
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:  # type: ignore[override]
+        query, key, value, out, lse = ctx.saved_tensors
+        wire, rule, owned = ctx.arguments
+        many, gradient = grouped(query, key.size(1)), grouped(gradients[0].float(), key.size(1))
+        delta = (gradient * grouped(out.float(), key.size(1))).sum(-1)
+        slopes = Slopes(many, gradient, lse, delta, torch.zeros_like(many, dtype=torch.float32))
+        # A block's gradient travels with it, one step behind, and is home after all ranks have added to it.
+        block = [key, value]
+        sums = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in block]
+        for step in range(wire.size):
+            turning = _Turning(wire, *block) if step + 1 < wire.size else None
+            slopes.see(block[0], block[1], sums[0], sums[1], owned[wire.rank], owned[wire.rank - step], rule)
+            if turning is not None:
+                block = turning.arrived()
+            if wire.size > 1:
+                sums = _Turning(wire, *sums).arrived()
+        of_query = slopes.of_query.flatten(1, 2).to(query.dtype)
+        return of_query, sums[0].to(key.dtype), sums[1].to(value.dtype), None, None, None, None
