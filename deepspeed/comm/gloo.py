@@ -322,7 +322,7 @@ class GlooTransport(Transport):
     def swap(self, flat: torch.Tensor, out: torch.Tensor, *, key: int, label: str) -> Work:
         """See the class this one derives from."""
         nbytes = flat.numel() * flat.element_size()
-        traffic.record_asked("all_to_all", nbytes - nbytes // self.size, self.axis)
+        traffic.record_asked("swap", nbytes - nbytes // self.size, self.axis)
         return _GlooSwap(self, flat, out, key, label)
 
     def share(self, flat: torch.Tensor, *, key: int, label: str) -> Work:

@@ -116,7 +116,7 @@ class NativeTransport(Transport):
         """See the class this one derives from."""
         nbytes = flat.numel() * flat.element_size()
         sent = nbytes - nbytes // self.size
-        traffic.record_asked("all_to_all", sent, self.axis)
+        traffic.record_asked("swap", sent, self.axis)
         traffic.record_ran("all_to_all_single", sent, self.axis)
         work = self.group.alltoall_base(out, flat, [], [])
         return self._work(work, "reduce", key, label, None, (flat, out))

@@ -28,6 +28,7 @@ _ORDER = (
     Kind.MASTER,
     Kind.OPTIMIZER,
     Kind.STAGING,
+    Kind.PRIVATE,
 )
 _HOMES = {Home.DEVICE: "device", Home.HOST: "host", Home.FILE: "files"}
 

@@ -71,7 +71,7 @@ def travels(
             continue
         ranks = (members or {}).get(axis) or range(mesh.world_size)
         nodes, devices = span(ranks, machine)
-        if name in ("all_to_all", "move") and axis in (EXPERT, SEQUENCE):
+        if name == "swap" or (name in ("all_to_all", "move") and axis in (EXPERT, SEQUENCE)):
             found.append(Travel(name, axis, calls, nbytes, *_to_all(nbytes, machine, ranks, rank)))
             continue
         if name == "all_to_all":
