@@ -19,6 +19,7 @@ from deepspeed.dropping.token_schedule import RandomLTDScheduler
 from deepspeed.dropping.tokens import RandomLayerTokenDrop, TokenDrop
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.logging import log_dist
+from deepspeed.parallel.pipe.module import PipelineModule
 from deepspeed.zero.owners import Owners
 from deepspeed.zero.runtime import ZeroRuntime
 
@@ -31,6 +32,9 @@ def refuse_what_the_model_cannot(root: Root, model: nn.Module) -> None:
     Raises:
         DeepSpeedConfigError: It does not.
     """
+    if isinstance(model, PipelineModule):
+        _refuse_in_a_pipeline(root)
+        return
     if _hands_over_lengths(root):
         if not _takes(model, SEQUENCE_LENGTH):
             raise DeepSpeedConfigError(
@@ -54,6 +58,20 @@ def refuse_what_the_model_cannot(root: Root, model: nn.Module) -> None:
                 f"progressive_layer_drop and pld_theta, and it does not take {' and '.join(missing)}; call "
                 "deepspeed.progressive_layer_drop(model, blocks=...) before initialize, which drops blocks of any "
                 "model, or add the keywords and drop layers in the forward"
+            )
+
+
+def _refuse_in_a_pipeline(root: Root) -> None:
+    """A stage has some of the layers, and several micro-batches are on their way at once."""
+    found = {
+        "progressive_layer_drop": _drops_layers(root),
+        "data_efficiency.data_routing.random_ltd": _random_ltd(root),
+    }
+    for name, is_on in found.items():
+        if is_on:
+            raise DeepSpeedConfigError(
+                f"{name}: cannot be combined with a PipelineModule; drop layers or tokens in the forward of the "
+                "pipeline's own layers, or train without a pipeline"
             )
 
 
@@ -95,7 +113,8 @@ class Efficiency:
 
     def __init__(self, root: Root, model: nn.Module, runtime: ZeroRuntime, global_batch_size: int) -> None:
         self._schedule = runtime.schedule
-        self._hands_over_lengths = _hands_over_lengths(root)
+        # A pipeline's function for batches (set_batch_fn) cuts them instead.
+        self._hands_over_lengths = _hands_over_lengths(root) and not isinstance(model, PipelineModule)
         self.curriculum: CurriculumScheduler | None = None
         if root.curriculum_learning is not None and root.curriculum_learning.enabled:
             self.curriculum = CurriculumScheduler(settings_of(root.curriculum_learning))

@@ -85,6 +85,8 @@ def initialize(
                 training_data, engine
             )
             engine.training_dataloader, engine.lr_scheduler = loader, scheduler
+            if isinstance(engine, PipelineEngine):
+                engine.set_dataloader(loader)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

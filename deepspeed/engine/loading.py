@@ -49,13 +49,13 @@ class EngineLoading:
         """A loader that gives each rank its share of ``dataset``.
 
         With ``data_efficiency.data_sampling`` the configured sampler takes the place of any other, for training data
-        (``route`` is ``train``).
+        (``route`` is ``train`` or ``pipeline``).
         """
         from deepspeed.data import DeepSpeedDataLoader
 
         ranks = self._parts.standing
         root = self._parts.parsed.root
-        sampling = sampling_of(root) if route == "train" else None
+        sampling = sampling_of(root) if route in ("train", "pipeline") else None
         if sampling is not None and not sampling.dynamic_batching.enabled:
             data_sampler = self._configured_sampler(dataset, batch_size)
             pin_memory = sampling.pin_memory
