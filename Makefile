@@ -23,10 +23,11 @@ PYTEST = $(TEST_ENV) $(BIN)/python -m pytest $(if $(filter-out 1,$(AT_ONCE)),-n 
 # All devices; without any, two ranks on the CPU. `make quickstart RANKS="--num_gpus 4"` chooses.
 RANKS = $(shell $(BIN)/python -c 'import torch; print("" if torch.accelerator.is_available() else "--num_gpus 2")')
 
-.PHONY: help quickstart test test-all test-older-transformers lint docs docs-check install clean
+.PHONY: help quickstart generate test test-all test-older-transformers lint docs docs-check install clean
 
 help:
 	@echo "make quickstart   train a small language model with ZeRO stage 3 on this machine"
+	@echo "make generate     let the quickstart's model write, with weights of 32, 16, 8 and 4 bits"
 	@echo "make test         lint, type check and the default tests"
 	@echo "make test-all     the same with the slow tests, and the Hugging Face tests with transformers $(OLDER) too"
 	@echo "make lint         ruff and mypy only"
@@ -36,6 +37,9 @@ help:
 
 quickstart: $(VENV)/.for-quickstart
 	$(BIN)/deepspeed $(RANKS) examples/quickstart/train.py
+
+generate: $(VENV)/.for-quickstart
+	$(BIN)/python examples/quickstart/generate.py
 
 test: lint
 	$(PYTEST)
