@@ -20,10 +20,10 @@ from deepspeed.errors import CheckpointError
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _ZERO_MODEL = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _OPTIM = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+_EXPERT = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_(\d+)_model_states\.pt")
 _NAMED = 8  # missing ranks that a message lists
 _OTHERS = {
     re.compile(r"layer_\d+-.*model_states\.pt"): "a pipeline's",
-    re.compile(r"(layer_\d+_)?expert_\d+_.*|expp_rank_.*"): "a mixture of experts'",
 }
 
 
@@ -132,22 +132,25 @@ class Files:
         model: Model-states files by data-parallel rank; one below stage 3.
         optim: Optimizer-states files by data-parallel rank; none at stage 0.
         shards_params: Whether it is a stage-3 folder.
+        experts: Files of single experts.
     """
 
     model: tuple[Path, ...]
     optim: tuple[Path, ...]
     shards_params: bool
+    experts: tuple[Path, ...] = ()
 
 
 def find_files(folder: Path) -> Files:
     """Sorts the files of a tag folder by rank.
 
     Raises:
-        CheckpointError: Model-parallel, pipeline or expert files, or no model states.
+        CheckpointError: Model-parallel or pipeline files, or no model states.
     """
     plain: dict[int, Path] = {}
     model: dict[int, Path] = {}
     optim: dict[int, Path] = {}
+    experts: list[Path] = []
     for path in sorted(folder.iterdir()):
         for pattern, whose in _OTHERS.items():
             if pattern.fullmatch(path.name):
@@ -156,6 +159,9 @@ def find_files(folder: Path) -> Files:
                 )
         if found := _MODEL.fullmatch(path.name):
             plain[int(found[1])] = path
+        elif found := _EXPERT.fullmatch(path.name):
+            _only_first(path, int(found[1]))
+            experts.append(path)
         elif found := _ZERO_MODEL.fullmatch(path.name):
             _only_first(path, int(found[2]))
             model[int(found[1])] = path
@@ -168,7 +174,8 @@ def find_files(folder: Path) -> Files:
         raise CheckpointError(f"{folder}: there is no model-states file; the checkpoint is not complete")
     shards_params = bool(model)
     chosen = model if shards_params else plain
-    return Files(_by_rank(folder, chosen, "model_states"), _by_rank(folder, optim, "optim_states"), shards_params)
+    model_files, optim_files = _by_rank(folder, chosen, "model_states"), _by_rank(folder, optim, "optim_states")
+    return Files(model_files, optim_files, shards_params, tuple(experts))
 
 
 def _only_first(path: Path, model_parallel_rank: int) -> None:

@@ -11,6 +11,7 @@ import torch
 from deepspeed.checkpoint.format import COMPUTE, MASTER
 from deepspeed.checkpoint.source import TrainingState
 from deepspeed.checkpoint.upstream.content import Content, Values
+from deepspeed.checkpoint.upstream.experts import expert_weights, numbered_among_all, sharing_ranks
 from deepspeed.checkpoint.upstream.files import DynamicLossScaler, Files, ZeroStage, find_files, load
 from deepspeed.checkpoint.upstream.walks import Shapes, stage_1_and_2, stage_3
 from deepspeed.errors import CheckpointError
@@ -29,6 +30,8 @@ def read_partitioned(folder: Path, *, trust: bool, trained: Sequence[Sequence[st
     files = find_files(folder)
     model = [load(path, trust=trust) for path in files.model]
     optim = [load(path, trust=trust)["optimizer_state_dict"] for path in files.optim]
+    if files.experts:
+        model[0] = {**model[0], "module": {**model[0]["module"], **expert_weights(files.experts, trust=trust)}}
     content = Content(training_state(model[0]))
     content.aliases.update(model[0].get("shared_params") or {})
     _check_ranks(folder, files, optim)
@@ -121,24 +124,37 @@ def _stage_1_and_2(folder: Path, content: Content, model: Mapping[str, Any], opt
     gaps = optim[0].get("param_alignment_paddings")
     trained: set[str] = set()
     for number, shapes in enumerate(groups):
-        where = f"{folder}, param group {number}"
-        trained |= set(shapes)
-        tensors = [rank[number] for rank in partitions]
-        extents = stage_1_and_2(shapes, [t.numel() for t in tensors], gaps[number] if gaps else None, where)
-        for name, shape in shapes.items():
-            content.shapes[name] = tuple(shape)
-            content.put(MASTER, name, Values(tensors, extents[name]))
-        states, scalars, group = _group_state(optim, number)
-        for state in states[0]:
-            pieces = [rank[state] for rank in states]
-            held = stage_1_and_2(shapes, [p.numel() for p in pieces], gaps[number] if gaps else None, where)
-            for name in shapes:
-                content.put_state(state, name, Values(pieces, held[name]))
-        if states[0] or scalars:
-            content.state.scalars.update({name: dict(scalars) for name in shapes})
-        content.state.param_groups.append(hyperparameters(group, list(shapes)))
+        gap = gaps[number] if gaps else None
+        group = _group_state(optim, number)[2]
+        names: list[str] = []
+        shared = sharing_ranks(group, len(optim))
+        for place in range(shared):
+            named = shapes if shared == 1 else numbered_among_all(shapes, place)
+            _take_group(content, named, optim[place::shared], number, gap, f"{folder}, param group {number}")
+            names += named
+        trained |= set(names)
+        content.state.param_groups.append(hyperparameters(group, names))
     content.frozen = set(content.shapes) - trained
     content.state.loss_scaler = scaler_state(optim[0])
+
+
+def _take_group(
+    content: Content, shapes: Shapes, optim: list[dict[str, Any]], number: int, gaps: Sequence[int] | None, where: str
+) -> None:
+    """Masters and states of a group that the ranks of ``optim`` share."""
+    tensors = [rank["single_partition_of_fp32_groups"][number] for rank in optim]
+    extents = stage_1_and_2(shapes, [t.numel() for t in tensors], gaps, where)
+    for name, shape in shapes.items():
+        content.shapes[name] = tuple(shape)
+        content.put(MASTER, name, Values(tensors, extents[name]))
+    states, scalars, _ = _group_state(optim, number)
+    for state in states[0]:
+        pieces = [rank[state] for rank in states]
+        held = stage_1_and_2(shapes, [p.numel() for p in pieces], gaps, where)
+        for name in shapes:
+            content.put_state(state, name, Values(pieces, held[name]))
+    if states[0] or scalars:
+        content.state.scalars.update({name: dict(scalars) for name in shapes})
 
 
 def _group_state(
