@@ -35,7 +35,7 @@ class BucketGroup:
             (tensor-parallel ranks, for what is not cut there). Of those ranks one counts.
         ranks: The ranks, in the job, of all groups of that name; empty where the peers are one group.
         spans_parts: The ranks that hold the same slices have different parts of the model otherwise (tied weights on
-            several stages of a pipeline): sums over them wait for the update.
+            several stages of a pipeline): sums over them wait for the update, and whoever edits one copy must edit all.
         gather_codec: How parameters travel that are gathered for their uses; None: as they are.
         reduce_codec: How gradients travel between the ranks that share slices; None: as they are.
     """
@@ -86,8 +86,8 @@ class BucketGroup:
 
     @property
     def copies(self) -> int:
-        """Ranks that hold the same slice."""
-        return 1 if self.combine is None else self.combine.size
+        """Ranks that hold the same slice, among those with the same part of the model."""
+        return 1 if self.combine is None or self.spans_parts else self.combine.size
 
     @property
     def is_spread(self) -> bool:
@@ -118,7 +118,8 @@ class BucketGroup:
     @property
     def place(self) -> int:
         """This rank's number, from 0, where something is divided evenly among all ranks of the group."""
-        return self.gather.rank * self.copies + (0 if self.combine is None else self.combine.rank)
+        among_copies = 0 if self.combine is None or self.spans_parts else self.combine.rank
+        return self.gather.rank * self.copies + among_copies
 
     @property
     def transports(self) -> Iterator[Transport]:

@@ -365,7 +365,7 @@ class GatheredBlock:
             modifier: Its rank there.
         """
         replicas = self._group.combine
-        if replicas is not None and self._transport.rank == modifier:
+        if replicas is not None and not self._group.spans_parts and self._transport.rank == modifier:
             edited = [parameter.data.view(-1) for parameter, _ in [*self._present, *self._lent]]
             parcels = [Piece(copy, None, values) for values in edited]
             replicas.move(parcels, label=f"the changes of {_label(self._entries)}")
