@@ -18,12 +18,14 @@ from deepspeed.config.degrees import data_parallel_size
 from deepspeed.config.sections.root import Root
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.offload.homes import placement_of
+from deepspeed.plan.actions import Stage
 from deepspeed.plan.configs import changed, stage_of
 from deepspeed.plan.kinds import RankKind, kind_of, kinds_of, needed
 from deepspeed.plan.models import BlockCheckpointing, Workload, has_blocks
 from deepspeed.plan.pipeline import computations
-from deepspeed.plan.rehearsal import Part, Stage, heaviest_rank, rehearse
+from deepspeed.plan.rehearsal import heaviest_rank, rehearse
 from deepspeed.plan.result import Plan, PlannedPart, Request
+from deepspeed.plan.scene import Part
 
 
 def make_plan(request: Request, *, compare: bool = True) -> Plan:

@@ -7,41 +7,31 @@ are run; the second, in which every order is known and the optimizer has its sta
 
 from __future__ import annotations
 
-import copy
-import gc
 import os
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from deepspeed.accelerator import get_accelerator, set_accelerator
-from deepspeed.comm import groups
 from deepspeed.comm.counters import traffic
 from deepspeed.comm.mesh import DATA, PIPE, SEQUENCE, Mesh
-from deepspeed.comm.world import played_by
 from deepspeed.engine.initialize import initialize
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
-from deepspeed.logging import quiet
-from deepspeed.offload.disk import disk_is
-from deepspeed.offload.pinned import host_memory_from
-from deepspeed.ops.chunks import drop_scratch
 from deepspeed.ops.muon import Muon
 from deepspeed.parallel.expert.prepare import expert_layers
 from deepspeed.parallel.pipe.channel import WORD_NBYTES
 from deepspeed.parallel.sequence.transformers_models import sharing_of
 from deepspeed.plan import decoder
-from deepspeed.plan.actions import Act, Stage, actions_of_step, loss_of, received_inputs
-from deepspeed.plan.autocasting import asked_for_meta
+from deepspeed.plan.actions import Act, actions_of_step, loss_of, received_inputs
 from deepspeed.plan.flow import Flow
-from deepspeed.plan.memory import META, Moment, Peak
+from deepspeed.plan.memory import Moment, Peak
 from deepspeed.plan.models import Inputs, Workload
-from deepspeed.plan.network import PlayedWorld
-from deepspeed.plan.stage_set import PlayedDevice, PlayedDisk, PlayedHostMemory
+from deepspeed.plan.scene import Part, scene
+from deepspeed.plan.stage_set import PlayedDisk
 from deepspeed.plan.values import Rehearsal
 from deepspeed.zero.micro_batch import MicroBatch
 from deepspeed.zero.micro_batch import Part as ModelPart
@@ -50,33 +40,6 @@ from deepspeed.zero.placement import Home
 from deepspeed.zero.storage import Kind
 
 _MOST_MICRO_BATCHES = 2  # of a step: the first, which all but the last are like, and the last
-
-
-@dataclass(frozen=True)
-class Part:
-    """What is rehearsed.
-
-    Attributes:
-        config: The configuration, with micro-batch and accumulation steps in numbers.
-        accumulation_steps: Micro-batches per step.
-        micro_batch: Samples per micro-batch and rank.
-        sequence_length: Tokens of a sample.
-        mesh: The ranks of the job along their axes.
-        rank: The one that is played.
-        kind: Kind of device: ``cpu``, or one with memory of its own.
-        autocast: Forward runs under ``torch.autocast``.
-        stage: Of the pipeline; None: there are no stages.
-    """
-
-    config: dict[str, Any]
-    accumulation_steps: int
-    micro_batch: int
-    sequence_length: int
-    mesh: Mesh
-    rank: int
-    kind: str
-    autocast: bool = False
-    stage: Stage | None = None
 
 
 @dataclass
@@ -126,7 +89,7 @@ def rehearse(workload: Workload, part: Part, other_setting: Callable[[], None] |
         part: How.
         other_setting: Changes whether the model checkpoints its activations, for one more forward at the end.
     """
-    with _stage(part) as (count, disk, world):
+    with scene(part) as (count, disk, world):
         found = _Run(workload, part, count, disk).result(other_setting)
         found.members = {t.axis: t.ranks for t in reversed(world.transports)}
         return found
@@ -134,53 +97,8 @@ def rehearse(workload: Workload, part: Part, other_setting: Callable[[], None] |
 
 def heaviest_rank(workload: Workload, part: Part) -> int:
     """The rank that needs most memory, as far as its optimizer says so; else the one of ``part``."""
-    with _stage(part) as (count, disk, _):
+    with scene(part) as (count, disk, _):
         return _Run(workload, part, count, disk).heaviest_rank()
-
-
-@contextmanager
-def _stage(part: Part) -> Iterator[tuple[Rehearsal, PlayedDisk, PlayedWorld]]:
-    """Everything that the engine must not notice; undone at the end."""
-    count = Rehearsal(part.kind)
-    disk = PlayedDisk(count.note)
-    accelerator = get_accelerator()
-    device = PlayedDevice(part.kind)
-    world = PlayedWorld(part.rank, part.mesh, device.communication_backend_name() or "nccl")
-    host = PlayedHostMemory(is_device=part.kind == "cpu", note=count.note)
-    collects = gc.isenabled()
-    books = copy.deepcopy((traffic.asked_along, traffic.ran_along))
-    local_rank = os.environ.pop("LOCAL_RANK", None)
-    # What was there before need not be looked through when the engine has its garbage collected at the end.
-    freezes = gc.get_freeze_count() == 0
-    if freezes:
-        gc.freeze()
-    set_accelerator(device)
-    drop_scratch(META)
-    try:
-        with ExitStack() as stack:
-            for context in (
-                quiet(),
-                groups.put_back(),
-                asked_for_meta(),
-                played_by(world),
-                host_memory_from(host),
-                disk_is(disk),
-                count.counting(),
-            ):
-                stack.enter_context(context)
-            if part.autocast:
-                stack.enter_context(device.casting.active())
-            yield count, disk, world
-    finally:
-        drop_scratch(META)
-        set_accelerator(accelerator)
-        traffic.asked_along, traffic.ran_along = books
-        if local_rank is not None:
-            os.environ["LOCAL_RANK"] = local_rank
-        if collects:
-            gc.enable()
-        if freezes:
-            gc.unfreeze()
 
 
 class _Run:
