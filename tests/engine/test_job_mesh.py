@@ -27,6 +27,7 @@ PATIENCE = timedelta(seconds=30)
 
 def _engine(model, stage, **given):
     config = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.0}
+    config["sequence_parallel"] = {"loss": "own_share"}
     config["zero_optimization"] = {"stage": stage, **(SHARDED if stage == 3 else {})}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config, **given)[0]

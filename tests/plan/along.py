@@ -56,6 +56,7 @@ def count_step(
         "asked": asked,
         "ran": ran,
         "peak": count.peaks[Home.DEVICE].nbytes,
+        "at": str(count.peaks[Home.DEVICE]),
         "activations": activations,
     }
 
@@ -72,14 +73,25 @@ def _step(engine: Any, inputs: dict[str, torch.Tensor], accumulation: int, count
     return most
 
 
-def assert_as_counted(plan: Any, real: dict[str, Any], what: Any) -> None:
-    """Fails unless traffic is equal, model states are within 2 %, and activations and the highest sum within 5 %."""
+def assert_as_counted(plan: Any, real: dict[str, Any], what: Any, *, aside: int = 0) -> None:
+    """Fails unless traffic is equal, model states are within 2 %, and activations and the highest sum within 5 %.
+
+    Args:
+        plan: The plan of one rank.
+        real: What :func:`count_step` counted on it.
+        what: The training, for the message.
+        aside: Bytes that are there for values only, which a rehearsal has not.
+    """
     found = plan.rehearsed
-    assert found.flow.asked_along == real["asked"], what
-    assert found.flow.ran_along == real["ran"], what
+    assert found.flow.asked_along == real["asked"], (what, found.flow.asked_along, real["asked"])
+    assert found.flow.ran_along == real["ran"], (what, found.flow.ran_along, real["ran"])
     kinds = {(kind.name, home.name): nbytes for (kind, home), nbytes in found.kind_peaks.items()}
     assert kinds.keys() == real["kinds"].keys(), what
     for key, nbytes in real["kinds"].items():
         assert kinds[key] == pytest.approx(nbytes, rel=0.02), (what, key)
-    assert found.activations == pytest.approx(real["activations"], rel=0.05), what
-    assert found.peaks[Home.DEVICE].nbytes == pytest.approx(real["peak"], rel=0.05), what
+    assert found.activations == pytest.approx(real["activations"], rel=0.05), (what, "activations")
+    assert found.peaks[Home.DEVICE].nbytes == pytest.approx(real["peak"] - aside, rel=0.05), (
+        what,
+        plan.rehearsed.peaks[Home.DEVICE],
+        real["at"],
+    )
