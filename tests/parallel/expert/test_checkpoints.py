@@ -32,6 +32,8 @@ def transformers_model(ep_size: int, stage: int, **more: Any) -> Any:
     model = build("mixtral")
     settings = config(stage, ep_size)
     settings["zero_optimization"] |= more
+    if stage == 3:
+        settings["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
     return deepspeed.initialize(model=model, optimizer=adamw(model), config=settings)[0]
 
 
