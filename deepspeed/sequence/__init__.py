@@ -8,6 +8,7 @@ __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         "exchange": "deepspeed.parallel.sequence.exchange",
+        "chunked_attention": "deepspeed.parallel.sequence.chunked",
         "chunked_cross_entropy": "deepspeed.parallel.sequence.vocabulary",
         "mean_loss": "deepspeed.parallel.sequence.loss",
         "ring_attention": "deepspeed.parallel.sequence.ring",

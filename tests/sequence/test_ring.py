@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.sequence import online
+from deepspeed.parallel.sequence.chunked import chunked_attention
 from deepspeed.parallel.sequence.ring import ring_attention, zigzag
 from deepspeed.parallel.sequence.shares import in_equal_parts
 from tests.harness import run_ranks
@@ -73,3 +74,18 @@ def _rings(tile):
 @pytest.mark.parametrize(("ranks", "tile"), [(2, 5), (4, 1024), (1, 7)])
 def test_the_ring_is_dense_attention(ranks, tile):
     run_ranks(_rings, ranks, tile)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 7, 100])
+def test_chunks_from_host_memory_are_dense_attention(chunk_size):
+    for heads, key_heads, is_causal, window, _ in CASES[:3]:
+        whole = _whole(heads, key_heads)
+        expected = _dense(*whole, is_causal, window, None)
+        weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+        wanted = torch.autograd.grad((expected * weight).sum(), whole)
+        found = chunked_attention(*whole, chunk_size=chunk_size, is_causal=is_causal, window=window)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        for one, other in zip(torch.autograd.grad((found * weight).sum(), whole), wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    with pytest.raises(DeepSpeedConfigError, match="at least 1 token"):
+        chunked_attention(*whole, chunk_size=0)
