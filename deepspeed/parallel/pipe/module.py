@@ -121,6 +121,20 @@ class PipelineModule(nn.Module):
         self.schedule, self.num_chunks = schedule or DEFAULT_SCHEDULE, num_chunks
         self._place(self.schedule, self.num_chunks)
 
+    @classmethod
+    def from_transformers(cls, model_or_config: Any, num_stages: int | None = None, **kwargs: Any) -> PipelineModule:
+        """A pipeline of a decoder-only Transformers model; see ``parallel.pipe.transformers_models``.
+
+        Args:
+            model_or_config: A causal language model or its configuration.
+            num_stages: As of the class.
+            **kwargs: Further arguments of the class.
+        """
+        from deepspeed.parallel.pipe.transformers_models import layers_of, next_token_loss
+
+        kwargs.setdefault("loss_fn", next_token_loss)
+        return cls(layers_of(model_or_config), num_stages=num_stages, **kwargs)
+
     # -- cutting and building ----------------------------------------------------------------------------------------
 
     @property

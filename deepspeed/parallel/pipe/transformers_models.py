@@ -1,0 +1,324 @@
+"""Decoder-only Transformers models as rows of layers, without a line of the model written anew.
+
+The model's own forward runs once per micro-batch with its blocks replaced by recorders: that gives what each block is
+called with (masks, positions, rotary tables), whatever the family computes for it. The blocks then run one by one, on
+whichever stage has them, with what was recorded, which travels along. The last layer runs the causal model's own
+forward around a decoder that only hands over what the blocks have made, so what a family does to its logits is done.
+
+The row is: token embedding, everything before the blocks, the blocks, the last norm, the head. A head that shares the
+embedding's weight is tied to it.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
+from deepspeed.parallel.pipe.spec import LayerSpec, TiedLayerSpec
+
+_LAST_NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "norm_f", "ln_out")
+
+
+def layers_of(model_or_config: Any) -> list[Any]:
+    """The row of layers of a causal language model.
+
+    Args:
+        model_or_config: The model, whose values are kept, or its configuration: then a stage builds its layers only.
+
+    Raises:
+        DeepSpeedConfigError: It is neither.
+        NotYetSupportedError: The model is built otherwise than decoder-only models are.
+    """
+    if isinstance(model_or_config, nn.Module):
+        plan = _Plan(model_or_config, model_or_config)
+    elif hasattr(model_or_config, "model_type"):
+        plan = _Plan(_skeleton(model_or_config), None)
+    else:
+        raise DeepSpeedConfigError(
+            f"from_transformers: expected a causal language model of Transformers or its configuration, found "
+            f"{type(model_or_config).__name__}"
+        )
+    return plan.layers()
+
+
+def next_token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Cross entropy of each token by those before it; labels of -100 do not count, as in Transformers.
+
+    Args:
+        logits: ``(batch, length, vocabulary)``.
+        labels: ``(batch, length)``, of the same tokens: they are shifted here.
+    """
+    flat = logits[:, :-1].float().flatten(0, 1)
+    return nn.functional.cross_entropy(flat, labels[:, 1:].flatten(), ignore_index=-100)
+
+
+def transformers_names(layers: list[Any]) -> dict[str, str]:
+    """Beginnings of the names in a pipeline of these layers, to those in the Transformers model."""
+    found = {}
+    for number, spec in enumerate(layers):
+        part = spec.module_args[0]
+        own = f"tied_modules.{spec.key}" if isinstance(spec, TiedLayerSpec) else str(number)
+        found.setdefault(f"{own}.part.", part.name)
+    return found
+
+
+def _skeleton(config: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+class _Part:
+    """Where a layer's module lies in the model, and how to get it: as it is, or built by itself."""
+
+    def __init__(self, skeleton: Any, model: Any, path: str) -> None:
+        self.skeleton, self.model, self.path = skeleton, model, path
+        self.name = f"{path}." if path else ""
+
+    def get(self) -> Any:
+        """The module."""
+        if self.model is not None:
+            return self.model.get_submodule(self.path)
+        module = copy.deepcopy(self.skeleton.get_submodule(self.path)).to_empty(device="cpu")
+        for owner in module.modules():  # what is computed and not learned is made by the constructors
+            if getattr(owner, "config", None) is not None and any(True for _ in owner.buffers(recurse=False)):
+                made = type(owner)(owner.config)
+                for name, value in made.named_buffers(recurse=False):
+                    getattr(owner, name).copy_(value)
+        for inner in module.modules():
+            self.skeleton._init_weights(inner)
+        return module
+
+
+class _Plan:
+    """What is where in a model."""
+
+    def __init__(self, skeleton: Any, model: Any) -> None:
+        self._skeleton, self._model = skeleton, model
+        self.config = skeleton.config
+        self._prefix = str(skeleton.base_model_prefix)
+        base = getattr(skeleton, self._prefix, None)
+        head = skeleton.get_output_embeddings() if hasattr(skeleton, "get_output_embeddings") else None
+        blocks = [name for name, child in base.named_children() if isinstance(child, nn.ModuleList)] if base else []
+        norms = [name for name in _LAST_NORMS if isinstance(getattr(base, name, None), nn.Module)]
+        if len(blocks) != 1 or len(norms) != 1 or head is None:
+            raise NotYetSupportedError(
+                f"from_transformers: {type(skeleton).__name__} is not a decoder-only model of one list of blocks, a "
+                f"last norm and a head (found the lists {blocks}, the norms {norms}, the head {type(head).__name__}); "
+                "write its layers as LayerSpecs"
+            )
+        self._base, self._blocks, self._norm = base, blocks[0], norms[0]
+        self._embedding = _name_of(base, base.get_input_embeddings())
+        self._head = _name_of(skeleton, head)
+        tied = base.get_input_embeddings().weight is head.weight
+        self._is_tied = tied or bool(getattr(self.config.get_text_config(), "tie_word_embeddings", False))
+
+    def _part(self, *path: str) -> _Part:
+        return _Part(self._skeleton, self._model, ".".join(path))
+
+    def layers(self) -> list[Any]:
+        """The row."""
+        embedding = self._part(self._prefix, self._embedding)
+        blocks = len(getattr(self._base, self._blocks))
+        row: list[Any] = [LayerSpec(_Embed, embedding)]
+        row.append(LayerSpec(_Begin, self._part(self._prefix), self._blocks, self._norm, self._embedding))
+        row += [LayerSpec(_Block, self._part(self._prefix, self._blocks, str(i)), i) for i in range(blocks)]
+        row.append(LayerSpec(_Norm, self._part(self._prefix, self._norm)))
+        shell = _shell(self._skeleton, self._prefix, self._head)
+        if self._is_tied:
+            row[0] = TiedLayerSpec("embedding", _Embed, embedding, tied_weight_attr="part.weight")
+            head: LayerSpec = TiedLayerSpec(
+                "embedding", _Embed, embedding, tied_weight_attr="part.weight", forward_fn=_TiedHead(shell)
+            )
+        else:
+            head = LayerSpec(_Head, self._part(self._head), shell)
+        return [*row, head]
+
+
+def _name_of(root: nn.Module, wanted: nn.Module) -> str:
+    return next(name for name, module in root.named_modules() if module is wanted)
+
+
+def _shell(skeleton: Any, prefix: str, head: str) -> Any:
+    """The causal model without its parts: its forward, around a decoder that is given what it returns."""
+    shell = copy.copy(skeleton)
+    shell._modules = {**skeleton._modules, prefix: _HandsOver(), head: nn.Identity()}
+    return shell
+
+
+class _HandsOver(nn.Module):
+    """In the place of the decoder."""
+
+    given: Any
+
+    def forward(self, *_arguments: Any, **_named: Any) -> Any:
+        from transformers.modeling_outputs import MoeModelOutputWithPast
+
+        found = MoeModelOutputWithPast(last_hidden_state=self.given)
+        found.cross_attentions = None  # some models pass it on
+        return found
+
+
+class _HeadCall(nn.Module):
+    """In the place of the head."""
+
+    weight_and_bias: tuple[torch.Tensor, torch.Tensor | None]
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.__dict__["weight_and_bias"] = (weight, bias)  # they belong to the layer
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(hidden, *self.weight_and_bias)
+
+
+def _logits(shell: Any, hidden: torch.Tensor, weight: Any, bias: Any) -> torch.Tensor:
+    """The causal model's forward from the decoder's output on."""
+    running = copy.copy(shell)
+    running._modules = dict(shell._modules)
+    for name, module in running._modules.items():
+        if isinstance(module, _HandsOver):
+            running._modules[name] = handing = _HandsOver()
+            handing.given = hidden
+        elif isinstance(module, nn.Identity):
+            running._modules[name] = _HeadCall(weight, bias)
+    logits: torch.Tensor = running(input_ids=None, use_cache=False).logits
+    return logits
+
+
+class _TiedHead:
+    """The head whose weight is the embedding's."""
+
+    def __init__(self, shell: Any) -> None:
+        self._shell = shell
+
+    def __call__(self, module: Any, value: Any) -> torch.Tensor:
+        return _logits(self._shell, value, module.part.weight, None)
+
+
+class _Embed(nn.Module):
+    """Tokens, or a dict or tuple that begins with them, to their vectors; the rest goes along."""
+
+    part: Any
+
+    def __init__(self, part: _Part) -> None:
+        super().__init__()
+        self.part = part.get()
+
+    def forward(self, value: Any) -> dict[str, Any]:
+        names = ("input_ids", "attention_mask", "position_ids")
+        given = dict(value) if isinstance(value, dict) else None
+        if given is None:
+            given = dict(zip(names, value if isinstance(value, tuple) else (value,), strict=False))
+        tokens = given.pop("input_ids")
+        return {**given, "inputs_embeds": self.part(tokens)}
+
+
+class _Recorder(nn.Module):
+    """In the place of a block: notes what it is called with."""
+
+    calls: list[Any]
+
+    def __init__(self, block: nn.Module, calls: list[Any]) -> None:
+        super().__init__()
+        plain = {name: value for name, value in vars(block).items() if not name.startswith("_")}
+        self.__dict__.update({name: value for name, value in plain.items() if name not in self.__dict__})
+        self.__dict__["calls"] = calls
+
+    def forward(self, hidden: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
+        self.calls.append((hidden, arguments, named))
+        return hidden
+
+
+class _Begin(nn.Module):
+    """Everything that the decoder computes before its first block."""
+
+    part: Any
+    _calls: list[Any]
+
+    def __init__(self, part: _Part, blocks: str, norm: str, embedding: str) -> None:
+        super().__init__()
+        whole: Any = copy.copy((part.model or part.skeleton).get_submodule(part.path))
+        self.__dict__["_calls"] = []
+        modules: dict[str, Any] = {}
+        for name, child in whole._modules.items():
+            if name == blocks:
+                modules[name] = nn.ModuleList(_Recorder(block, self._calls) for block in child)
+            elif name in (norm, embedding):
+                modules[name] = nn.Identity()
+            else:
+                path = f"{part.path}.{name}"
+                modules[name] = _Part(part.skeleton, part.model, path).get() if child is not None else None
+        whole._modules = modules
+        self.part = whole
+
+    def forward(self, value: dict[str, Any]) -> tuple[torch.Tensor, list[Any], list[Any]]:
+        self._calls.clear()
+        self.part(**value, use_cache=False)
+        calls = list(self._calls)
+        self._calls.clear()
+        values: list[Any] = []
+        places: dict[int, int] = {}
+
+        def place(item: Any) -> int:
+            if id(item) not in places:
+                places[id(item)] = len(values)
+                values.append(item)
+            return places[id(item)]
+
+        told = [
+            ([place(item) for item in arguments], {name: place(item) for name, item in named.items()})
+            for _, arguments, named in calls
+        ]
+        return calls[0][0], values, told
+
+
+class _Block(nn.Module):
+    """One block, called as the model would call it."""
+
+    part: Any
+
+    def __init__(self, part: _Part, number: int) -> None:
+        super().__init__()
+        self.part = part.get()
+        self.number = number
+
+    def forward(self, value: tuple[torch.Tensor, list[Any], list[Any]]) -> tuple[torch.Tensor, list[Any], list[Any]]:
+        hidden, values, told = value
+        arguments, named = told[self.number]
+        made = self.part(hidden, *(values[i] for i in arguments), **{name: values[i] for name, i in named.items()})
+        return (made[0] if isinstance(made, tuple) else made), values, told
+
+
+class _Norm(nn.Module):
+    """The last norm; what the blocks needed is left behind."""
+
+    part: Any
+
+    def __init__(self, part: _Part) -> None:
+        super().__init__()
+        self.part = part.get()
+
+    def forward(self, value: tuple[torch.Tensor, list[Any], list[Any]]) -> torch.Tensor:
+        normed: torch.Tensor = self.part(value[0])
+        return normed
+
+
+class _Head(nn.Module):
+    """A head with a weight of its own."""
+
+    part: Any
+    _shell: Any
+
+    def __init__(self, part: _Part, shell: nn.Module) -> None:
+        super().__init__()
+        self.part = part.get()
+        self.__dict__["_shell"] = shell
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return _logits(self._shell, hidden, self.part.weight, getattr(self.part, "bias", None))

@@ -1,0 +1,116 @@
+"""Transformers models become pipelines: the same losses and weights as the model itself, and their names are found."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import deepspeed
+from deepspeed.pipe import PipelineModule
+from tests.harness.pool import run_ranks
+
+transformers = pytest.importorskip("transformers")
+
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(
+        vocab_size=37, hidden_size=24, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32,
+    ),
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=37, n_embd=24, n_layer=3, n_head=4, n_positions=32, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        tie_word_embeddings=True,
+    ),
+    "gemma2": lambda: transformers.Gemma2Config(
+        vocab_size=37, hidden_size=24, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4, head_dim=6,
+        num_key_value_heads=2, max_position_embeddings=32, sliding_window=3, final_logit_softcapping=5.0,
+    ),
+}  # fmt: skip
+COUNT = 3
+
+
+def _model(name):
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(CONFIGS[name]())
+
+
+def _items(step):
+    made = torch.Generator().manual_seed(step)
+    items = []
+    for number in range(COUNT):
+        tokens = torch.randint(37, (2, 6 + number), generator=made)
+        mask = torch.ones_like(tokens)
+        mask[1, : number + 1] = 0
+        items.append((tokens, mask))
+    return items
+
+
+def _plain(name):
+    from deepspeed.parallel.pipe.transformers_models import next_token_loss
+
+    model = _model(name)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    told = []
+    for step in range(2):
+        losses = []
+        for tokens, mask in _items(step):
+            loss = next_token_loss(model(input_ids=tokens, attention_mask=mask, use_cache=False).logits, tokens)
+            (loss / COUNT).backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append(sum(losses) / COUNT)
+    return told, {key: value.detach() for key, value in model.named_parameters()}
+
+
+def _pipeline(name, stages):
+    from deepspeed.parallel.pipe.transformers_models import transformers_names
+
+    module = PipelineModule.from_transformers(_model(name), num_stages=stages)
+    names = transformers_names(module._layer_specs)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": COUNT,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }
+    engine, *_ = deepspeed.initialize(model=module, config=config)
+    told = []
+    for step in range(2):
+        data = [((tokens, mask), tokens) for tokens, mask in _items(step)]
+        told.append(engine.train_batch(iter(data)).item())
+    weights = {}
+    for own, value in engine.iter_full("fp32"):
+        beginning = next(one for one in names if own.startswith(one))
+        weights[names[beginning] + own.removeprefix(beginning)] = value.clone()
+    return told, weights
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_like_the_model(name):
+    told, weights = run_ranks(_plain, 1, name)[0]
+    results = run_ranks(_pipeline, 2, name, 2)
+    found = {}
+    for losses, part in results:
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(told), rtol=2e-6, atol=1e-6)
+        found |= part
+    assert found.keys() == weights.keys()
+    for key, value in weights.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-5, atol=2e-6, msg=lambda text, key=key: key + text)
+
+
+def _from_config(name):
+    module = PipelineModule.from_transformers(CONFIGS[name](), num_stages=2)
+    here = sum(parameter.numel() for parameter in module.parameters())
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": COUNT,
+        "gradient_clipping": 0.0,
+              "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}  # fmt: skip
+    engine, *_ = deepspeed.initialize(model=module, config=config)
+    data = [((tokens, mask), tokens) for tokens, mask in _items(0)]
+    losses = [engine.train_batch(iter(data)).item() for _ in range(4)]
+    assert losses[-1] < losses[0] and abs(losses[0] - torch.tensor(37.0).log().item()) < 0.5
+    return here
+
+
+def test_from_a_configuration_a_stage_builds_its_own():
+    whole = sum(parameter.numel() for parameter in _model("llama").parameters())
+    assert sum(run_ranks(_from_config, 2, "llama")) == whole
