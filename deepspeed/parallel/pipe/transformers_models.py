@@ -58,7 +58,7 @@ def next_token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 def transformers_names(layers: list[Any]) -> dict[str, str]:
     """Beginnings of the names in a pipeline of these layers, to those in the Transformers model."""
-    found = {}
+    found: dict[str, str] = {}
     for number, spec in enumerate(layers):
         part = spec.module_args[0]
         own = f"tied_modules.{spec.key}" if isinstance(spec, TiedLayerSpec) else str(number)
@@ -102,7 +102,7 @@ class _Plan:
         self._skeleton, self._model = skeleton, model
         self.config = skeleton.config
         self._prefix = str(skeleton.base_model_prefix)
-        base = getattr(skeleton, self._prefix, None)
+        base: Any = getattr(skeleton, self._prefix, None)
         head = skeleton.get_output_embeddings() if hasattr(skeleton, "get_output_embeddings") else None
         blocks = [name for name, child in base.named_children() if isinstance(child, nn.ModuleList)] if base else []
         norms = [name for name in _LAST_NORMS if isinstance(getattr(base, name, None), nn.Module)]
