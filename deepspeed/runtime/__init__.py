@@ -24,6 +24,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         "pipe",
         "progressive_layer_drop",
         "sequence_parallel",
+        "tensor_parallel",
         "utils",
         "zero",
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -175,6 +176,9 @@ def _requests():
         asked = deepspeed.tp_model_init(llama(), 2, torch.float16)
         deepspeed.initialize(model=asked, config=config(0, 0, bf16={"enabled": True}))
     engine = deepspeed.initialize(model=model, config=config(0, 0))[0]
+    batch = ids(0, 0)
+    copied = copy.deepcopy(model)  # as programs make running averages
+    assert torch.equal(copied(input_ids=batch).logits, model(input_ids=batch).logits)
     assert engine.mp_world_size == 2 and model.lm_head.weight.shape[0] < 67 and model.ds_autotp_parsed
     engine.destroy()
     again = deepspeed.initialize(model=model, config=config(0, 0))[0]  # a model that is cut is not cut again

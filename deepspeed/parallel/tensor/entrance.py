@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from deepspeed.parallel.tensor.channel import Channel
@@ -18,6 +20,9 @@ class Entrance:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._latest: tuple[torch.Tensor, int, torch.dtype | None, torch.Tensor, Shared] | None = None
+
+    def __deepcopy__(self, memo: Any) -> Entrance:
+        return Entrance(self._channel)
 
     def enter(self, values: torch.Tensor, dtype: torch.dtype | None, name: str) -> tuple[torch.Tensor, Shared | None]:
         """What a layer works on, and where it adds the input's gradient.

@@ -1,0 +1,205 @@
+"""Times a GPT that is cut over 2 CPU ranks: these layers, hand-written ones and torch's, interleaved in one run.
+
+All contestants compute the same: forward and backward of one batch, with two all-reduces forward and two backward per
+block. *hand* is what a program writes by itself: local ``nn.Linear`` layers and ``dist.all_reduce`` in an autograd
+function; *torch* is ``parallelize_module`` with the same plan. Their losses are compared before anything is timed.
+
+    python benchmarks/tensor.py [--width 512 --layers 8 --length 256 --batch 2 --rounds 10 --steps 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+RANKS = 2
+GOALS = {"hand": 1.03, "torch": 0.80}
+"""Most that a step of these layers may take, as a part of the other's."""
+COLUMNS, ROWS = ("q", "k", "v", "rise"), ("o", "fall")
+
+
+class Block(nn.Module):
+    """A transformer block; ``heads`` are those of this rank."""
+
+    def __init__(self, width: int, heads: int, parts: int = 1) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.num_heads = heads // parts
+        for name in ("q", "k", "v"):
+            setattr(self, name, nn.Linear(width, width // parts))
+        self.o = nn.Linear(width // parts, width)
+        self.rise, self.fall = nn.Linear(width, 4 * width // parts), nn.Linear(4 * width // parts, width)
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def leave(self, layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        return layer(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        inner = self.enter(self.norm1(x))
+        q, k, v = (
+            layer(inner).view(batch, length, self.num_heads, -1).transpose(1, 2) for layer in (self.q, self.k, self.v)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.leave(self.o, mixed.transpose(1, 2).reshape(batch, length, -1))
+        return x + self.leave(self.fall, F.gelu(self.rise(self.enter(self.norm2(x)))))
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient)
+        return gradient
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(x)
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+class HandBlock(Block):
+    """The same with local layers and the two collectives by hand."""
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        return _Enter.apply(x)
+
+    def leave(self, layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        return _Leave.apply(F.linear(x, layer.weight)) + layer.bias
+
+
+def _stack(kind: type[Block], arguments: argparse.Namespace, parts: int = 1) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(kind(arguments.width, arguments.heads, parts) for _ in range(arguments.layers)))
+
+
+def _ours(arguments: argparse.Namespace, rank: int) -> nn.Module:
+    from deepspeed.comm import groups
+    from deepspeed.comm.mesh import Mesh
+    from deepspeed.config.sections.tensor_parallel import TensorParallel
+    from deepspeed.parallel.tensor.cutting import cut_model
+
+    model = _stack(Block, arguments)
+    specs = [
+        {"patterns": [rf".*\.{name}\.weight"], "partition_type": kind}
+        for names, kind in ((COLUMNS, "column"), (ROWS, "row"))
+        for name in names
+    ]
+    mesh = Mesh((("tensor", RANKS),))
+    groups.set_mesh(mesh)
+    section = TensorParallel(autotp_size=RANKS, verify=False, partition_config={"layer_specs": specs})
+    cut_model(model, section, mesh, torch.device("cpu"))
+    for block in model:
+        block.num_heads = arguments.heads // RANKS
+    return model
+
+
+def _hand(arguments: argparse.Namespace, rank: int) -> nn.Module:
+    whole, model = _stack(Block, arguments), _stack(HandBlock, arguments, RANKS)
+    with torch.no_grad():
+        for (name, mine), (_, value) in zip(model.named_parameters(), whole.named_parameters(), strict=True):
+            cut = next((dim for dim in range(mine.dim()) if mine.shape[dim] != value.shape[dim]), None)
+            mine.copy_(value if cut is None else value.chunk(RANKS, cut)[rank])
+            del name
+    return model
+
+
+def _torch(arguments: argparse.Namespace, rank: int) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    model = _stack(Block, arguments)
+    plan = {name: ColwiseParallel() for name in COLUMNS} | {name: RowwiseParallel() for name in ROWS}
+    for block in model:
+        parallelize_module(block, init_device_mesh("cpu", (RANKS,)), plan)
+        block.num_heads = arguments.heads // RANKS
+    return model
+
+
+CONTESTANTS: dict[str, Callable[[argparse.Namespace, int], nn.Module]] = {"ours": _ours, "hand": _hand, "torch": _torch}
+
+
+def _run(rank: int, arguments: argparse.Namespace, results: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{arguments.meeting}", rank=rank, world_size=RANKS)
+    models = {name: make(arguments, rank) for name, make in CONTESTANTS.items()}
+    x = torch.randn(arguments.batch, arguments.length, arguments.width, generator=torch.Generator().manual_seed(1))
+
+    def step(model: nn.Module) -> float:
+        model.zero_grad(set_to_none=True)
+        loss = model(x.requires_grad_()).square().mean()
+        loss.backward()
+        return float(loss.detach())
+
+    losses = {name: step(model) for name, model in models.items()}
+    expected = losses["hand"]
+    wrong = {name: loss for name, loss in losses.items() if abs(loss - expected) > 1e-4 * abs(expected)}
+    if wrong:
+        raise AssertionError(f"the contestants compute different things: {losses}")
+    times: dict[str, list[float]] = {name: [] for name in models}
+    for _ in range(arguments.rounds):
+        for name, model in models.items():
+            dist.barrier()
+            begun = time.perf_counter()
+            for _ in range(arguments.steps):
+                step(model)
+            times[name].append((time.perf_counter() - begun) / arguments.steps * 1e3)
+    if rank == 0:
+        results.update(times)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    """Prints the table; with ``--check`` the exit code says whether the goals are met."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    for name, default in (("width", 512), ("heads", 8), ("layers", 8), ("length", 256), ("batch", 2)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--rounds", type=int, default=10, help="blocks per contestant")
+    parser.add_argument("--steps", type=int, default=3, help="steps per block")
+    parser.add_argument("--check", action="store_true", help="exit with code 1 unless every goal is met")
+    arguments = parser.parse_args()
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder, mp.Manager() as manager:
+        arguments.meeting = f"{folder}/meeting"
+        shared = manager.dict()
+        mp.spawn(_run, args=(arguments, shared), nprocs=RANKS)
+        times = {name: statistics.median(shared[name]) for name in CONTESTANTS}
+    table = Table("contestant", "ms per step (median)", "ours / it", "goal")
+    for name, value in times.items():
+        table.add_row(
+            name, f"{value:.1f}", f"{times['ours'] / value:.3f}", f"<= {GOALS[name]}" if name in GOALS else ""
+        )
+    Console().print(table)
+    met = all(times["ours"] <= goal * times[name] for name, goal in GOALS.items())
+    return 1 if arguments.check and not met else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
