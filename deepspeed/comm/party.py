@@ -109,11 +109,13 @@ def forget_all() -> None:
 
 def _abort(party: Party) -> None:
     """Makes every pending and later wait of the group raise. Called from the watching thread."""
-    with contextlib.suppress(RuntimeError):
-        if party.waits_on_host:
-            # gloo cannot cancel a receive; one that times out closes every pair, which wakes all pending waits.
-            peer = (dist.get_rank(party.group) + 1) % len(party.ranks)
-            party.group.recv([torch.empty(1)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
-    with contextlib.suppress(RuntimeError):
+    if party.waits_on_host:
+        # gloo cannot cancel a receive; one that times out closes every pair, which wakes all pending waits. One from a
+        # rank whose own pairs are closed fails at once and closes nothing, so that each rank must be tried.
+        mine = party.ranks.index(dist.get_rank())
+        for peer in (place for place in range(len(party.ranks)) if place != mine):
+            with contextlib.suppress(RuntimeError):
+                party.group.recv([torch.empty(1)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
+    with contextlib.suppress(RuntimeError, ValueError):  # a group that was destroyed meanwhile is not known any more
         if dist.get_backend(party.group) != "gloo":
             party.group.abort()

@@ -206,6 +206,8 @@ def build_parts(client: Client, config: Any, distributed_port: int, dist_init_re
         adopt_model(client.model, ranks.sequence_group, ranks.mesh, root.sequence_parallel.mode)
     prepare_expert_layers(client.model, device, data_first=root.use_data_before_expert_parallelism)
     tensor = cut_model(client.model, root.tensor_parallel, ranks.mesh, device)
+    if callable(settle := getattr(client.model, "settle", None)):
+        settle(device)
     torch_optimizer = choose_optimizer(
         root,
         client.model,

@@ -14,7 +14,7 @@ from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.roots import paired_roots
 from deepspeed.errors import CommunicationError, DeepSpeedConfigError, DivergenceError, PipelineError
 from deepspeed.parallel.pipe import losses
-from deepspeed.parallel.pipe.data import DataFeed, agree_on_data, parts_of
+from deepspeed.parallel.pipe.data import DataError, DataFeed, agree_on_data, parts_of
 from deepspeed.parallel.pipe.interpreter import Interpreter
 from deepspeed.parallel.pipe.module import PipelineModule
 from deepspeed.parallel.pipe.schedule import StageSchedule, make_inference, make_schedule
@@ -294,9 +294,12 @@ class PipelineEngine(Interpreter, DeepSpeedEngine):
             if said.startswith(f"{call}: "):
                 raise PipelineError(said) from None
             raise PipelineError(f"{self._place(call)}: {said}") from error
-        except PipelineError as error:
-            self._tell(f"{self._place(call)}: {error}")
+        except DataError:
             raise
+        except PipelineError as error:
+            said = f"{self._place(call)}: {error}"
+            self._tell(said)
+            raise PipelineError(said) from error
         except Exception as error:
             said = f"{self._place(call)}: {type(error).__name__}: {error}"
             self._tell(said)
@@ -345,6 +348,7 @@ class PipelineEngine(Interpreter, DeepSpeedEngine):
     ) -> None:
         """See the class this one derives from; ``closes`` as of :meth:`_said`."""
         said = self._said(chunk, micro_batch, closes=closes)
+        self._check_loss(outputs, gradients, micro_batch)
         if not outputs:
             return  # nothing of this stage is trained, nor of those before it
         if gradients is None:
@@ -361,6 +365,7 @@ class PipelineEngine(Interpreter, DeepSpeedEngine):
         inputs: list[torch.Tensor],
     ) -> Any:
         """See the class this one derives from."""
+        self._check_loss(outputs, gradients, micro_batch)
         if not outputs or not inputs:
             return outputs, gradients  # nobody waits: all of it is the weights' half
         if self.pipeline.activation_checkpoint_interval > 0:
@@ -379,6 +384,13 @@ class PipelineEngine(Interpreter, DeepSpeedEngine):
         with self._managed():
             work = backward_to_inputs(roots, given, inputs)
         return work
+
+    def _check_loss(self, outputs: list[torch.Tensor], gradients: list[Any] | None, micro_batch: int) -> None:
+        if gradients is None and not outputs and any(p.requires_grad for p in self.module.parameters()):
+            raise PipelineError(
+                f"the loss of micro-batch {micro_batch} needs no gradient, though weights before it are trained; let "
+                "loss_fn compute it from the outputs without detach() or no_grad()"
+            )
 
     def compute_weight_gradients(self, chunk: int, micro_batch: int, work: Any) -> None:
         """See the class this one derives from."""

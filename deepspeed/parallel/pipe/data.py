@@ -15,6 +15,10 @@ from deepspeed.errors import PipelineError
 _PULLS_NOT, _HAS_NONE = -2, -1
 
 
+class DataError(PipelineError):
+    """Found by all ranks alike, so that nobody needs to be told and the engine can go on."""
+
+
 class DataFeed:
     """Items ``(inputs, labels)`` of a rank, pulled for a whole step before it begins.
 
@@ -73,7 +77,7 @@ def agree_on_data(
         Whether labels travel from the first stage, as the last one has no data.
 
     Raises:
-        PipelineError: Some rank has too few items, or another number of micro-batches; the same on every rank.
+        DataError: Some rank has too few items, or another number of micro-batches; the same on every rank.
     """
     ready = _PULLS_NOT
     if feed is not None:
@@ -82,7 +86,7 @@ def agree_on_data(
     rows = job.gather_small(mine, channel="call", label=f"{call}, with {count} micro-batch(es)").tolist()
     others = [other for other, (number, _, _) in enumerate(rows) if number != count]
     if others:
-        raise PipelineError(
+        raise DataError(
             f"{call}: rank {rank} has {count} micro-batches, rank {others[0]} {rows[others[0]][0]}; all ranks of a "
             "pipeline need the same number (gradient_accumulation_steps, set_train_batch_size, num_micro_batches)"
         )
@@ -92,7 +96,7 @@ def agree_on_data(
         is_missing = got == _HAS_NONE and (stages[other] == 0 or last == 0)
         if is_missing or 0 <= got < count:
             what = f"ended after {got} of {count} micro-batches, so micro-batch {got} is missing"
-            raise PipelineError(
+            raise DataError(
                 f"{call}: the data of stage {stages[other]} (rank {other}) "
                 + (
                     "is missing: pass an iterator there, or set_batch_fn a function that can do without"

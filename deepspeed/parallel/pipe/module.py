@@ -30,7 +30,7 @@ from deepspeed.parallel.pipe.layers import (
 from deepspeed.parallel.pipe.partition import Method, chunk_bounds
 from deepspeed.parallel.pipe.schedule import place_chunks
 from deepspeed.parallel.pipe.spec import LayerSpec, TiedLayerSpec
-from deepspeed.parallel.pipe.tied import Tie, declare_ties
+from deepspeed.parallel.pipe.tied import Tie, declare_ties, settle_ties
 from deepspeed.parallel.pipe.topology import PipeDataParallelTopology, ProcessTopology
 
 DEFAULT_SCHEDULE = "1f1b"
@@ -136,6 +136,10 @@ class PipelineModule(nn.Module):
         return cls(layers_of(model_or_config), num_stages=num_stages, **kwargs)
 
     # -- cutting and building ----------------------------------------------------------------------------------------
+
+    def settle(self, device: torch.device) -> None:
+        """Makes tied weights equal on all their stages; called by ``initialize``, on every rank."""
+        settle_ties(self.tied_comms, device)
 
     @property
     def is_part_of_model(self) -> bool:

@@ -10,8 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
+from deepspeed import comm
+from deepspeed.comm.connect import shared_transport
 from deepspeed.comm.defined import define_copies, defined_groups, group_of
 from deepspeed.comm.mesh import PIPE, Mesh
 from deepspeed.comm.world import rank_in
@@ -39,6 +42,37 @@ class Tie:
         """This rank's parameters of the tie, with the torch process group of the copies. Every rank must call it."""
         group = group_of(defined_groups()[self.group])
         return [] if self.module is None else [(parameter, group) for parameter in self.module.parameters()]
+
+
+@torch.no_grad()
+def settle_ties(ties: Mapping[str, Tie], device: torch.device) -> None:
+    """Gives all copies of what is tied the values of the first stage that has it. Every rank must call it.
+
+    Args:
+        ties: By key.
+        device: Where the ranks communicate.
+
+    Raises:
+        DivergenceError: The copies differ in names, shapes or dtypes; on all ranks that have one.
+    """
+    for key in sorted(ties):
+        tie = ties[key]
+        group = group_of(defined_groups()[tie.group])
+        if tie.module is None:
+            continue
+        parameters = dict(tie.module.named_parameters())
+        comm.check_same_model(
+            [
+                f"tied weight {key}.{name}: {tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
+                for name, p in parameters.items()
+            ],
+            group,
+        )
+        transport = shared_transport(group, device=device, timeout=comm.default_timeout())
+        for name, parameter in parameters.items():
+            values = parameter.to(device, copy=True, memory_format=torch.contiguous_format)
+            transport.broadcast(values.view(-1).view(torch.uint8), 0, label=f"the tied weight {key}.{name}")
+            parameter.copy_(values)
 
 
 def declare_ties(mesh: Mesh, owners: Mapping[str, Sequence[int]], modules: nn.ModuleDict) -> dict[str, Tie]:

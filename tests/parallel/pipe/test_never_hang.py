@@ -1,0 +1,194 @@
+"""Whatever goes wrong on one stage ends the step on all of them, soon, with the first cause and where it was."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import deepspeed
+from deepspeed.errors import DeepSpeedError, PipelineError
+from deepspeed.pipe import PipelineModule, TiedLayerSpec
+from tests.harness.pool import run_ranks
+from tests.parallel.pipe.test_what_crosses import items, mean_square
+
+SOON = 10.0  # seconds
+
+
+class Fails(nn.Module):
+    """Fails in the forward, or the backward, of the micro-batch that has so many rows."""
+
+    def __init__(self, forward: int = -1, backward: int = -1) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.rows = (forward, backward)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        forward, backward = self.rows
+        if len(x) == forward:
+            raise ArithmeticError("this layer cannot take it")
+        out = self.layer(x)
+        if len(x) == backward:
+            out.register_hook(_fail)
+        return out
+
+
+def _fail(gradient: torch.Tensor) -> None:
+    raise ArithmeticError("this gradient is not wanted")
+
+
+def engine_of(layers: list[Any], stages: int, count: int, loss_fn: Any = mean_square, **given: Any) -> Any:
+    module = PipelineModule(layers, num_stages=stages, loss_fn=loss_fn, partition_method="uniform", **given)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": count,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
+    }
+    return deepspeed.initialize(model=module, config=config)[0]
+
+
+def linears(count: int) -> list[nn.Module]:
+    return [nn.Linear(4, 4) for _ in range(count)]
+
+
+def said_by(call: Any) -> tuple[str, float]:
+    """What it raised, and after how long. Returns when all ranks have it: nobody learns it from a rank that ends."""
+    start, said = time.monotonic(), "nothing"
+    try:
+        call()
+    except PipelineError as error:
+        said = f"PipelineError: {error}"
+    except DeepSpeedError as error:
+        said = f"{type(error).__name__}: {error}"
+    seconds = time.monotonic() - start
+    store, world = torch.distributed.distributed_c10d._get_default_store(), int(os.environ["WORLD_SIZE"])
+    number = store.add(f"said by {os.environ['RANK']}", 1)
+    deadline = time.monotonic() + 2 * SOON
+    while any(store.add(f"said by {rank}", 0) < number for rank in range(world)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return said, seconds
+
+
+def fail_in_a_layer(schedule: str, at: int, **how: int) -> tuple[str, float]:
+    layers: list[Any] = linears(6)
+    layers[at] = Fails(**how)
+    engine = engine_of(layers, 3, 4, schedule=schedule)
+    engine.train_batch(iter(items(2, 2, 2, 2)))
+    return said_by(lambda: engine.train_batch(iter(items(2, 2, 5, 2))))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "at", "how", "place", "cause"),
+    [
+        ("1f1b", 1, {"backward": 5}, ("stage 0 (rank 0)", "BackwardPass", "micro_batch=2"), "this gradient is not"),
+        ("zbv", 3, {"backward": 5}, ("rank", "Backward", "micro_batch=2"), "this gradient is not wanted"),
+    ],
+)
+def test_an_exception_on_one_stage(schedule, at, how, place, cause):
+    for said, seconds in run_ranks(fail_in_a_layer, 3, schedule, at, **how):
+        assert said.startswith("PipelineError: train_batch: ") and "ArithmeticError" in said and cause in said
+        assert all(word in said for word in place), said
+        assert seconds < SOON
+
+
+def run_out_of_data() -> list[tuple[str, float] | float]:
+    engine = engine_of(linears(2), 2, 3)
+    here = engine.is_first_stage()
+    said: list[Any] = [said_by(lambda: engine.train_batch(iter(items(2, 2) if here else items(2, 2, 2))))]
+    # Nothing was computed: the engine goes on.
+    said.append(engine.train_batch(iter(items(2, 2, 2))).item())
+    said.append(said_by(lambda: engine.train_batch(iter(items(2, 2, 2)) if here else iter(_broken()))))
+    return said
+
+
+def _broken() -> Any:
+    yield items(2)[0]
+    raise OSError("the disk is gone")
+
+
+def test_the_end_of_the_data_and_a_loader_that_fails():
+    for ended, loss, broken in run_ranks(run_out_of_data, 2):
+        assert "data of stage 0 (rank 0) ended after 2 of 3 micro-batches" in ended[0] and ended[1] < SOON
+        assert loss > 0
+        assert "stage 1 (rank 1), pulling data: OSError: the disk is gone" in broken[0] and broken[1] < SOON
+
+
+def give_what_is_no_pair() -> list[tuple[str, float]]:
+    engine = engine_of(linears(2), 2, 2)
+    return [said_by(lambda: engine.train_batch(iter([torch.ones(2, 4)] * 2)))]
+
+
+def test_items_that_are_no_pairs():
+    for ((said, seconds),) in run_ranks(give_what_is_no_pair, 2):
+        assert "expected pairs (inputs, labels)" in said and "PipelineError" in said and seconds < SOON
+
+
+def lose_in_another_way(kind: str) -> tuple[str, float]:
+    losses = {
+        "raises": lambda outputs, labels: {}["no such key"],
+        "not scalar": lambda outputs, labels: outputs - labels,
+        "no gradient": lambda outputs, labels: (outputs.detach() - labels).mean(),
+    }
+    engine = engine_of(linears(2), 2, 2, losses[kind])
+    return said_by(lambda: engine.train_batch(iter(items(2, 2))))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [("raises", "KeyError: 'no such key'"), ("not scalar", "loss"), ("no gradient", "gradient")]
+)
+def test_a_loss_function_that_is_wrong(kind, words):
+    for said, seconds in run_ranks(lose_in_another_way, 2, kind):
+        assert said.startswith("PipelineError: train_batch: stage 1 (rank 1)") and words in said and seconds < SOON
+
+
+def count_differently() -> tuple[str, float]:
+    engine = engine_of(linears(2), 2, 2)
+    if engine.is_last_stage():
+        engine.set_train_batch_size(6)
+    return said_by(lambda: engine.train_batch(iter(items(2, 2, 2))))
+
+
+def test_another_number_of_micro_batches_on_one_stage():
+    for said, seconds in run_ranks(count_differently, 2):
+        assert "micro-batches" in said and "PipelineError" in said and seconds < SOON
+        assert "all ranks of a pipeline need the same number" in said
+
+
+def tie_differently() -> tuple[str, float]:
+    width = 5 + int(os.environ["RANK"])
+    layers = [TiedLayerSpec("key", nn.Linear, 4, width), nn.Linear(width, 4), TiedLayerSpec("key", nn.Linear, 4, width)]
+    return said_by(lambda: engine_of([*layers, nn.Identity()], 2, 2))
+
+
+def test_tied_weights_of_another_shape_on_one_stage():
+    for said, seconds in run_ranks(tie_differently, 2):
+        assert "key" in said and "(5, 4)" in said and "(6, 4)" in said and seconds < SOON
+
+
+def tie_under_other_seeds() -> torch.Tensor:
+    torch.manual_seed(int(os.environ["RANK"]))
+    layers = [TiedLayerSpec("key", nn.Linear, 4, 4), *linears(2), TiedLayerSpec("key", nn.Linear, 4, 4)]
+    engine = engine_of(layers, 2, 2)
+    return next(engine.module.tied_modules["key"].parameters()).detach().clone()
+
+
+def test_tied_weights_begin_equal_whatever_the_ranks_drew():
+    first, second = run_ranks(tie_under_other_seeds, 2)
+    assert torch.equal(first, second) and first.any()
+
+
+def fail_in_evaluation() -> list[Any]:
+    engine = engine_of([nn.Linear(4, 4), Fails(forward=5)], 2, 2)
+    first = engine.train_batch(iter(items(2, 2))).item()
+    said = said_by(lambda: engine.eval_batch(iter(items(2, 5))))
+    return [first, said]
+
+
+def test_an_exception_in_evaluation():
+    for first, (said, seconds) in run_ranks(fail_in_evaluation, 2):
+        assert first > 0 and seconds < SOON
+        assert said.startswith("PipelineError: eval_batch: stage 1 (rank 1)") and "this layer cannot take it" in said
