@@ -22,6 +22,12 @@ def note(*, uneven: bool = False) -> None:
     _is_uneven = _is_uneven or uneven
 
 
+def forget() -> None:
+    """As before any layer said so, for a process that runs one job after another."""
+    global _talks, _is_uneven
+    _talks = _is_uneven = False
+
+
 def layers_talk() -> bool:
     """Whether any layer does; equal on all ranks."""
     return _talks

@@ -34,6 +34,8 @@ TAGS = (None, "same")
 
 def value_in(folder: Path) -> float | None:
     """What the newest checkpoint holds, after a check of every byte; None if there is none."""
+    if not (folder / "latest").exists():  # the first save has not come so far, or has been stopped before it
+        return None
     found = find(folder, None)
     if found is None:
         return None

@@ -17,13 +17,13 @@ from tests.config.test_every_key import leaves
 
 PACKAGE = Path(deepspeed.__file__).parent
 # Read inside the package deepspeed.config itself (compared with what is so, a degree); or a mere remark.
-COMPARED = {"data_parallel_size", "sequence_parallel_size", "data_types.param_dtype", "comment"}
+COMPARED = {"data_types.param_dtype", "comment"}
 # These have one value only, alone or beside the defaults of other keys.
 ONE_VALUE = {
     "expert_parallel.expert_tensor_parallel_size",
     "expert_parallel.load_balance_coeff",
     "tensor_parallel.tensor_parallel.tp_group",
-    "tensor_parallel.tensor_parallel.tp_size",
+    "hybrid_engine.inference_tp_size",
 }
 
 

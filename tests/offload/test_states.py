@@ -12,7 +12,6 @@ import torch.distributed as dist
 from deepspeed.errors import CallOrderError
 from deepspeed.offload import states
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
-from deepspeed.zero.runtime import ZeroRuntime
 from deepspeed.zero.storage import Home
 from tests.harness import assert_states_equal, run_ranks
 from tests.offload.training import Trained, collect, config, make_engine, train_some
@@ -89,7 +88,7 @@ def waits_for_copies() -> None:
     waits: list[str] = []
     engine = make_engine(config(0, precision="bf16"))
     with (
-        mock.patch.object(ZeroRuntime, "host_is_device", False),
+        mock.patch.object(engine._runtime, "host_is_device", False),
         mock.patch.object(states.get_accelerator(), "synchronize", lambda: waits.append("")),
     ):
         engine.offload_states(non_blocking=True)
