@@ -253,7 +253,10 @@ def verdict(results: list[dict[str, Any]]) -> str:
         gain = final["plain"] - final[name]
         said = "pays" if gain > chance else "costs" if -gain > chance else "makes no difference beyond chance"
         words.append(f"{name} {said} ({-gain:+.4f})")
-    return f"Two plain runs differ by {chance:.4f}. At equal compute: " + "; ".join(words) + "."
+    return (
+        f"Two plain runs differ by {chance:.4f}. At equal compute: {'; '.join(words)}. Read it with care: each kind "
+        "ran with one seed and the plain run's learning rate, and a kind whose steps are cheaper takes more of them."
+    )
 
 
 def picture(results: list[dict[str, Any]]) -> str:
