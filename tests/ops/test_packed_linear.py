@@ -99,6 +99,16 @@ def test_another_order_of_codes_in_the_kernel_is_noticed(monkeypatch):
         int4._kernel_reads_it.cache_clear()
 
 
+@pytest.mark.parametrize("in_features", [1, 3, 24, 33, 40])
+def test_any_number_of_input_features(in_features):
+    torch.manual_seed(0)
+    how = packed_format(8)
+    codes, scales = how.pack(torch.randn(5, in_features))
+    x = torch.randn(2, in_features).bfloat16()
+    expected = x.double() @ unpacked(8, codes, scales, 5, 0).t()
+    assert relative(packed_linear(x, codes, scales, 5, how), expected) < 1e-2
+
+
 @pytest.mark.parametrize(("bits", "group", "said"), [(6, 64, "8 and of 4"), (4, 48, "32, 64, 128, 256")])
 def test_formats_that_do_not_exist(bits, group, said):
     with pytest.raises(ValueError, match=said):

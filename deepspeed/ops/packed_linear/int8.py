@@ -9,6 +9,7 @@ import torch
 from deepspeed.ops.packed_linear.format import Columns, PackedFormat
 
 _LARGEST = 127
+_VECTOR = 32  # with 24, 33 or 40 input features torch 2.13's kernel ends the process (AVX-512)
 _BLOCK = 512  # output features unpacked at a time: 4 MB at 4,096 input features, which a core's cache holds
 
 
@@ -49,8 +50,8 @@ class Int8Rows(PackedFormat):
             yield Columns(start, stop, block.t(), scales[start:stop])
 
     def kernel(self, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor | None:
-        """Torch's int8 kernel, which is fast for bfloat16 only."""
-        if x.device.type != "cpu" or x.dtype != torch.bfloat16:
+        """Torch's int8 kernel, which is fast for bfloat16 only and reads whole vectors of input features."""
+        if x.device.type != "cpu" or x.dtype != torch.bfloat16 or x.shape[1] % _VECTOR:
             return None
         product: torch.Tensor = torch._weight_int8pack_mm(x, codes, scales)
         return product
