@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from deepspeed.errors import CheckpointError
@@ -91,14 +92,24 @@ def _listed(description: dict[str, Any], base: Path) -> list[Path]:
 
 def _tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
     for path in files:
-        if path.suffix == ".safetensors":
-            with safe_open(path, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 - no mapping
-                    yield name, opened.get_tensor(name)
-            continue
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        found = found.get("module", found)
-        yield from ((name, values) for name, values in found.items() if isinstance(values, torch.Tensor))
+        try:
+            yield from _tensors_of(path)
+        except (SafetensorError, RuntimeError, EOFError, UnpicklingError) as error:
+            raise CheckpointError(
+                f"init_inference: {path} cannot be read ({error}); it is damaged or no file of weights. Write it "
+                "again, or name another one"
+            ) from error
+
+
+def _tensors_of(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    if path.suffix == ".safetensors":
+        with safe_open(path, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - no mapping
+                yield name, opened.get_tensor(name)
+        return
+    found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    found = found.get("module", found)
+    yield from ((name, values) for name, values in found.items() if isinstance(values, torch.Tensor))
 
 
 def _finder(model: nn.Module) -> Callable[[str], str | None]:

@@ -118,6 +118,11 @@ def test_a_model_on_meta_reads_files(tmp_path):
     (tmp_path / "listed.json").write_text(json.dumps(listed))
     engine = deepspeed.init_inference(make(), dtype="fp32", checkpoint=str(tmp_path / "listed.json"))
     assert torch.equal(tokens(engine), tokens(make()))
+    for name in ("half.safetensors", "half.pt"):
+        whole = (tmp_path / "model.safetensors").read_bytes()
+        (tmp_path / name).write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(CheckpointError, match="half.* cannot be read"):
+            deepspeed.init_inference(make(), dtype="fp32", checkpoint=str(tmp_path / name))
     with pytest.raises(CheckpointError, match="there is no file"):
         deepspeed.init_inference(make(), dtype="fp32", checkpoint={"checkpoints": [str(tmp_path / "gone.pt")]})
     with pytest.raises(CheckpointError, match="tensors of LlamaForCausalLM are in none"):
