@@ -44,7 +44,6 @@ RESET_HOOKS: list[Callable[[], None]] = [
     _package_hook("deepspeed.comm.groups", _groups),
     _package_hook("deepspeed.comm.recorder", lambda module: module.log.__init__()),
     _package_hook("deepspeed.comm.party", lambda module: module.forget_all()),
-    _package_hook("deepspeed.comm.within_backward", lambda module: module.forget()),
     _package_hook("deepspeed.comm.connect", lambda module: module._outside.clear()),
     _package_hook("deepspeed.parallel.sequence.wire", lambda module: module._made.clear()),
     _package_hook("deepspeed.parallel.sequence.transformers_models", lambda module: module._by_config.clear()),

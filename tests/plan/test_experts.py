@@ -86,6 +86,16 @@ def test_what_travels_is_the_formula():
         assert calls == SHAPE.layers * 5 and nbytes == SHAPE.layers * (4 * rows + told)
 
 
+def test_a_plan_says_nothing_about_the_next():
+    """Layers of played ranks that talk in their backward are no layers of another plan, or of this process's job."""
+    dense = {"devices_per_node": 2, "device": "cpu", "device_memory": "8GiB", "sequence_length": TOKENS}
+    shape = DecoderShape(layers=3, hidden=128, heads=4, vocab=512)
+    before = deepspeed.plan(shape, Cell(1).config(""), **dense).rehearsed
+    _planned(Cell(1), 2)
+    after = deepspeed.plan(shape, Cell(1).config(""), **dense).rehearsed
+    assert after.kind_peaks == before.kind_peaks and after.peaks == before.peaks
+
+
 def test_which_size_fits(capsys):
     sizes = [_planned(Cell(1), ep) for ep in (1, 2, 4)]
     assert [plan.parameters for plan in sizes] == [sizes[0].parameters] * 3
