@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from deepspeed.data import DeepSpeedDataLoader as DeepSpeedDataLoader
     from deepspeed.engine import DeepSpeedEngine as DeepSpeedEngine
     from deepspeed.engine import DeepSpeedOptimizer as DeepSpeedOptimizer
-    from deepspeed.engine.initialize import add_config_arguments as add_config_arguments
+    from deepspeed.engine.arguments import add_config_arguments as add_config_arguments
     from deepspeed.engine.initialize import initialize as initialize
     from deepspeed.errors import DeepSpeedConfigError as DeepSpeedConfigError
     from deepspeed.precision.on_device import OnDevice as OnDevice

@@ -17,7 +17,7 @@ from deepspeed.logging import log_dist, log_dist_once
 
 if TYPE_CHECKING:
     from deepspeed.config.sections.root import Root
-    from deepspeed.engine.build import EngineParts
+    from deepspeed.engine.parts import EngineParts
     from deepspeed.zero.runtime import ZeroRuntime
 
 

@@ -16,7 +16,6 @@ from deepspeed.checkpoint.load import Loaded
 from deepspeed.checkpoint.subject import COUNTERS, Subject
 from deepspeed.engine.accessors import ConfigAccessors
 from deepspeed.engine.batches import Batches
-from deepspeed.engine.build import EngineParts
 from deepspeed.engine.checkpointing import EngineCheckpoints
 from deepspeed.engine.compiling import EngineCompile, gathers_between_pieces
 from deepspeed.engine.efficiency import Efficiency, EfficiencyAccess
@@ -26,6 +25,7 @@ from deepspeed.engine.loading import EngineLoading
 from deepspeed.engine.loss_scaling import LossScaling
 from deepspeed.engine.mismatch import explain_mismatch
 from deepspeed.engine.offloading import EngineOffload
+from deepspeed.engine.parts import EngineParts
 from deepspeed.engine.progress import ProgressLog, StepFacts
 from deepspeed.engine.queries import EngineQueries
 from deepspeed.engine.reminders import MissingStep, watch_other_optimizers

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from deepspeed.engine.adapters import merged
-from deepspeed.engine.build import EngineParts
 from deepspeed.engine.engine import DeepSpeedEngine
+from deepspeed.engine.parts import EngineParts
 from deepspeed.errors import CallOrderError
 from deepspeed.logging import log_dist
 from deepspeed.zero.access.gathered import GatheredParameters

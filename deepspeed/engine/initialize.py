@@ -1,25 +1,54 @@
-"""``deepspeed.initialize`` and ``deepspeed.add_config_arguments``."""
+"""``deepspeed.initialize``: what happens to a model until its engine stands, from the top."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from deepspeed import comm
+from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator.host_allocator import keep_freed_memory
+from deepspeed.comm.job_mesh import JobMesh
+from deepspeed.config import ParsedConfig, parse
+from deepspeed.config.compared import compared_values
 from deepspeed.config.sections.root import Root
 from deepspeed.data.batching.loading import get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed
-from deepspeed.engine.build import Client, build_parts
+from deepspeed.engine.alike import model_lines
+from deepspeed.engine.arguments import config_source, local_rank_of
+from deepspeed.engine.compiling import gathers_between_pieces, refuse_whole_graphs
+from deepspeed.engine.efficiency import refuse_what_the_model_cannot
 from deepspeed.engine.engine import DeepSpeedEngine
-from deepspeed.engine.generation import generates
+from deepspeed.engine.generation import generates, refuse_what_cannot_generate
+from deepspeed.engine.groups import create_groups, refuse_cut_tensors
 from deepspeed.engine.hybrid import DeepSpeedHybridEngine
+from deepspeed.engine.optimizers import choose_optimizer, group_indices, move_to_runs
+from deepspeed.engine.parts import Client, EngineParts
 from deepspeed.engine.pipeline import DualPipeVEngine, PipelineEngine
+from deepspeed.engine.refusals import (
+    refuse_shards_of_nothing,
+    refuse_updates_in_files,
+    refuse_what_is_no_model,
+    refuse_what_the_device_cannot,
+)
+from deepspeed.engine.reshaping import make_sparse, mark_leaves, reshape_model, spread_buffers
+from deepspeed.engine.runtime_options import gathers_by_nodes, gradient_divisor, runtime_options
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.logging import log_dist, set_log_level_from_string
+from deepspeed.monitor.monitor import MonitorMaster
+from deepspeed.offload.homes import open_homes, placement_of
 from deepspeed.parallel.pipe.dualpipev import DualPipeVModule
 from deepspeed.parallel.pipe.module import PipelineModule
+from deepspeed.parallel.sequence.ulysses import with_all_data_ranks
+from deepspeed.parallel.tensor.request import merged
+from deepspeed.precision.policy import PrecisionPolicy, dtype_of_name
+from deepspeed.zero.build import build_runtime
 from deepspeed.zero.construction.modules import suspended
 from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer
+from deepspeed.zero.placement import Home
+from deepspeed.zero.update import state_itemsizes
 
 
 def initialize(
@@ -78,7 +107,7 @@ def initialize(
         collate_fn=collate_fn,
     )
     with suspended():  # an enclosing zero.Init
-        parts = build_parts(client, _config_source(args, config, config_params), distributed_port, dist_init_required)
+        parts = _build_parts(client, config_source(args, config, config_params), distributed_port, dist_init_required)
         engine = _engine_class(model, parts.parsed.root)(parts)
         if training_data is not None and batches_by_tokens(engine):
             loader, scheduler, _ = get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
@@ -88,6 +117,123 @@ def initialize(
             if isinstance(engine, PipelineEngine):
                 engine.set_dataloader(loader)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _build_parts(client: Client, config: Any, distributed_port: int, dist_init_required: bool | None) -> EngineParts:
+    """Builds everything below the engine. Every rank must call it.
+
+    Args:
+        client: What the caller handed in.
+        config: Dict, path or base64.
+        distributed_port: Port of rank 0 if a process group must be started.
+        dist_init_required: False: a process group must exist already.
+    """
+    refuse_what_is_no_model(client.model)
+    if not comm.is_initialized():
+        if dist_init_required is False:
+            raise DeepSpeedConfigError(
+                "initialize(dist_init_required=False): no process group exists; call deepspeed.init_distributed() "
+                "first, or leave the argument out"
+            )
+        comm.init_distributed(distributed_port=distributed_port)
+    job_mesh = JobMesh(client.mpu, client.mesh_param, client.model, comm.default_timeout())
+    parsed = _parse_alike(with_all_data_ranks(config, client.mpu), job_mesh, client)
+    root = parsed.root
+    ranks = job_mesh.settle(root)
+    if callable(take_config := getattr(client.model, "take_pipeline_config", None)):
+        take_config(root.pipeline)
+    if root.log_level:
+        set_log_level_from_string(root.log_level)
+    for notice in parsed.notices:
+        log_dist(f"config: {notice}")
+    refuse_what_the_model_cannot(root, client.model)
+    refuse_what_cannot_generate(root, client.model)
+    monitor = MonitorMaster(root)
+    if root.comms_logger.enabled:
+        comm.configure(deepspeed_config=parsed)
+
+    local_rank = local_rank_of(client.args)
+    device = _device(local_rank)
+    placement = placement_of(root.zero_optimization, ranks.zero_size)
+    precision = PrecisionPolicy.from_config(root, get_accelerator(), client.model)
+    refuse_what_the_device_cannot(precision)
+    if ranks.sequence_size > 1 and precision.compute_dtype is not None and precision.communication_dtype is None:
+        precision = replace(precision, communication_dtype=dtype_of_name(root.seq_parallel_communication_data_type))
+    if gathers_between_pieces(placement, ranks.zero_size):
+        refuse_whole_graphs(client.model)
+    client, copies = reshape_model(root, client, ranks, device, mesh_is_ours=job_mesh.is_ours)
+    torch_optimizer = choose_optimizer(
+        root,
+        client.model,
+        client.optimizer,
+        client.model_parameters,
+        on_host=placement.master_home is not Home.DEVICE,
+    )
+    param_groups = group_indices(torch_optimizer)
+    comm.check_same_model(model_lines(client.model, precision, torch_optimizer, param_groups), ranks.zero_group)
+    refuse_shards_of_nothing(placement, torch_optimizer)
+    refuse_updates_in_files(placement, torch_optimizer)
+    groups = create_groups(
+        placement,
+        ranks,
+        device,
+        by_nodes=gathers_by_nodes(root),
+        divisor=gradient_divisor(root, ranks),
+        copies=copies,
+    )
+    placement = replace(placement, feeds_back=any(group.feeds_back for group in groups))
+    refuse_cut_tensors(torch_optimizer, client.model, groups, placement)
+    mark_leaves(root, client.model)
+    make_sparse(root, client.model)
+    homes = open_homes(root, placement, device, rank=comm.get_rank(), state_itemsizes=state_itemsizes(torch_optimizer))
+    runtime = build_runtime(
+        client.model,
+        runtime_options(root, placement, precision, device, torch_optimizer, homes),
+        groups,
+        param_groups,
+    )
+    precision.cast_buffers(client.model, device)
+    spread_buffers(client.model, groups.peers)
+    if torch_optimizer is not None:
+        move_to_runs(torch_optimizer, runtime.masters, lambda parameter: torch_optimizer.state.pop(parameter, None))
+    return EngineParts(
+        client=client,
+        model=client.model,
+        parsed=parsed,
+        precision=precision,
+        placement=placement,
+        homes=homes,
+        monitor=monitor,
+        runtime=runtime,
+        torch_optimizer=torch_optimizer,
+        device=device,
+        groups=groups,
+        standing=ranks,
+        local_rank=local_rank,
+        global_rank=comm.get_rank(),
+        world_size=comm.get_world_size(),
+    )
+
+
+def _parse_alike(config: Any, job_mesh: JobMesh, client: Client) -> ParsedConfig:
+    """Reads the configuration, and sees to it that all ranks have the same one."""
+    try:
+        parsed = parse(config, dp_world_size=lambda root: job_mesh.data_size(merged(root, client.model, client.mpu)))
+        parsed = replace(parsed, root=merged(parsed.root, client.model, client.mpu))
+    except DeepSpeedConfigError as error:
+        comm.check_same_config(error, job_mesh.decides_together)  # raises it here, and a word about it on the others
+        raise
+    comm.check_same_config(compared_values(parsed.root), job_mesh.decides_together)
+    return parsed
+
+
+def _device(local_rank: int) -> torch.device:
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        keep_freed_memory()
+        return torch.device("cpu")
+    accelerator.set_device(local_rank)
+    return torch.device(accelerator.device_name(local_rank))
 
 
 def _engine_class(model: torch.nn.Module, root: Root) -> type[DeepSpeedEngine]:
@@ -101,34 +247,3 @@ def _engine_class(model: torch.nn.Module, root: Root) -> type[DeepSpeedEngine]:
 def batches_by_tokens(engine: DeepSpeedEngine) -> bool:
     """Whether ``data_efficiency.data_sampling.dynamic_batching`` makes the batches."""
     return engine.data_sampling_enabled() and engine.data_sampling_config().dynamic_batching.enabled
-
-
-def _config_source(args: Any, config: Any, config_params: Any) -> Any:
-    """The one configuration among those that can be given."""
-    given = {
-        "initialize(config=...)": config,
-        "initialize(config_params=...)": config_params,
-        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
-        "args.deepscale_config": getattr(args, "deepscale_config", None),
-    }
-    found = {name: value for name, value in given.items() if value is not None}
-    if len(found) == 1:
-        return next(iter(found.values()))
-    if not found:
-        raise DeepSpeedConfigError(
-            "initialize: there is no configuration; pass config=<dict or path>, or start the script with "
-            "--deepspeed_config FILE and hand its arguments over as args"
-        )
-    raise DeepSpeedConfigError(f"initialize: the configuration is given more than once ({', '.join(found)}); keep one")
-
-
-def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds ``--deepspeed`` and ``--deepspeed_config`` to a parser and returns it."""
-    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
-    group.add_argument(
-        "--deepspeed", default=False, action="store_true", help="Enable DeepSpeed (for the script's use)"
-    )
-    group.add_argument("--deepspeed_config", default=None, type=str, help="DeepSpeed configuration file")
-    group.add_argument("--deepscale", default=False, action="store_true", help=argparse.SUPPRESS)
-    group.add_argument("--deepscale_config", default=None, type=str, help=argparse.SUPPRESS)
-    return parser

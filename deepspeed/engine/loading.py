@@ -13,7 +13,7 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 
 if TYPE_CHECKING:
-    from deepspeed.engine.build import EngineParts
+    from deepspeed.engine.parts import EngineParts
 
 
 def sampling_of(root: Root) -> DataSampling | None:

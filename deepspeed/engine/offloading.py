@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from deepspeed.offload.states import StateMover
 
 if TYPE_CHECKING:
-    from deepspeed.engine.build import EngineParts
+    from deepspeed.engine.parts import EngineParts
 
 
 class EngineOffload:

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 
 from deepspeed.data.repeating import RepeatingLoader
-from deepspeed.engine.build import EngineParts
 from deepspeed.engine.engine import DeepSpeedEngine
+from deepspeed.engine.parts import EngineParts
 from deepspeed.engine.roots import paired_roots
 from deepspeed.errors import CommunicationError, DeepSpeedConfigError, DivergenceError, PipelineError
 from deepspeed.parallel.pipe import losses

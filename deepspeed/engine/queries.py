@@ -8,7 +8,7 @@ import torch
 
 from deepspeed.comm import groups
 from deepspeed.comm.mesh import OTHER_PARTS
-from deepspeed.engine.build import EngineParts
+from deepspeed.engine.parts import EngineParts
 from deepspeed.parallel.expert.prepare import expert_layers
 from deepspeed.precision.policy import PrecisionPolicy
 

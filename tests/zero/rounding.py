@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import torch
 
 from deepspeed.comm.codec import Codec
-from deepspeed.engine import build
+
+initializing = importlib.import_module("deepspeed.engine.initialize")  # the package has the function under this name
 
 
 class Rounding(Codec):
@@ -36,13 +38,13 @@ class Rounding(Codec):
 @contextmanager
 def travelling_rounded(gather: Codec | None, reduce: Codec | None) -> Iterator[None]:
     """Engines that are made inside carry parameters and gradients so."""
-    original = build.create_groups
+    original = initializing.create_groups
 
     def create(*args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs).coded(gather, reduce)
 
-    build.create_groups = create
+    initializing.create_groups = create
     try:
         yield
     finally:
-        build.create_groups = original
+        initializing.create_groups = original

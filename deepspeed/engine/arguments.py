@@ -1,0 +1,46 @@
+"""What a script's command line says about training."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+from deepspeed.errors import DeepSpeedConfigError
+
+
+def config_source(args: Any, config: Any, config_params: Any) -> Any:
+    """The one configuration among those that can be given."""
+    given = {
+        "initialize(config=...)": config,
+        "initialize(config_params=...)": config_params,
+        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+        "args.deepscale_config": getattr(args, "deepscale_config", None),
+    }
+    found = {name: value for name, value in given.items() if value is not None}
+    if len(found) == 1:
+        return next(iter(found.values()))
+    if not found:
+        raise DeepSpeedConfigError(
+            "initialize: there is no configuration; pass config=<dict or path>, or start the script with "
+            "--deepspeed_config FILE and hand its arguments over as args"
+        )
+    raise DeepSpeedConfigError(f"initialize: the configuration is given more than once ({', '.join(found)}); keep one")
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds ``--deepspeed`` and ``--deepspeed_config`` to a parser and returns it."""
+    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
+    group.add_argument(
+        "--deepspeed", default=False, action="store_true", help="Enable DeepSpeed (for the script's use)"
+    )
+    group.add_argument("--deepspeed_config", default=None, type=str, help="DeepSpeed configuration file")
+    group.add_argument("--deepscale", default=False, action="store_true", help=argparse.SUPPRESS)
+    group.add_argument("--deepscale_config", default=None, type=str, help=argparse.SUPPRESS)
+    return parser
+
+
+def local_rank_of(args: Any) -> int:
+    """The device that this process is to use."""
+    given = getattr(args, "device_rank", None)
+    return int(given) if given is not None else int(os.environ.get("LOCAL_RANK", "0"))

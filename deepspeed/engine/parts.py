@@ -1,0 +1,106 @@
+"""What ``initialize`` was given, and what it hands to an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.comm.mpu import Standing
+from deepspeed.config import ParsedConfig
+from deepspeed.monitor.monitor import MonitorMaster
+from deepspeed.offload.homes import OffloadHomes
+from deepspeed.precision.policy import PrecisionPolicy, create_loss_scaler
+from deepspeed.schedulers import build_scheduler
+from deepspeed.zero.access.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.zero.group import Groups
+from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3
+from deepspeed.zero.placement import Placement
+from deepspeed.zero.runtime import ZeroRuntime
+
+
+@dataclass(frozen=True)
+class Client:
+    """What the caller of ``initialize`` handed in."""
+
+    args: Any
+    model: nn.Module
+    optimizer: Any
+    model_parameters: Any
+    training_data: Any
+    lr_scheduler: Any
+    mpu: Any
+    mesh_param: Any
+    collate_fn: Any
+
+
+@dataclass
+class EngineParts:
+    """Everything an engine drives, ready to be driven."""
+
+    client: Client
+    model: nn.Module
+    parsed: ParsedConfig
+    precision: PrecisionPolicy
+    placement: Placement
+    homes: OffloadHomes
+    monitor: MonitorMaster
+    runtime: ZeroRuntime
+    torch_optimizer: torch.optim.Optimizer | None
+    device: torch.device
+    groups: Groups
+    standing: Standing
+    local_rank: int
+    global_rank: int
+    world_size: int
+
+    def make_optimizer(
+        self, backward: Callable[..., Any], before_update: Callable[[], None]
+    ) -> DeepSpeedZeroOptimizer | None:
+        """The ZeRO optimizer, or None without a torch optimizer."""
+        if self.torch_optimizer is None:
+            return None
+        root = self.parsed.root
+        kind = DeepSpeedZeroOptimizer_Stage3 if self.placement.shard_params else DeepSpeedZeroOptimizer
+        assert self.runtime.reducer is not None
+        return kind(
+            self.torch_optimizer,
+            self.runtime.masters,
+            self.runtime.reducer,
+            placement=self.placement,
+            groups=self.groups,
+            agreement=self.runtime.agreement,
+            ledger=self.runtime.ledger,
+            loss_scaler=create_loss_scaler(root, self.precision),
+            clip_grad=root.gradient_clipping,
+            max_skipped=root.max_consecutive_skipped_steps,
+            skip_non_finite=self.precision.skip_non_finite,
+            leave_backward=self.runtime.leave_backward,
+            before_update=before_update,
+            backward=backward,
+            strategies=self.homes.strategies,
+        )
+
+    def public_optimizer(self, updater: DeepSpeedZeroOptimizer | None) -> Any:
+        """What ``initialize`` returns as the optimizer; at stage 3 it leads to the machinery of sharded parameters."""
+        if not self.placement.shard_params:
+            return updater
+        offload = DeepSpeedZeRoOffload.of(self.runtime)
+        if updater is None:
+            return offload
+        updater.parameter_offload = offload
+        return updater
+
+    def make_scheduler(self) -> Any:
+        """The schedule: the client's object, what its callable builds on the torch optimizer, the configured one."""
+        given = self.client.lr_scheduler
+        if given is not None:
+            is_object = hasattr(given, "step") and not isinstance(given, type)
+            return given if is_object or self.torch_optimizer is None else given(self.torch_optimizer)
+        section = self.parsed.root.scheduler
+        if section is None or section.type is None or self.torch_optimizer is None:
+            return None
+        return build_scheduler(section.type, dict(section.params), self.torch_optimizer)

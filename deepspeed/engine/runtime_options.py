@@ -1,0 +1,90 @@
+"""From the configuration's words to the settings of the ZeRO runtime."""
+
+from __future__ import annotations
+
+import torch
+
+from deepspeed.comm.mpu import Standing
+from deepspeed.config.sections.root import Root
+from deepspeed.engine.optimizers import needs_whole_tensors
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.offload.homes import OffloadHomes
+from deepspeed.precision.policy import PrecisionPolicy
+from deepspeed.zero.layout import Limits
+from deepspeed.zero.placement import Placement
+from deepspeed.zero.reduction_policy import ReductionPolicy
+from deepspeed.zero.runtime_options import RuntimeOptions
+from deepspeed.zero.schedule import GatherLimits
+from deepspeed.zero.update import state_itemsizes
+
+
+def gradient_divisor(root: Root, ranks: Standing) -> int:
+    """What makes a mean over samples of the sum of gradients over data and sequence ranks."""
+    if ranks.sequence_size == 1 or root.sequence_parallel.loss == "own_share":
+        return ranks.data_size
+    if root.gradient_allreduce_op == "sum":
+        raise DeepSpeedConfigError(
+            f'gradient_allreduce_op "sum" with {ranks.sequence_size} ranks that share a sequence: each of them has the '
+            'gradient of the whole loss, so that their sum is too large; set it to "mean", or sequence_parallel.loss '
+            'to "own_share" if each rank back-propagates its share'
+        )
+    return ranks.data_size * ranks.sequence_size
+
+
+def gathers_by_nodes(root: Root) -> bool:
+    """Whether MiCS gathers inside each node first, then between nodes."""
+    zero = root.zero_optimization
+    return zero.stage == 3 and zero.mics_hierarchical_params_gather and zero.mics_shard_size > 1
+
+
+def runtime_options(
+    root: Root,
+    placement: Placement,
+    precision: PrecisionPolicy,
+    device: torch.device,
+    optimizer: torch.optim.Optimizer | None,
+    homes: OffloadHomes,
+) -> RuntimeOptions:
+    """The settings of the runtime for this model and optimizer."""
+    zero = root.zero_optimization
+    # One layout serves both directions, so the smaller limit decides how large a bucket may be.
+    most_at_once = max(min(zero.reduce_bucket_size, zero.allgather_bucket_size), 1)
+    return RuntimeOptions(
+        placement=placement,
+        layout=Limits(
+            persistence=zero.stage3_param_persistence_threshold,
+            model_persistence=zero.stage3_model_persistence_threshold,
+            joined=most_at_once,
+            unit=most_at_once,
+        ),
+        gathers=GatherLimits(
+            prefetch=zero.stage3_prefetch_bucket_size,
+            max_live=zero.stage3_max_live_parameters,
+            max_reuse_distance=zero.stage3_max_reuse_distance,
+        ),
+        reduction=None if optimizer is None else _reduction(root, placement, precision),
+        granularity=max(zero.stage3_prefetch_bucket_size, zero.stage3_module_granularity_threshold),
+        compute_dtype=precision.dtype_for,
+        whole_tensors=optimizer is not None and needs_whole_tensors(optimizer, placement, root),
+        device=device,
+        param_memories=homes.param_memories,
+        master_memories=homes.master_memories,
+        landing=homes.landing,
+        state_itemsizes=state_itemsizes(optimizer),
+    )
+
+
+def _reduction(root: Root, placement: Placement, precision: PrecisionPolicy) -> ReductionPolicy:
+    return ReductionPolicy(
+        every_micro_batch=placement.shard_gradients,
+        to_owner=placement.shard_master,
+        reduce_dtype=precision.reduce_dtype,
+        accumulate_dtype=precision.accumulate_dtype,
+        sums_travel_as_gradients=precision.communication_dtype is not None,
+        is_mean=root.gradient_allreduce_op != "sum",
+        divides_first=root.prescale_gradients,
+        predivide=root.gradient_predivide_factor,
+        bucket_numel=max(root.zero_optimization.reduce_bucket_size, 1),
+        overlap=root.zero_optimization.overlap_comm is not False,
+        allow_unused=root.zero_optimization.ignore_unused_parameters,
+    )
