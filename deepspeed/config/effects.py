@@ -22,6 +22,7 @@ def note_effects(root: Root, findings: Findings) -> None:
     _idle_offload(root.zero_optimization, findings)
     _idle_files(root, findings)
     _idle_nodes(root.zero_optimization, findings)
+    _idle_codes(root, findings)
     if root.prescale_gradients and root.gradient_predivide_factor != 1:
         _line(
             [("gradient_predivide_factor",)],
@@ -109,6 +110,14 @@ def _stages(zero: ZeroOptimization, findings: Findings) -> None:
         and facts_of(ZeroOptimization.model_fields[name]).no_effect is None
     ]
     _line(list(idle), f"only stage 3 uses that, and {ZERO}.stage is {zero.stage}", findings)
+
+
+def _idle_codes(root: Root, findings: Findings) -> None:
+    """What says how gradients are coded, where they are not."""
+    section = root.communication_compression
+    if section.gradients is None:
+        idle = [("communication_compression", name) for name, _ in _changed(section) if name != "weights"]
+        _line(list(idle), "communication_compression.gradients is not given", findings)
 
 
 def _other_patterns(root: Root, findings: Findings) -> None:

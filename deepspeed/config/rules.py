@@ -25,6 +25,7 @@ def check_rules(root: Root, findings: Findings) -> None:
     _structure(root, findings)
     _tensor_parallel(root, findings)
     _neighbours(root.zero_optimization, findings)
+    _codes(root, findings)
     check_data(root, findings)
 
 
@@ -67,6 +68,25 @@ def _neighbours(zero: ZeroOptimization, findings: Findings) -> None:
             "near gathers and parameters kept off the device contradict each other; drop one of them",
             (ZERO, "offload_param", "device"),
         )
+
+
+def _codes(root: Root, findings: Findings) -> None:
+    section, zero = root.communication_compression, root.zero_optimization
+    at: Path = ("communication_compression",)
+    if section.block is not None and section.block & (section.block - 1):
+        findings.problem((*at, "block"), f"expected a power of 2 from 8 to 262144, found {section.block}")
+    if section.weights is not None and zero.stage < 3:
+        findings.problem(
+            (*at, "weights"),
+            f"parameters travel for their uses at zero_optimization.stage 3 only, found stage {zero.stage}; set the "
+            "stage to 3 or leave the key out",
+            STAGE,
+        )
+    for name, other in (("weights", "zero_quantized_weights"), ("gradients", "zero_quantized_gradients")):
+        if getattr(section, name) is not None and getattr(zero, other) and zero.stage == 3:
+            findings.problem(
+                (*at, name), f"says the same as {ZERO}.{other}, another way; keep one of them", (ZERO, other)
+            )
 
 
 def _precision(root: Root, findings: Findings) -> None:

@@ -19,6 +19,7 @@ from deepspeed.data.batching.loading import get_dataloader_and_lr_scheduler_for_
 from deepspeed.engine.alike import model_lines
 from deepspeed.engine.arguments import config_source, local_rank_of
 from deepspeed.engine.compiling import gathers_between_pieces, refuse_whole_graphs
+from deepspeed.engine.compression import with_codecs
 from deepspeed.engine.efficiency import refuse_what_the_model_cannot
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.generation import generates, refuse_what_cannot_generate
@@ -181,7 +182,8 @@ def _build_parts(client: Client, config: Any, distributed_port: int, dist_init_r
         divisor=gradient_divisor(root, ranks),
         copies=copies,
     )
-    placement = replace(placement, feeds_back=any(group.feeds_back for group in groups))
+    groups = with_codecs(groups, root, precision)
+    placement = replace(placement, feeds_back=any(group.feeds_back for group in groups), may_skip=precision.may_skip)
     refuse_cut_tensors(torch_optimizer, client.model, groups, placement)
     mark_leaves(root, client.model)
     make_sparse(root, client.model)

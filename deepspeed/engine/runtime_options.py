@@ -87,4 +87,6 @@ def _reduction(root: Root, placement: Placement, precision: PrecisionPolicy) -> 
         bucket_numel=max(root.zero_optimization.reduce_bucket_size, 1),
         overlap=root.zero_optimization.overlap_comm is not False,
         allow_unused=root.zero_optimization.ignore_unused_parameters,
+        may_skip=precision.may_skip,
+        codes_from=root.communication_compression.start_step,
     )

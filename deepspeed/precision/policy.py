@@ -99,6 +99,11 @@ class PrecisionPolicy:
         """Whether some gradient is fp16."""
         return torch.float16 in (self.compute_dtype, self.autocast_dtype)
 
+    @property
+    def may_skip(self) -> bool:
+        """Whether an update may be skipped for a gradient that is not finite."""
+        return self.skip_non_finite or self.needs_loss_scale
+
     def cast_buffers(self, model: nn.Module, device: torch.device) -> None:
         """Moves the buffers to ``device`` and casts floating ones."""
         for module in model.modules():

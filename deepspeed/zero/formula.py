@@ -128,8 +128,10 @@ class MemoryFormula:
         if not placement.feeds_back:
             return 0, "0"
         shared = [bucket for bucket, _ in self._trained() if bucket.num_slices > 1]
-        total = sum(4 * private_numel(bucket, to_owner=placement.shard_master) for bucket in shared)
-        return total, "4 x Psi" if placement.shard_master else f"4 x (Psi + Psi / {'S' if self._has_copies else 'N'})"
+        wide = 8 if placement.may_skip else 4
+        total = sum(wide * private_numel(bucket, to_owner=placement.shard_master) for bucket in shared)
+        ranks = "S" if self._has_copies else "N"
+        return total, f"{wide} x Psi" if placement.shard_master else f"{wide} x (Psi + Psi / {ranks})"
 
     def gradients(
         self,

@@ -21,6 +21,7 @@ from deepspeed.zero.gradient_sum import GradientSum
 from deepspeed.zero.landing import Landing
 from deepspeed.zero.packing import pack_and_square
 from deepspeed.zero.placement import private_numel
+from deepspeed.zero.private_undo import PrivateUndo
 from deepspeed.zero.reduction_policy import ReductionPolicy
 from deepspeed.zero.storage import FlatBuffer, Kind, Ledger
 
@@ -61,6 +62,7 @@ class GradientBucket:
         repeats: Gradients arrive more than once in a backward.
         private: What reductions have lost of this rank's gradients so far, 1-D fp32, times the loss scale as gradients
             are; None where they lose nothing, or it is not kept.
+        is_coded: Reductions are those of a group that has codecs; otherwise they are exact there too.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class GradientBucket:
         self._landing = landing
         self.state = GradientState.IDLE
         self._policy = policy
-        self._wire = group.gradient_wire
+        self.is_coded = policy.codes_from == 0
         self._is_local = isinstance(group.reduce, LocalTransport) and group.combine is None
         layout = bucket.layout
         self._flat = FlatBuffer(
@@ -108,8 +110,11 @@ class GradientBucket:
         self.repeats = False
         self.private: FlatBuffer | None = None
         self._residual: Residual | None = None
+        self._undo: PrivateUndo | None = None
         if group.feeds_back:
             self._open_private(ledger)
+        if self.private is not None and policy.may_skip:
+            self._undo = PrivateUndo(self.private, ledger)
 
     def _open_private(self, ledger: Ledger) -> None:
         """One error for what is sent to the owners and, where all get the whole sum, one for what the owner sends."""
@@ -268,7 +273,10 @@ class GradientBucket:
         numel = layout.slice_numel if self._policy.to_owner else layout.numel
         incoming = self.sum.new_buffer(numel, self._sum_dtype, self._landing.incoming_home)
         self._rounds += 1
-        reduce = self._wire.reduce_scatter if self._policy.to_owner else self._wire.all_reduce
+        if self._undo is not None and self.is_coded:
+            self._undo.keep()
+        wire = self._group.gradient_wire if self.is_coded else self._group.reduce
+        reduce = wire.reduce_scatter if self._policy.to_owner else wire.all_reduce
         is_result = self.sum.reduced is None and not self._narrows and self._group.combine is None
         squares = self.sum.fresh_squares(wanted=is_result)
         work = reduce(
@@ -394,6 +402,18 @@ class GradientBucket:
         self.sum.squares = None
         self.sum.used[tile] = True
 
+    def scale_private(self, factor: float) -> None:
+        """The unit of gradients changes, and so does that of what reductions have lost."""
+        if self.private is not None:
+            self.private.tensor.mul_(factor)
+        if self._undo is not None:
+            self._undo.scale(factor)
+
+    def commit(self) -> None:
+        """The update is applied: what its reductions have lost stays lost until the next one."""
+        if self._undo is not None:
+            self._undo.commit()
+
     def free_idle_buffer(self) -> None:
         """Frees the packed buffer, which a group of one keeps allocated between steps."""
         if not self.sum.is_packed:
@@ -407,5 +427,7 @@ class GradientBucket:
         """
         if not (self._is_local and self.sum.is_packed):
             self._flat.free()
+        if self._undo is not None:
+            self._undo.take_back()
         self.sum.clear()
         self.begin_backward()

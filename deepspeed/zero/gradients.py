@@ -66,6 +66,7 @@ class GradientReducer:
         needs_one_order: bool = False,
     ) -> None:
         self.policy = policy
+        self.is_coded = policy.codes_from == 0
         self._overlaps = policy.overlap
         self._needs_one_order = needs_one_order
         self._combine_now = False
@@ -105,6 +106,7 @@ class GradientReducer:
         """
         assert not self.is_open
         self.buckets.append(GradientBucket(bucket, self.policy, self._ledger, landing))
+        self.buckets[-1].is_coded = self.is_coded
         self._orders.clear()
         self._known.clear()  # the ranks agree anew at the end of the next backward
         self.listen([len(self.buckets) - 1])
@@ -141,6 +143,11 @@ class GradientReducer:
 
     def remove(self) -> None:
         """Takes the gradient hooks from the parameters."""
+        if not self.is_coded and self._has_codecs and self._hooks:
+            log_dist(
+                f"training ends before update {self.policy.codes_from + 1}, from which on gradients were to travel as "
+                "codes (communication_compression.start_step): all have travelled as they are"
+            )
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
@@ -367,8 +374,31 @@ class GradientReducer:
     def scale_private(self, factor: float) -> None:
         """The unit of gradients changes (the loss scale does): so does that of what reductions have lost."""
         for gradients in self.buckets:
-            if gradients.private is not None:
-                gradients.private.tensor.mul_(factor)
+            gradients.scale_private(factor)
+
+    def begin_update(self, before: int) -> None:
+        """The phase of the next update: whether gradients travel as the codecs of their groups say.
+
+        Args:
+            before: Updates so far, skipped ones included; equal on all ranks, also after a checkpoint was loaded.
+        """
+        is_coded = before >= self.policy.codes_from
+        if is_coded is self.is_coded:
+            return
+        self.is_coded = is_coded
+        for gradients in self.buckets:
+            gradients.is_coded = is_coded
+        if self._has_codecs:
+            log_dist(f"update {before + 1}: gradients travel as {'codes' if is_coded else 'they are'} from now on")
+
+    @property
+    def _has_codecs(self) -> bool:
+        return any(not gradients.bucket.group.gradient_wire.is_exact for gradients in self.buckets)
+
+    def commit(self) -> None:
+        """The update is applied: what reductions have lost of its gradients is added to the next ones."""
+        for gradients in self.buckets:
+            gradients.commit()
 
     def zero_grad(self) -> None:
         """Throws away every gradient, those too that were put into ``.grad`` and are nowhere else."""

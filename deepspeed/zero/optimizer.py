@@ -103,7 +103,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         self._leave_backward = leave_backward
         self._before_update = before_update
         self._backward = backward
-        self.steps = 0
+        self._steps = 0
         self._skipped_in_a_row = 0
         self._first_skip = ""
         self._cut_for: set[tuple[int, tuple[bool, ...]]] = set()
@@ -120,6 +120,16 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         return float(self.loss_scaler.loss_scale) if self.loss_scaler is not None else 1.0
 
     cur_scale = loss_scale
+
+    @property
+    def steps(self) -> int:
+        """Updates so far, skipped ones included; they decide in which phase the next one is."""
+        return self._steps
+
+    @steps.setter
+    def steps(self, count: int) -> None:
+        self._steps = count
+        self._reducer.begin_update(count)
 
     @property
     def dynamic_loss_scale(self) -> bool:
@@ -277,6 +287,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
             return loss
         self._skipped_in_a_row = 0
         self._apply(self._factor(norm, scale), used)
+        self._reducer.commit()
         self._reducer.clear()
         self._update_scale(overflow=False)
         return loss

@@ -83,6 +83,7 @@ class Placement:
         shard_ranks: Neighbours that share the compute parameters; None: all ranks.
         spread_master: With ``shard_ranks``: gradients, masters and optimizer state are cut over all ranks.
         feeds_back: Each rank keeps, for itself, what reductions have lost of its gradients.
+        may_skip: It keeps it twice, as updates may be skipped, which leave it as it was.
     """
 
     stage: int
@@ -96,6 +97,7 @@ class Placement:
     shard_ranks: int | None = None
     spread_master: bool = False
     feeds_back: bool = False
+    may_skip: bool = False
 
     @classmethod
     def of_stage(

@@ -25,6 +25,8 @@ class ReductionPolicy:
         bucket_numel: Most elements in one reduction (``reduce_bucket_size``).
         overlap: Start reducing during backward.
         allow_unused: Tolerate a parameter without gradient at the update (``ignore_unused_parameters``).
+        may_skip: An update may be skipped for a gradient that is not finite, and then leaves everything as it was.
+        codes_from: Updates before those whose gradients travel as the codecs of their groups say.
     """
 
     every_micro_batch: bool
@@ -38,6 +40,8 @@ class ReductionPolicy:
     bucket_numel: int = 500_000_000
     overlap: bool = True
     allow_unused: bool = True
+    may_skip: bool = False
+    codes_from: int = 0
 
     def factors(self, divisor: int) -> tuple[float, float]:
         """The factors on a gradient before it travels, and on the sum over ranks.

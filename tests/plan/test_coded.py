@@ -33,8 +33,8 @@ def test_errors_and_codes_are_in_the_plan(stage: int, kept: int, reductions: int
     plain = planned(stage)
     with travelling_rounded(None, Rounding()):
         coded = planned(stage)
-    assert coded.rehearsed.kind_peaks[Kind.PRIVATE, Home.DEVICE] == 4 * kept
-    assert coded.device_bytes >= plain.device_bytes + 4 * kept
+    assert coded.rehearsed.kind_peaks[Kind.PRIVATE, Home.DEVICE] == 8 * kept  # a skipped step leaves it as it was
+    assert coded.device_bytes >= plain.device_bytes + 8 * kept
     moved = {travel.title: travel.nbytes for travel in coded.travels}
     assert moved["swap"] == reductions * 2 * PSI * (RANKS - 1) // RANKS
     assert "error feedback" in str(coded)

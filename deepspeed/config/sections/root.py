@@ -10,6 +10,7 @@ from deepspeed.config.section import Section, key
 from deepspeed.config.sections.activation import ActivationCheckpointing
 from deepspeed.config.sections.autotuning import Autotuning
 from deepspeed.config.sections.checkpoint import Checkpoint, DataStates, Nebula
+from deepspeed.config.sections.communication_compression import CommunicationCompression
 from deepspeed.config.sections.compile import Compile
 from deepspeed.config.sections.compression import CompressionTraining
 from deepspeed.config.sections.data_efficiency import CurriculumLearning, DataEfficiency, ProgressiveLayerDrop
@@ -186,6 +187,11 @@ class Root(Section):
     expert_parallel: ExpertParallel | None = key(None, "AutoEP.")
     sequence_parallel: SequenceParallel = key(
         None, "How ranks share sequences. Only here, not upstream.", factory=SequenceParallel
+    )
+    communication_compression: CommunicationCompression = key(
+        None,
+        "Values that travel in fewer bits. Only here, not upstream.",
+        factory=CommunicationCompression,
     )
     compile: Compile = key(None, "DeepCompile.", factory=Compile)
     hybrid_engine: HybridEngine = key(None, "Training and generation.", factory=HybridEngine)

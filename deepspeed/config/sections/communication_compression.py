@@ -1,0 +1,42 @@
+"""``communication_compression``: values that travel between ranks in fewer bits. This package's own, not upstream's."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from deepspeed.config.section import Section, key
+from deepspeed.config.types import AnyCase, Bool, Int
+
+
+class CommunicationCompression(Section):
+    """Codes of gradients and weights, for any optimizer; not upstream, where there is no such section."""
+
+    gradients: Annotated[Literal["sign", "int8", "int4"] | None, AnyCase] = key(
+        None,
+        'How gradients travel: "sign" (a bit for each, and a scale for each block), "int8" or "int4". Every rank gets '
+        "the same sums. Not with zero_quantized_gradients.",
+        null_means="as they are",
+    )
+    weights: Annotated[Literal["int8"] | None, AnyCase] = key(
+        None,
+        "How parameters travel that stage 3 gathers for their uses; all ranks compute with the same decoded values, "
+        "and masters stay exact. Not with zero_quantized_weights.",
+        null_means="as they are",
+    )
+    error_feedback: Bool | None = key(
+        None,
+        "Add what the codes of a gradient do not say to the next one; costs 4 bytes an element on each rank, and 4 "
+        "more where a step may be skipped.",
+        null_means='with "sign" and "int4", not with "int8"',
+    )
+    block: Int | None = key(
+        None,
+        "Elements of gradients with one scale, of 4 bytes: a power of 2 from 8 to 262144.",
+        unit="elements",
+        minimum=8,
+        maximum=262144,
+        null_means='2048 with "sign", else 256',
+    )
+    start_step: Int = key(
+        0, "Updates before gradients travel as codes; until then they travel as they are.", unit="steps", minimum=0
+    )

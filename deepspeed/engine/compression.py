@@ -1,0 +1,77 @@
+"""The section ``communication_compression``: which codecs the groups of an engine get, and the line that says so."""
+
+from __future__ import annotations
+
+import torch
+
+from deepspeed.comm.codec import CHUNK, Codec, coded_nbytes
+from deepspeed.comm.codecs import BlockCodec, Int4Codec, Int8Codec, SignCodec
+from deepspeed.comm.coded import CodedTransport
+from deepspeed.config.sections.communication_compression import CommunicationCompression
+from deepspeed.config.sections.root import Root
+from deepspeed.logging import log_dist
+from deepspeed.precision.policy import PrecisionPolicy
+from deepspeed.zero.group import Groups
+
+_CODECS: dict[str, type[BlockCodec]] = {"sign": SignCodec, "int8": Int8Codec, "int4": Int4Codec}
+_BLOCKS = {"sign": 2048, "int8": 256, "int4": 256}
+"""Elements with one scale. Signs say so little that scales must be few: 1.016 bits an element. Integers lose what is
+small beside the largest of their block, so theirs are short."""
+
+
+def with_codecs(groups: Groups, root: Root, precision: PrecisionPolicy) -> Groups:
+    """The groups as ``communication_compression`` wants them. Every rank must call it.
+
+    Args:
+        groups: Of the engine.
+        root: The configuration.
+        precision: Dtypes of what travels as it is.
+    """
+    section = root.communication_compression
+    reduce = gradient_codec(section)
+    gather = Int8Codec() if section.weights is not None else None
+    if reduce is None and gather is None:
+        return groups
+    coded = groups.coded(gather, reduce)
+    said = [_gradients_line(section, reduce, coded, wire_bits(root, precision))] if reduce is not None else []
+    if gather is not None:
+        said.append(f"parameters travel as int8 codes ({bits_of(gather):.2f} bits an element), masters stay exact")
+    if not any(isinstance(g.gradient_wire, CodedTransport) or g.size > 1 for g in coded):
+        said = ["nothing travels, as no parameter is shared between ranks"]
+    log_dist(f"communication_compression: {'; '.join(said)}")
+    return coded
+
+
+def gradient_codec(section: CommunicationCompression) -> Codec | None:
+    """The codec of gradients that the section names; None for none."""
+    if section.gradients is None:
+        return None
+    codec = _CODECS[section.gradients](section.block or _BLOCKS[section.gradients])
+    codec.feeds_back = section.gradients != "int8" if section.error_feedback is None else section.error_feedback
+    return codec
+
+
+def bits_of(codec: Codec) -> float:
+    """Bits that an element of a long buffer takes, scales included."""
+    return 8 * coded_nbytes(codec, CHUNK) / CHUNK
+
+
+def wire_bits(root: Root, precision: PrecisionPolicy) -> int:
+    """Bits of an element of a gradient that travels as it is; sums over micro-batches are wider."""
+    gradient = precision.compute_dtype or torch.float32
+    if root.zero_optimization.stage < 2 and (root.gradient_accumulation_steps or 1) > 1:
+        gradient = precision.accumulate_dtype
+    return 8 * precision.reduce_dtype(gradient).itemsize
+
+
+def _gradients_line(section: CommunicationCompression, codec: Codec, groups: Groups, plain_bits: int) -> str:
+    bits = bits_of(codec)
+    feedback = "with" if codec.feeds_back else "without"
+    phase = f"from update {section.start_step + 1} on" if section.start_step else "from the first update on"
+    exact = ""
+    if any(group.combine is not None for group in groups):
+        exact = ", among the ranks that share slices; between those with the same slices as they are"
+    return (
+        f"gradients travel as {codec.name} codes {phase}: {bits:.2f} bits an element instead of {plain_bits}, "
+        f"{plain_bits / bits:.1f} times fewer, {feedback} error feedback{exact}"
+    )

@@ -1,0 +1,126 @@
+"""The section ``communication_compression``: what it makes of gradients and weights, when, and what it says."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.comm.codec import coded_nbytes
+from deepspeed.comm.codecs import Int8Codec, SignCodec
+from deepspeed.comm.counters import counted
+from deepspeed.engine import DeepSpeedEngine
+from deepspeed.logging import logger
+from tests.config.support import only_problem, problems
+from tests.engine.support import engine_of, inputs, rank, same_on_all_ranks, tower
+from tests.harness import run_ranks
+
+
+class Lines(logging.Handler):
+    """Keeps what is logged while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+    def __enter__(self) -> Lines:
+        logger.addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logger.removeHandler(self)
+
+    def about(self, word: str) -> list[str]:
+        return [line for line in self.said if word in line]
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def compressed(stage: int, section: dict[str, Any], **settings: Any) -> DeepSpeedEngine:
+    settings.setdefault("optimizer", sgd)
+    return engine_of(tower(), stage, communication_compression=section, **settings)
+
+
+def run_step(engine: DeepSpeedEngine, step: int) -> None:
+    engine.backward(engine(inputs(step, rank())))
+    engine.step()
+
+
+def weights(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in engine.iter_full("fp32")}
+
+
+def phases() -> None:
+    with Lines() as lines:
+        engine, plain = compressed(2, {"gradients": "sign", "start_step": 2}), compressed(2, {})
+    said = lines.about("communication_compression")
+    if rank() == 0:
+        (line,) = said
+        assert "sign codes from update 3 on: 1.02 bits" in line and "with error feedback" in line
+    for step in range(3):
+        with Lines() as lines, counted() as traffic:
+            run_step(engine, step)
+            moved = traffic.asked["swap"].nbytes
+        run_step(plain, step)
+        ours, theirs = weights(engine), weights(plain)
+        equal = all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        assert equal is (step < 2)
+        if rank() == 0:
+            assert len(lines.about("as codes from now on")) == (step == 1)
+        slices = [master.bucket.layout.slice_numel for master in engine._runtime.masters]
+        assert moved == (sum(coded_nbytes(SignCodec(2048), numel) for numel in slices) if step == 2 else 0)
+    assert same_on_all_ranks({name: value.sum().item() for name, value in weights(engine).items()})
+    engine.destroy()
+    with Lines() as lines:
+        late = compressed(0, {"gradients": "int4", "start_step": 9})
+        run_step(late, 0)
+        late.destroy()
+    assert rank() or len(lines.about("training ends before update 10")) == 1
+
+
+def test_codes_begin_at_their_step() -> None:
+    run_ranks(phases, 2)
+
+
+def weights_too() -> None:
+    engine = compressed(3, {"weights": "int8", "gradients": "int8"})
+    assert engine._runtime.reducer.buckets[0].private is None  # int8 goes without
+    with counted() as traffic:
+        run_step(engine, 0)
+        names = set(traffic.asked)
+    assert "swap" in names
+    sharded = [bucket for bucket in engine._runtime.buckets if bucket.is_sharded]
+    assert sharded and all(not bucket._wire.is_exact for bucket in sharded)
+    assert isinstance(sharded[0]._wire.codec, Int8Codec)
+
+
+def test_weights_travel_as_codes_at_stage_3() -> None:
+    run_ranks(weights_too, 2)
+
+
+def alone() -> None:
+    with Lines() as lines:
+        engine = compressed(2, {"gradients": "int4"})
+    assert len(lines.about("nothing travels")) == 1
+    run_step(engine, 0)
+    engine.destroy()
+
+
+def test_one_rank_says_that_nothing_travels() -> None:
+    run_ranks(alone, 1)
+
+
+def test_contradictions_are_refused_by_name() -> None:
+    at = "communication_compression"
+    assert "stage 3 only" in only_problem({at: {"weights": "int8"}, "zero_optimization": {"stage": 2}})
+    assert "power of 2" in only_problem({at: {"gradients": "sign", "block": 96}})
+    zero = {"stage": 3, "zero_quantized_gradients": True}
+    found = problems({at: {"gradients": "int4"}, "zero_optimization": zero})
+    assert any(f"{at}.gradients: says the same as zero_optimization.zero_quantized_gradients" in one for one in found)
