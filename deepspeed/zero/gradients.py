@@ -18,6 +18,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import dataclass, field
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -32,6 +33,29 @@ from deepspeed.zero.reduction_policy import ReductionPolicy
 from deepspeed.zero.storage import Ledger
 
 _MAX_IN_FLIGHT = 2  # reductions whose staging buffers may be alive besides the one being filled
+
+
+@dataclass
+class _Backward:
+    """An open backward.
+
+    Attributes:
+        reaches: Positions of the buckets whose parameters it may reach.
+        reduces: Those whose gradients are reduced.
+        order: In which order; None until the ranks have agreed on it.
+        combines: Whether its end takes the second step of the sums.
+        completed: Buckets with all gradients, as they were completed on this rank.
+        packed: Those whose gradients have left the parameters.
+        cursor: How many of ``order`` have been sent.
+    """
+
+    reaches: Sequence[int]
+    reduces: frozenset[int]
+    order: list[int] | None
+    combines: bool
+    completed: list[int] = field(default_factory=list)
+    packed: set[int] = field(default_factory=set)
+    cursor: int = 0
 
 
 class GradientReducer:
@@ -69,7 +93,6 @@ class GradientReducer:
         self.is_coded = policy.codes_from == 0
         self._overlaps = policy.overlap
         self._needs_one_order = needs_one_order
-        self._combine_now = False
         self._has_partial_sums = False  # equal on all ranks
         self._peers = peers
         self._on_packed = on_packed
@@ -83,14 +106,8 @@ class GradientReducer:
         self._combines_to_owners = any(bucket.group.is_spread for bucket in buckets)
         self._orders: dict[frozenset[int], list[int]] = {}  # by what a backward reduces
         self._known: set[int] = set()  # in any of them, so that it is known whether gradients arrive more than once
-        self._order: list[int] | None = None  # that of the open backward
-        self._reaches: Sequence[int] = ()  # by the open backward
-        self._reduces: frozenset[int] = frozenset()  # by the open backward
-        self._completed: list[int] = []
-        self._packed: set[int] = set()
-        self._cursor = 0
+        self._backward: _Backward | None = None
         self._in_flight: deque[GradientBucket] = deque()
-        self.is_open = False
         # Buckets with sums of earlier backwards: equal on all ranks, unlike which of them have one.
         self._local_sums: set[int] = set()
         self._hooks: dict[tuple[int, int], RemovableHandle] = {}
@@ -104,7 +121,7 @@ class GradientReducer:
             bucket: The bucket.
             landing: How its gradients get to where the update reads them.
         """
-        assert not self.is_open
+        assert self._backward is None
         self.buckets.append(GradientBucket(bucket, self.policy, self._ledger, landing))
         self.buckets[-1].is_coded = self.is_coded
         self._orders.clear()
@@ -136,8 +153,8 @@ class GradientReducer:
 
     def arrive(self, position: int, index: int) -> None:
         """Autograd has delivered the gradient of parameter ``index`` of bucket ``position``."""
-        if not self.is_open:
-            self._on_stray()
+        if self._backward is None:
+            self._on_stray()  # opens one, or raises
         if self.buckets[position].arrive(index):
             self._complete(position)
 
@@ -163,47 +180,43 @@ class GradientReducer:
                 ``no_sync``); what reaches the others is added to the local sum.
             closes: Those that no later backward reaches before the update.
         """
-        assert not self.is_open
+        assert self._backward is None
         is_last = len(closes) == len(self.buckets)
         # Parts of a model do not reach their ends together, so what spans them waits for the update.
-        self._combine_now = (
+        combines = (
             bool(reduces) and self._combines and not self._combines_late and (is_last or self._combines_to_owners)
         )
-        self.is_open = True
-        self._reaches, self._reduces = reaches, reduces
-        self._order = self._orders.get(reduces)
-        self._completed = []
-        self._packed.clear()
-        self._cursor = 0
+        self._backward = _Backward(reaches, reduces, self._orders.get(reduces), bool(reduces) and combines)
         for position in reaches:
             self.buckets[position].begin_backward(is_last=position in closes)
 
     def _complete(self, position: int) -> None:
         """Every gradient of a bucket is there; it is packed now unless more may come."""
-        self._completed.append(position)
+        backward = self._opened
+        backward.completed.append(position)
         if position not in self._known or self.buckets[position].repeats or not self._overlaps:
             return
         if self._needs_one_order and within_backward.is_uneven():
             return  # exchanges of layers and reductions must come in one order, wherever which gradients are missing
-        if position in self._reduces and self._order is None:
+        if position in backward.reduces and backward.order is None:
             return
-        self._pack(position)
-        if position in self._reduces:
-            self._send_ready()
+        self._pack(position, backward)
+        if position in backward.reduces:
+            self._send_ready(backward)
 
-    def _pack(self, position: int) -> None:
+    def _pack(self, position: int, backward: _Backward) -> None:
         gradients = self.buckets[position]
         gradients.pack()
-        self._packed.add(position)
-        if position not in self._reduces:
+        backward.packed.add(position)
+        if position not in backward.reduces:
             gradients.accumulate_locally()
         self._on_packed(gradients.bucket)
 
-    def _send_ready(self) -> None:
-        assert self._order is not None
-        while self._cursor < len(self._order) and self._order[self._cursor] in self._packed:
-            self._send(self._order[self._cursor])
-            self._cursor += 1
+    def _send_ready(self, backward: _Backward) -> None:
+        assert backward.order is not None
+        while backward.cursor < len(backward.order) and backward.order[backward.cursor] in backward.packed:
+            self._send(backward.order[backward.cursor])
+            backward.cursor += 1
 
     def _send(self, position: int) -> None:
         """Starts a reduction and finishes older ones, but never by waiting for a peer that may wait for this rank.
@@ -224,28 +237,29 @@ class GradientReducer:
 
     def end(self) -> None:
         """Settles what is left of the backward, in the agreed order, and waits for every reduction."""
-        assert self.is_open
-        reduced = self._order if self._order is not None else sorted(self._reduces, reverse=True)
-        for position in (*reduced, *(position for position in self._reaches if position not in self._reduces)):
+        backward = self._opened
+        reaches, reduces = backward.reaches, backward.reduces
+        reduced = backward.order if backward.order is not None else sorted(reduces, reverse=True)
+        for position in (*reduced, *(position for position in reaches if position not in reduces)):
             gradients = self.buckets[position]
-            if position in self._packed:
+            if position in backward.packed:
                 continue
             gradients.note_unannounced()
-            if position in self._reduces or gradients.has_arrivals:
-                self._pack(position)
-        for position in reduced[self._cursor :]:
+            if position in reduces or gradients.has_arrivals:
+                self._pack(position, backward)
+        for position in reduced[backward.cursor :]:
             self._send(position)
         self._drain()
-        if self._reduces and self._combines:
+        if reduces and self._combines:
             self._has_partial_sums = True
-        if self._combine_now:
+        if backward.combines:
             self._combine(reduced)
-        self.is_open = False
-        self._local_sums.update(self._reaches)
-        self._local_sums -= self._reduces
-        if self._order is None and self._reduces:
-            self._orders[self._reduces] = self._agree_on_order()
-            self._known |= self._reduces
+        self._backward = None
+        self._local_sums.update(reaches)
+        self._local_sums -= reduces
+        if backward.order is None and reduces:
+            self._orders[reduces] = self._agree_on_order(backward)
+            self._known |= reduces
 
     def _combine(self, order: Sequence[int]) -> None:
         """The second step of all sums, one being sent while the one before it is waited for."""
@@ -263,10 +277,10 @@ class GradientReducer:
         while self._in_flight:
             self._in_flight.popleft().finish_reduction()
 
-    def _agree_on_order(self) -> list[int]:
+    def _agree_on_order(self, backward: _Backward) -> list[int]:
         """Rank 0's order of completion, the incomplete buckets and those with repeated arrivals last."""
-        held_back = [p for p in sorted(self._reduces) if p not in self._completed or self.buckets[p].repeats]
-        mine = [p for p in self._completed if p in self._reduces and p not in held_back] + held_back
+        held_back = [p for p in sorted(backward.reduces) if p not in backward.completed or self.buckets[p].repeats]
+        mine = [p for p in backward.completed if p in backward.reduces and p not in held_back] + held_back
         if not mine:
             return mine
         rows = self._peers.gather_small(
@@ -275,14 +289,24 @@ class GradientReducer:
         return [int(position) for position in rows[0].tolist()]
 
     @property
+    def _opened(self) -> _Backward:
+        assert self._backward is not None
+        return self._backward
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a backward is open."""
+        return self._backward is not None
+
+    @property
     def is_reducing(self) -> bool:
         """Whether a backward is open that other ranks reduce with this one."""
-        return self.is_open and bool(self._reduces)
+        return self._backward is not None and bool(self._backward.reduces)
 
     @property
     def num_sent(self) -> int:
-        """Reductions that the open backward has started."""
-        return self._cursor
+        """Reductions that the open backward has started; 0 outside of one."""
+        return 0 if self._backward is None else self._backward.cursor
 
     @property
     def has_sums(self) -> bool:
@@ -292,7 +316,8 @@ class GradientReducer:
     @property
     def is_mixed(self) -> bool:
         """Whether a part of the open backward has been added to sums of earlier micro-batches."""
-        return any(self.buckets[p].is_mixed(reduced=p in self._reduces) for p in self._reaches)
+        backward = self._opened
+        return any(self.buckets[p].is_mixed(reduced=p in backward.reduces) for p in backward.reaches)
 
     def drop(self, *, with_sums: bool) -> None:
         """After an exception in backward: throws away what the backward has delivered.
@@ -304,22 +329,23 @@ class GradientReducer:
             with_sums: Throw away what earlier micro-batches of this update left, because a part of this backward has
                 been added to it (:attr:`is_mixed`, on any rank) and cannot be taken out again.
         """
+        backward = self._opened
         self._drain()
         if with_sums:
             logger.warning(
                 "gradients of the failed backward were already added to those of earlier micro-batches, so %s of this "
                 "update starts again from zero",
-                "the sum" if self._reduces else "this rank's own sum",
+                "the sum" if backward.reduces else "this rank's own sum",
             )
-        for position in self._reaches:
-            self.buckets[position].drop_backward(reduced=position in self._reduces, with_sum=with_sums)
-        if self._reduces:
+        for position in backward.reaches:
+            self.buckets[position].drop_backward(reduced=position in backward.reduces, with_sum=with_sums)
+        if backward.reduces:
             self._has_partial_sums = any(gradients.sum.partial is not None for gradients in self.buckets)
             if with_sums:
-                self._local_sums -= self._reduces
+                self._local_sums -= backward.reduces
         # Of the others, ranks on which this backward went well have sums.
-        self._local_sums.update(position for position in self._reaches if position not in self._reduces)
-        self.is_open = False
+        self._local_sums.update(position for position in backward.reaches if position not in backward.reduces)
+        self._backward = None
 
     def end_micro_step(self) -> None:
         """A micro-step without an update is over: ranks may have sums of it, also where this one ran no backward."""
