@@ -2,145 +2,127 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+from collections import Counter
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from deepspeed.errors import CheckpointError
-
-_PATTERNS = ("*.safetensors", "pytorch_model*.bin", "*.pt")
+from deepspeed.inference.weight_files import Stored, WeightFiles, find_files
+from deepspeed.zero.parts import tile_of
 
 
 def fill(model: nn.Module, checkpoint: str | dict[str, Any], dtype: torch.dtype, *, base_dir: str = "") -> None:
     """Gives every parameter and saved buffer of ``model`` its value from files.
 
+    Of a model that is cut over ranks each rank reads its parts, and no more.
+
     Args:
         model: Its tensors may be on the meta device; those are replaced.
         checkpoint: A folder, a file of weights, a JSON file, or what such a file holds: an object whose
-            ``checkpoints`` lists files of whole tensors.
+            ``checkpoints`` lists files of whole tensors, or has the lists ``non_tp`` and ``tp``.
         dtype: Of floating tensors.
         base_dir: Folder that relative names start from.
 
     Raises:
         CheckpointError: Files are missing, hold something else, or leave tensors of the model without a value.
     """
-    files = _files(checkpoint, Path(base_dir))
+    files = find_files(checkpoint, Path(base_dir))
     _make_buffers(model)
-    find = _finder(model)
+    places = _Places(model)
     unknown: list[str] = []
     filled: set[str] = set()
-    for name, values in _tensors(files):
-        place = find(name)
+    pieces: Counter[str] = Counter()
+    for stored in files.tensors():
+        place = places.of(stored.tile.name)
         if place is None:
-            unknown.append(name)
+            unknown.append(stored.tile.name)
             continue
-        _put(model, place, values, dtype)
+        places.put(place, stored, dtype)
         filled.add(place)
+        pieces[stored.tile.name] += stored.is_part
     tie = getattr(model, "tie_weights", None)
     if tie is not None:
         tie()
+    _refuse_gaps(model, files, filled, pieces, unknown)
+
+
+def _refuse_gaps(
+    model: nn.Module, files: WeightFiles, filled: set[str], pieces: Counter[str], unknown: list[str]
+) -> None:
+    for name, count in pieces.items():
+        if count not in (0, len(files.parts)):
+            raise CheckpointError(
+                f"init_inference: of {name!r} {count} of {len(files.parts)} parts are in the files ({files})"
+            )
     # What is left: tensors without a value, by identity, so that a tied head counts as filled.
     state = dict(model.state_dict(keep_vars=True))
     have = {id(state[name]) for name in filled if name in state}
     missing = [name for name, tensor in state.items() if id(tensor) not in have]
     if missing:
         also = f"; {len(unknown)} tensors of the files have no place, such as {unknown[0]!r}" if unknown else ""
+        if unknown and hasattr(model, "from_pretrained"):
+            also += ". Transformers may store them in another form: from_pretrained reads it, without checkpoint="
         raise CheckpointError(
-            f"init_inference: {len(missing)} tensors of {type(model).__name__} are in none of the {len(files)} files "
-            f"({files[0]} ...), such as {missing[0]!r}{also}"
+            f"init_inference: {len(missing)} tensors of {type(model).__name__} are in none of the {files}, such as "
+            f"{missing[0]!r}{also}"
         )
 
 
-def _files(checkpoint: str | dict[str, Any], base: Path) -> list[Path]:
-    if isinstance(checkpoint, str):
-        path = base / checkpoint
-        if path.is_dir():
-            for pattern in _PATTERNS:
-                if found := sorted(path.glob(pattern)):
-                    return found
-            raise CheckpointError(f"init_inference: the folder {path} has no {' or '.join(_PATTERNS)}")
-        if not path.is_file():
-            raise CheckpointError(f"init_inference: checkpoint {path}: there is no such file or folder")
-        if path.suffix != ".json":
-            return [path]
-        return _listed(json.loads(path.read_text()), path.parent)
-    return _listed(checkpoint, base)
+class _Places:
+    """The tensors of a model by the names that files have for them."""
 
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._names = set(model.state_dict(keep_vars=True))
+        self._prefix = f"{getattr(model, 'base_model_prefix', '')}."
+        self._users: dict[int, list[tuple[nn.Module, str]]] = {}
+        for module in model.modules():
+            for leaf, parameter in module._parameters.items():
+                self._users.setdefault(id(parameter), []).append((module, leaf))
 
-def _listed(description: dict[str, Any], base: Path) -> list[Path]:
-    listed = description.get("checkpoints")
-    base = Path(description.get("base_dir") or base)
-    if isinstance(listed, str):
-        return _files(listed, base)
-    if not isinstance(listed, list) or int(description.get("tp_size") or description.get("mp_size") or 1) > 1:
-        raise CheckpointError(
-            "init_inference: checkpoint: expected an object whose 'checkpoints' lists files of whole tensors; files "
-            "that are cut for several ranks are read by deepspeed.checkpoint, which writes whole ones"
-        )
-    found = [base / name for name in listed]
-    for path in found:
-        if not path.is_file():
-            raise CheckpointError(f"init_inference: checkpoint: there is no file {path}")
-    return found
+    def of(self, name: str) -> str | None:
+        """Files may have one prefix more or less than the model."""
+        candidates = (name, self._prefix + name, name.removeprefix(self._prefix), name.removeprefix("module."))
+        return next((candidate for candidate in candidates if candidate in self._names), None)
 
-
-def _tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    for path in files:
-        try:
-            yield from _tensors_of(path)
-        except (SafetensorError, RuntimeError, EOFError, UnpicklingError) as error:
+    def put(self, name: str, stored: Stored, dtype: torch.dtype) -> None:
+        """Gives a tensor of the model the values that a file has for it."""
+        holder_name, _, leaf = name.rpartition(".")
+        holder = self._model.get_submodule(holder_name)
+        old: torch.Tensor = getattr(holder, leaf)
+        tile = tile_of(name, tuple(old.shape), -1, old)
+        if tile.global_shape != stored.tile.global_shape:
             raise CheckpointError(
-                f"init_inference: {path} cannot be read ({error}); it is damaged or no file of weights. Write it "
-                "again, or name another one"
-            ) from error
+                f"init_inference: {name!r} has shape {tile.global_shape} in the model and {stored.tile.global_shape} "
+                "in the files"
+            )
+        if stored.is_whole and tile.part is None:
+            values = stored.read(())
+            values = values.to(dtype) if values.is_floating_point() else values
+        else:
+            kind = dtype if old.is_floating_point() else old.dtype
+            ready = not old.is_meta and old.dtype == kind
+            values = (
+                old.data if ready else torch.zeros(tile.shape, dtype=kind, device=None if old.is_meta else old.device)
+            )
+            stored.copy_into(values, tile.boxes)
+        if not old.is_meta:
+            old.data = values.to(old.device)
+        elif isinstance(old, nn.Parameter):
+            self._replace(old, nn.Parameter(values, requires_grad=old.requires_grad and values.is_floating_point()))
+        else:
+            holder._buffers[leaf] = values
 
-
-def _tensors_of(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    if path.suffix == ".safetensors":
-        with safe_open(path, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 - no mapping
-                yield name, opened.get_tensor(name)
-        return
-    found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    found = found.get("module", found)
-    yield from ((name, values) for name, values in found.items() if isinstance(values, torch.Tensor))
-
-
-def _finder(model: nn.Module) -> Callable[[str], str | None]:
-    """The tensor of the model that a file means: files may have one prefix more or less than the model."""
-    names = set(model.state_dict(keep_vars=True))
-    prefix = f"{getattr(model, 'base_model_prefix', '')}."
-
-    def find(name: str) -> str | None:
-        for candidate in (name, prefix + name, name.removeprefix(prefix), name.removeprefix("module.")):
-            if candidate in names:
-                return candidate
-        return None
-
-    return find
-
-
-def _put(model: nn.Module, name: str, values: torch.Tensor, dtype: torch.dtype) -> None:
-    holder_name, _, leaf = name.rpartition(".")
-    holder = model.get_submodule(holder_name)
-    old = getattr(holder, leaf)
-    if old.shape != values.shape:
-        raise CheckpointError(
-            f"init_inference: {name!r} has shape {tuple(old.shape)} in the model and {tuple(values.shape)} in the files"
-        )
-    values = values.to(dtype) if values.is_floating_point() else values
-    if not old.is_meta:
-        old.data = values.to(old.device)
-    elif isinstance(old, nn.Parameter):
-        setattr(holder, leaf, nn.Parameter(values, requires_grad=old.requires_grad and values.is_floating_point()))
-    else:
-        holder._buffers[leaf] = values
+    def _replace(self, old: nn.Parameter, new: nn.Parameter) -> None:
+        """In every module that has it, so that tied weights stay tied; marks go along."""
+        new.__dict__.update(old.__dict__)
+        users = self._users.pop(id(old))
+        for module, leaf in users:
+            module._parameters[leaf] = new
+        self._users[id(new)] = users
 
 
 def _make_buffers(model: nn.Module) -> None:

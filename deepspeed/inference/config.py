@@ -26,6 +26,7 @@ _POINTLESS = {
     "transposed_mode": "weights are the model's own",
     "min_out_tokens": "caches are the model's own",
     "training_mp_size": "checkpoints say themselves how they are cut",
+    "config": "the model has its configuration",
     "set_empty_params": "a model on the meta device is filled from its checkpoint",
 }
 
@@ -39,6 +40,8 @@ class InferenceSettings:
         dtype: In which the model computes.
         weight_bits: Width of the weights of linear layers: 4 or 8; None: as ``dtype``.
         zero: The section ``zero`` as written, for :func:`deepspeed.initialize`; None without one.
+        checkpoint: Where weights are read from; None: the model has them.
+        save_path: Folder for the weights as each rank has them; None: they are not written.
         longest_prompt: Most tokens of a prompt, where the configuration gives it.
         notices: Lines for the log.
     """
@@ -47,6 +50,8 @@ class InferenceSettings:
     dtype: torch.dtype
     weight_bits: int | None
     zero: dict[str, Any] | None
+    checkpoint: str | dict[str, Any] | None
+    save_path: str | None
     longest_prompt: int | None
     notices: tuple[str, ...]
 
@@ -83,6 +88,8 @@ def read_settings(config: Any, keywords: dict[str, Any]) -> InferenceSettings:
         dtype=_DTYPES[read.dtype],
         weight_bits=read.quant.weight.num_bits if read.dtype == "int8" else None,
         zero=dict(zero) if isinstance(zero, dict) and read.zero.stage else None,
+        checkpoint=read.checkpoint if read.checkpoint is not None else read.checkpoint_config.checkpoint_dir,
+        save_path=read.save_mp_checkpoint_path or read.checkpoint_config.save_mp_checkpoint_path,
         longest_prompt=read.max_out_tokens if "max_out_tokens" in read.model_fields_set else None,
         notices=(*findings.notices, *_effects(read)),
     )
@@ -120,8 +127,8 @@ def _check(read: DeepSpeedInferenceConfig, findings: Findings) -> None:
         findings.problem(
             ("quant", "activation"), "activations stay in 16 bits; leave the section out (weights are quantised alone)"
         )
-    if read.injection_policy_tuple is not None:
-        findings.problem(("injection_policy_tuple",), "give injection_policy, {class of a block: names of its outputs}")
+    if read.injection_policy_tuple is not None and read.injection_policy is not None:
+        findings.problem(("injection_policy_tuple",), "injection_policy says the same by class; give one of them")
     if read.moe.ep_size > 1:
         findings.problem(("moe", "ep_size"), f"{read.moe.ep_size}: experts are not spread while generating; use 1")
     if read.zero.stage not in (0, 3):
@@ -135,6 +142,13 @@ def _effects(read: DeepSpeedInferenceConfig) -> list[str]:
     lines = [
         f"{name} has no effect: {why}" for name, why in _POINTLESS.items() if name in given and getattr(read, name)
     ]
+    if not (read.tensor_parallel.enabled and read.tensor_parallel.tp_size > 1):
+        unused = [name for name in ("injection_policy", "injection_policy_tuple") if getattr(read, name) is not None]
+        lines += [f"{name} has no effect: it says how layers are cut, and tp_size is 1" for name in unused]
+    if read.moe.model_fields_set - {"ep_size"}:
+        lines.append("moe has no effect: experts are the model's own")
+    if "qkv" in read.quant.model_fields_set:
+        lines.append("quant.qkv has no effect: projections of attention are linear layers like others")
     weight = read.quant.weight
     if read.dtype == "int8":
         natural = "symmetric" if weight.num_bits == 8 else "asymmetric"

@@ -16,6 +16,7 @@ from deepspeed.inference.checkpoints import fill
 from deepspeed.inference.config import InferenceSettings, read_settings
 from deepspeed.inference.engine import InferenceEngine
 from deepspeed.inference.quantization.quantization import quantize_parts
+from deepspeed.inference.shares import save
 from deepspeed.inference.tensor import cut, job_mesh, tensor_size
 from deepspeed.linear.quantize import quantize_model
 from deepspeed.logging import log_dist
@@ -44,16 +45,18 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> Infer
     for line in settings.notices:
         log_dist(f"init_inference: {line}", ranks=[0])
     read = settings.config
+    if settings.checkpoint is None:
+        _refuse_meta(model)
     if settings.zero is not None:
         return _with_zero(model, settings)
-    if read.checkpoint is not None:
-        fill(model, read.checkpoint, settings.dtype, base_dir=read.base_dir or read.checkpoint_config.base_dir)
-    _refuse_meta(model)
     device = "cpu" if read.keep_module_on_host else get_accelerator().current_device_name()
     mesh = job_mesh(settings)
-    if mesh is not None:
-        cut(model, settings, mesh, torch.device(device))
-    _prepare(model, settings)
+    made = None if mesh is None else cut(model, settings, mesh, torch.device(device))
+    _fill(model, settings)  # after the cut, so that a rank reads its parts alone
+    model.eval().requires_grad_(False).to(settings.dtype)
+    if settings.save_path is not None:
+        save(model, settings.save_path, made, settings.dtype)
+    _quantize(model, settings)
     model.to(device)
     return InferenceEngine(model, settings, mp_group=None if mesh is None else groups.group_along(TENSOR))
 
@@ -63,10 +66,15 @@ def default_inference_config() -> dict[str, Any]:
     return read_settings(None, {}).config.model_dump()
 
 
-def _prepare(model: nn.Module, settings: InferenceSettings) -> None:
-    """Dtype and quantised layers, in place."""
-    model.eval().requires_grad_(False)
-    model.to(settings.dtype)
+def _fill(model: nn.Module, settings: InferenceSettings) -> None:
+    if settings.checkpoint is not None:
+        read = settings.config
+        fill(model, settings.checkpoint, settings.dtype, base_dir=read.base_dir or read.checkpoint_config.base_dir)
+        _refuse_meta(model)
+
+
+def _quantize(model: nn.Module, settings: InferenceSettings) -> None:
+    """Quantised layers, in place."""
     weight = settings.config.quant.weight
     if settings.weight_bits is not None:
         log_dist(f"init_inference: {quantize_model(model, bits=settings.weight_bits).line()}", ranks=[0])
@@ -79,8 +87,9 @@ def _prepare(model: nn.Module, settings: InferenceSettings) -> None:
 def _with_zero(model: nn.Module, settings: InferenceSettings) -> InferenceEngine:
     """ZeRO-Inference: weights are sharded over the ranks, or lie in host memory or files, and come layer by layer."""
     assert settings.zero is not None
-    _refuse_meta(model)
-    _prepare(model, settings)
+    _fill(model, settings)
+    model.eval().requires_grad_(False).to(settings.dtype)
+    _quantize(model, settings)
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": settings.zero}
     if settings.dtype != torch.float32:
         config["fp16" if settings.dtype == torch.float16 else "bf16"] = {"enabled": True}
@@ -91,10 +100,10 @@ def _with_zero(model: nn.Module, settings: InferenceSettings) -> InferenceEngine
 
 def _refuse(settings: InferenceSettings) -> None:
     read = settings.config
-    if read.save_mp_checkpoint_path or read.checkpoint_config.save_mp_checkpoint_path:
-        raise NotYetSupportedError(
-            "init_inference: save_mp_checkpoint_path: weights cut for one number of ranks are not written here; "
-            "save_pretrained of the whole model is read by any number of them"
+    if settings.save_path is not None and settings.zero is not None:
+        raise DeepSpeedConfigError(
+            "init_inference: save_mp_checkpoint_path beside zero; weights that ZeRO shards are written by "
+            "save_16bit_model of the engine that deepspeed.initialize returns"
         )
     if settings.zero is not None and tensor_size(settings) > 1:
         raise NotYetSupportedError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
@@ -11,11 +10,13 @@ from torch import nn
 from deepspeed.comm import groups, init_distributed
 from deepspeed.comm.mesh import DATA, TENSOR, Mesh
 from deepspeed.comm.world import size_of
+from deepspeed.config.sections.inference import InferenceTp
 from deepspeed.config.sections.tensor_parallel import TensorParallel
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.inference.config import InferenceSettings
 from deepspeed.logging import log_dist
-from deepspeed.parallel.tensor.cutting import cut_model
+from deepspeed.parallel.tensor.cutting import CutModel, cut_model
+from deepspeed.parallel.tensor.request import tp_model_init
 from deepspeed.parallel.tensor.rules import is_linear
 
 
@@ -54,47 +55,81 @@ def job_mesh(settings: InferenceSettings) -> Mesh | None:
     return mesh
 
 
-def cut(model: nn.Module, settings: InferenceSettings, mesh: Mesh, device: torch.device) -> None:
-    """Cuts the model in place. Every rank must call it, with the same model.
+def cut(model: nn.Module, settings: InferenceSettings, mesh: Mesh, device: torch.device) -> CutModel:
+    """Cuts the model in place. Every rank must call it, with the same model, which may be on the meta device.
 
     Raises:
         DeepSpeedConfigError: The model cannot be cut so.
     """
     read = settings.config
+    told = read.tensor_parallel
     section: dict[str, Any] = {"autotp_size": mesh.size(TENSOR)}
     if read.injection_policy is not None:
-        section["partition_config"] = {"layer_specs": _specs(model, read.injection_policy)}
-    cut_model(model, TensorParallel(**section), mesh, device)
+        section["injection_policy_tuple"] = _rows(model, read.injection_policy)
+    elif read.injection_policy_tuple is not None:
+        section["injection_policy_tuple"] = _checked(model, list(read.injection_policy_tuple))
+    if "tp_grain_size" in told.model_fields_set:
+        section["tensor_parallel"] = {"tp_grain_size": told.tp_grain_size}
+    if (group := _group_of(told)) is not None:
+        tp_model_init(model, mesh.size(TENSOR), tp_group=group)
+    made = cut_model(model, TensorParallel(**section), mesh, device)
+    assert made is not None, "the mesh has a tensor axis"
+    return made
 
 
-def _specs(model: nn.Module, policy: dict[Any, Any]) -> list[dict[str, Any]]:
-    """A policy ``{class of a block: ends of the names of layers whose outputs are summed}`` as rules for layers.
+def _group_of(told: InferenceTp) -> Any:
+    """The ranks that the program says share layers; None where it says nothing."""
+    if told.tp_group is not None or told.mpu is None:
+        return told.tp_group
+    for name in ("get_tensor_model_parallel_group", "get_model_parallel_group"):
+        if hasattr(told.mpu, name):
+            return getattr(told.mpu, name)()
+    raise DeepSpeedConfigError(
+        f"init_inference: tensor_parallel.mpu: {type(told.mpu).__name__} has no get_model_parallel_group(); give "
+        "tensor_parallel.tp_group, or neither"
+    )
+
+
+def _rows(model: nn.Module, policy: dict[Any, Any]) -> list[str]:
+    """The layers that a policy ``{class of a block: ends of names}`` means: those whose outputs are summed.
 
     Raises:
         DeepSpeedConfigError: There is no such block, or no such layer in it.
     """
     rows: list[str] = []
-    columns: list[str] = []
     for kind, ends in policy.items():
         ends = (ends,) if isinstance(ends, str) else tuple(ends)
+        shown = getattr(kind, "__name__", kind)
         blocks = [name for name, module in model.named_modules() if kind in (type(module), type(module).__name__)]
+        if not blocks:
+            kinds = sorted({type(module).__name__ for module in model.modules() if list(module.children())})
+            raise DeepSpeedConfigError(
+                f"init_inference: injection_policy: the model has no {shown}; its classes are {', '.join(kinds)}"
+            )
         layers = [
-            f"{block}.{name}"
+            f"{block}.{name}" if block else name
             for block in blocks
             for name, module in model.get_submodule(block).named_modules()
             if is_linear(module)
         ]
         for end in ends:
-            if not any(layer.endswith(f".{end}") for layer in layers):
-                raise DeepSpeedConfigError(
-                    f"init_inference: injection_policy: no block {getattr(kind, '__name__', kind)} of the model has a "
-                    f"linear layer {end!r}; its layers are {', '.join(sorted({n.rpartition('.')[2] for n in layers}))}"
-                )
-        for layer in layers:
-            (rows if layer.endswith(tuple(f".{end}" for end in ends)) else columns).append(layer)
-    found = (("row", rows), ("column", columns))
-    return [
-        {"patterns": [f"^{re.escape(name)}\\.weight$" for name in names], "partition_type": way}
-        for way, names in found
-        if names
-    ]
+            found = [layer for layer in layers if layer.endswith(f".{end}")]
+            if not found:
+                raise _no_layer("injection_policy", f"block {shown} of the model", end, layers)
+            rows += found
+    return rows
+
+
+def _checked(model: nn.Module, ends: list[str]) -> list[str]:
+    layers = [name for name, module in model.named_modules() if is_linear(module)]
+    for end in ends:
+        if not any(name == end or name.endswith(f".{end}") for name in layers):
+            raise _no_layer("injection_policy_tuple", "module of the model", end, layers)
+    return ends
+
+
+def _no_layer(setting: str, where: str, end: str, layers: list[str]) -> DeepSpeedConfigError:
+    return DeepSpeedConfigError(
+        f"init_inference: {setting}: no {where} has a linear layer {end!r}; its layers are "
+        f"{', '.join(sorted({name.rpartition('.')[2] for name in layers}))}"
+    )

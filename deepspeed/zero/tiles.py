@@ -206,6 +206,16 @@ def _common(one: Region, other: Region) -> Region | None:
     return (first, shape) if all(extent > 0 for extent in shape) else None
 
 
+def in_common(one: Box, other: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """What two boxes of one logical parameter share, as indices into the tile of each; None: nothing."""
+    common = _common((one.whole, one.shape), (other.whole, other.shape))
+    if common is None:
+        return None
+    first, shape = common
+    places = [[low - w + t for low, w, t in zip(first, box.whole, box.tile, strict=True)] for box in (one, other)]
+    return _slices(tuple(places[0]), shape), _slices(tuple(places[1]), shape)
+
+
 class Span(NamedTuple):
     """Elements that lie side by side in two flattened tiles.
 

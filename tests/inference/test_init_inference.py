@@ -95,7 +95,7 @@ def test_the_callers_dict_stays_as_it_is_and_may_be_a_file(tmp_path):
         ({"quant": {"activation": {"num_bits": 8}}}, {}, "activations stay in 16 bits"),
         ({"zero": {"stage": 2}}, {}, "stage 3 alone saves memory"),
         ({"mp_size": 2, "tp": {"tp_size": 4}}, {}, "mp_size: 2, but tensor_parallel.tp_size is 4"),
-        ({"injection_policy_tuple": ["o_proj"]}, {}, "give injection_policy"),
+        ({"injection_policy_tuple": ["o"], "injection_policy": {"A": "b"}}, {}, "give one of them"),
     ],
 )
 def test_bad_input_is_said(config, keywords, said):

@@ -183,8 +183,8 @@ def _holders(layout: Layout, mesh: Mesh, device: torch.device) -> Channel | None
 def _spread(model: nn.Module, channel: Channel, device: torch.device) -> None:
     """Gives all tensor ranks the values of the first: they may have been drawn from different seeds."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if isinstance(tensor, ShardedParameter) or tensor.numel() == 0:
-            continue  # all ranks share it already
+        if isinstance(tensor, ShardedParameter) or tensor.numel() == 0 or tensor.is_meta:
+            continue  # all ranks share it already, or will read it from files
         dense = tensor.detach().to(device).contiguous()
         channel.transport.broadcast(dense.view(-1).view(torch.uint8), 0, label=f"the first values of {name}")
         if dense.data_ptr() != tensor.data_ptr():

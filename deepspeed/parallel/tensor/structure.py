@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed.parallel.tensor.attention import attention_of
 from deepspeed.parallel.tensor.layout import block_of
@@ -231,10 +232,22 @@ def _forward(model: nn.Module, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
         try:
             return _run(model, inputs, torch.device("meta"))
         except (RuntimeError, NotImplementedError, ValueError, TypeError):  # a question about values
-            return _run(model, inputs, None)
+            if not next(model.parameters()).is_meta:
+                return _run(model, inputs, None)
+            with _NoValues():
+                return _run(model, inputs, torch.device("meta"))
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+class _NoValues(TorchDispatchMode):
+    """Answers questions about single values of meta tensors with zero: whether an input is padded, for example."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return torch.zeros((), dtype=args[0].dtype).item()
+        return func(*args, **(kwargs or {}))
 
 
 def _run(model: nn.Module, inputs: Mapping[str, Any], device: torch.device | None) -> list[torch.Tensor]:

@@ -1,0 +1,187 @@
+"""Tensors in files of weights, of which any part can be read without the rest.
+
+A file holds whole tensors (Transformers' files, those of ``save_16bit_model`` and ``zero_to_fp32.py``), or the parts of
+one tensor-parallel rank, as :mod:`deepspeed.inference.shares` writes them: then the file's own header says of each
+tensor which part it is, so that ranks of any number find theirs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from deepspeed.errors import CheckpointError
+from deepspeed.zero.tiles import Box, Tile, TilePart, in_common
+
+PARTS = "deepspeed_parts"
+"""Key of a file's header under which the parts are."""
+DESCRIPTION = "ds_inference_config.json"
+_PATTERNS = ("*.safetensors", "pytorch_model*.bin", "*.pt")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in an open file.
+
+    Attributes:
+        tile: Its name, its shape, and which part of the named tensor it is.
+        is_part: Whether it comes from a file of parts, where other files have the others.
+        read: Gives some of it by indices, or all of it for ``()``.
+    """
+
+    tile: Tile
+    is_part: bool
+    read: Callable[[tuple[slice, ...]], torch.Tensor]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the named tensor."""
+        return not self.is_part
+
+    def copy_into(self, values: torch.Tensor, boxes: tuple[Box, ...]) -> None:
+        """Reads what of the named tensor lies in ``values``, and nothing else.
+
+        Args:
+            values: A tile of it.
+            boxes: What of it lies there.
+        """
+        for mine in boxes:
+            for theirs in self.tile.boxes:
+                if (common := in_common(mine, theirs)) is not None:
+                    values[common[0]] = self.read(common[1]).to(values.dtype)
+
+
+@dataclass(frozen=True)
+class WeightFiles:
+    """Which files there are.
+
+    Attributes:
+        whole: Files of whole tensors.
+        parts: Files of parts, one per rank that wrote.
+    """
+
+    whole: tuple[Path, ...]
+    parts: tuple[Path, ...] = ()
+
+    def __str__(self) -> str:
+        files = (*self.whole, *self.parts)
+        return f"{len(files)} files ({files[0]} ...)" if len(files) > 1 else str(files[0])
+
+    def tensors(self) -> Iterator[Stored]:
+        """Every tensor, file by file. What is given is valid until the next one is asked for.
+
+        Raises:
+            CheckpointError: A file is damaged, or no file of weights.
+        """
+        for path in (*self.whole, *self.parts):
+            with _named(path):
+                yield from _safetensors(path, path in self.parts) if path.suffix == ".safetensors" else _pickled(path)
+
+
+def find_files(checkpoint: str | Mapping[str, Any], base: Path) -> WeightFiles:
+    """The files that ``init_inference(checkpoint=...)`` means.
+
+    Args:
+        checkpoint: A folder, a file of weights, a JSON file, or what such a file holds.
+        base: Folder that relative names start from.
+
+    Raises:
+        CheckpointError: There are none, or they are listed in a form that cannot be read.
+    """
+    if not isinstance(checkpoint, str):
+        return _listed(checkpoint, base)
+    path = base / checkpoint
+    if path.is_dir():
+        if (path / DESCRIPTION).is_file():
+            path = path / DESCRIPTION
+        else:
+            for pattern in _PATTERNS:
+                if found := sorted(path.glob(pattern)):
+                    return WeightFiles(tuple(found))
+            raise CheckpointError(f"init_inference: the folder {path} has no {' or '.join(_PATTERNS)}")
+    if not path.is_file():
+        raise CheckpointError(f"init_inference: checkpoint {path}: there is no such file or folder")
+    if path.suffix != ".json":
+        return WeightFiles((path,))
+    try:
+        return _listed(json.loads(path.read_text()), path.parent)
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"init_inference: checkpoint {path} is no JSON: {error}") from error
+
+
+def _listed(description: Any, base: Path) -> WeightFiles:
+    listed = description.get("checkpoints") if isinstance(description, Mapping) else None
+    if isinstance(listed, str):
+        return find_files(listed, Path(description.get("base_dir") or base))
+    size = int(description.get("tp_size") or description.get("mp_size") or 1) if listed else 1
+    if isinstance(listed, Mapping):
+        parts = listed.get("tp") or []
+        if len(parts) not in (0, size):
+            raise CheckpointError(
+                f"init_inference: checkpoint: tp_size is {size}, but {len(parts)} files are listed under 'tp'; one "
+                "file per rank was written"
+            )
+        names = list(listed.get("non_tp") or []), list(parts)
+    elif isinstance(listed, list) and size == 1:
+        names = list(listed), []
+    else:
+        raise CheckpointError(
+            "init_inference: checkpoint: expected an object whose 'checkpoints' lists files of whole tensors, or has "
+            "the lists 'non_tp' and 'tp' as save_mp_checkpoint_path writes them; files that a training cut for "
+            "several ranks are read by deepspeed.checkpoint, which writes whole ones"
+        )
+    base = Path(description.get("base_dir") or base)
+    found = WeightFiles(tuple(base / name for name in names[0]), tuple(base / name for name in names[1]))
+    for path in (*found.whole, *found.parts):
+        if not path.is_file():
+            raise CheckpointError(f"init_inference: checkpoint: there is no file {path}")
+    if not found.whole and not found.parts:
+        raise CheckpointError("init_inference: checkpoint: 'checkpoints' lists no files")
+    return found
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, RuntimeError, EOFError, UnpicklingError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            f"init_inference: {path} cannot be read ({error}); it is damaged or no file of weights. Write it "
+            "again, or name another one"
+        ) from error
+
+
+def _safetensors(path: Path, is_part: bool) -> Iterator[Stored]:
+    with safe_open(path, framework="pt") as opened:
+        said = json.loads((opened.metadata() or {}).get(PARTS, "null"))
+        if is_part and said is None:
+            raise CheckpointError(f"init_inference: {path} does not say which parts of tensors it holds")
+        for name in opened.keys():  # noqa: SIM118 - no mapping
+            shape = tuple(opened.get_slice(name).get_shape())
+            part = None
+            if said is not None:
+                boxes = tuple(Box(*(tuple(numbers) for numbers in box)) for box in said[name]["boxes"])
+                part = TilePart(name, tuple(said[name]["shape"]), boxes)
+
+            def read(where: tuple[slice, ...], name: str = name) -> torch.Tensor:
+                return opened.get_slice(name)[where] if where else opened.get_tensor(name)  # type: ignore[no-any-return]
+
+            yield Stored(Tile(name, shape, part=part), is_part, read)
+
+
+def _pickled(path: Path) -> Iterator[Stored]:
+    found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    found = found.get("module", found)
+    for name, values in found.items():
+        if isinstance(values, torch.Tensor):
+            yield Stored(Tile(name, tuple(values.shape)), False, values.__getitem__)
