@@ -32,7 +32,7 @@ _DEEPEST_TAG = 4
 _LONGEST_TAG = 200
 _LONGEST_LATEST = 4096
 _OUR_FILE = re.compile(r"rank\d+-.+")
-_STATES = re.compile(r"(mp_rank_\d+|zero_pp_rank_\d+_mp_rank_\d+)_model_states\.pt")
+_STATES = re.compile(r"(mp_rank_\d+|zero_pp_rank_\d+_mp_rank_\d+|layer_\d+-.*)_?model_states\.pt")
 _OPTIM = re.compile(r"(bf16_)?(zero_pp_rank_\d+_mp_rank_\d+|expp_rank_\d+_mp_rank_\d+)_?optim_states\.pt")
 
 

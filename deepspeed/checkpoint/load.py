@@ -211,8 +211,13 @@ def _open(
     found: Found, subject: Subject, options: LoadOptions, rank: int, stack: ExitStack
 ) -> tuple[Source, TrainingState]:
     if found.format is not Format.OURS:
-        trained = subject.trained_names()
-        upstream = open_upstream(found.folder, found.format, trust=options.trust_objects, trained=trained)
+        upstream = open_upstream(
+            found.folder,
+            found.format,
+            trust=options.trust_objects,
+            trained=subject.trained_names(),
+            layer_names=subject.layer_names(),
+        )
         return upstream, upstream.state
     reader = stack.enter_context(CheckpointReader(found.folder, verify=subject.settings.verify_checksums))
     return reader, read_training_state(reader, rank, trust=options.trust_objects)

@@ -146,6 +146,11 @@ class Subject:
         """Extra state of modules, by state-dict key."""
         return {key: module.get_extra_state() for key, module in self.extra_state_owners().items()}
 
+    def layer_names(self) -> dict[int, str]:
+        """Of a pipeline, with what the names of its tied layers begin, by the layers' numbers; empty for others."""
+        names = getattr(self.model, "tied_layer_names", None)
+        return names() if callable(names) else {}
+
     def trained_names(self) -> list[list[str]]:
         """Names of the logical parameters of each param group, in the order of the model."""
         order = {name: position for position, name in enumerate(self.state_dict_names())}

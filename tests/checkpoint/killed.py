@@ -1,7 +1,7 @@
 """Kills processes in the middle of saves.
 
-``python -m tests.checkpoint.killed FOLDER operations TAG ACT``, ``... FOLDER moments COUNT`` or ``... FOLDER runs CELL
-...``, where a cell is ``stage,precision,home of the optimizer's states,home of the parameters``.
+``python -m tests.checkpoint.killed FOLDER operations TAG ACT``, ``... FOLDER moments COUNT [pipeline]`` or ``... FOLDER
+runs CELL ...``, where a cell is ``stage,precision,home of the optimizer's states,home of the parameters``.
 
 Run in a process of its own, because it forks: children start from imported modules instead of importing torch again.
 """
@@ -28,6 +28,7 @@ from tests.checkpoint.faults import faults
 from tests.checkpoint.training import engine, fragments, joined, offload, other_state, train
 from tests.checkpoint.whole import read_whole
 from tests.harness import assert_states_equal
+from tests.parallel.pipe.support import engine_of
 
 TAGS = (None, "same")
 
@@ -42,12 +43,12 @@ def value_in(folder: Path) -> float | None:
     with CheckpointReader(found.folder) as reader:
         for record in reader.manifest.files:
             reader.read_file(record.name)
-        gain = read_whole(reader, "gain").item()
+        value = read_whole(reader, next(iter(reader.parameters))).flatten()[0].item()
         for name in reader.parameters:
             values = read_whole(reader, name)
             # One save wrote all of it: nothing of another save is mixed in.
-            assert bool((values == gain).all()), (name, gain, values)
-        return gain
+            assert bool((values == value).all()), (name, value, values)
+        return value
 
 
 def fill(run, value: float) -> None:
@@ -91,12 +92,17 @@ def operations(folder: Path, tag: str | None, act: str) -> None:
     print(f"{kills} deaths survived", flush=True)
 
 
-def train_and_save(folder: Path, rank: int, meeting: Path, tag: str | None, first: float) -> None:
+def made(pipes: bool):
+    """An engine of copies, or of a pipeline over all ranks."""
+    return engine_of(comm.get_world_size(), 1, 2) if pipes else engine(2, "fp32")
+
+
+def train_and_save(folder: Path, rank: int, meeting: Path, tag: str | None, first: float, pipes: bool) -> None:
     """A rank of a job that saves until it is killed."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
     comm.init_distributed("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2, verbose=False)
     assert comm.get_world_size() == 2
-    run = engine(2, "fp32")
+    run = made(pipes)
     value = first
     while True:
         fill(run, value)
@@ -106,8 +112,8 @@ def train_and_save(folder: Path, rank: int, meeting: Path, tag: str | None, firs
         value += 1
 
 
-def moments(folder: Path, count: int) -> None:
-    """Kills one of two ranks at random moments of saves."""
+def moments(folder: Path, count: int, pipes: bool) -> None:
+    """Kills one of two ranks at random moments of saves; ``pipes``: they are the stages of a pipeline."""
     dice = random.Random(0)
     value = 0.0
     for number in range(count):
@@ -123,7 +129,7 @@ def moments(folder: Path, count: int) -> None:
             child = os.fork()
             if child == 0:
                 try:
-                    train_and_save(here, rank, folder / f"meeting{number}", tag, before + 1)
+                    train_and_save(here, rank, folder / f"meeting{number}", tag, before + 1, pipes)
                 finally:
                     os._exit(3)
             children.append(child)
@@ -139,7 +145,9 @@ def moments(folder: Path, count: int) -> None:
         value = value_in(here) or 0.0
         assert value >= before, (number, before, value)
         print(f"moment {number}: {before:g} -> {value:g}", flush=True)
-    run = engine(2, "fp32")
+    if pipes:
+        comm.init_distributed("gloo", init_method=f"file://{folder}/alone", rank=0, world_size=1, verbose=False)
+    run = made(pipes)
     for tag in TAGS:
         here = folder / str(tag)
         fill(run, 9999)
@@ -222,7 +230,7 @@ def main() -> None:
     elif sys.argv[2] == "runs":
         runs(folder, sys.argv[3:])
     else:
-        moments(folder, int(sys.argv[3]))
+        moments(folder, int(sys.argv[3]), pipes="pipeline" in sys.argv[4:])
     print("all survived", flush=True)
 
 

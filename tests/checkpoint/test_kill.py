@@ -59,6 +59,12 @@ def test_death_of_a_rank_at_a_random_moment(count, folder):
     assert shown.count("moment ") == count and "all survived" in shown
 
 
+@pytest.mark.parametrize("count", [4, pytest.param(60, marks=[SLOW, pytest.mark.timeout(900)])])
+def test_death_of_a_stage_at_a_random_moment(count, folder):
+    shown = run(folder, "moments", str(count), "pipeline", timeout=800)
+    assert shown.count("moment ") == count and "all survived" in shown
+
+
 HOMES = ("none", "cpu", "nvme")
 CELLS = [
     f"{stage},{precision},{states},{parameters}"

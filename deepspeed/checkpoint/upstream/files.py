@@ -22,9 +22,7 @@ _ZERO_MODEL = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _OPTIM = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 _EXPERT = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_(\d+)_model_states\.pt")
 _NAMED = 8  # missing ranks that a message lists
-_OTHERS = {
-    re.compile(r"layer_\d+-.*model_states\.pt"): "a pipeline's",
-}
+_LAYER = re.compile(r"layer_(\d+)-(.*)model_states\.pt")
 
 
 class StandIn:
@@ -126,7 +124,7 @@ class _TrustingPickle:
 
 @dataclass(frozen=True)
 class Files:
-    """What a tag folder holds, for model-parallel rank 0.
+    """What one model-parallel rank has in a tag folder.
 
     Attributes:
         model: Model-states files by data-parallel rank; one below stage 3.
@@ -145,18 +143,13 @@ def find_files(folder: Path) -> Files:
     """Sorts the files of a tag folder by rank.
 
     Raises:
-        CheckpointError: Model-parallel or pipeline files, or no model states.
+        CheckpointError: Files of several model-parallel ranks, or no model states.
     """
     plain: dict[int, Path] = {}
     model: dict[int, Path] = {}
     optim: dict[int, Path] = {}
     experts: list[Path] = []
     for path in sorted(folder.iterdir()):
-        for pattern, whose in _OTHERS.items():
-            if pattern.fullmatch(path.name):
-                raise CheckpointError(
-                    f"{folder}: {path.name} is {whose}; such checkpoints cannot be read in this release"
-                )
         if found := _MODEL.fullmatch(path.name):
             plain[int(found[1])] = path
         elif found := _EXPERT.fullmatch(path.name):
@@ -176,6 +169,48 @@ def find_files(folder: Path) -> Files:
     chosen = model if shards_params else plain
     model_files, optim_files = _by_rank(folder, chosen, "model_states"), _by_rank(folder, optim, "optim_states")
     return Files(model_files, optim_files, shards_params, tuple(experts))
+
+
+def find_layers(folder: Path) -> dict[int, Path]:
+    """The files of a pipeline's layers, by their numbers; empty where the folder is not a pipeline's.
+
+    Raises:
+        CheckpointError: Tensor-parallel ranks wrote parts of layers.
+    """
+    found: dict[int, Path] = {}
+    for path in sorted(folder.iterdir()):
+        if named := _LAYER.fullmatch(path.name):
+            if named[2]:
+                raise CheckpointError(
+                    f"{path}: the layers of this pipeline were cut over tensor-parallel ranks, and nothing in the "
+                    "files says how their slices fit together; such checkpoints cannot be read"
+                )
+            found[int(named[1])] = path
+    return found
+
+
+def find_stages(folder: Path) -> list[Files]:
+    """The files of a pipeline's stages, in their order; each stage is a world of its own.
+
+    Raises:
+        CheckpointError: Files are missing, or are not of ZeRO stages 0 and 1, the only ones it has pipelines with.
+    """
+    states: dict[int, Path] = {}
+    optim: dict[int, dict[int, Path]] = {}
+    for path in sorted(folder.iterdir()):
+        if found := _MODEL.fullmatch(path.name):
+            states[int(found[1])] = path
+        elif found := _OPTIM.fullmatch(path.name):
+            optim.setdefault(int(found[2]), {})[int(found[1])] = path
+        elif _EXPERT.fullmatch(path.name) or _ZERO_MODEL.fullmatch(path.name):
+            raise CheckpointError(f"{path}: a pipeline's folder has no such file; the layout is not understood")
+    if not states:
+        raise CheckpointError(f"{folder}: there is no model-states file; the checkpoint is not complete")
+    files = _by_rank(folder, states, "model_states")
+    return [
+        Files((path,), _by_rank(folder, optim.get(stage, {}), f"optim_states (stage {stage})"), False)
+        for stage, path in enumerate(files)
+    ]
 
 
 def _only_first(path: Path, model_parallel_rank: int) -> None:

@@ -34,11 +34,11 @@ def read_partitioned(folder: Path, *, trust: bool, trained: Sequence[Sequence[st
         model[0] = {**model[0], "module": {**model[0]["module"], **expert_weights(files.experts, trust=trust)}}
     content = Content(training_state(model[0]))
     content.aliases.update(model[0].get("shared_params") or {})
-    _check_ranks(folder, files, optim)
+    check_ranks(folder, files, optim)
     if files.shards_params:
         _stage_3(folder, content, model, optim)
     elif optim:
-        _stage_1_and_2(folder, content, model[0], optim)
+        take_partitions(folder, content, model[0], optim)
     else:
         _stage_0(content, model[0], trained)
     return content
@@ -59,7 +59,8 @@ def training_state(model: Mapping[str, Any]) -> TrainingState:
     )
 
 
-def _check_ranks(folder: Path, files: Files, optim: list[dict[str, Any]]) -> None:
+def check_ranks(folder: Path, files: Files, optim: list[dict[str, Any]]) -> None:
+    """Raises unless the files of all ranks are there."""
     if not optim:
         return
     counts = optim[0].get("partition_count") or len(optim)
@@ -87,7 +88,7 @@ def hyperparameters(group: Mapping[str, Any], names: list[str]) -> dict[str, Any
     return {**{key: value for key, value in group.items() if key not in ("params", "step")}, "params": names}
 
 
-def _take_module(content: Content, module: Mapping[str, torch.Tensor], buffer_names: list[str]) -> None:
+def take_module(content: Content, module: Mapping[str, torch.Tensor], buffer_names: list[str]) -> None:
     """Parameters in compute precision, and buffers."""
     for name, tensor in module.items():
         if name in buffer_names:
@@ -112,8 +113,9 @@ def _split_state(state: Mapping[str, Any], numel: int) -> tuple[dict[str, torch.
 # -- stages 1 and 2 --------------------------------------------------------------------------------------------------
 
 
-def _stage_1_and_2(folder: Path, content: Content, model: Mapping[str, Any], optim: list[dict[str, Any]]) -> None:
-    _take_module(content, model["module"], list(model.get("buffer_names") or []))
+def take_partitions(folder: Path, content: Content, model: Mapping[str, Any], optim: list[dict[str, Any]]) -> None:
+    """Masters and optimizer states of stages 1 and 2, and the weights of the model-states file."""
+    take_module(content, model["module"], list(model.get("buffer_names") or []))
     groups: list[Shapes] = model.get("param_shapes") or []
     partitions = [rank["single_partition_of_fp32_groups"] for rank in optim]
     if not groups or any(len(rank) != len(groups) for rank in partitions):
@@ -230,7 +232,7 @@ def _stage_0(content: Content, model: Mapping[str, Any], trained: Sequence[Seque
     """Weights in training precision; the optimizer's state if ``trained`` says which parameter is which."""
     module = model["module"]
     _tie(content, module)
-    _take_module(content, module, list(model.get("buffer_names") or []))
+    take_module(content, module, list(model.get("buffer_names") or []))
     state = model.get("optimizer")
     if not state:
         return

@@ -11,7 +11,9 @@ from deepspeed.checkpoint.directory import Format
 from deepspeed.checkpoint.format import COMPUTE, MASTER
 from deepspeed.checkpoint.source import SavedBuffer, SavedParameter, Wanted, read_whole
 from deepspeed.checkpoint.upstream.content import Content
+from deepspeed.checkpoint.upstream.files import find_layers
 from deepspeed.checkpoint.upstream.partitioned import read_partitioned
+from deepspeed.checkpoint.upstream.pipeline import read_pipeline
 from deepspeed.checkpoint.upstream.universal import read_universal
 from deepspeed.errors import CheckpointError
 
@@ -83,7 +85,12 @@ class UpstreamSource:
 
 
 def open_upstream(
-    folder: Path, kind: Format, *, trust: bool = False, trained: Sequence[Sequence[str]] = ()
+    folder: Path,
+    kind: Format,
+    *,
+    trust: bool = False,
+    trained: Sequence[Sequence[str]] = (),
+    layer_names: Mapping[int, str] | None = None,
 ) -> UpstreamSource:
     """Opens a tag folder of the original package.
 
@@ -93,6 +100,7 @@ def open_upstream(
         trust: Unpickle objects of the caller, which may run code.
         trained: Parameter names by param group, in the optimizer's order. Needed for optimizer states of stage 0 alone,
             whose files do not name them.
+        layer_names: With what the names of a pipeline's layer begin in the model, where that is not its number.
 
     Raises:
         CheckpointError: It is not complete, or not understood.
@@ -100,6 +108,8 @@ def open_upstream(
     try:
         if kind is Format.UNIVERSAL:
             return UpstreamSource(folder, read_universal(folder, trust=trust))
+        if find_layers(folder):
+            return UpstreamSource(folder, read_pipeline(folder, trust=trust, layer_names=layer_names or {}))
         return UpstreamSource(folder, read_partitioned(folder, trust=trust, trained=trained))
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
         raise CheckpointError(

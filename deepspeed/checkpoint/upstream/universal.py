@@ -12,6 +12,7 @@ from deepspeed.checkpoint.format import COMPUTE, MASTER
 from deepspeed.checkpoint.upstream.content import Content, Values
 from deepspeed.checkpoint.upstream.files import find_files, load
 from deepspeed.checkpoint.upstream.partitioned import hyperparameters, scaler_state, take_frozen, training_state
+from deepspeed.checkpoint.upstream.pipeline import joined_states
 from deepspeed.errors import CheckpointError
 
 
@@ -22,8 +23,9 @@ def read_universal(folder: Path, *, trust: bool) -> Content:
         folder: The tag folder; its parameters lie below ``zero/``.
         trust: Unpickle objects of the caller, which may run code.
     """
-    files = find_files(folder)
-    model = [load(path, trust=trust) for path in files.model]
+    pipeline = joined_states(folder, trust=trust)
+    files = find_files(folder) if pipeline is None else None
+    model = [load(path, trust=trust) for path in files.model] if files is not None else [pipeline or {}]
     content = Content(training_state(model[0]))
     content.aliases.update(model[0].get("shared_params") or {})
     module = model[0]["module"] or {}
@@ -36,7 +38,7 @@ def read_universal(folder: Path, *, trust: bool) -> Content:
     trained = {name: tuple(shape) for group in shapes for name, shape in group.items()}
     for name, shape in trained.items():
         _take_parameter(folder, content, name, shape, common, trust)
-    if files.shards_params:
+    if files is not None and files.shards_params:
         take_frozen(content, model, f"{folder}, frozen parameters")
     else:
         for name, tensor in module.items():

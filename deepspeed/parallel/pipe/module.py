@@ -12,7 +12,7 @@ from torch import nn
 
 from deepspeed.activation_checkpointing.checkpointing import checkpoint, non_reentrant_checkpoint
 from deepspeed.comm.mesh import PIPE, Mesh
-from deepspeed.comm.world import size_of
+from deepspeed.comm.world import is_initialized, size_of
 from deepspeed.config.sections.pipeline import Pipeline
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
@@ -98,6 +98,10 @@ class PipelineModule(nn.Module):
         schedule: str | None = None,
         num_chunks: int | None = None,
     ) -> None:
+        if not is_initialized():
+            raise RuntimeError(
+                "PipelineModule: the ranks do not know each other yet; call deepspeed.init_distributed() before it"
+            )
         super().__init__()
         self.loss_fn = loss_fn
         self.seed_layers, self.seed_fn, self.base_seed = seed_layers, seed_fn, base_seed
@@ -343,6 +347,11 @@ class PipelineModule(nn.Module):
             if self.parts[chunk] <= layer_idx < self.parts[chunk + 1]:
                 return stage
         raise ValueError(f"stage_owner({layer_idx}): the layers are 0 to {self._num_layers - 1}")
+
+    def tied_layer_names(self) -> dict[int, str]:
+        """With what the names of each tied layer begin, by its number; those of layer i otherwise begin with i."""
+        places = tied_places(self._layer_specs)
+        return {number: f"tied_modules.{key}." for key, numbers in places.items() for number in numbers}
 
     def topology(self) -> ProcessTopology:
         """How the ranks are laid out."""

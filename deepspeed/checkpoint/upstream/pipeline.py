@@ -1,0 +1,115 @@
+"""The layout of a pipeline: a file per layer with its weights, and for each stage the files of a world of its own.
+
+Weights are named inside their layer; in the model, layer 3's are ``3.<name>`` and those of tied layers
+``tied_modules.<key>.<name>``. Each stage with a tied layer has its masters and moments, which are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepspeed.checkpoint.upstream.content import Content
+from deepspeed.checkpoint.upstream.files import find_layers, find_stages, load
+from deepspeed.checkpoint.upstream.partitioned import check_ranks, take_module, take_partitions, training_state
+from deepspeed.errors import CheckpointError
+
+_TIED = "tied_modules."
+
+
+def read_pipeline(folder: Path, *, trust: bool, layer_names: Mapping[int, str]) -> Content:
+    """Reads a tag folder of ZeRO stage 0 or 1; at 0 the optimizer's states have no names and are left out.
+
+    Args:
+        folder: The tag folder.
+        trust: Unpickle objects of the caller, which may run code.
+        layer_names: With what the names of a layer begin in the model, where that is not its number; layers that are
+            missing here are found by their shapes.
+    """
+    layers = {number: load(path, trust=trust) for number, path in find_layers(folder).items()}
+    content: Content | None = None
+    buffers: set[str] = set()
+    for files in find_stages(folder):
+        model = load(files.model[0], trust=trust)
+        optim = [load(path, trust=trust)["optimizer_state_dict"] for path in files.optim]
+        stage = Content(training_state(model))
+        buffers.update(model.get("buffer_names") or ())
+        if optim:
+            check_ranks(folder, files, optim)
+            take_partitions(folder, stage, {**model, "module": {}}, optim)
+        if content is None:
+            content = stage
+        else:
+            _join(content, stage)
+    assert content is not None
+    content.state.model_states.pop("optimizer", None)
+    trained = set(content.shapes)
+    for number, values in layers.items():
+        begins = layer_names.get(number) or _beginning(content, number, values)
+        take_module(content, {begins + name: value for name, value in values.items()}, list(buffers))
+    content.frozen = set(content.shapes) - trained if trained else set()
+    return content
+
+
+def joined_states(folder: Path, *, trust: bool) -> dict[str, Any] | None:
+    """The model states of all stages as if they were one model's; None where the folder is not a pipeline's.
+
+    Args:
+        folder: The tag folder.
+        trust: As of :func:`read_pipeline`.
+
+    Raises:
+        CheckpointError: Tensor-parallel ranks wrote it too.
+    """
+    first = folder / "mp_rank_00_model_states.pt"
+    if not first.is_file() or load(first, trust=trust).get("module", {}) is not None:
+        return None
+    stages = [load(files.model[0], trust=trust) for files in find_stages(folder)]
+    tensor_ranks = (stages[0].get("checkpoint_parallel_dimensions") or {}).get("tp_degree", 1)
+    if tensor_ranks > 1:
+        raise CheckpointError(
+            f"{folder}: the layers of this pipeline were cut over {tensor_ranks} tensor-parallel ranks; such "
+            "checkpoints cannot be read"
+        )
+    groups: list[dict[str, Any]] = [{} for _ in stages[0].get("param_shapes") or []]
+    for stage in stages:
+        for known, shapes in zip(groups, stage.get("param_shapes") or [], strict=True):
+            known.update(shapes)
+    buffers = list(dict.fromkeys(name for stage in stages for name in stage.get("buffer_names") or ()))
+    return {**stages[0], "module": {}, "param_shapes": groups, "buffer_names": buffers}
+
+
+def _join(content: Content, stage: Content) -> None:
+    """What the next stage has."""
+    content.shapes.update(stage.shapes)
+    for kind, values in stage.values.items():
+        content.values.setdefault(kind, {}).update(values)
+    state, further = content.state, stage.state
+    state.scalars.update(further.scalars)
+    state.loss_scaler = state.loss_scaler or further.loss_scaler
+    for number, group in enumerate(further.param_groups):
+        if number < len(state.param_groups):
+            known = state.param_groups[number]["params"]
+            known += [name for name in group["params"] if name not in known]
+        else:
+            state.param_groups.append(group)
+
+
+def _beginning(content: Content, number: int, values: Mapping[str, Any]) -> str:
+    """With what the names of a layer begin: its number, unless only a tied layer has these names and shapes."""
+    own = f"{number}."
+    if not values or any(own + name in content.shapes for name in values):
+        return own
+    keys = dict.fromkeys(name.split(".")[1] for name in content.shapes if name.startswith(_TIED))
+    fitting = [f"{_TIED}{key}." for key in keys if _fits(content, f"{_TIED}{key}.", values)]
+    return fitting[0] if len(fitting) == 1 else own
+
+
+def _fits(content: Content, begins: str, values: Mapping[str, Any]) -> bool:
+    """The layer has every trained parameter that is named so, in its shape."""
+    wanted = {name: shape for name, shape in content.shapes.items() if name.startswith(begins)}
+    there = {begins + name: tuple(value.shape) for name, value in values.items() if isinstance(value, torch.Tensor)}
+    return all(there.get(name) == tuple(shape) for name, shape in wanted.items())

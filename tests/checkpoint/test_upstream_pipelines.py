@@ -1,0 +1,98 @@
+"""Pipelines of the original package: layer files and universal folders, into any number of stages, copies and stages.
+
+The fixtures were written by :mod:`tests.checkpoint.upstream_pipeline_run` under that package.
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepspeed.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint, open_source
+from deepspeed.checkpoint.source import Wanted
+from tests.checkpoint.upstream_pipeline_run import build, train
+from tests.harness import run_ranks
+
+HERE = Path(__file__).resolve().parent / "fixtures"
+
+
+@pytest.fixture
+def unpack(tmp_path):
+    def unpacked(name: str) -> Path:
+        with zipfile.ZipFile(HERE / f"{name}.zip") as archive:
+            archive.extractall(tmp_path / name)
+        return tmp_path / name
+
+    return unpacked
+
+
+def _continue(folder, tag, stages, stage, precision, **more):
+    engine = build(stage, precision, stages, seed=9)
+    path, client = engine.load_checkpoint(folder, tag=tag, **more)
+    assert path is not None and client["note"] == "hello" and client["epoch"] == 2
+    if not more:
+        assert engine.global_steps == 3 and engine.global_samples == 24
+        assert engine.lr_scheduler.state_dict() == {"last_batch_iteration": 2}
+    held = {name: value.clone() for name, value in engine.iter_full("fp32")}
+    copies = torch.distributed.get_world_size() // stages
+    return held, train(engine, range(3, 5), copies)
+
+
+@pytest.mark.parametrize(
+    ("name", "tag", "ranks", "stages", "stage"),
+    [
+        ("pipe2-stage1-bf16", "tag", 1, 1, 2),
+        ("pipe2-stage1-bf16", "tag_universal", 2, 2, 0),
+        ("pipe2x2-stage1-fp32", "tag", 2, 2, 1),
+        pytest.param("pipe2x2-stage1-fp32", "tag", 3, 3, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_training_goes_on_from_it(name, tag, ranks, stages, stage, unpack):
+    folder = unpack(name)
+    precision = name.rsplit("-", 1)[1]
+    more = {}
+    if tag == "tag_universal":  # it leaves out frozen parameters and buffers
+        more["load_module_strict"] = False
+    results = run_ranks(_continue, ranks, str(folder), tag, stages, stage, precision, **more)
+    source = open_source(folder, "tag")
+    for held, losses in results:
+        for parameter, value in held.items():
+            if "frozen" in parameter and more:
+                continue
+            saved = source.parameters[parameter]
+            kind = "master" if "master" in saved.kinds else "compute"
+            expected = torch.empty(saved.numel, dtype=saved.kinds[kind])
+            source.read(Wanted(kind, parameter, 0, saved.numel), expected)
+            assert torch.equal(value.flatten(), expected.float()), parameter
+        then = json.loads((folder / "losses0.json").read_text())
+        assert losses == pytest.approx(then, rel=2e-2 if precision == "bf16" else 1e-5)
+    names = {parameter for held, _ in results for parameter in held}
+    assert names == set(source.parameters)
+
+
+def test_weights_alone_where_the_optimizer_names_nothing(unpack):
+    """ZeRO stage 0: the tied layer is known by the model."""
+    folder = unpack("pipe2-stage0-fp32")
+    (held, _), *_ = run_ranks(_continue, 1, str(folder), "tag", 1, 1, "fp32", load_module_only=True)
+    layer = torch.load(folder / "tag" / "layer_02-model_states.pt")
+    assert torch.equal(held["2.up.weight"], layer["up.weight"])
+    embedding = torch.load(folder / "tag" / "layer_00-model_states.pt")["weight"]
+    assert torch.equal(held["tied_modules.embed.weight"], embedding)
+
+
+def test_one_state_dict(unpack):
+    folder = unpack("pipe2-stage1-bf16")
+    state = get_fp32_state_dict_from_zero_checkpoint(folder, "tag")
+    universal = get_fp32_state_dict_from_zero_checkpoint(folder, "tag_universal")
+    assert {"tied_modules.embed.weight", "1.frozen", "2.mean", "3.up.bias"} <= set(state)
+    assert not any(name.startswith("0.") for name in state)
+    trained = [name for name in state if "frozen" not in name and "mean" not in name]
+    assert set(universal) == set(trained)
+    assert all(torch.equal(universal[name], state[name]) for name in trained)
+    layer = torch.load(folder / "tag" / "layer_03-model_states.pt")
+    assert torch.equal(state["3.down.weight"].bfloat16(), layer["down.weight"])
+    assert state["3.down.weight"].dtype == torch.float32
