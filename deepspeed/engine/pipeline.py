@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from deepspeed.comm import within_backward
 from deepspeed.data.repeating import RepeatingLoader
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.parts import EngineParts
@@ -368,7 +369,8 @@ class PipelineEngine(Interpreter, DeepSpeedEngine):
         self._check_loss(outputs, gradients, micro_batch)
         if not outputs or not inputs:
             return outputs, gradients  # nobody waits: all of it is the weights' half
-        if self.pipeline.activation_checkpoint_interval > 0:
+        # Experts have exchanges in their backward, which must come once and on all ranks alike, whoever has tokens.
+        if self.pipeline.activation_checkpoint_interval > 0 or within_backward.is_uneven():
             self.compute_backward(chunk, micro_batch, outputs, gradients, closes=False)
             return None
         if gradients is None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.comm.expert_groups import declare_experts, group_name, make_torch_groups
+from deepspeed.comm.expert_groups import connect_experts, declare_experts, group_name, make_torch_groups
 from deepspeed.comm.groups import declare_expert_groups
 from deepspeed.comm.transport import Piece, Transport
 from deepspeed.comm.world import rank_in
@@ -23,6 +23,7 @@ from deepspeed.config.sections.expert_parallel import ExpertParallel
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 from deepspeed.parallel.expert.spread import Spread, is_stack, lacks, spread, spread_of, takes_all
+from deepspeed.parallel.expert.stages import is_stage, told_by_stages
 from deepspeed.zero.access.gathered import GatheredParameters
 from deepspeed.zero.holder import address_of, full_shape
 from deepspeed.zero.parts import say_part, says_part
@@ -64,16 +65,12 @@ def spread_experts(
         DeepSpeedConfigError: The model has no such module, or what the section asks for is not what it is.
     """
     _check_preset(model, section)
-    found = _modules(model, section)
+    found = _found_by_stages(model, section, device)
     ep_size = section.autoep_size
-    for name, module in found.items():
-        if (missing := lacks(module)) is not None:
-            raise DeepSpeedConfigError(
-                f"expert_parallel: the experts {name!r} ({type(module).__name__}) lack {missing}"
-            )
-        _check_numbers(name, module, section)
     declare_expert_groups(ep_size, data_first or None)
     make_torch_groups(ep_size)
+    if ep_size > 1:
+        connect_experts(ep_size, device)
     deal = _Deal(ep_size, peers, device)
     exchanged: Exchanged = {}
     for name, module in found.items():
@@ -81,9 +78,10 @@ def spread_experts(
             exchanged |= _cut(name, module, deal)
             _state(module).grouped = section.use_grouped_mm
     experts = sorted({_state(module).num_experts for module in found.values()})
+    where = "this stage has " if is_stage(model) else ""
+    numbers = " or ".join(map(str, experts)) or "no"
     log_dist(
-        f"expert_parallel: {len(found)} layers of {' or '.join(map(str, experts))} experts, of which each rank keeps "
-        f"one in {ep_size}"
+        f"expert_parallel: {where}{len(found)} layers of {numbers} experts, of which each rank keeps one in {ep_size}"
     )
     return exchanged
 
@@ -113,6 +111,34 @@ def exchange_parameters(given: Any, exchanged: Mapping[int, nn.Parameter]) -> An
 # -- which modules -----------------------------------------------------------------------------------------------------
 
 
+class _NothingFound(DeepSpeedConfigError):
+    """A model has no experts that could be spread; a stage of a pipeline may be so."""
+
+
+def _found_by_stages(model: nn.Module, section: ExpertParallel, device: torch.device) -> dict[str, nn.Module]:
+    """The modules of this rank. Every rank raises what is wrong with those of any stage."""
+    found: dict[str, nn.Module] = {}
+    said: DeepSpeedConfigError | None = None
+    try:
+        found = _modules(model, section)
+        for name, module in found.items():
+            _check_module(name, module, section)
+    except DeepSpeedConfigError as error:
+        said = error
+    mine = (len(found), str(said or ""), isinstance(said, _NothingFound))
+    told = told_by_stages(model, device, mine, label="the experts of the stages")
+    for _, words, is_nothing in told:
+        if words and not (is_nothing and any(count for count, _, _ in told)):
+            raise DeepSpeedConfigError(words)
+    return found
+
+
+def _check_module(name: str, module: nn.Module, section: ExpertParallel) -> None:
+    if (missing := lacks(module)) is not None:
+        raise DeepSpeedConfigError(f"expert_parallel: the experts {name!r} ({type(module).__name__}) lack {missing}")
+    _check_numbers(name, module, section)
+
+
 def _modules(model: nn.Module, section: ExpertParallel) -> dict[str, nn.Module]:
     stacks = {name: module for name, module in model.named_modules() if is_stack(module)}
     patterns = {
@@ -124,7 +150,7 @@ def _modules(model: nn.Module, section: ExpertParallel) -> dict[str, nn.Module]:
             continue
         fitting = {name: module for name, module in stacks.items() if _fits(part(name), pattern)}
         if stacks and not fitting:
-            raise DeepSpeedConfigError(
+            raise _NothingFound(
                 f"expert_parallel.{key} {pattern!r} fits none of the modules with stacked experts of "
                 f"{type(model).__name__}: {', '.join(map(repr, list(stacks)[:4]))}; leave the key out, as such modules "
                 "are found by themselves"
@@ -132,7 +158,7 @@ def _modules(model: nn.Module, section: ExpertParallel) -> dict[str, nn.Module]:
         stacks = fitting
     if not stacks:
         named = [f"{name!r} ({type(module).__name__})" for name, module in model.named_modules() if _may_be(name)][:3]
-        raise DeepSpeedConfigError(
+        raise _NothingFound(
             f"expert_parallel.enabled: {type(model).__name__} has no module with stacked experts (parameters "
             f"gate_up_proj or up_proj and down_proj with three dimensions)"
             f"{'; it has ' + ', '.join(named) if named else ''}. Models of Transformers 5 and newer have such "

@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from deepspeed.comm.defined import define_group
-from deepspeed.comm.expert_groups import declare_experts, group_name, ranks_of
+from deepspeed.comm.expert_groups import connect_experts, declare_experts, group_name, make_torch_groups, ranks_of
 from deepspeed.comm.groups import declare_expert_groups
 from deepspeed.comm.world import rank_in
 from deepspeed.parallel.expert.layer import MOELayer
+from deepspeed.parallel.expert.stages import told_by_stages
 from deepspeed.zero.describe import cut_experts
 from deepspeed.zero.holder import full_shape
 from deepspeed.zero.parts import say_part
@@ -32,10 +33,17 @@ def prepare_expert_layers(model: nn.Module, device: torch.device, *, data_first:
         DeepSpeedConfigError: The number of ranks cannot be cut as a layer wants it.
     """
     layers = dict(expert_layers(model))
-    for ep_size in sorted({layer.ep_size for layer in layers.values()} - {1}):
+    is_cut = any(_is_cut(parameter) for layer in layers.values() for parameter in layer.experts.parameters())
+    own = [(layer.ep_size, is_cut, layer.ep_group is None) for layer in layers.values() if layer.ep_size > 1]
+    told = told_by_stages(model, device, own, label="the expert layers of the stages")
+    wanted = {entry for entries in told for entry in entries}
+    for ep_size in sorted({size for size, _, _ in wanted}):
         declare_expert_groups(ep_size, data_first or None)
-        if any(_is_cut(parameter) for layer in layers.values() for parameter in layer.experts.parameters()):
+        if any(size == ep_size and is_cut for size, is_cut, _ in wanted):
             define_group(cut_experts(group_name(ep_size)), declare_experts(ep_size).same)
+        make_torch_groups(ep_size)
+        if any(size == ep_size and is_ours for size, _, is_ours in wanted):
+            connect_experts(ep_size, device)
     for module in model.modules():
         connect = getattr(module, "set_deepspeed_parallelism", None)
         if callable(connect):

@@ -7,11 +7,15 @@ forward around a decoder that only hands over what the blocks have made, so what
 
 The row is: token embedding, everything before the blocks, the blocks, the last norm, the head. A head that shares the
 embedding's weight is tied to it.
+
+Where a mixture of experts counts its routers in the loss (``output_router_logits``), what they said travels along too,
+and the model's own forward makes its balance loss of it at the head; its gradient goes back the same way.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import torch
@@ -45,15 +49,22 @@ def layers_of(model_or_config: Any) -> list[Any]:
     return plan.layers()
 
 
-def next_token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def next_token_loss(outputs: Any, labels: torch.Tensor) -> Any:
     """Cross entropy of each token by those before it; labels of -100 do not count, as in Transformers.
 
     Args:
-        logits: ``(batch, length, vocabulary)``.
+        outputs: Logits ``(batch, length, vocabulary)``; where routers count, those and the balance loss, 0-dim.
         labels: ``(batch, length)``, of the same tokens: they are shifted here.
+
+    Returns:
+        The loss, 0-dim; where routers count ``(loss, metrics)``, which tell both parts of the loss.
     """
+    logits, balance = outputs if isinstance(outputs, tuple) else (outputs, None)
     flat = logits[:, :-1].float().flatten(0, 1)
-    return nn.functional.cross_entropy(flat, labels[:, 1:].flatten(), ignore_index=-100)
+    loss = nn.functional.cross_entropy(flat, labels[:, 1:].flatten(), ignore_index=-100)
+    if balance is None:
+        return loss
+    return loss + balance, {"lm_loss": loss.detach(), "router_loss": balance.detach()}
 
 
 def transformers_names(layers: list[Any]) -> dict[str, str]:
@@ -118,6 +129,10 @@ class _Plan:
         tied = base.get_input_embeddings().weight is head.weight
         self._is_tied = tied or bool(getattr(self.config.get_text_config(), "tie_word_embeddings", False))
 
+    @property
+    def _hears_routers(self) -> bool:
+        return bool(getattr(self.config.get_text_config(), "output_router_logits", False))
+
     def _part(self, *path: str) -> _Part:
         return _Part(self._skeleton, self._model, ".".join(path))
 
@@ -126,8 +141,11 @@ class _Plan:
         embedding = self._part(self._prefix, self._embedding)
         blocks = len(getattr(self._base, self._blocks))
         row: list[Any] = [LayerSpec(_Embed, embedding)]
-        row.append(LayerSpec(_Begin, self._part(self._prefix), self._blocks, self._norm, self._embedding))
-        row += [LayerSpec(_Block, self._part(self._prefix, self._blocks, str(i)), i) for i in range(blocks)]
+        names = (self._blocks, self._norm, self._embedding)
+        row.append(LayerSpec(_Begin, self._part(self._prefix), *names, hears_routers=self._hears_routers))
+        routers = _recorded_routers(self._base) if self._hears_routers else None
+        for i in range(blocks):
+            row.append(LayerSpec(_Block, self._part(self._prefix, self._blocks, str(i)), i, routers))
         row.append(LayerSpec(_Norm, self._part(self._prefix, self._norm)))
         shell = _shell(self._skeleton, self._prefix, self._head)
         if self._is_tied:
@@ -144,6 +162,21 @@ def _name_of(root: nn.Module, wanted: nn.Module) -> str:
     return next(name for name, module in root.named_modules() if module is wanted)
 
 
+Heard = dict[str, Any] | None
+"""What the routers said so far, block after block, and which tokens count; None where the loss does not ask."""
+
+
+def _recorded_routers(base: Any) -> list[tuple[type[nn.Module], int]]:
+    """Classes of the routers that a model records, and which of their outputs; empty where it records none."""
+    entries = (getattr(base, "_can_record_outputs", None) or {}).get("router_logits", [])
+    found = []
+    for entry in entries if isinstance(entries, list) else [entries]:
+        target = getattr(entry, "target_class", entry)
+        if isinstance(target, type):
+            found.append((target, int(getattr(entry, "index", 1))))
+    return found
+
+
 def _shell(skeleton: Any, prefix: str, head: str) -> Any:
     """The causal model without its parts: its forward, around a decoder that is given what it returns."""
     shell = copy.copy(skeleton)
@@ -155,11 +188,14 @@ class _HandsOver(nn.Module):
     """In the place of the decoder."""
 
     given: Any
+    heard: Heard = None
 
     def forward(self, *_arguments: Any, **_named: Any) -> Any:
         from transformers.modeling_outputs import MoeModelOutputWithPast
 
         found = MoeModelOutputWithPast(last_hidden_state=self.given)
+        if self.heard is not None:
+            found.router_logits = tuple(self.heard["router_logits"])
         found.cross_attentions = None  # some models pass it on
         return found
 
@@ -177,18 +213,25 @@ class _HeadCall(nn.Module):
         return nn.functional.linear(hidden, *self.weight_and_bias)
 
 
-def _logits(shell: Any, hidden: torch.Tensor, weight: Any, bias: Any) -> torch.Tensor:
-    """The causal model's forward from the decoder's output on."""
+def _finished(shell: Any, value: Any, weight: Any, bias: Any) -> Any:
+    """The causal model's forward from the decoder's output on: logits, and the weighted balance loss if it has one."""
+    hidden, heard = value if isinstance(value, tuple) else (value, None)
     running = copy.copy(shell)
     running._modules = dict(shell._modules)
     for name, module in running._modules.items():
         if isinstance(module, _HandsOver):
             running._modules[name] = handing = _HandsOver()
-            handing.given = hidden
+            handing.given, handing.heard = hidden, heard
         elif isinstance(module, nn.Identity):
             running._modules[name] = _HeadCall(weight, bias)
-    logits: torch.Tensor = running(input_ids=None, use_cache=False).logits
-    return logits
+    if heard is None:
+        return running(input_ids=None, use_cache=False).logits
+    asked = {"attention_mask": heard["attention_mask"], "output_router_logits": True}
+    found = running(input_ids=None, use_cache=False, **asked)
+    balance = getattr(found, "aux_loss", None)
+    if not isinstance(balance, torch.Tensor):
+        return found.logits
+    return found.logits, float(running.router_aux_loss_coef) * balance
 
 
 class _TiedHead:
@@ -197,8 +240,8 @@ class _TiedHead:
     def __init__(self, shell: Any) -> None:
         self._shell = shell
 
-    def __call__(self, module: Any, value: Any) -> torch.Tensor:
-        return _logits(self._shell, value, module.part.weight, None)
+    def __call__(self, module: Any, value: Any) -> Any:
+        return _finished(self._shell, value, module.part.weight, None)
 
 
 class _Embed(nn.Module):
@@ -235,14 +278,23 @@ class _Recorder(nn.Module):
         return hidden
 
 
+Travelling = tuple[torch.Tensor, list[Any], list[Any], Heard]
+"""Between blocks: hidden states, what blocks are called with, which of it each takes, and what routers said."""
+
+
+def _note(said: list[torch.Tensor], index: int, _module: Any, _arguments: Any, made: Any) -> None:
+    said.append(made[index] if isinstance(made, tuple) else made)
+
+
 class _Begin(nn.Module):
     """Everything that the decoder computes before its first block."""
 
     part: Any
     _calls: list[Any]
 
-    def __init__(self, part: _Part, blocks: str, norm: str, embedding: str) -> None:
+    def __init__(self, part: _Part, blocks: str, norm: str, embedding: str, *, hears_routers: bool = False) -> None:
         super().__init__()
+        self._hears_routers = hears_routers
         whole: Any = copy.copy((part.model or part.skeleton).get_submodule(part.path))
         self.__dict__["_calls"] = []
         modules: dict[str, Any] = {}
@@ -257,7 +309,7 @@ class _Begin(nn.Module):
         whole._modules = modules
         self.part = whole
 
-    def forward(self, value: dict[str, Any]) -> tuple[torch.Tensor, list[Any], list[Any]]:
+    def forward(self, value: dict[str, Any]) -> Travelling:
         self._calls.clear()
         self.part(**value, use_cache=False)
         calls = list(self._calls)
@@ -275,7 +327,10 @@ class _Begin(nn.Module):
             ([place(item) for item in arguments], {name: place(item) for name, item in named.items()})
             for _, arguments, named in calls
         ]
-        return calls[0][0], values, told
+        heard: Heard = None
+        if self._hears_routers:
+            heard = {"attention_mask": value.get("attention_mask"), "router_logits": []}
+        return calls[0][0], values, told, heard
 
 
 class _Block(nn.Module):
@@ -283,16 +338,25 @@ class _Block(nn.Module):
 
     part: Any
 
-    def __init__(self, part: _Part, number: int) -> None:
+    def __init__(self, part: _Part, number: int, routers: list[tuple[type[nn.Module], int]] | None = None) -> None:
         super().__init__()
         self.part = part.get()
         self.number = number
+        self._said: list[torch.Tensor] = []
+        for module in self.part.modules():
+            for target, index in routers or ():
+                if isinstance(module, target):
+                    module.register_forward_hook(functools.partial(_note, self._said, index))
 
-    def forward(self, value: tuple[torch.Tensor, list[Any], list[Any]]) -> tuple[torch.Tensor, list[Any], list[Any]]:
-        hidden, values, told = value
+    def forward(self, value: Travelling) -> Travelling:
+        hidden, values, told, heard = value
         arguments, named = told[self.number]
+        self._said.clear()
         made = self.part(hidden, *(values[i] for i in arguments), **{name: values[i] for name, i in named.items()})
-        return (made[0] if isinstance(made, tuple) else made), values, told
+        if heard is not None:
+            heard = {**heard, "router_logits": [*heard["router_logits"], *self._said]}
+        self._said.clear()
+        return (made[0] if isinstance(made, tuple) else made), values, told, heard
 
 
 class _Norm(nn.Module):
@@ -304,9 +368,9 @@ class _Norm(nn.Module):
         super().__init__()
         self.part = part.get()
 
-    def forward(self, value: tuple[torch.Tensor, list[Any], list[Any]]) -> torch.Tensor:
+    def forward(self, value: Travelling) -> Any:
         normed: torch.Tensor = self.part(value[0])
-        return normed
+        return normed if value[3] is None else (normed, value[3])
 
 
 class _Head(nn.Module):
@@ -320,5 +384,5 @@ class _Head(nn.Module):
         self.part = part.get()
         self.__dict__["_shell"] = shell
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return _logits(self._shell, hidden, self.part.weight, getattr(self.part, "bias", None))
+    def forward(self, value: Any) -> Any:
+        return _finished(self._shell, value, self.part.weight, getattr(self.part, "bias", None))
