@@ -26,12 +26,14 @@ class BlockCodec(Codec):
 
     Args:
         block: Elements with one scale, a multiple of 8 that divides ``CHUNK``.
+        feeds_back: As of :class:`~deepspeed.comm.codec.Codec`.
     """
 
-    def __init__(self, block: int = BLOCK) -> None:
+    def __init__(self, block: int = BLOCK, *, feeds_back: bool = True) -> None:
         if block <= 0 or block % 8 or CHUNK % block:
             raise ValueError(f"block {block}: expected a multiple of 8 that divides {CHUNK}")
         self.block = block
+        self.feeds_back = feeds_back
 
     bits = 8
 
@@ -53,7 +55,7 @@ class BlockCodec(Codec):
             said = torch.zeros_like(rows)
             self._add(body, scales, said)
             lost = flat - said.view(-1)[: chunk.numel()]
-            error.copy_(lost.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))
+            self._keep(error, lost.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))
 
     def decode_add(self, codes: torch.Tensor, out: torch.Tensor, factor: float) -> None:
         """See the class this one derives from."""
@@ -70,6 +72,10 @@ class BlockCodec(Codec):
         head = blocks * _SCALE
         scales = codes[:head].view(torch.float32).view(blocks, 1)
         return rows, scales, codes[head : self.nbytes(numel)].view(blocks, -1)
+
+    def _keep(self, error: torch.Tensor, lost: torch.Tensor) -> None:
+        """Replaces the error by what the next call is to add, of which ``lost`` was lost now."""
+        error.copy_(lost)
 
     def _scale(self, rows: torch.Tensor, numel: int, scales: torch.Tensor) -> None:
         """Writes the scale of each row; those beyond ``numel`` elements are zeros that count for nothing."""
@@ -149,3 +155,20 @@ class Int4Codec(IntegerCodec):
         pairs = body.view(torch.int8)
         both = torch.stack(((pairs << 4) >> 4, pairs >> 4), dim=-1)
         torch.mul(both.view(rows.shape).float(), scales, out=rows)
+
+
+class LocoCodec(Int4Codec):
+    """Four bits for each value, with an error that is a running average of what was lost: `LoCo
+    <https://arxiv.org/abs/2407.04480>`_: ``e <- beta e + (1 - beta) (g + e - what travelled)``.
+
+    Args:
+        beta: Between 0, where all that was lost is added to the next values, and 1, where the error stays as it is.
+        block: As of :class:`BlockCodec`.
+    """  # noqa: D205 - the title holds its reference
+
+    def __init__(self, beta: float, block: int = BLOCK) -> None:
+        super().__init__(block)
+        self.beta = beta
+
+    def _keep(self, error: torch.Tensor, lost: torch.Tensor) -> None:
+        error.mul_(self.beta).add_(lost, alpha=1.0 - self.beta)

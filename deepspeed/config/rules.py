@@ -26,6 +26,7 @@ def check_rules(root: Root, findings: Findings) -> None:
     _tensor_parallel(root, findings)
     _neighbours(root.zero_optimization, findings)
     _codes(root, findings)
+    _zero_plus_plus(root.zero_optimization, findings)
     check_data(root, findings)
 
 
@@ -89,6 +90,23 @@ def _codes(root: Root, findings: Findings) -> None:
             )
 
 
+def _zero_plus_plus(zero: ZeroOptimization, findings: Findings) -> None:
+    loco = zero.zeropp_loco_param
+    if zero.stage < 3 or loco is None:
+        return
+    at: Path = (ZERO, "zeropp_loco_param")
+    if not zero.zero_quantized_gradients:
+        findings.problem(
+            at,
+            "keeps what gradients lose as codes, but they do not travel so; set zero_quantized_gradients to true or "
+            "leave the section out",
+            (ZERO, "zero_quantized_gradients"),
+        )
+    for name, usual in (("err_beta", "0.8"), ("reset_T", "1024")):
+        if getattr(loco, name) is None:
+            findings.problem((*at, name), f"has no default, expected a number such as {usual}")
+
+
 def _precision(root: Root, findings: Findings) -> None:
     fp16, bf16 = ("fp16", "enabled"), ("bf16", "enabled")
     if root.fp16.enabled and root.bf16.enabled:
@@ -113,10 +131,6 @@ def _precision(root: Root, findings: Findings) -> None:
             f"states {stated}, but fp16.enabled and bf16.enabled give {actual}; make them agree",
             fp16,
             bf16,
-        )
-    if root.torch_autocast.enabled and root.zero_optimization.zero_quantized_weights:
-        findings.problem(
-            ("torch_autocast", "enabled"), "cannot be combined with zero_optimization.zero_quantized_weights"
         )
 
 

@@ -69,8 +69,8 @@ def _gradients_line(section: CommunicationCompression, codec: Codec, groups: Gro
     feedback = "with" if codec.feeds_back else "without"
     phase = f"from update {section.start_step + 1} on" if section.start_step else "from the first update on"
     exact = ""
-    if any(group.combine is not None for group in groups):
-        exact = ", among the ranks that share slices; between those with the same slices as they are"
+    if any(group.spans_parts for group in groups):
+        exact = "; between copies in other parts of the model they travel as they are"
     return (
         f"gradients travel as {codec.name} codes {phase}: {bits:.2f} bits an element instead of {plain_bits}, "
         f"{plain_bits / bits:.1f} times fewer, {feedback} error feedback{exact}"

@@ -36,6 +36,7 @@ from deepspeed.engine.refusals import (
 )
 from deepspeed.engine.reshaping import make_sparse, mark_leaves, reshape_model, spread_buffers
 from deepspeed.engine.runtime_options import gathers_by_nodes, gradient_divisor, runtime_options
+from deepspeed.engine.zero_plus_plus import use_zero_plus_plus
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist, set_log_level_from_string
 from deepspeed.monitor.monitor import MonitorMaster
@@ -183,6 +184,7 @@ def _build_parts(client: Client, config: Any, distributed_port: int, dist_init_r
         copies=copies,
     )
     groups = with_codecs(groups, root, precision)
+    groups = use_zero_plus_plus(groups, root.zero_optimization)
     placement = replace(placement, feeds_back=any(group.feeds_back for group in groups), may_skip=precision.may_skip)
     refuse_cut_tensors(torch_optimizer, client.model, groups, placement)
     mark_leaves(root, client.model)

@@ -7,6 +7,7 @@ import torch
 from deepspeed.comm.mpu import Standing
 from deepspeed.config.sections.root import Root
 from deepspeed.engine.optimizers import needs_whole_tensors
+from deepspeed.engine.zero_plus_plus import steps_until_reset
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.offload.homes import OffloadHomes
 from deepspeed.precision.policy import PrecisionPolicy
@@ -89,4 +90,5 @@ def _reduction(root: Root, placement: Placement, precision: PrecisionPolicy) -> 
         allow_unused=root.zero_optimization.ignore_unused_parameters,
         may_skip=precision.may_skip,
         codes_from=root.communication_compression.start_step,
+        forget_every=steps_until_reset(root.zero_optimization),
     )

@@ -208,22 +208,6 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature("ZenFlow", "Use offload_optimizer with device cpu.", keys=(section("zero_optimization.zenflow"),)),
     Feature(
-        "quantised gathers (ZeRO++ qwZ)",
-        "Keep gathers among neighbouring ranks with zero_hpz_partition_size.",
-        keys=(
-            switch("zero_optimization.zero_quantized_weights"),
-            switch("zero_optimization.zero_quantized_nontrainable_weights"),
-        ),
-    ),
-    Feature(
-        "quantised reductions (ZeRO++ qgZ, LoCo)",
-        "Reduce in 16 bits with communication_data_type.",
-        keys=(
-            switch("zero_optimization.zero_quantized_gradients"),
-            section("zero_optimization.zeropp_loco_param"),
-        ),
-    ),
-    Feature(
         "16-bit masters and optimizer state",
         "Masters and optimizer state are fp32; offload_optimizer keeps them off the device.",
         keys=(

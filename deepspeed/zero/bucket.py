@@ -83,7 +83,7 @@ class Bucket(Holder):
         self.gradients_in = False
         self.is_kept = False
         self.is_decoded = False
-        self._wire = group.parameter_wire
+        self._wire = group.parameter_wire(trainable=layout.trainable)
         self._work: Work | None = None
         self._read: Work = DoneWork()
         self._gathers = self._publishes = 0

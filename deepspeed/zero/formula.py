@@ -129,9 +129,11 @@ class MemoryFormula:
             return 0, "0"
         shared = [bucket for bucket, _ in self._trained() if bucket.num_slices > 1]
         wide = 8 if placement.may_skip else 4
-        total = sum(wide * private_numel(bucket, to_owner=placement.shard_master) for bucket in shared)
-        ranks = "S" if self._has_copies else "N"
-        return total, f"{wide} x Psi" if placement.shard_master else f"{wide} x (Psi + Psi / {ranks})"
+        to_owner, spread = placement.shard_master, placement.spread_master
+        total = sum(wide * private_numel(bucket, to_owner=to_owner, spread=spread) for bucket in shared)
+        if self._has_copies:  # neighbours, then the ranks with the same slices
+            return total, f"{wide} x (Psi + Psi / S)" if spread else f"{wide} x (Psi + Psi / S + Psi / N)"
+        return total, f"{wide} x Psi" if to_owner else f"{wide} x (Psi + Psi / N)"
 
     def gradients(
         self,

@@ -111,19 +111,31 @@ class GradientBucket:
         self.private: FlatBuffer | None = None
         self._residual: Residual | None = None
         self._undo: PrivateUndo | None = None
+        self._combine_residual: Residual | None = None
         if group.feeds_back:
             self._open_private(ledger)
         if self.private is not None and policy.may_skip:
             self._undo = PrivateUndo(self.private, ledger)
 
     def _open_private(self, ledger: Ledger) -> None:
-        """One error for what is sent to the owners and, where all get the whole sum, one for what the owner sends."""
-        layout, to_owner = self.bucket.layout, self._policy.to_owner
-        numel = private_numel(layout, to_owner=to_owner)
+        """One error for what is sent to the owners and, where all get the whole sum, one for what the owner sends.
+
+        The same again, of a slice, where the sums of slices travel between the ranks that hold the same ones.
+        """
+        layout, to_owner, spread = self.bucket.layout, self._policy.to_owner, self._group.is_spread
+        numel = private_numel(layout, to_owner=to_owner, spread=spread)
         self.private = FlatBuffer(numel, torch.float32, self.bucket.device, kind=Kind.PRIVATE, ledger=ledger)
-        self.private.tensor.zero_()
-        sent = self.private.tensor[: layout.numel]
-        self._residual = Residual(sent, None if to_owner else self.private.tensor[layout.numel :])
+        rest = self.private.tensor.zero_()
+
+        def take(numel: int) -> torch.Tensor:
+            nonlocal rest
+            taken, rest = rest[:numel], rest[numel:]
+            return taken
+
+        part = layout.slice_numel
+        self._residual = Residual(take(layout.numel), None if to_owner else take(part))
+        if layout.replicas > 1:
+            self._combine_residual = Residual(take(part), None if spread else take(part // layout.replicas))
 
     def _padding(self) -> list[torch.Tensor]:
         """Views of the stretches between tiles."""
@@ -346,7 +358,8 @@ class GradientBucket:
         """Sends the partial sum to the ranks with the same slice; nothing to do where there is none."""
         if self.sum.partial is None:
             return
-        transport, to_owner = self._group.combine, self._group.is_spread
+        transport = self._group.combine_wire if self.is_coded else self._group.combine
+        to_owner = self._group.is_spread
         assert transport is not None and self._transfer is None
         partial = self.sum.take_partial()
         numel = partial.tensor.numel() // (transport.size if to_owner else 1)
@@ -361,6 +374,7 @@ class GradientBucket:
                 key=transfer_key(transport.owner, self._number_among_copies, _REDUCTION, self._rounds),
                 label=f"the sum of the gradients of {self.bucket.label} over all groups",
                 limit=self._policy.bucket_numel,
+                error=self._combine_residual,
             ),
         )
         self._transfer = _Transfer(work, partial, incoming)

@@ -426,6 +426,15 @@ class GradientReducer:
         for gradients in self.buckets:
             gradients.commit()
 
+    def end_update(self, number: int) -> None:
+        """An update is over, or was skipped.
+
+        Args:
+            number: Of the update, from 1; equal on all ranks, also after a checkpoint was loaded.
+        """
+        if self.policy.forget_every and number % self.policy.forget_every == 0:
+            self.scale_private(0.0)
+
     def zero_grad(self) -> None:
         """Throws away every gradient, those too that were put into ``.grad`` and are nowhere else."""
         self.clear()

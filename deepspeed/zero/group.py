@@ -37,7 +37,9 @@ class BucketGroup:
         spans_parts: The ranks that hold the same slices have different parts of the model otherwise (tied weights on
             several stages of a pipeline): sums over them wait for the update, and whoever edits one copy must edit all.
         gather_codec: How parameters travel that are gathered for their uses; None: as they are.
-        reduce_codec: How gradients travel between the ranks that share slices; None: as they are.
+        frozen_codec: The same of parameters that were frozen when their buckets were made.
+        reduce_codec: How gradients travel, between the ranks that share slices and then between those with the same
+            slices; None: as they are.
     """
 
     name: str
@@ -50,6 +52,7 @@ class BucketGroup:
     ranks: tuple[tuple[int, ...], ...] = ()
     spans_parts: bool = False
     gather_codec: Codec | None = None
+    frozen_codec: Codec | None = None
     reduce_codec: Codec | None = None
 
     @classmethod
@@ -63,21 +66,34 @@ class BucketGroup:
         """
         return cls(name, gather, reduce or gather, gather, divisor=gather.size)
 
-    @cached_property
-    def parameter_wire(self) -> Transport:
-        """Carries parameters that are gathered for their uses; it need not be exact. For all else ``gather`` is."""
-        return coded(self.gather, self.gather_codec)
+    def parameter_wire(self, *, trainable: bool) -> Transport:
+        """Carries parameters that are gathered for their uses; it need not be exact. For all else ``gather`` is.
+
+        Args:
+            trainable: Whether they are trained from the start.
+        """
+        return coded(self.gather, self.gather_codec if trainable else self.frozen_codec)
 
     @cached_property
     def gradient_wire(self) -> Transport:
         """Carries gradients between the ranks that share slices; it need not be exact."""
         return coded(self.reduce, self.reduce_codec)
 
+    @cached_property
+    def combine_wire(self) -> Transport | None:
+        """Carries sums between the ranks that hold the same slices; it need not be exact.
+
+        What ranks with other parts of the model have too is combined as it is: they need not share a layout.
+        """
+        if self.combine is None or self.spans_parts:
+            return self.combine
+        return coded(self.combine, self.reduce_codec)
+
     @property
     def feeds_back(self) -> bool:
         """Whether a rank keeps what reductions lose of its gradients."""
-        wire = self.gradient_wire
-        return isinstance(wire, CodedTransport) and wire.codec.feeds_back
+        wires = (self.gradient_wire, self.combine_wire)
+        return any(isinstance(wire, CodedTransport) and wire.codec.feeds_back for wire in wires)
 
     @property
     def size(self) -> int:
@@ -156,14 +172,16 @@ class Groups:
         peers = groups[0].reduce.peers
         return cls({group.name: group for group in groups}, peers, peers)
 
-    def coded(self, gather: Codec | None, reduce: Codec | None) -> Groups:
+    def coded(self, gather: Codec | None, reduce: Codec | None, *, frozen: Codec | None = None) -> Groups:
         """The same groups with codecs; every rank must call it. Makes a number for the engine anew.
 
         Args:
             gather: How sharded parameters travel to where they are used; None: as they are.
             reduce: How gradients travel; None: as they are.
+            frozen: The same as ``gather`` of parameters that are frozen from the start; None: as others are.
         """
-        named = {group.name: replace(group, gather_codec=gather, reduce_codec=reduce) for group in self}
+        codecs = {"gather_codec": gather, "frozen_codec": frozen or gather, "reduce_codec": reduce}
+        named = {group.name: replace(group, **codecs) for group in self}  # type: ignore[arg-type]
         return replace(self, by_name=named)
 
     def __iter__(self) -> Iterator[BucketGroup]:

@@ -284,11 +284,13 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         self.last_report = StepReport(norm, self.overflow)
         if self.overflow:
             self._skip(scale)
+            self._reducer.end_update(self.steps)
             return loss
         self._skipped_in_a_row = 0
         self._apply(self._factor(norm, scale), used)
         self._reducer.commit()
         self._reducer.clear()
+        self._reducer.end_update(self.steps)
         self._update_scale(overflow=False)
         return loss
 

@@ -189,12 +189,16 @@ class Placement:
         return (*placed[:index], replace(placed[index], master_home=home), *placed[index + 1 :])
 
 
-def private_numel(layout: BucketLayout, *, to_owner: bool) -> int:
+def private_numel(layout: BucketLayout, *, to_owner: bool, spread: bool = False) -> int:
     """Elements of the error that a rank keeps of the reductions of a bucket.
 
     Args:
         layout: The bucket's.
         to_owner: The owner of a slice gets its sum; otherwise everybody gets everything, and the owner keeps what is
             lost of the sum that it sends on.
+        spread: Sums of slices over the ranks with the same ones are cut among these, too; else all of them get them.
     """
-    return layout.numel if to_owner else layout.numel + layout.slice_numel
+    numel = layout.numel if to_owner else layout.numel + layout.slice_numel
+    if layout.replicas > 1:
+        numel += layout.slice_numel + (0 if spread else layout.slice_numel // layout.replicas)
+    return numel

@@ -27,6 +27,7 @@ class ReductionPolicy:
         allow_unused: Tolerate a parameter without gradient at the update (``ignore_unused_parameters``).
         may_skip: An update may be skipped for a gradient that is not finite, and then leaves everything as it was.
         codes_from: Updates before those whose gradients travel as the codecs of their groups say.
+        forget_every: Updates after which what codes have lost is forgotten, of all buckets at once; 0: never.
     """
 
     every_micro_batch: bool
@@ -42,6 +43,7 @@ class ReductionPolicy:
     allow_unused: bool = True
     may_skip: bool = False
     codes_from: int = 0
+    forget_every: int = 0
 
     def factors(self, divisor: int) -> tuple[float, float]:
         """The factors on a gradient before it travels, and on the sum over ranks.

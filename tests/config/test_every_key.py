@@ -210,7 +210,6 @@ PRESENCE = {
     ("datastates_ckpt",),
     ("weight_quantization",),
     ("zero_optimization", "zenflow"),
-    ("zero_optimization", "zeropp_loco_param"),
     ("checkpoint", "writer"),
 }
 

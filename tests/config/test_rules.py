@@ -393,7 +393,6 @@ SWITCHED_ON: dict[str, Any] = {
     "zero_optimization.offload_optimizer.device": "cpu",
     "zero_optimization.offload_param.device": "cpu",
     "zero_optimization.zenflow": {},
-    "zero_optimization.zeropp_loco_param": {},
     "sequence_parallel_size": 2,
     "expert_parallel.comm_backend": "deepep",
     "checkpoint.writer": {},

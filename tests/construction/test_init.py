@@ -237,8 +237,8 @@ def test_weight_normalised_convolutions():
 
 
 def _refused():
-    with pytest.raises(NotYetSupportedError, match="zero_quantized_weights"):
-        Init(zero_quantized_weights=True)
+    with pytest.raises(NotYetSupportedError, match="zero_param_parallel_group"):
+        Init(zero_param_parallel_group=object())
     with pytest.raises(DeepSpeedConfigError, match="int32"):
         Init(dtype=torch.int32)
     with pytest.raises(DeepSpeedConfigError, match="keep one"):

@@ -90,7 +90,7 @@ class TorchAutocast(Section):
 
     enabled: Bool = key(
         False,
-        "Run forward inside torch.autocast. Do not nest an autocast of your own; not with zero_quantized_weights.",
+        "Run forward inside torch.autocast. Do not nest an autocast of your own.",
         since="0.17.2",
     )
     dtype: DType | None = key(

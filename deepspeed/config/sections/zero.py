@@ -33,10 +33,18 @@ class LocoParam(Section):
     """Error feedback for quantized gradients (LoCo)."""
 
     err_beta: Float | None = key(
-        None, "Decay of the error; needed with the section.", minimum=0, maximum=1, removed="0.19.8"
+        None,
+        "Decay of the error, a running average of what was lost; needed with the section.",
+        minimum=0,
+        maximum=1,
+        removed="0.19.8",
     )
     reset_T: Int | None = key(
-        None, "Steps until the error is reset; needed with the section.", unit="steps", above=0, removed="0.19.8"
+        None,
+        "Steps after which the errors of all parameters are reset; needed with the section.",
+        unit="steps",
+        above=0,
+        removed="0.19.8",
     )
 
 
@@ -251,10 +259,28 @@ class ZeroOptimization(Section):
         minimum=0,
         min_stage=3,
     )
-    zero_quantized_weights: Bool = key(False, "Gather parameters in int8. Not with torch_autocast.", min_stage=3)
-    zero_quantized_nontrainable_weights: Bool = key(False, "Keep frozen weights in int8.", min_stage=3)
-    zero_quantized_gradients: Bool = key(False, "Reduce gradients as int4 by all-to-all.", min_stage=3)
-    zeropp_loco_param: LocoParam | None = key(None, "Error feedback for quantized gradients.", removed="0.19.8")
+    zero_quantized_weights: Bool = key(
+        False,
+        "Gather parameters in int8 with a scale per block (ZeRO++ qwZ). All ranks compute with the same decoded "
+        "weights, whatever their dtype; shards and masters stay exact.",
+        min_stage=3,
+    )
+    zero_quantized_nontrainable_weights: Bool = key(
+        False, "Gather in int8 only the weights that are frozen at initialize; their shards stay exact.", min_stage=3
+    )
+    zero_quantized_gradients: Bool = key(
+        False,
+        "Exchange gradients in int4 with a scale per block (ZeRO++ qgZ): between neighbours, then, with "
+        "zero_hpz_partition_size, between groups. Sums are fp32, and what comes out is the mean over all ranks.",
+        min_stage=3,
+    )
+    zeropp_loco_param: LocoParam | None = key(
+        None,
+        "Error feedback for zero_quantized_gradients (LoCo).",
+        null_means="what int4 loses is lost",
+        min_stage=3,
+        removed="0.19.8",
+    )
     mics_shard_size: Int = key(
         -1,
         "Neighbouring ranks that share all model states, while other groups hold the same (MiCS). Divides the number "

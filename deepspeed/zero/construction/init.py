@@ -54,8 +54,9 @@ class Init:
             each keeps its own.
         mpu: Model-parallel unit whose data-parallel group (with its sequence-parallel ranks) shares the parameters.
         zero_param_parallel_group: Not supported; ``zero_hpz_partition_size`` in the configuration makes the groups.
-        zero_quantized_weights: Not supported yet.
-        zero_quantized_nontrainable_weights: Not supported yet.
+        zero_quantized_weights: Accepted; has no effect here, where nothing computes. The configuration of
+            ``initialize`` says how weights travel from then on.
+        zero_quantized_nontrainable_weights: As ``zero_quantized_weights``.
         sequence_data_parallel_group: Used as ``data_parallel_group`` where that is None.
         param_swapper: Not supported; parameters are offloaded by the configuration.
         tensor_overrides: What tensor constructors override: dtype, device or both.
@@ -90,10 +91,13 @@ class Init:
             return
         _refuse(
             zero_param_parallel_group=zero_param_parallel_group,
-            zero_quantized_weights=zero_quantized_weights,
-            zero_quantized_nontrainable_weights=zero_quantized_nontrainable_weights,
             param_swapper=param_swapper,
         )
+        if zero_quantized_weights or zero_quantized_nontrainable_weights:
+            log_dist(
+                "zero.Init: how weights travel is decided by zero_optimization.zero_quantized_weights and "
+                "zero_quantized_nontrainable_weights in the configuration given to initialize"
+            )
         given = _one_config(config_dict_or_path, config)
         parsed = None if given is None else parse(given, purpose="zero_init")
         _check_dtype(dtype)
