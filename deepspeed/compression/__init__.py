@@ -1,7 +1,16 @@
-"""Model compression; the feature is missing (:mod:`deepspeed.features`)."""
+"""Compression of models in training: weights and activations of few bits, pruning, fewer layers."""
 
 from __future__ import annotations
 
 from deepspeed.lazy import lazy_names
 
-__getattr__, __dir__, __all__ = lazy_names(__name__, submodules=["compress", "helper"])
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "compression_scheduler": "deepspeed.compression.scheduler",
+        "compression_state": "deepspeed.compression.report",
+        "init_compression": "deepspeed.compression.installing",
+        "student_initialization": "deepspeed.compression.students",
+    },
+    submodules=["basic_layer", "compress", "helper", "scheduler"],
+)

@@ -1,7 +1,13 @@
-"""The calls of model compression; the feature is missing (:mod:`deepspeed.features`)."""
+"""The calls of model compression, where programs import them from."""
 
 from __future__ import annotations
 
 from deepspeed.lazy import lazy_names
 
-__getattr__, __dir__, __all__ = lazy_names(__name__)
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "init_compression": "deepspeed.compression.installing",
+        "student_initialization": "deepspeed.compression.students",
+    },
+)

@@ -22,6 +22,7 @@ from deepspeed.errors import DeepSpeedConfigError
 
 # What zero.Init needs to know; the rest of its dict may not be finished yet.
 ZERO_INIT_KEYS = frozenset({"zero_optimization", "fp16", "bf16", "bfloat16", "torch_autocast", "data_types"})
+PURPOSES = {"zero_init": ZERO_INIT_KEYS, "compression": frozenset({"compression_training"})}
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def parse(
     source: Any,
     *,
     dp_world_size: int | Callable[[Root], int] | None = None,
-    purpose: Literal["train", "zero_init"] = "train",
+    purpose: Literal["train", "zero_init", "compression"] = "train",
 ) -> ParsedConfig:
     """Reads and checks a configuration.
 
@@ -56,7 +57,8 @@ def parse(
         source: A dict, a path to an Hjson file, or URL-safe base64 of JSON.
         dp_world_size: Data-parallel ranks, for the batch arithmetic; or what finds their number from the keys (as
             :func:`~deepspeed.config.degrees.data_parallel_size`), whose DeepSpeedConfigError is one of the problems.
-        purpose: ``zero_init`` reads only ZeRO, offload, precision and data types.
+        purpose: ``zero_init`` reads only ZeRO, offload, precision and data types; ``compression`` only
+            ``compression_training``.
 
     Raises:
         DeepSpeedConfigError: With every problem of the configuration.
@@ -68,8 +70,8 @@ def parse(
     for line in document.notices:
         findings.notice(line)
     data = structural_copy(document.data)
-    if purpose == "zero_init":
-        data = {name: value for name, value in data.items() if name in ZERO_INIT_KEYS}
+    if purpose in PURPOSES:
+        data = {name: value for name, value in data.items() if name in PURPOSES[purpose]}
     else:
         _set_dotted_aside(data, findings)
     translate_old_keys(data, findings)

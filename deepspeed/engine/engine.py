@@ -18,6 +18,7 @@ from deepspeed.engine.accessors import ConfigAccessors
 from deepspeed.engine.batches import Batches
 from deepspeed.engine.checkpointing import EngineCheckpoints
 from deepspeed.engine.compiling import EngineCompile, gathers_between_pieces
+from deepspeed.engine.compressing import schedule_of
 from deepspeed.engine.efficiency import Efficiency, EfficiencyAccess
 from deepspeed.engine.flops import ProfiledStep
 from deepspeed.engine.forwarded import forwarded
@@ -59,6 +60,7 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, nn.Modul
         micro_steps: Calls of ``step`` so far.
         skipped_steps: Updates that were skipped because a gradient was not finite.
         device: Where the model computes.
+        compression_scheduler: Switches the techniques of ``compression_training`` on; None for a model without.
     """
 
     def __init__(self, parts: EngineParts) -> None:
@@ -73,6 +75,7 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, nn.Modul
         )
         self._runtime: ZeroRuntime = parts.runtime
         self._efficiency = Efficiency(self._root, parts.model, parts.runtime, self._batches.train_batch_size())
+        self.compression_scheduler = schedule_of(parts.model)
         self._updater: DeepSpeedZeroOptimizer | None = parts.make_optimizer(self.backward, self._before_update)
         self._scaling = LossScaling(self._updater.loss_scaler if self._updater is not None else None)
         self.optimizer = parts.public_optimizer(self._updater)
@@ -328,6 +331,8 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, nn.Modul
             self.skipped_steps += 1
         else:
             self._step_applied = True
+            if self.compression_scheduler is not None:
+                self.compression_scheduler.step()
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step(**(lr_kwargs or {}))
 
@@ -489,6 +494,8 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, nn.Modul
             setattr(self, name, value)
         self._batches.count_anew()
         self._efficiency.at(self.global_steps)
+        if self.compression_scheduler is not None:
+            self.compression_scheduler.at(self.global_steps - self.skipped_steps)
         if self._updater is not None:
             self._updater.steps = self.global_steps
         self.loaded_checkpoint_dp_world_size = loaded.world_size

@@ -19,6 +19,7 @@ from deepspeed.data.batching.loading import get_dataloader_and_lr_scheduler_for_
 from deepspeed.engine.alike import model_lines
 from deepspeed.engine.arguments import config_source, local_rank_of
 from deepspeed.engine.compiling import gathers_between_pieces, refuse_whole_graphs
+from deepspeed.engine.compressing import refuse_what_is_not_compressed
 from deepspeed.engine.compression import with_codecs
 from deepspeed.engine.efficiency import refuse_what_the_model_cannot
 from deepspeed.engine.engine import DeepSpeedEngine
@@ -150,6 +151,7 @@ def _build_parts(client: Client, config: Any, distributed_port: int, dist_init_r
         log_dist(f"config: {notice}")
     refuse_what_the_model_cannot(root, client.model)
     refuse_what_cannot_generate(root, client.model)
+    refuse_what_is_not_compressed(root, client.model)
     monitor = MonitorMaster(root)
     if root.comms_logger.enabled:
         comm.configure(deepspeed_config=parsed)

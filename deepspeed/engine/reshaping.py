@@ -13,6 +13,7 @@ from deepspeed.comm.connect import shared_transport
 from deepspeed.comm.mpu import Standing
 from deepspeed.comm.transport import Transport
 from deepspeed.config.sections.root import Root
+from deepspeed.engine.compressing import quantize_in_training
 from deepspeed.engine.parts import Client
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
@@ -42,6 +43,7 @@ def reshape_model(
         What the caller handed in, with the parameters that are now in place of others; and, by name, whether this rank
         counts the groups of parameters that several tensor ranks have alike.
     """
+    quantize_in_training(root.quantize_training, client.model)
     client = _spread_experts(root, client, ranks, device)
     model = client.model
     tiles = root.sequence_parallel

@@ -116,26 +116,23 @@ FEATURES: tuple[Feature, ...] = (
         {"deepspeed.linear": "OptimizedLinear Init init_lora"},
     ),
     Feature(
-        "model compression",
-        "Quantise with torch.ao or prune with torch.nn.utils.prune.",
-        {
-            "deepspeed.compression": "init_compression redundancy_clean student_initialization",
-            "deepspeed.compression.compress": "init_compression redundancy_clean student_initialization",
-        },
-        (
-            switch("compression_training.layer_reduction.enabled"),
-            switch("compression_training.weight_quantization.shared_parameters.enabled"),
-            switch("compression_training.activation_quantization.shared_parameters.enabled"),
-            switch("compression_training.sparse_pruning.shared_parameters.enabled"),
-            switch("compression_training.row_pruning.shared_parameters.enabled"),
-            switch("compression_training.channel_pruning.shared_parameters.enabled"),
-            switch("compression_training.head_pruning.shared_parameters.enabled"),
-        ),
+        "making the results of compression smaller",
+        "Masks and rounding act in training and evaluation.",
+        {"deepspeed.compression": "redundancy_clean", "deepspeed.compression.compress": "redundancy_clean"},
     ),
     Feature(
-        "quantised weights and quantised training",
+        "pruning by SNIP momentum",
+        'Use the method "topk", whose scores are trained with the model.',
+    ),
+    Feature(
+        "quantised weights of the top level",
         "Quantise with torch.ao.",
-        keys=(switch("weight_quantization.enabled"), switch("quantize_training.enabled"), switch("eigenvalue.enabled")),
+        keys=(switch("weight_quantization.enabled"),),
+    ),
+    Feature(
+        "quantisation paced by eigenvalues",
+        "Bits fall by quantize_training.quantize_schedule or quantization_period alone.",
+        keys=(switch("quantize_training.eigenvalue.enabled"), switch("eigenvalue.enabled")),
     ),
     Feature(
         "autotuning",

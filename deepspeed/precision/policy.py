@@ -105,12 +105,13 @@ class PrecisionPolicy:
         return self.skip_non_finite or self.needs_loss_scale
 
     def cast_buffers(self, model: nn.Module, device: torch.device) -> None:
-        """Moves the buffers to ``device`` and casts floating ones."""
+        """Moves the buffers to ``device`` and casts floating ones, but for modules with ``keeps_buffer_dtype``."""
         for module in model.modules():
+            buffer_dtype = None if getattr(module, "keeps_buffer_dtype", False) else self.buffer_dtype
             for name, buffer in module._buffers.items():
                 if buffer is None:
                     continue
-                dtype = self.buffer_dtype if self.buffer_dtype and buffer.is_floating_point() else buffer.dtype
+                dtype = buffer_dtype if buffer_dtype and buffer.is_floating_point() else buffer.dtype
                 module._buffers[name] = buffer.to(device=device, dtype=dtype)
 
     def forward_context(self, accelerator: DeepSpeedAccelerator) -> AbstractContextManager[Any]:

@@ -22,9 +22,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("monitor", "profiling"),
     # Layers, schedules and groups of further axes, which the engine puts into a model.
     ("parallel",),
+    # Layers of few bits, and what makes a model smaller: the engine advances its schedule.
+    ("linear",),
+    ("compression",),
     ("engine",),
     ("plan",),
-    ("pipe", "moe", "sequence", "tensor", "inference", "compression", "autotuning", "elasticity", "linear"),
+    ("pipe", "moe", "sequence", "tensor", "inference", "autotuning", "elasticity"),
     ("compile", "io", "datastates"),
     ("launcher", "cli"),
     # Only re-exports, at the paths that the ecosystem imports.

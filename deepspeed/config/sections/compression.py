@@ -8,15 +8,17 @@ from deepspeed.config.section import Section, key
 from deepspeed.config.sections.quantization import MixedQuantize, QuantType
 from deepspeed.config.types import AnyCase, Bool, Float, Int, IntList, TextList
 
+_SNIP = "only snip_momentum reads it, which does not exist here"
+
 
 class LayerReduction(Section):
     """A student with fewer layers than its teacher."""
 
     enabled: Bool = key(False, "Reduce layers.", removed="0.19.8")
-    keep_number_layer: Int | None = key(None, "Layers kept.", unit="layers", above=0)
-    module_name_prefix: str | None = key(None, "Name of the list of layers.")
-    teacher_layer: IntList | None = key(None, "Layers of the teacher that are kept.", minimum=0)
-    other_module_name: TextList | None = key(None, "Other modules copied.")
+    keep_number_layer: Int | None = key(None, "Layers kept: the length of teacher_layer.", unit="layers", above=0)
+    module_name_prefix: str | None = key(None, "Name of the list of layers, in both models.")
+    teacher_layer: IntList | None = key(None, "Layers of the teacher that the student takes, in order.", minimum=0)
+    other_module_name: TextList | None = key(None, "Other modules that are copied.")
 
 
 class Shared(Section):
@@ -30,46 +32,56 @@ class WeightQuantizationShared(Shared):
     """Shared settings of weight quantization."""
 
     schedule_offset: Int = key(0, "First step.", unit="steps", minimum=0)
-    quantizer_kernel: Bool = key(False, "Use the kernel.")
-    quantize_groups: Int = key(1, "Number of groups.", above=0)
-    quantize_verbose: Bool = key(False, "Say more.")
-    quantization_type: QuantType = key("symmetric", "Quantizer.")
-    rounding: Annotated[Literal["nearest", "stochastic"], AnyCase] = key("nearest", "Rounding.")
-    quantize_weight_in_forward: Bool = key(False, "Quantize in forward; false is for fp16 only.")
+    quantizer_kernel: Bool = key(False, "Use the kernel.", no_effect="rounding is torch's own arithmetic")
+    quantize_groups: Int = key(
+        1,
+        "Equal slices of a weight with scales of their own; they must divide it. Each row of an embedding has one.",
+        above=0,
+    )
+    quantize_verbose: Bool = key(False, "Say more.", no_effect="each change of bits is always said")
+    quantization_type: QuantType = key("symmetric", "Scale around zero, or from least to largest.")
+    rounding: Annotated[Literal["nearest", "stochastic"], AnyCase] = key(
+        "nearest", "To the nearest code, or by chance."
+    )
+    quantize_weight_in_forward: Bool = key(
+        False, "True: target_bits from schedule_offset on. False: bits fall from start_bits to target_bits."
+    )
     fp16_mixed_quantize: MixedQuantize = key(None, "Mixing.", factory=MixedQuantize)
 
 
 class ActivationQuantizationShared(Shared):
     """Shared settings of activation quantization."""
 
-    quantization_type: QuantType = key("symmetric", "Quantizer.")
-    range_calibration: Annotated[Literal["dynamic", "static"], AnyCase] = key("dynamic", "How the range is found.")
+    quantization_type: QuantType = key("symmetric", "Scale around zero, or from least to largest.")
+    range_calibration: Annotated[Literal["dynamic", "static"], AnyCase] = key(
+        "dynamic", "Range of each token (image), or a running range of all."
+    )
 
 
 class SparsePruningShared(Shared):
     """Shared settings of sparse pruning."""
 
-    method: Annotated[Literal["l1", "topk", "snip_momentum"], AnyCase] = key("l1", "Method.")
-    block_pattern: str = key("4x1", "Block (snip_momentum).")
-    dense_ratio: Float = key(0.1, "Share kept (snip_momentum).", above=0, below=1)
-    schedule_offset_stride: Int = key(1, "Steps between prunings (snip_momentum).", unit="steps", above=0)
-    schedule_offset_end: Int | None = key(
-        None, "Last step (snip_momentum); at least schedule_offset.", unit="steps", minimum=0
+    method: Annotated[Literal["l1", "topk", "snip_momentum"], AnyCase] = key(
+        "l1", "l1 keeps what is largest at first, for good; topk what has the largest scores, which are trained."
     )
-    excluded_modules: TextList = key(None, "Modules left alone (snip_momentum).", factory=list)
+    block_pattern: str = key("4x1", "Block.", no_effect=_SNIP)
+    dense_ratio: Float = key(0.1, "Share kept.", above=0, below=1, no_effect=_SNIP)
+    schedule_offset_stride: Int = key(1, "Steps between prunings.", unit="steps", above=0, no_effect=_SNIP)
+    schedule_offset_end: Int | None = key(None, "Last step.", unit="steps", minimum=0, no_effect=_SNIP)
+    excluded_modules: TextList = key(None, "Modules left alone.", factory=list, no_effect=_SNIP)
 
 
 class StructuredPruningShared(Shared):
     """Shared settings of row and channel pruning."""
 
-    method: Annotated[Literal["l1", "topk"], AnyCase] = key("l1", "Method.")
+    method: Annotated[Literal["l1", "topk"], AnyCase] = key("l1", "As in sparse_pruning, by rows or channels.")
 
 
 class HeadPruningShared(Shared):
     """Shared settings of head pruning."""
 
-    method: Annotated[Literal["topk", "l1"], AnyCase] = key("topk", "Method.")
-    num_heads: Int | None = key(None, "Heads; required for topk.", above=0)
+    method: Annotated[Literal["topk", "l1"], AnyCase] = key("topk", "As in sparse_pruning, by heads.")
+    num_heads: Int | None = key(None, "Heads before a layer that is pruned; required.", above=0)
 
 
 class WeightBits(Section):
@@ -77,7 +89,12 @@ class WeightBits(Section):
 
     start_bits: Int | None = key(None, "Width at the start; required.", unit="bits", above=0)
     target_bits: Int | None = key(None, "Width at the end; required.", unit="bits", above=0)
-    quantization_period: Int = key(1, "Steps between falls.", unit="steps", above=0)
+    quantization_period: Int = key(
+        1,
+        "Steps from schedule_offset to the first fall by a bit; twice as many to each further one.",
+        unit="steps",
+        above=0,
+    )
 
 
 class ActivationBits(Section):
@@ -95,8 +112,10 @@ class Density(Section):
 class Group(Section):
     """Modules that a group covers."""
 
-    modules: TextList = key(None, "Modules by part of name; * is all.", factory=lambda: ["*"])
-    related_modules: list[TextList] | None = key(None, "Modules that change with them.")
+    modules: TextList = key(None, "Regular expressions that are searched in names; * is all.", factory=lambda: ["*"])
+    related_modules: list[TextList] | None = key(
+        None, "For each of modules, expressions for the layers that lose inputs or outputs with it."
+    )
 
 
 class WeightGroup(Group):

@@ -1,0 +1,273 @@
+""":func:`init_compression`: gives the layers that a configuration names their techniques."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.compression import masks
+from deepspeed.compression.activations import QuantAct
+from deepspeed.compression.basic_layer import (
+    INPUT,
+    BNLayer_Compress,
+    Conv1DLayer_Compress,
+    Conv2dLayer_Compress,
+    Embedding_Compress,
+    LinearLayer_Compress,
+)
+from deepspeed.compression.report import announce
+from deepspeed.compression.settings import PRUNED, Selection, kind_of, section_of, select
+from deepspeed.compression.students import student_initialization
+from deepspeed.compression.techniques import Kind, Pruning, Techniques, WeightRounding
+from deepspeed.compression.widths import WidthSchedule
+from deepspeed.config.sections.compression import CompressionTraining
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.logging import log_dist
+from deepspeed.parallel.pipe.module import PipelineModule
+from deepspeed.zero.access.gathered import GatheredParameters
+
+_CLASSES: dict[str, type[nn.Module]] = {
+    "linear": LinearLayer_Compress,
+    "conv1d": Conv1DLayer_Compress,
+    "conv2d": Conv2dLayer_Compress,
+    "embedding": Embedding_Compress,
+}
+
+
+def init_compression(model: nn.Module, deepspeed_config: Any, teacher_model: Any = None, mpu: Any = None) -> nn.Module:
+    """Gives the layers of ``model`` the techniques of ``compression_training``. Call it before the optimizer is made.
+
+    Layers stay in their places with their parameters; ``topk`` adds parameters with scores, which must be trained with
+    the rest. With ``layer_reduction`` the model first takes layers over from ``teacher_model``. On every rank alike.
+
+    Args:
+        model: The model, whole or under ``zero.Init``; changed in place.
+        deepspeed_config: A dict, a path, or what ``deepspeed.config.parse`` returned. Only ``compression_training`` is
+            read.
+        teacher_model: Needed by ``layer_reduction``.
+        mpu: Must be None: layers that are cut over ranks are not compressed.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        DeepSpeedConfigError: The section and the model do not fit; nothing was changed.
+    """
+    if mpu is not None:
+        raise DeepSpeedConfigError(
+            "init_compression(mpu=...): layers that are cut over ranks cannot be compressed; compress the whole model "
+            "under ZeRO, at any stage"
+        )
+    section = section_of(deepspeed_config)
+    compress(model, section, teacher_model)
+    return model
+
+
+def compress(model: nn.Module, section: CompressionTraining, teacher: Any = None) -> None:
+    """The same from a section that is in order."""
+    if any(techniques_on(module) is not None for module in model.modules()):
+        raise DeepSpeedConfigError("init_compression: the model is compressed already; call it once, on a plain model")
+    if isinstance(model, PipelineModule):
+        raise DeepSpeedConfigError(
+            "init_compression: layers of a PipelineModule are spread over ranks; compress a model without a pipeline"
+        )
+    selections = select(model, section)
+    _Users(model).check(selections)
+    if section.layer_reduction is not None and section.layer_reduction.enabled:
+        if teacher is None:
+            raise DeepSpeedConfigError(
+                "compression_training.layer_reduction: init_compression(teacher_model=...) is missing; give it the "
+                "model that the layers are taken from"
+            )
+        student_initialization(model, teacher, {"compression_training": section.model_dump(exclude_unset=True)})
+    users = _Users(model)
+    for selection in selections:
+        for name in selection.names:
+            _install(users, name, selection)
+        _follow(model, selection)
+    announce(model, selections)
+
+
+def techniques_on(module: nn.Module) -> Techniques | None:
+    """What is done to a layer; None for one that is not compressed."""
+    found = module.__dict__.get("compression")
+    return found if isinstance(found, Techniques) else None
+
+
+class _Users:
+    """Which layers use which weight."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = dict(model.named_modules())
+        self._by_weight: dict[int, list[str]] = defaultdict(list)
+        for name, module in self.modules.items():
+            for parameter in module.parameters(recurse=False):
+                self._by_weight[id(parameter)].append(name)
+
+    def of(self, name: str) -> list[str]:
+        """The layers with the same weight, ``name`` first."""
+        weight: Any = self.modules[name].weight
+        return [name, *(other for other in self._by_weight[id(weight)] if other != name)]
+
+    def check(self, selections: list[Selection]) -> None:
+        """Whether every technique can be what it is asked to be."""
+        for selection in selections:
+            for name in selection.names:
+                if selection.technique == "activation_quantization":
+                    continue
+                tied = [other for other in self.of(name)[1:] if kind_of(self.modules[other]) is None]
+                knows_ties = selection.technique in ("weight_quantization", "sparse_pruning")
+                others = [] if knows_ties else self.of(name)[1:]
+                if tied or others:
+                    raise DeepSpeedConfigError(
+                        f"{selection.key('modules')}: {name} shares its weight with {', '.join(tied or others)}, which "
+                        f"{selection.technique} does not know; untie them, or leave {name} out"
+                    )
+                self._check_sizes(name, selection)
+
+    def _check_sizes(self, name: str, selection: Selection) -> None:
+        rows, columns = shape_of(self.modules[name])
+        if selection.technique == "weight_quantization":
+            groups = selection.shared.quantize_groups
+            if not self.by_rows(name) and rows * columns % groups:
+                raise DeepSpeedConfigError(
+                    f"compression_training.weight_quantization.shared_parameters.quantize_groups: {groups} does not "
+                    f"divide the {rows * columns:,} weights of {name}"
+                )
+        if selection.technique == "head_pruning":
+            heads = selection.shared.num_heads
+            if columns % heads:
+                raise DeepSpeedConfigError(
+                    f"compression_training.head_pruning.shared_parameters.num_heads: {heads} does not divide the "
+                    f"{columns} input features of {name}, which should be the layer after the heads"
+                )
+
+    def by_rows(self, name: str) -> bool:
+        """Whether rows are groups, as in embeddings and what is tied to one."""
+        return any(kind_of(self.modules[user]) == "embedding" for user in self.of(name))
+
+
+def shape_of(module: Any) -> tuple[int, int]:
+    """Outputs, and weights for each of them; also of a layer whose weight is sharded."""
+    if isinstance(module, nn.Embedding):
+        return module.num_embeddings, module.embedding_dim
+    shape = tuple(getattr(module.weight, "ds_shape", module.weight.shape))
+    if kind_of(module) == "conv1d" or isinstance(module, Conv1DLayer_Compress):
+        return shape[1], shape[0]
+    return shape[0], math.prod(shape[1:])
+
+
+def _install(users: _Users, name: str, selection: Selection) -> None:
+    """Puts one technique on one layer, and on those that share its weight."""
+    if selection.technique == "activation_quantization":
+        _round_input(users.modules[name], name, selection)
+    elif selection.technique == "weight_quantization":
+        rounding = _rounding(selection, users.by_rows(name))
+        for user in users.of(name):
+            _techniques(users.modules[user], user).rounding = rounding
+    else:
+        _prune(users, name, selection)
+
+
+def _techniques(module: nn.Module, name: str) -> Techniques:
+    """The layer's techniques; a layer that has none yet gets its class."""
+    found = techniques_on(module)
+    if found is None:
+        kind = kind_of(module)
+        assert kind is not None
+        found = Techniques(name, is_transposed=kind == "conv1d", original_class=type(module))
+        module.__class__ = _CLASSES[kind]
+        module.__dict__["compression"] = found
+    return found
+
+
+def _rounding(selection: Selection, by_rows: bool) -> WeightRounding:
+    shared, params = selection.shared, selection.params
+    in_forward = shared.quantize_weight_in_forward
+    mixed = shared.fp16_mixed_quantize
+    schedule = WidthSchedule(
+        offset=shared.schedule_offset,
+        start=params.target_bits if in_forward else params.start_bits,
+        target=params.target_bits,
+        period=params.quantization_period,
+        mixing=mixed.quantize_change_ratio if mixed.enabled and not in_forward else None,
+    )
+    return WeightRounding(
+        schedule=schedule,
+        groups=None if by_rows else shared.quantize_groups,
+        symmetric=shared.quantization_type == "symmetric",
+        stochastic=shared.rounding == "stochastic",
+    )
+
+
+def _round_input(module: nn.Module, name: str, selection: Selection) -> None:
+    shared = selection.shared
+    by_image = kind_of(module) == "conv2d" or isinstance(module, Conv2dLayer_Compress)
+    _techniques(module, name).activation_offset = shared.schedule_offset
+    quantizer = QuantAct(
+        selection.params.bits,
+        symmetric=shared.quantization_type == "symmetric",
+        static=shared.range_calibration == "static",
+        by_image=by_image,
+    )
+    weight: Any = module.weight
+    module.add_module(INPUT, quantizer.to(weight.device).train(module.training))
+
+
+def _prune(users: _Users, name: str, selection: Selection) -> None:
+    kind, shared = PRUNED[selection.technique], selection.shared
+    heads = getattr(shared, "num_heads", None)
+    pruning = Pruning(kind, shared.method, selection.params.dense_ratio, shared.schedule_offset, heads)
+    modules: list[Any] = [users.modules[user] for user in users.of(name)]
+    techniques = [
+        _techniques(module, user) for module, user in zip(modules, users.of(name), strict=True)
+    ]  # all, before any of them has a mask
+    first = modules[0]
+    if pruning.method == "l1":
+        with torch.no_grad(), GatheredParameters([first.weight]):
+            weight = first.weight.t() if techniques[0].is_transposed else first.weight
+            mask = masks.largest(masks.norms(weight, kind, heads), pruning.share)
+        for module in modules:
+            module.register_buffer(pruning.buffer, mask)
+    else:
+        scores = nn.Parameter(_scores(first, kind, heads))
+        for module in modules:
+            module.register_parameter(pruning.scores, scores)
+    for technique in techniques:
+        technique.prunings[kind] = pruning
+
+
+def _scores(module: Any, kind: Kind, heads: int | None) -> torch.Tensor:
+    rows, columns = shape_of(module)
+    if kind == "sparse":
+        shape: tuple[int, ...] = (rows, columns)
+    else:
+        shape = (1, rows if heads is None else heads)
+    weight = module.weight
+    scores = torch.empty(shape, device=weight.device, dtype=weight.dtype)
+    nn.init.kaiming_uniform_(scores, a=math.sqrt(5))
+    if kind == "sparse" and isinstance(module, nn.Conv2d):
+        scores = scores.view(weight.shape)
+    return scores
+
+
+def _follow(model: nn.Module, selection: Selection) -> None:
+    """Batch norms after pruned channels are silent in them, so that leaving the channels out changes nothing."""
+    for match in selection.matches:
+        for related in match.related:
+            for name, other in zip(match.names, related, strict=True):
+                module = model.get_submodule(other)
+                if kind_of(module) == "batchnorm2d":
+                    module.__class__ = BNLayer_Compress
+                    module.__dict__["followed"] = [model.get_submodule(name)]
+    if selection.technique in ("row_pruning", "head_pruning", "channel_pruning"):
+        alone = [name for match in selection.matches if not match.related for name in match.names]
+        if alone:
+            log_dist(
+                f"{selection.key('related_modules')}: none given, so what is pruned in {len(alone)} layers becomes "
+                "zero and stays; name the layers before or after them to have it removed by redundancy_clean"
+            )

@@ -1,0 +1,123 @@
+"""What compression does, in words: at installation, when a technique begins, and where a model stands."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from deepspeed.compression.masks import kept_count
+from deepspeed.compression.settings import PRUNED, Selection
+from deepspeed.compression.techniques import Techniques
+from deepspeed.logging import log_dist
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """What acts on one layer now.
+
+    Attributes:
+        name: Its name in the model.
+        bits: Of its weight; None: whole.
+        activation_bits: Of its input; None: whole.
+        kept: By kind of pruning, the share that is kept, as counted in the mask.
+    """
+
+    name: str
+    bits: int | None
+    activation_bits: int | None
+    kept: dict[str, float]
+
+
+def compressed_layers(model: nn.Module) -> Iterator[tuple[nn.Module, Techniques]]:
+    """Every compressed layer of a model with its techniques."""
+    for module in model.modules():
+        found = module.__dict__.get("compression")
+        if isinstance(found, Techniques):
+            yield module, found
+
+
+def compression_state(model: nn.Module) -> list[LayerState]:
+    """Achieved bits and densities of every compressed layer now, before :func:`redundancy_clean`.
+
+    Masks that are learned have as many ones as their share says, so they are not looked at, and nothing is gathered.
+    """
+    found = []
+    for module, techniques in compressed_layers(model):
+        quantizer: Any = getattr(module, "activation_quantizer", None)
+        found.append(
+            LayerState(
+                techniques.name,
+                None if techniques.width is None else techniques.width.bits,
+                quantizer.bits if quantizer is not None and quantizer.is_acting else None,
+                {kind: _kept(module, techniques, kind) for kind in sorted(techniques.acting)},
+            )
+        )
+    return found
+
+
+def _kept(module: Any, techniques: Techniques, kind: Any) -> float:
+    pruning = techniques.prunings[kind]
+    if pruning.method == "l1":
+        return float(getattr(module, pruning.buffer).float().mean())
+    scores = getattr(module, pruning.scores)
+    total = getattr(scores, "ds_numel", scores.numel())
+    return kept_count(total, pruning.share) / total
+
+
+def announce(model: nn.Module, selections: list[Selection]) -> None:
+    """One line for each group: what will act on how many layers, from which update on."""
+    for selection in selections:
+        log_dist(
+            f"compression: {selection.technique}, group {selection.group}: {len(selection.names)} layers "
+            f"({selection.names[0]}{', ...' if len(selection.names) > 1 else ''}), {_plan(selection)}"
+        )
+
+
+def _plan(selection: Selection) -> str:
+    shared, params = selection.shared, selection.params
+    begin = f"from update {shared.schedule_offset:,} on"
+    if selection.technique in PRUNED:
+        return f"{params.dense_ratio:g} of {_WHAT[selection.technique]} kept by {shared.method} {begin}"
+    if selection.technique == "activation_quantization":
+        return f"{params.bits} bits, {shared.quantization_type}, {shared.range_calibration} range, {begin}"
+    kind = f"{shared.quantization_type}, {shared.rounding} rounding"
+    if shared.quantize_weight_in_forward or params.start_bits == params.target_bits:
+        return f"{params.target_bits} bits, {kind}, {begin}"
+    return (
+        f"{params.start_bits} bits, {kind}, {begin}; one bit fewer {params.quantization_period:,} updates later and "
+        f"after twice as many each further time, down to {params.target_bits}"
+    )
+
+
+_WHAT = {
+    "sparse_pruning": "the weights",
+    "row_pruning": "the rows",
+    "head_pruning": "the heads",
+    "channel_pruning": "the channels",
+}
+
+
+def changes(before: list[LayerState], after: list[LayerState], step: int) -> list[str]:
+    """What began to act between two states, one line for each kind of change."""
+    counts: Counter[str] = Counter()
+    kept: dict[str, list[float]] = {}
+    for old, new in zip(before, after, strict=True):
+        if new.bits != old.bits:
+            counts["weights whole" if new.bits is None else f"weights in {new.bits} bits"] += 1
+        if new.activation_bits != old.activation_bits:
+            bits = new.activation_bits
+            counts["activations whole" if bits is None else f"activations in {bits} bits"] += 1
+        for kind, part in new.kept.items():
+            if kind not in old.kept:
+                counts[f"{kind} pruning"] += 1
+                kept.setdefault(f"{kind} pruning", []).append(part)
+    lines = []
+    for what, count in counts.items():
+        shares = kept.get(what)
+        share = "" if shares is None else f", {sum(shares) / len(shares):.3f} kept on average"
+        lines.append(f"compression: from update {step:,} on {what} in {count} layers{share}")
+    return lines

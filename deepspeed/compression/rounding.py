@@ -1,0 +1,101 @@
+"""Rounding values to few bits, with the gradient passed straight through.
+
+A weight is cut into groups of equal length, each with a scale and an offset of its own: ``value = code * scale +
+offset`` with whole codes. At 3 bits and more codes are the nearest ones (ZeroQuant, arXiv 2206.01861); 2 bits are
+ternary (TWN, arXiv 1605.04711), 1 bit is the sign (BWN, arXiv 1603.05279), as in XTC (arXiv 2206.01859).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+TERNARY_THRESHOLD = 0.7  # times the mean of absolute values
+
+
+class Rounded(NamedTuple):
+    """Groups of values after rounding.
+
+    Attributes:
+        codes: Whole numbers in fp32, ``[groups, values of a group]``.
+        scale: ``[groups, 1]``, fp32.
+        offset: ``[groups, 1]``, fp32; zeros where rounding is symmetric.
+        least: The smallest code that can occur.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    offset: torch.Tensor
+    least: int
+
+    def values(self) -> torch.Tensor:
+        """The rounded values, ``[groups, values of a group]`` in fp32."""
+        return self.codes * self.scale + self.offset
+
+
+def round_groups(
+    groups: torch.Tensor, bits: int, *, symmetric: bool = True, generator: torch.Generator | None = None
+) -> Rounded:
+    """Rounds each row of ``groups`` to codes of so many bits.
+
+    A row of zeros stays zero, and asymmetrically every row of equal values stays as it is: where the published scale
+    would be zero, 1 takes its place.
+
+    Args:
+        groups: ``[groups, values of a group]``, any floating dtype.
+        bits: Width of a code. Below 3 only symmetric rounding exists.
+        symmetric: Around zero: ``scale = 2 max|w| / 2^bits``, of which the largest positive value is cut by one step;
+            otherwise between the least and the largest value, ``scale = (max - min) / 2^bits``.
+        generator: Draws the noise of stochastic rounding, uniform in (-0.5, 0.5) of a step; None: nearest.
+    """
+    values = groups.float()
+    if bits < 3:
+        return _signs(values, ternary=bits == 2)
+    levels = 2**bits
+    if symmetric:
+        scale = 2 * values.abs().amax(1, keepdim=True) / levels
+        scale = torch.where(scale == 0, 1.0, scale)
+        offset, low, high = torch.zeros_like(scale), -levels // 2, levels // 2 - 1
+    else:
+        least, most = values.amin(1, keepdim=True), values.amax(1, keepdim=True)
+        width = (most - least) / levels
+        scale = torch.where(width == 0, 1.0, width)
+        offset = torch.where(width == 0, least, (least / scale).round() * scale)
+        low, high = 0, levels - 1
+    steps = (values - offset) / scale
+    if generator is not None:
+        noise = torch.rand(steps.shape, generator=generator, device=steps.device, dtype=steps.dtype)
+        steps = steps + noise - 0.5
+    return Rounded(steps.round().clamp(low, high), scale, offset, low)
+
+
+def _signs(values: torch.Tensor, *, ternary: bool) -> Rounded:
+    """One magnitude in a group: with zeros below a threshold (2 bits), or without (1 bit)."""
+    size = values.abs()
+    mean = size.mean(1, keepdim=True)
+    if ternary:
+        is_large = size > TERNARY_THRESHOLD * mean
+        scale = (size * is_large).sum(1, keepdim=True) / is_large.sum(1, keepdim=True).clamp(min=1)
+        codes = values.sign() * is_large
+    else:
+        scale, codes = mean, values.sign()
+    return Rounded(codes, scale, torch.zeros_like(scale), -1)
+
+
+class _StraightThrough(torch.autograd.Function):
+    """The second value with the gradient of the first."""
+
+    @staticmethod
+    def forward(ctx: Any, original: torch.Tensor, changed: torch.Tensor) -> torch.Tensor:
+        return changed.view_as(changed)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+def straight_through(original: torch.Tensor, changed: torch.Tensor) -> torch.Tensor:
+    """``changed`` as a value, ``original`` for gradients. Equal shapes."""
+    result: torch.Tensor = _StraightThrough.apply(original, changed.detach())  # type: ignore[no-untyped-call]
+    return result

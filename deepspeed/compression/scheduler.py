@@ -1,0 +1,64 @@
+"""Which techniques act after how many updates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from deepspeed.compression.report import changes, compressed_layers, compression_state
+from deepspeed.logging import log_dist
+
+
+class compression_scheduler:  # noqa: N801 - a published name
+    """Switches the techniques of a model on, each at its ``schedule_offset``. The engine has one and advances it.
+
+    Args:
+        model: After ``init_compression``.
+        compression_config: Not read: the layers know what they were told.
+
+    Attributes:
+        training_steps: Updates so far; skipped ones do not count.
+    """
+
+    def __init__(self, model: nn.Module, compression_config: Any = None) -> None:
+        self._model = model
+        self._layers = list(compressed_layers(model))
+        self._state = compression_state(model)
+        self._marks: list[object] = []
+        self.training_steps = -1
+        self.at(0)
+
+    def step(self, step_zero_check: bool = False) -> None:
+        """After an update.
+
+        Args:
+            step_zero_check: True: no update, only see to it that what acts from the beginning does.
+        """
+        self.at(self.training_steps + (not step_zero_check))
+
+    def at(self, training_steps: int) -> None:
+        """Goes to what acts after so many updates, and says what is new."""
+        if training_steps == self.training_steps:
+            return
+        self.training_steps = training_steps
+        for module, techniques in self._layers:
+            techniques.at(training_steps)
+            if techniques.activation_offset is not None:
+                quantizer: Any = module.activation_quantizer
+                quantizer.is_acting = training_steps >= techniques.activation_offset
+        marks: list[object] = [
+            (techniques.width and techniques.width.bits, techniques.acting, _is_rounded(module))
+            for module, techniques in self._layers
+        ]
+        if marks == self._marks:
+            return
+        self._marks, state = marks, compression_state(self._model)
+        for line in changes(self._state, state, training_steps):
+            log_dist(line)
+        self._state = state
+
+
+def _is_rounded(module: Any) -> bool:
+    quantizer = getattr(module, "activation_quantizer", None)
+    return quantizer is not None and quantizer.is_acting

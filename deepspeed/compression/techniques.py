@@ -1,0 +1,163 @@
+"""What is done to one layer, and since when: the techniques of a compressed layer as plain values."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from deepspeed.compression import masks
+from deepspeed.compression.rounding import Rounded, round_groups, straight_through
+from deepspeed.compression.widths import Width, WidthSchedule
+
+Kind = Literal["sparse", "row", "head", "channel"]
+ORDER: tuple[Kind, ...] = ("sparse", "row", "head", "channel")
+
+
+@dataclass(frozen=True)
+class WeightRounding:
+    """Fake quantisation of a weight.
+
+    Attributes:
+        schedule: Its width by the step.
+        groups: Equal slices of the flattened weight with scales of their own; None: one for each row.
+        symmetric: Kind of scale.
+        stochastic: Round by chance; the same chance on every rank and in every forward of a step.
+    """
+
+    schedule: WidthSchedule
+    groups: int | None = 1
+    symmetric: bool = True
+    stochastic: bool = False
+
+    def round(self, weight: torch.Tensor, bits: int, generator: torch.Generator | None = None) -> Rounded:
+        """Codes and scales of ``weight``, ``[out, in, ...]``."""
+        groups = len(weight) if self.groups is None else self.groups
+        return round_groups(weight.detach().reshape(groups, -1), bits, symmetric=self.symmetric, generator=generator)
+
+
+@dataclass(frozen=True)
+class Pruning:
+    """A mask on a weight.
+
+    Attributes:
+        kind: What is pruned.
+        method: ``l1`` or ``topk``.
+        share: What is kept.
+        offset: Updates before which nothing is pruned.
+        heads: Number of heads, for the kind ``head``.
+    """
+
+    kind: Kind
+    method: str
+    share: float
+    offset: int
+    heads: int | None = None
+
+    @property
+    def buffer(self) -> str:
+        """The layer's name for the mask of ``l1``."""
+        return f"{self.kind}_pruning_mask"
+
+    @property
+    def scores(self) -> str:
+        """The layer's name for the scores of ``topk``."""
+        return "head_pruning_scores" if self.kind == "head" else f"{self.kind}_mask_scores"
+
+
+@dataclass
+class Techniques:
+    """Of one layer.
+
+    Attributes:
+        name: The layer's name in the model.
+        is_transposed: Its weight is kept as ``[in, out]``.
+        rounding: Of the weight, or None.
+        prunings: By kind.
+        activation_offset: Updates before which activations are whole; None: they always are.
+        width: Of the weight now; None: whole.
+        acting: The kinds of pruning that act now.
+        step: The update that stochastic rounding draws for.
+        changed: What became of the class before compression, to go back to.
+    """
+
+    name: str
+    is_transposed: bool = False
+    rounding: WeightRounding | None = None
+    prunings: dict[Kind, Pruning] = field(default_factory=dict)
+    activation_offset: int | None = None
+    width: Width | None = None
+    acting: frozenset[Kind] = frozenset()
+    step: int = 0
+    original_class: Any = None
+
+    def at(self, step: int) -> None:
+        """Goes to what acts after so many updates."""
+        if self.rounding is not None:
+            self.width = self.rounding.schedule.at(step)
+            self.step = step if self.rounding.stochastic else 0
+        self.acting = frozenset(kind for kind, pruning in self.prunings.items() if step >= pruning.offset)
+
+    def at_the_end(self) -> None:
+        """Goes to where everything acts, with its last width."""
+        if self.rounding is not None:
+            self.width = Width(self.rounding.schedule.target, 0.0)
+        self.acting = frozenset(self.prunings)
+
+    # -- the weight --------------------------------------------------------------------------------------------------
+
+    def effective(self, layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight ``[out, in, ...]`` and bias as they act now, with gradients for what they are made of."""
+        weight, bias = layer.weight, getattr(layer, "bias", None)
+        assert isinstance(weight, torch.Tensor)
+        if self.is_transposed:
+            weight = weight.t()
+        weight = self.rounded(weight)
+        for kind in ORDER:
+            if kind in self.acting:
+                mask = self.mask(layer, kind).to(weight.dtype)
+                weight = weight * spread(mask, kind, weight)
+                if kind in ("row", "channel") and bias is not None:
+                    bias = bias * mask
+        return weight, bias
+
+    def rounded(self, weight: torch.Tensor) -> torch.Tensor:
+        """``weight``, ``[out, in, ...]``, with its bits of now."""
+        if self.width is None or self.rounding is None:
+            return weight
+        with torch.no_grad():
+            rounded = self.rounding.round(weight, self.width.bits, self._generator(weight.device))
+            fake = rounded.values().view(weight.shape).to(weight.dtype)
+        result = straight_through(weight, fake)
+        share = self.width.whole_share
+        return result if share == 0 else share * weight + (1 - share) * result
+
+    def _generator(self, device: torch.device) -> torch.Generator | None:
+        """Equal noise on every rank, and again where a forward is recomputed."""
+        if self.rounding is None or not self.rounding.stochastic:
+            return None
+        seed = zlib.crc32(f"{self.name} {self.step}".encode())
+        return torch.Generator(device).manual_seed(seed)
+
+    def mask(self, layer: nn.Module, kind: Kind) -> torch.Tensor:
+        """1 for what is kept: of the weight's shape, or one number per row, head or channel."""
+        pruning = self.prunings[kind]
+        if pruning.method == "l1":
+            mask = getattr(layer, pruning.buffer)
+            assert isinstance(mask, torch.Tensor)
+            return mask
+        scores = getattr(layer, pruning.scores)
+        learned = masks.learned(scores, pruning.share)
+        return learned if kind == "sparse" else learned.flatten()
+
+
+def spread(mask: torch.Tensor, kind: Kind, weight: torch.Tensor) -> torch.Tensor:
+    """The mask in a shape that multiplies ``weight``, ``[out, in, ...]``."""
+    if kind == "sparse":
+        return mask
+    if kind == "head":
+        return mask.repeat_interleave(weight.shape[1] // len(mask))[None, :]
+    return mask.view(-1, *([1] * (weight.dim() - 1)))

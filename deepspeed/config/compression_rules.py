@@ -1,0 +1,98 @@
+"""What ``compression_training`` lacks or contradicts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deepspeed.config.findings import Findings, Path
+from deepspeed.config.sections.compression import CompressionTraining, LayerReduction
+from deepspeed.config.sections.root import Root
+
+AT: Path = ("compression_training",)
+_REQUIRED = {
+    "weight_quantization": ("start_bits", "target_bits"),
+    "activation_quantization": ("bits",),
+    "sparse_pruning": ("dense_ratio",),
+    "row_pruning": ("dense_ratio",),
+    "channel_pruning": ("dense_ratio",),
+    "head_pruning": ("dense_ratio",),
+}
+"""What each group's ``params`` must hold, by technique."""
+LEAST_LEVELS = 3
+"""From so many bits on codes are levels between two ends; below, they are signs."""
+
+
+def check_compression(root: Root, findings: Findings) -> None:
+    """Reports what the techniques that are switched on lack or contradict."""
+    section = root.compression_training
+    if section is None:
+        return
+    if section.layer_reduction is not None and section.layer_reduction.enabled:
+        _layers(section.layer_reduction, findings)
+    for name, required in _REQUIRED.items():
+        technique = getattr(section, name)
+        if technique is None or not technique.shared_parameters.enabled:
+            continue
+        if not technique.different_groups:
+            findings.problem((*AT, name, "different_groups"), "is required once the technique is enabled, and missing")
+        for group, settings in technique.different_groups.items():
+            at: Path = (*AT, name, "different_groups", group)
+            for key in required:
+                if getattr(settings.params, key) is None:
+                    findings.problem((*at, "params", key), "is required, and missing")
+            if not settings.modules:
+                findings.problem((*at, "modules"), "expected at least one part of a name, found none")
+    _widths(section, findings)
+    sparse = section.sparse_pruning
+    if sparse is not None and sparse.shared_parameters.enabled and sparse.shared_parameters.method == "snip_momentum":
+        findings.problem(
+            (*AT, "sparse_pruning", "shared_parameters", "method"),
+            'pruning by SNIP momentum does not exist here yet; set it to "topk", whose scores are trained with the '
+            'model, or to "l1"',
+        )
+    heads = section.head_pruning
+    if heads is not None and heads.shared_parameters.enabled and heads.shared_parameters.num_heads is None:
+        findings.problem((*AT, "head_pruning", "shared_parameters", "num_heads"), "is required, and missing")
+
+
+def _layers(section: LayerReduction, findings: Findings) -> None:
+    at: Path = (*AT, "layer_reduction")
+    for name in ("module_name_prefix", "teacher_layer"):
+        if getattr(section, name) is None:
+            findings.problem((*at, name), "is required once layers are reduced, and missing")
+    count, chosen = section.keep_number_layer, section.teacher_layer
+    if count is not None and chosen is not None and count != len(chosen):
+        findings.problem(
+            (*at, "keep_number_layer"), f"{count}, but {len(chosen)} layers are named", (*at, "teacher_layer")
+        )
+
+
+def _widths(section: CompressionTraining, findings: Findings) -> None:
+    activations = section.activation_quantization
+    if activations is not None and activations.shared_parameters.enabled:
+        for name, group in activations.different_groups.items():
+            bits = group.params.bits
+            if bits is not None and not LEAST_LEVELS <= bits <= 16:
+                at: Path = (*AT, "activation_quantization", "different_groups", name, "params", "bits")
+                findings.problem(at, f"{bits}: activations can have {LEAST_LEVELS} to 16 bits")
+    weights = section.weight_quantization
+    if weights is None or not weights.shared_parameters.enabled:
+        return
+    shared: Any = weights.shared_parameters
+    for name, widths in weights.different_groups.items():
+        at = (*AT, "weight_quantization", "different_groups", name, "params")
+        start, target = widths.params.start_bits, widths.params.target_bits
+        if start is None or target is None:
+            continue
+        if start < target:
+            findings.problem((*at, "start_bits"), f"{start} is less than target_bits {target}", (*at, "target_bits"))
+        if start > 32:
+            findings.problem((*at, "start_bits"), f"{start}: weights have at most 32 bits")
+        common: Path = (*AT, "weight_quantization", "shared_parameters")
+        for key, only in (("quantization_type", "symmetric"), ("rounding", "nearest")):
+            if target < LEAST_LEVELS and getattr(shared, key) != only:
+                findings.problem(
+                    (*at, "target_bits"),
+                    f"{target}: below {LEAST_LEVELS} bits a weight is a sign, so {key} must be {only}",
+                    (*common, key),
+                )
