@@ -47,9 +47,15 @@ def reshape_model(
     client = _spread_experts(root, client, ranks, device)
     model = client.model
     tiles = root.sequence_parallel
-    tile_model(model, mlp=tiles.tiled_mlp, loss=tiles.tiled_loss, tokens=tiles.tile_tokens)
+    tile_model(
+        model,
+        mlp=tiles.tiled_mlp,
+        loss=tiles.tiled_loss,
+        tokens=tiles.tile_tokens,
+        in_evaluation=tiles.evaluation == "loss",
+    )
     if ranks.sequence_size > 1 and mesh_is_ours:
-        adopt_model(model, ranks.sequence_group, ranks.mesh, root.sequence_parallel.mode)
+        adopt_model(model, ranks.sequence_group, ranks.mesh, tiles.mode, tiles.evaluation)
     prepare_expert_layers(model, device, data_first=root.use_data_before_expert_parallelism)
     tensor = cut_model(model, root.tensor_parallel, ranks.mesh, device)
     settle: Callable[[torch.device], None] | None = getattr(model, "settle", None)

@@ -24,7 +24,7 @@ from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
 from deepspeed.ops.muon import Muon
 from deepspeed.parallel.expert.prepare import expert_layers
 from deepspeed.parallel.pipe.channel import WORD_NBYTES
-from deepspeed.parallel.sequence.transformers_models import sharing_of
+from deepspeed.parallel.sequence.sharing import sharing_of
 from deepspeed.plan import decoder
 from deepspeed.plan.actions import Act, actions_of_step, loss_of, received_inputs
 from deepspeed.plan.flow import Flow

@@ -46,7 +46,7 @@ RESET_HOOKS: list[Callable[[], None]] = [
     _package_hook("deepspeed.comm.party", lambda module: module.forget_all()),
     _package_hook("deepspeed.comm.connect", lambda module: module._outside.clear()),
     _package_hook("deepspeed.parallel.sequence.wire", lambda module: module._made.clear()),
-    _package_hook("deepspeed.parallel.sequence.transformers_models", lambda module: module._by_config.clear()),
+    _package_hook("deepspeed.parallel.sequence.sharing", lambda module: module._by_config.clear()),
     _package_hook("deepspeed.parallel.sequence.ulysses", lambda module: module._awaited.clear()),
     _package_hook("deepspeed.activation_checkpointing.settings", _checkpointing),
 ]

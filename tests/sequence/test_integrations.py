@@ -164,7 +164,23 @@ def _trainer(size, stage):
         found = torch.tensor([entry["loss"] for entry in log if "loss" in entry])
         torch.testing.assert_close(found, losses / world, rtol=1e-4, atol=1e-4)
         whole.agrees_with(model)
-        assert "eval_loss" in trainer.evaluate()
+        # Evaluation's whole sequences are shared too, and the answers are those of plain torch for them.
+        rows = _rows(2 * world)
+        tokens = []
+        handle = model.lm_head.register_forward_hook(lambda _module, _given, out: tokens.append(out.size(1)))
+        found = trainer.evaluate()["eval_loss"]
+        handle.remove()
+        assert tokens == [12 // size] * size
+        with torch.no_grad():
+            ours = [
+                whole.model(input_ids=row["input_ids"][None], labels=row["labels"][None]).loss.item() for row in rows
+            ]
+        counted = [int((row["labels"][1:] != -100).sum()) for row in rows]
+        per_rank = [
+            (ours[2 * r] * counted[2 * r] + ours[2 * r + 1] * counted[2 * r + 1]) / sum(counted[2 * r : 2 * r + 2])
+            for r in range(world)
+        ]
+        assert found == pytest.approx(sum(per_rank) / world, rel=1e-4)
 
 
 def test_trainer():

@@ -40,7 +40,12 @@ def _cuts(capture):
             mine = slice(3 * rank, 3 * rank + 3)
             assert torch.equal(batch["input_ids"], ids[None, mine])
             assert torch.equal(batch["shift_labels"], labels[None, mine])
-            assert torch.equal(batch["position_ids"], torch.arange(6)[None, mine])
+            places = torch.cat((torch.arange(length), torch.arange(6 - length)))  # padding is a document of its own
+            assert torch.equal(batch["position_ids"], places[None, mine])
+    # The same entries in another order.
+    turned = {name: _row(rank, 4)[name] for name in (("labels", "input_ids") if rank else ("input_ids", "labels"))}
+    first, second = _adapter([turned])
+    assert (first["input_ids"] < 100).all() and (second["input_ids"] >= 100).all()
     wrong = _row(rank, 4)
     if rank == 1:
         wrong["labels"] = wrong["labels"][:, :3]

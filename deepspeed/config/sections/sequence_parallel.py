@@ -24,6 +24,14 @@ class SequenceParallel(Section):
         'that gradients are divided by all data and sequence ranks; "own_share", only its share of that loss, as '
         "older programs do, so that they are divided by the data ranks. Both give the gradient of the unsharded loss.",
     )
+    evaluation: Annotated[Literal["logits", "loss", "whole"], AnyCase] = key(
+        "logits",
+        "How a causal Transformers model that was registered with disable_in_eval (Accelerate and the Trainer do so) "
+        'evaluates whole sequences, of which every rank brings its own: "logits", the ranks share each of them in '
+        "turn, and each gets the loss and the logits of its own; "
+        '"loss", likewise, but with labels only the loss is returned, by tiles where tiled_loss is set; '
+        '"whole", every rank computes its own, which is needed where not all ranks that share sequences evaluate.',
+    )
     tiled_mlp: Bool = key(
         False,
         "Compute the MLPs of a Transformers model tile by tile along the sequence, again in backward; also without "

@@ -46,15 +46,23 @@ def attend(
     options: dict[str, Any] = {"scale": scale, "dropout_p": dropout}
     if documents is None:
         return _attend(query, key, value, is_causal, window, options)
+    if all(row.order is None and row.lengths == documents[0].lengths for row in documents):
+        cut = zip(*(tensor.split(documents[0].lengths, dim=2) for tensor in (query, key, value)), strict=True)
+        return torch.cat([_attend(q, k, v, is_causal, window, options) for q, k, v in cut], dim=2)
     rows = []
     for number, row in enumerate(documents):
         parts = [tensor[number : number + 1] for tensor in (query, key, value)]
         order = None if row.order is None else row.order.to(query.device)
         if order is not None:
             parts = [part.index_select(2, order) for part in parts]
+        if not row.lengths:
+            rows.append(query.new_zeros((1, *query.shape[1:-1], value.size(-1))))
+            continue
         cut = zip(*(part.split(row.lengths, dim=2) for part in parts), strict=True)
         out = torch.cat([_attend(q, k, v, is_causal, window, options) for q, k, v in cut], dim=2)
-        rows.append(out if order is None else out.index_select(2, order.argsort()))
+        if order is not None:
+            out = out.new_zeros((*out.shape[:2], query.size(2), out.size(3))).index_copy(2, order, out)
+        rows.append(out)
     return torch.cat(rows)
 
 

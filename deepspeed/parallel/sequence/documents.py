@@ -1,7 +1,8 @@
 """Which tokens of a sequence see each other: documents that were packed into it, and padding.
 
 A document ends where positions do not go on by one. Where there is a padding mask, that alone decides, as the models
-themselves have it: hidden tokens see each other only and are seen by nobody.
+themselves have it: hidden tokens are seen by nobody. They see nothing either: their attention is 0, as the kernels have
+it where a row of the mask hides everything.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ class Row:
 
     Attributes:
         lengths: Tokens of each document.
-        order: Where the tokens of the documents lie, one document after the other; None: as they are numbered.
+        order: Where the tokens of the documents lie, one document after the other; None: as they are numbered, and all
+            tokens are in a document. Those that are in none see nothing.
     """
 
     lengths: tuple[int, ...]
@@ -55,19 +57,18 @@ def _lengths(begins: torch.Tensor) -> tuple[int, ...]:
 
 
 def _of_mask(visible: torch.Tensor) -> Row:
-    seen, hidden = (part.nonzero().flatten() for part in (visible, ~visible))
-    parts = [part for part in (seen, hidden) if part.numel()]
-    parts.sort(key=lambda part: int(part[0]))
-    order = torch.cat(parts)
-    is_sorted = bool((order == torch.arange(order.numel())).all())
-    return Row(tuple(part.numel() for part in parts), None if is_sorted else order)
+    seen = visible.nonzero().flatten()
+    return Row((seen.numel(),) if seen.numel() else (), seen)
 
 
 def document_numbers(positions: torch.Tensor | None, visible: torch.Tensor | None) -> torch.Tensor | None:
-    """The same as a number per token, ``[batch, tokens]`` on the host; None where each sequence is one document."""
+    """The same as a number per token, ``[batch, tokens]`` on the host; None where each sequence is one document.
+
+    Tokens that are in no document have -1.
+    """
     if visible is not None:
         visible = visible.bool().cpu()
-        return None if bool(visible.all()) else visible.long()
+        return None if bool(visible.all()) else visible.long() - 1
     if positions is None:
         return None
     begins = torch.diff(positions, dim=-1).cpu() != 1

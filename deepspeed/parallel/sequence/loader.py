@@ -2,45 +2,17 @@
 
 from __future__ import annotations
 
-import zlib
 from collections import deque
 from collections.abc import Iterator, Sized
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from deepspeed import comm
-from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist_once
-from deepspeed.parallel.sequence.loss import IGNORED
-from deepspeed.parallel.sequence.wire import wire_of
+from deepspeed.parallel.sequence.batches import Told, check, parts_of, prepared
 
 _CLASS = "UlyssesSPDataLoaderAdapter"
-
-
-@dataclass
-class _Told:
-    """What a rank tells the others of its next batch.
-
-    Attributes:
-        ended: Its loader has none.
-        problem: Why the batch cannot be cut.
-        shapes: ``(batch, padded tokens)`` by name of the tensors.
-        dtypes: Likewise.
-        others: Entries that are no tensors.
-        digest: Of the tokens, to see whether ranks have different ones.
-        padded: Tokens that padding has added.
-    """
-
-    ended: bool = False
-    problem: str = ""
-    shapes: dict[str, tuple[int, int]] = field(default_factory=dict)
-    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
-    others: dict[str, Any] = field(default_factory=dict)
-    digest: int = 0
-    padded: int = 0
 
 
 class UlyssesSPDataLoaderAdapter:
@@ -96,7 +68,7 @@ class UlyssesSPDataLoaderAdapter:
         if self._batches is None:
             self._batches = iter(self.dl)
         batch = next(self._batches, None)
-        mine, tensors = (_Told(ended=True), {}) if batch is None else _prepared(batch, self.sp_world_size)
+        mine, tensors = (Told(ended=True), {}) if batch is None else prepared(batch, self.sp_world_size)
         told: list[Any] = [None] * self.sp_world_size
         comm.all_gather_object(told, mine, group=self.sp_group)
         if any(one.ended for one in told):
@@ -108,26 +80,11 @@ class UlyssesSPDataLoaderAdapter:
                     "batches than the others'; they are left out, so that all ranks end together"
                 )
             raise StopIteration
-        _check(told)
+        check(told, _CLASS)
         self._say(told)
-        parts = {name: self._exchanged(tensors[name], name, told) for name in mine.shapes}
-        for rank, one in enumerate(told):
-            self._waiting.append({**one.others, **{name: parts[name][rank] for name in mine.shapes}})
+        self._waiting.extend(parts_of(tensors, told, self.sp_group, self.device))
 
-    def _exchanged(self, tensor: torch.Tensor, name: str, told: list[_Told]) -> list[torch.Tensor]:
-        """This rank's tokens of every rank's tensor."""
-        wire = wire_of(self.sp_group, self.device)
-        home = tensor.device
-        tensor = tensor.to(self.device)
-        pieces = [piece.reshape(-1) for piece in tensor.chunk(self.sp_world_size, dim=1)]
-        shapes = [(rows, tokens // self.sp_world_size) for rows, tokens in (one.shapes[name] for one in told)]
-        received = [rows * tokens for rows, tokens in shapes]
-        out = tensor.new_empty(sum(received))
-        sent = [piece.numel() for piece in pieces]
-        wire.all_to_all(torch.cat(pieces), sent, out, received, label=f"{name} of a batch (sequence parallel)").wait()
-        return [part.view(shape).to(home) for part, shape in zip(out.split(received), shapes, strict=True)]
-
-    def _say(self, told: list[_Told]) -> None:
+    def _say(self, told: list[Told]) -> None:
         padded = next((one for one in told if one.padded), None)
         if padded is not None:
             log_dist_once(
@@ -142,67 +99,3 @@ class UlyssesSPDataLoaderAdapter:
                 level=30,
             )
         self._compared = True
-
-
-def _prepared(batch: Any, ranks: int) -> tuple[_Told, dict[str, torch.Tensor]]:
-    """What is told of a batch, and its tensors: labels shifted, positions added, padded, on the host."""
-    problem = _why_not(batch)
-    if problem:
-        return _Told(problem=problem), {}
-    batch = dict(batch)
-    tokens = batch["input_ids"]
-    rows, length = tokens.shape
-    if batch.get("position_ids") is None:
-        batch["position_ids"] = torch.arange(length, device=tokens.device).expand(rows, -1)
-    if "labels" in batch:
-        batch["shift_labels"] = functional.pad(batch.pop("labels"), (0, 1), value=IGNORED)[:, 1:]
-    extra = -length % ranks
-    tensors = {name: value.cpu() for name, value in batch.items() if isinstance(value, torch.Tensor)}
-    if extra:
-        tensors = {name: _padded(name, value, extra) for name, value in tensors.items()}
-    told = _Told(
-        shapes=dict.fromkeys(tensors, (rows, length + extra)),
-        dtypes={name: value.dtype for name, value in tensors.items()},
-        others={name: value for name, value in batch.items() if not isinstance(value, torch.Tensor)},
-        digest=zlib.crc32(tensors["input_ids"].contiguous().view(torch.uint8).numpy().tobytes()),
-        padded=extra,
-    )
-    return told, tensors
-
-
-def _padded(name: str, value: torch.Tensor, extra: int) -> torch.Tensor:
-    if name == "position_ids":  # so that they belong to the last document, which does not see them
-        more = value[:, -1:] + torch.arange(1, extra + 1)
-        return torch.cat((value, more.to(value.dtype)), dim=1)
-    return functional.pad(value, (0, extra), value=IGNORED if name == "shift_labels" else 0)
-
-
-def _why_not(batch: Any) -> str:
-    if not hasattr(batch, "keys") or not isinstance(batch.get("input_ids"), torch.Tensor):
-        return f"expected a dict with input_ids, found {type(batch).__name__}"
-    shape = batch["input_ids"].shape
-    for name, value in batch.items():
-        if isinstance(value, torch.Tensor) and (value.dim() != 2 or value.shape != shape):
-            return (
-                f"expected tensors of [batch, tokens] like input_ids {tuple(shape)}, found {name} "
-                f"{tuple(value.shape)}; take other entries out of the batch"
-            )
-    return ""
-
-
-def _check(told: list[_Told]) -> None:
-    """Raises, on all ranks alike, where some batch cannot be cut."""
-    for rank, one in enumerate(told):
-        if one.problem:
-            raise DeepSpeedConfigError(
-                f"{_CLASS}: the batch of rank {rank} (of those that share a sequence): {one.problem}"
-            )
-        if one.dtypes != told[0].dtypes:
-            raise DeepSpeedConfigError(
-                f"{_CLASS}: the ranks' batches have different entries: {_entries(told[0])} on the first rank, "
-                f"{_entries(one)} on rank {rank}; give all the same"
-            )
-
-
-def _entries(one: _Told) -> str:
-    return ", ".join(f"{name} {str(dtype).removeprefix('torch.')}" for name, dtype in one.dtypes.items())

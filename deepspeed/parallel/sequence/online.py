@@ -20,7 +20,8 @@ class Tokens:
 
     Attributes:
         places: Places in the sequence, ``[tokens]``, ascending within runs.
-        documents: Number of the document of each token, ``[batch, tokens]``; None: all are one.
+        documents: Number of the document of each token, ``[batch, tokens]``, -1 for tokens that see nothing and are
+            seen by nobody; None: all are one.
     """
 
     places: torch.Tensor
@@ -60,7 +61,8 @@ class Rule:
                     found = found | (after >= self.window)
                 found = found[None, None, None]
         if query.documents is not None and key.documents is not None:
-            other = (query.documents[:, :, None] != key.documents[:, None, :])[:, None, None]
+            theirs = key.documents[:, None, :]
+            other = ((query.documents[:, :, None] != theirs) | (theirs < 0))[:, None, None]
             found = other if found is False else found | other
         return found
 

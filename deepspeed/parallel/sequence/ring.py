@@ -44,7 +44,8 @@ def ring_attention(
         key: ``[batch, key heads, this rank's tokens, width]``; heads are a multiple of key heads.
         value: As ``key``.
         group: Torch process group.
-        documents: Number of the document of every token of whole sequences, ``[batch, tokens]``; None: one.
+        documents: Number of the document of every token of whole sequences, ``[batch, tokens]``, -1 for tokens that see
+            nothing; None: one.
         is_causal: Tokens see none that come later.
         window: With ``is_causal``: tokens see themselves and the ``window - 1`` before them.
         scale: Of the scores; None: one over the root of the width.

@@ -19,7 +19,7 @@ _AFTER_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling", "logi
 """What some models do to their logits behind the head; a loss of hidden states would leave it out."""
 
 
-def tile_model(model: nn.Module, *, mlp: bool, loss: bool, tokens: int) -> None:
+def tile_model(model: nn.Module, *, mlp: bool, loss: bool, tokens: int, in_evaluation: bool = False) -> None:
     """Makes a Transformers model compute tile by tile, in place.
 
     Args:
@@ -27,6 +27,7 @@ def tile_model(model: nn.Module, *, mlp: bool, loss: bool, tokens: int) -> None:
         mlp: Its MLPs.
         loss: Its loss over the vocabulary.
         tokens: Tokens of a tile.
+        in_evaluation: The loss also where the model does not train, so that there are no logits either.
 
     Raises:
         DeepSpeedConfigError: The model has none that can be computed so.
@@ -36,7 +37,7 @@ def tile_model(model: nn.Module, *, mlp: bool, loss: bool, tokens: int) -> None:
     if mlp:
         _tile_mlps(inner, tokens)
     if loss:
-        _tile_loss(inner, tokens)
+        _tile_loss(inner, tokens, in_evaluation)
 
 
 def _tile_mlps(model: nn.Module, tokens: int) -> None:
@@ -67,7 +68,7 @@ def _is_mlp(module: nn.Module) -> bool:
     return len(needed) == 1
 
 
-def _tile_loss(model: Any, tokens: int) -> None:
+def _tile_loss(model: Any, tokens: int, in_evaluation: bool) -> None:
     what = f"sequence_parallel.tiled_loss: {type(model).__name__}"
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if head is None or not type(model).__name__.endswith("ForCausalLM") or not hasattr(model, "get_decoder"):
@@ -89,13 +90,18 @@ def _tile_loss(model: Any, tokens: int) -> None:
     def forward(*args: Any, **kwargs: Any) -> Any:
         if args:
             kwargs = inspect.signature(whole).bind(*args, **kwargs).arguments
-            kwargs = {**kwargs, **kwargs.pop("kwargs", {})}
-        if not model.training or (kwargs.get("labels") is None and kwargs.get("shift_labels") is None):
+            kwargs.update(kwargs.pop("kwargs", {}))
+        if not (model.training or in_evaluation) or (
+            kwargs.get("labels") is None and kwargs.get("shift_labels") is None
+        ):
             return whole(**kwargs)
         return _with_loss(model, head, tokens, **kwargs)
 
     model.forward = forward
-    log_dist(f"{what} computes its loss {tokens:,} tokens at a time; outputs in training have no logits")
+    log_dist(
+        f"{what} computes its loss {tokens:,} tokens at a time; outputs with labels have no logits "
+        f"in training{' and evaluation' * in_evaluation}"
+    )
 
 
 def _with_loss(

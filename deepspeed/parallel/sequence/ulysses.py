@@ -16,8 +16,10 @@ from deepspeed.config.batch import ACCUMULATION, MICRO, TOTAL
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 from deepspeed.parallel.sequence import state
+from deepspeed.parallel.sequence.evaluation import share_evaluation
 from deepspeed.parallel.sequence.shares import shares_of_heads
-from deepspeed.parallel.sequence.transformers_models import core_of, share_sequences, sharing_of
+from deepspeed.parallel.sequence.sharing import sharing_of
+from deepspeed.parallel.sequence.transformers_models import core_of, share_sequences
 
 
 class UlyssesSPAttentionHF:
@@ -98,7 +100,7 @@ def _check_by_name(name: Any, core: str | None, ranks: int) -> None:
     shares_of_heads(heads, getattr(text, "num_key_value_heads", None) or heads, ranks)
 
 
-def adopt_model(model: nn.Module, group: Any, mesh: Mesh, mode: str) -> None:
+def adopt_model(model: nn.Module, group: Any, mesh: Mesh, mode: str, evaluation: str = "whole") -> None:
     """Shares the sequences of a Transformers model that ``initialize`` got, in the way that the configuration says.
 
     Every rank of the job must call it. A model that was not registered is registered here; one of no Transformers class
@@ -109,6 +111,7 @@ def adopt_model(model: nn.Module, group: Any, mesh: Mesh, mode: str) -> None:
         group: Torch process group of the ranks that share a sequence.
         mesh: Of the job.
         mode: ``sequence_parallel.mode``.
+        evaluation: ``sequence_parallel.evaluation``.
 
     Raises:
         DeepSpeedConfigError: The model cannot be shared in this way.
@@ -127,6 +130,8 @@ def adopt_model(model: nn.Module, group: Any, mesh: Mesh, mode: str) -> None:
     assert found is not None
     ranks = mesh.size(SEQUENCE)
     found.heads_group, found.ring_group = _groups_of_mode(model, group, mesh, mode)
+    if found.disable_in_eval and evaluation != "whole":
+        share_evaluation(model, found, keeps_logits=evaluation == "logits")
     by_ring = 1 if found.ring_group is None else size_of(found.ring_group)
     log_dist(
         f"sequence parallel: {type(model).__name__} attends to sequences that {ranks} ranks share (heads divided over "

@@ -1,0 +1,131 @@
+"""A batch of each rank, cut along the sequence: what the ranks tell each other of it, and how its tensors travel."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.parallel.sequence.loss import IGNORED
+from deepspeed.parallel.sequence.wire import wire_of
+
+
+@dataclass
+class Told:
+    """What a rank tells the others of its next batch.
+
+    Attributes:
+        ended: Its loader has none.
+        problem: Why the batch cannot be cut.
+        shapes: ``(batch, padded tokens)`` by name of the tensors.
+        dtypes: Likewise.
+        others: Entries that are no tensors.
+        digest: Of the tokens, to see whether ranks have different ones.
+        padded: Tokens that padding has added.
+    """
+
+    ended: bool = False
+    problem: str = ""
+    shapes: dict[str, tuple[int, int]] = field(default_factory=dict)
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    others: dict[str, Any] = field(default_factory=dict)
+    digest: int = 0
+    padded: int = 0
+
+
+def parts_of(
+    tensors: dict[str, torch.Tensor], told: list[Told], group: Any, device: torch.device
+) -> list[dict[str, Any]]:
+    """This rank's tokens of every rank's batch, in order of the ranks. Every rank of the group must call it.
+
+    Args:
+        tensors: This rank's batch, as :func:`prepared` made it.
+        told: What every rank told of its batch.
+        group: Torch process group of the ranks that share a sequence.
+        device: Where the group's transfers read and write; batches come on the host.
+    """
+    # By name: ranks may have put the same entries into their batches in another order.
+    found = {name: _exchanged(tensors[name], name, told, group, device) for name in sorted(tensors)}
+    return [{**one.others, **{name: found[name][rank] for name in tensors}} for rank, one in enumerate(told)]
+
+
+def _exchanged(
+    tensor: torch.Tensor, name: str, told: list[Told], group: Any, device: torch.device
+) -> list[torch.Tensor]:
+    ranks = len(told)
+    home, tensor = tensor.device, tensor.to(device)
+    pieces = [piece.reshape(-1) for piece in tensor.chunk(ranks, dim=1)]
+    shapes = [(rows, tokens // ranks) for rows, tokens in (one.shapes[name] for one in told)]
+    received = [rows * tokens for rows, tokens in shapes]
+    out = tensor.new_empty(sum(received))
+    sent = [piece.numel() for piece in pieces]
+    wire, label = wire_of(group, device), f"{name} of a batch (sequence parallel)"
+    wire.all_to_all(torch.cat(pieces), sent, out, received, label=label).wait()
+    return [part.view(shape).to(home) for part, shape in zip(out.split(received), shapes, strict=True)]
+
+
+def prepared(batch: Any, ranks: int) -> tuple[Told, dict[str, torch.Tensor]]:
+    """What is told of a batch, and its tensors: labels shifted, positions added, padded, on the host."""
+    problem = _why_not(batch)
+    if problem:
+        return Told(problem=problem), {}
+    batch = dict(batch)
+    tokens = batch["input_ids"]
+    rows, length = tokens.shape
+    if batch.get("position_ids") is None:
+        batch["position_ids"] = torch.arange(length, device=tokens.device).expand(rows, -1)
+    if "labels" in batch:
+        batch["shift_labels"] = functional.pad(batch.pop("labels"), (0, 1), value=IGNORED)[:, 1:]
+    extra = -length % ranks
+    tensors = {name: value.cpu() for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    if extra:
+        tensors = {name: _padded(name, value, extra) for name, value in tensors.items()}
+    told = Told(
+        shapes=dict.fromkeys(tensors, (rows, length + extra)),
+        dtypes={name: value.dtype for name, value in tensors.items()},
+        others={name: value for name, value in batch.items() if not isinstance(value, torch.Tensor)},
+        digest=zlib.crc32(tensors["input_ids"].contiguous().view(torch.uint8).numpy().tobytes()),
+        padded=extra,
+    )
+    return told, tensors
+
+
+def _padded(name: str, value: torch.Tensor, extra: int) -> torch.Tensor:
+    if name == "position_ids":  # a document of their own, which no other token sees, at places that every model has
+        return torch.cat((value, torch.arange(extra, dtype=value.dtype).expand(value.size(0), -1)), dim=1)
+    return functional.pad(value, (0, extra), value=IGNORED if name == "shift_labels" else 0)
+
+
+def _why_not(batch: Any) -> str:
+    if not hasattr(batch, "keys") or not isinstance(batch.get("input_ids"), torch.Tensor):
+        return f"expected a dict with input_ids, found {type(batch).__name__}"
+    shape = batch["input_ids"].shape
+    for name, value in batch.items():
+        if isinstance(value, torch.Tensor) and (value.dim() != 2 or value.shape != shape):
+            return (
+                f"expected tensors of [batch, tokens] like input_ids {tuple(shape)}, found {name} "
+                f"{tuple(value.shape)}; take other entries out of the batch"
+            )
+    return ""
+
+
+def check(told: list[Told], what: str) -> None:
+    """Raises, on all ranks alike, where some batch cannot be cut."""
+    for rank, one in enumerate(told):
+        if one.problem:
+            raise DeepSpeedConfigError(
+                f"{what}: the batch of rank {rank} (of those that share a sequence): {one.problem}"
+            )
+        if one.dtypes != told[0].dtypes:
+            raise DeepSpeedConfigError(
+                f"{what}: the ranks' batches have different entries: {_entries(told[0])} on the first rank, "
+                f"{_entries(one)} on rank {rank}; give all the same"
+            )
+
+
+def _entries(one: Told) -> str:
+    return ", ".join(f"{name} {str(dtype).removeprefix('torch.')}" for name, dtype in one.dtypes.items())

@@ -1,0 +1,154 @@
+"""Evaluation of whole sequences by the ranks that share them in training, so that what fits there fits here.
+
+Accelerate and the Trainer leave evaluation's batches whole: every rank brings its own and wants its own answer. Each of
+these batches is cut along the sequence and computed by all ranks, one batch after another; then its rank gets the loss,
+and the logits put together.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed import comm
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.logging import log_dist_once
+from deepspeed.parallel.sequence.batches import Told, check, parts_of, prepared
+from deepspeed.parallel.sequence.loss import IGNORED
+from deepspeed.parallel.sequence.sharing import Sharing
+
+_CUT = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "labels", "shift_labels")
+"""Inputs with one value per token."""
+_NEUTRAL = ("return_dict", "use_cache", "num_items_in_batch")
+
+
+def share_evaluation(model: nn.Module, sharing: Sharing, *, keeps_logits: bool) -> None:
+    """Makes a registered model's evaluation shared, in place; nothing happens where its class is none for it.
+
+    Passes without gradients in evaluation that ask for no cache are shared: all ranks of the group must make them
+    together. Generation is left to each rank.
+
+    Args:
+        model: A causal language model, or one wrapped by PEFT.
+        sharing: How its sequences are shared.
+        keeps_logits: False: with labels only the loss is returned.
+    """
+    unwrap: Any = getattr(model, "get_base_model", None)
+    inner = model if unwrap is None else unwrap()
+    if not type(inner).__name__.endswith("ForCausalLM"):
+        return
+    whole = model.forward
+
+    @functools.wraps(whole)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if model.training or torch.is_grad_enabled():
+            return whole(*args, **kwargs)
+        given = inspect.signature(whole).bind(*args, **kwargs).arguments
+        given.update(given.pop("kwargs", {}))
+        if not _asks_for_no_cache(given, model):
+            return whole(*args, **kwargs)
+        found = _shared(whole, sharing, model, given, keeps_logits)
+        return whole(*args, **kwargs) if found is None else found
+
+    model.forward = forward
+
+
+def _asks_for_no_cache(given: dict[str, Any], model: Any) -> bool:
+    """What the ranks must agree on without asking: whether this pass is one of evaluation, and not of generation."""
+    if given.get("past_key_values") is not None:
+        return False
+    uses = given.get("use_cache")
+    if uses is None:
+        uses = getattr(model.config, "use_cache", False) and given.get("labels") is None
+    return not uses
+
+
+def _shared(
+    whole: Callable[..., Any], sharing: Sharing, model: nn.Module, given: dict[str, Any], keeps_logits: bool
+) -> Any:
+    """What the model returns for this rank's batch; None where some rank's batch cannot be shared."""
+    group = sharing.group
+    ids = given.get("input_ids")
+    ranks = comm.get_world_size(group)
+    problem, batch, more = _taken(given, model)
+    mine, tensors = (Told(problem=problem), {}) if problem else prepared(batch, ranks)
+    mine.others = more
+    told: list[Any] = [None] * ranks
+    comm.all_gather_object(told, mine, group=group)
+    try:
+        check(told, "evaluation")
+    except DeepSpeedConfigError as error:
+        log_dist_once(
+            f"sequence parallel: each rank evaluates its batches by itself, as they cannot be shared. {error}"
+        )
+        return None
+    assert isinstance(ids, torch.Tensor)
+    sums, logits, dtype = [], None, torch.float32
+    for rank, part in enumerate(parts_of(tensors, told, group, ids.device)):
+        part = {name: value.to(ids.device) if name in tensors else value for name, value in part.items()}
+        labels = part.get("shift_labels")
+        with sharing.evaluating():
+            found = whole(**part, labels=labels, use_cache=False, return_dict=True)
+        if labels is not None:
+            dtype = found.loss.dtype
+            sums.append(_sum_and_count(found.loss, labels, part.get("num_items_in_batch")))
+        if labels is None or keeps_logits:
+            gathered = _gathered(found.logits, rank, sharing)
+            logits = gathered if rank == comm.get_rank(group) else logits
+        del found
+    if logits is not None:
+        logits = logits[:, : ids.size(1)]
+    loss = None
+    if sums:
+        summed = torch.stack(sums)
+        comm.all_reduce(summed, group=group)
+        total, count = summed[comm.get_rank(group)]
+        loss = (total / count if more.get("num_items_in_batch") is None else total).to(dtype)
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    answer = CausalLMOutputWithPast(loss=loss, logits=logits)  # type: ignore[arg-type]
+    return answer.to_tuple() if given.get("return_dict") is False else answer
+
+
+def _taken(given: dict[str, Any], model: Any) -> tuple[str, dict[str, torch.Tensor], dict[str, Any]]:
+    """Why a batch cannot be shared, its inputs per token, and what every pass gets of the rest."""
+    batch = {name: given[name] for name in _CUT if given.get(name) is not None}
+    rest = {name: value for name, value in given.items() if name not in _CUT and value is not None}
+    rest = {name: value for name, value in rest.items() if name not in _NEUTRAL and value is not False}
+    rest = {name: value for name, value in rest.items() if name != "logits_to_keep" or value != 0}
+    if rest:
+        return f"it has {', '.join(sorted(rest))}", {}, {}
+    for name in ("output_hidden_states", "output_attentions"):
+        if getattr(model.config, name, False):
+            return f"the model's configuration says {name}", {}, {}
+    items = given.get("num_items_in_batch")
+    if items is None:
+        return "", batch, {}
+    return "", batch, {"num_items_in_batch": items.item() if isinstance(items, torch.Tensor) else items}
+
+
+def _sum_and_count(loss: torch.Tensor, labels: torch.Tensor, items: Any) -> torch.Tensor:
+    """Sum of a part's losses and how many there are, in fp32; with ``items`` the model has divided already."""
+    count = (labels != IGNORED).sum()
+    total = loss.float()
+    if items is None:
+        total = torch.where(count > 0, total, torch.zeros_like(total)) * count
+    return torch.stack((total, count.float()))
+
+
+def _gathered(part: torch.Tensor, owner: int, sharing: Sharing) -> torch.Tensor:
+    """``[batch, tokens, words]`` of the whole sequences on rank ``owner`` of the group; nothing on the others."""
+    wire = sharing.wire(part.device)
+    source = part.movedim(1, 0).contiguous()  # tokens first, so that what arrives is in place
+    tokens = source.size(0)
+    mine = wire.rank == owner
+    sent, received = [0] * wire.size, [tokens * mine] * wire.size
+    sent[owner] = tokens
+    out = source.new_empty((sum(received), *source.shape[1:]))
+    wire.all_to_all(source, sent, out, received, label="logits of an evaluation (sequence parallel)").wait()
+    return out.movedim(0, 1)

@@ -1,0 +1,104 @@
+"""Whole sequences are evaluated by the ranks that share them in training: the same answers, and parts of the memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import deepspeed
+from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+from tests.ecosystem.support import needs_transformers
+from tests.harness import run_ranks
+from tests.sequence.llama import llama
+from tests.sequence.test_tiled import Largest
+
+pytestmark = needs_transformers
+
+
+def _engine(size, stage, **section):
+    model = llama(vocab_size=13)
+    mpu = UlyssesSPAttentionHF.register_with_transformers(
+        model, core_attn_implementation="sdpa", sequence_parallel_size=size, micro_batch_size=1, disable_in_eval=True
+    )
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "sequence_parallel": section,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if stage else None
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)[0]
+
+
+def _batch(length, rows):
+    """Padded on the left; the last ranks of the shared sequence have nothing that counts."""
+    generator = torch.Generator().manual_seed(length)
+    ids = torch.randint(1, 13, (rows, length), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, 4:] = -100
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def _answers(stage):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    whole = llama(vocab_size=13).eval()
+    # Lengths that differ between the ranks and that they do not divide, and different numbers of sequences.
+    mine = _batch(9 + 4 * rank, 1 + rank % 2)
+    turned = dict(reversed(mine.items())) if rank else mine
+    parts = [(1 + other % 2) * -(-(9 + 4 * other) // size) for other in range(size)]
+    most = max(parts)
+    with torch.no_grad():
+        expected = whole(**mine)
+        summed = whole(**mine, num_items_in_batch=5).loss
+    for section in ({}, {"evaluation": "loss"}, {"evaluation": "loss", "tiled_loss": True, "tile_tokens": 2}):
+        engine = _engine(size, stage, **section)
+        engine.eval()
+        with torch.no_grad():
+            with Largest() as seen:
+                found = engine(**turned)
+            torch.testing.assert_close(found.loss, expected.loss)
+            assert engine(**mine, num_items_in_batch=torch.tensor(5)).loss.item() == pytest.approx(summed.item())
+            if section:
+                assert found.logits is None and seen.rows <= (2 if "tiled_loss" in section else most)
+            else:
+                torch.testing.assert_close(found.logits, expected.logits)
+                assert engine(**mine, return_dict=False)[1].shape == expected.logits.shape
+            with Largest() as seen:
+                logits = engine(input_ids=mine["input_ids"], use_cache=False).logits
+            assert logits.shape == (*mine["input_ids"].shape, 13) and seen.rows == max(size * parts[rank], most)
+            torch.testing.assert_close(logits, whole(mine["input_ids"]).logits)
+            # What cannot be shared is computed by each rank, also where only one of them has such a batch.
+            more = {"output_hidden_states": True} if rank == 0 else {}
+            found = engine(**mine, **more)
+            torch.testing.assert_close(found.loss, expected.loss)
+            assert (found.hidden_states is not None) == (rank == 0)
+            made = [m.generate(mine["input_ids"], max_new_tokens=3, do_sample=False) for m in (engine.module, whole)]
+            assert torch.equal(*made)
+        engine.destroy()
+
+
+def test_evaluation_is_that_of_whole_sequences():
+    run_ranks(_answers, 2, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "stage"), [(2, 0), (2, 3), (4, 3)])
+def test_every_stage_evaluates(ranks, stage):
+    run_ranks(_answers, ranks, stage, timeout=120)
+
+
+def _alone():
+    """Where not all ranks evaluate, the configuration says so."""
+    engine = _engine(2, 0, evaluation="whole")
+    engine.eval()
+    if dist.get_rank() == 0:
+        mine = _batch(9, 1)
+        with torch.no_grad():
+            torch.testing.assert_close(engine(**mine).loss, llama(vocab_size=13)(**mine).loss)
+    dist.barrier()
+
+
+def test_one_rank_evaluates():
+    run_ranks(_alone, 2)
