@@ -32,14 +32,26 @@ class Codec:
     Attributes:
         name: For messages and books.
         feeds_back: Whether reductions keep what is lost for the next one.
+        says_zero: Whether codes of a 0 stand for 0; otherwise rows of zeros are marked beside them
+            (``comm.zero_rows``).
     """
 
     name = "none"
     feeds_back = True
+    says_zero = True
 
     def nbytes(self, numel: int) -> int:
         """Bytes of the codes of ``numel`` elements, at most :data:`CHUNK`; rounded up to a multiple of 8 by callers."""
         raise NotImplementedError
+
+    def fitted(self, values: torch.Tensor, error: torch.Tensor | None) -> Codec:
+        """The codec for values that belong together: this one, or one that knows something of all of them.
+
+        Args:
+            values: 1-D, floating; unchanged.
+            error: 1-D fp32, what is added to them; None: nothing.
+        """
+        return self
 
     def encode(self, chunk: torch.Tensor, error: torch.Tensor | None, codes: torch.Tensor) -> None:
         """Writes the codes of ``chunk + error``.
@@ -104,6 +116,7 @@ def encode(codec: Codec, values: torch.Tensor, error: torch.Tensor | None, codes
         error: As of :meth:`Codec.encode`.
         codes: 1-D bytes, :func:`coded_nbytes` of them.
     """
+    codec = codec.fitted(values, error)
     for elements, place in _chunks(codec, values.numel()):
         codec.encode(values[elements], None if error is None else error[elements], codes[place])
 

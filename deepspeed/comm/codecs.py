@@ -10,6 +10,8 @@ is the best single one, from Karimireddy et al., arXiv 1901.09847; ZeRO++ (arXiv
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from deepspeed.comm.codec import CHUNK, Codec
@@ -19,10 +21,11 @@ _SCALE = 4  # bytes of a scale, fp32
 _PACK = 0x0102040810204080  # brings the lowest bits of eight bytes together in the highest byte
 _SPREAD = 0x0101010101010101  # one byte in each of eight
 _BITS = 0x8040201008040201 - (1 << 64)  # bit i of byte i, as a signed number
+_ALMOST = 0x7F7F7F7F7F7F7F7F  # carries what is not 0 in a byte into its highest bit, and no further
 
 
 class BlockCodec(Codec):
-    """A codec with one fp32 scale per block: scales first, then the codes of whole blocks.
+    """A codec with one fp32 scale per block: scales first, then the codes.
 
     Args:
         block: Elements with one scale, a multiple of 8 that divides ``CHUNK``.
@@ -39,54 +42,65 @@ class BlockCodec(Codec):
 
     def nbytes(self, numel: int) -> int:
         """See the class this one derives from."""
-        blocks = -(-numel // self.block)
-        return blocks * (_SCALE + self.block * self.bits // 8)
+        return -(-numel // self.block) * _SCALE + -(-numel // 8) * self.bits
 
     def encode(self, chunk: torch.Tensor, error: torch.Tensor | None, codes: torch.Tensor) -> None:
         """See the class this one derives from."""
-        rows, scales, body = self._parts(chunk.numel(), codes, chunk.device)
-        flat = rows.view(-1)[: chunk.numel()]
-        flat.copy_(chunk)
-        if error is not None:
-            flat.add_(error)
-        self._scale(rows, chunk.numel(), scales)
-        self._write(rows, scales, body)
-        if error is not None:
-            said = torch.zeros_like(rows)
-            self._add(body, scales, said)
-            lost = flat - said.view(-1)[: chunk.numel()]
-            self._keep(error, lost.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))
+        for elements, scales, body in self._parts(chunk.numel(), codes):
+            self._encode(chunk[elements], None if error is None else error[elements], scales, body)
 
     def decode_add(self, codes: torch.Tensor, out: torch.Tensor, factor: float) -> None:
         """See the class this one derives from."""
-        rows, scales, body = self._parts(out.numel(), codes, out.device)
-        self._add(body, scales, rows)
-        out.add_(rows.view(-1)[: out.numel()], alpha=factor)
+        for elements, scales, body in self._parts(out.numel(), codes):
+            said = self._said(scales, body).view(-1)
+            place = out[elements]
+            place.add_(said[: place.numel()], alpha=factor)
 
-    def _parts(
-        self, numel: int, codes: torch.Tensor, device: torch.device
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Zeros as rows of one block each, the scales as a column, and the codes as rows."""
-        blocks = -(-numel // self.block)
-        rows = torch.zeros((blocks, self.block), dtype=torch.float32, device=device)
-        head = blocks * _SCALE
-        scales = codes[:head].view(torch.float32).view(blocks, 1)
-        return rows, scales, codes[head : self.nbytes(numel)].view(blocks, -1)
+    def _parts(self, numel: int, codes: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """The whole blocks, then the rest: which elements, their scales as a column, their codes as rows."""
+        blocks, full = -(-numel // self.block), numel // self.block * self.block
+        heads = codes[: blocks * _SCALE].view(torch.float32).view(blocks, 1)
+        codes = codes[blocks * _SCALE : self.nbytes(numel)]
+        if full:
+            rows = full // self.block
+            yield slice(0, full), heads[:rows], codes[: full * self.bits // 8].view(rows, -1)
+        if full < numel:
+            yield slice(full, numel), heads[-1:], codes[full * self.bits // 8 :].view(1, -1)
+
+    def _encode(
+        self, values: torch.Tensor, error: torch.Tensor | None, scales: torch.Tensor, body: torch.Tensor
+    ) -> None:
+        numel, width = values.numel(), body.shape[1] * 8 // self.bits
+        rows = torch.empty((body.shape[0], width), dtype=torch.float32, device=values.device)
+        flat = rows.view(-1)
+        flat[numel:].zero_()  # fewer than 8
+        due = flat[:numel]
+        if error is None:
+            due.copy_(values)
+        else:
+            torch.add(error, values, out=due)
+        self._scale(rows, -(-numel // body.shape[0]), scales)
+        self._write(rows, scales, body)
+        if error is not None:
+            due.sub_(self._said(scales, body).view(-1)[:numel])
+            if values.device.type != "cpu" or not bool(scales.isfinite().all()):
+                due.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            self._keep(error, due)
 
     def _keep(self, error: torch.Tensor, lost: torch.Tensor) -> None:
         """Replaces the error by what the next call is to add, of which ``lost`` was lost now."""
         error.copy_(lost)
 
-    def _scale(self, rows: torch.Tensor, numel: int, scales: torch.Tensor) -> None:
-        """Writes the scale of each row; those beyond ``numel`` elements are zeros that count for nothing."""
+    def _scale(self, rows: torch.Tensor, length: int, scales: torch.Tensor) -> None:
+        """Writes the scale of each row; what it has beyond ``length`` elements are zeros that count for nothing."""
         raise NotImplementedError
 
     def _write(self, rows: torch.Tensor, scales: torch.Tensor, body: torch.Tensor) -> None:
-        """Writes the codes of the rows, which may be changed only by dividing them by their scales."""
+        """Writes the codes of the rows, which are left as they are."""
         raise NotImplementedError
 
-    def _add(self, body: torch.Tensor, scales: torch.Tensor, rows: torch.Tensor) -> None:
-        """Overwrites rows of zeros with what the codes stand for."""
+    def _said(self, scales: torch.Tensor, body: torch.Tensor) -> torch.Tensor:
+        """What codes stand for, as rows."""
         raise NotImplementedError
 
 
@@ -95,21 +109,52 @@ class SignCodec(BlockCodec):
 
     name = "sign"
     bits = 1
+    says_zero = False
 
-    def _scale(self, rows: torch.Tensor, numel: int, scales: torch.Tensor) -> None:
-        counts = torch.full_like(scales, self.block)
-        if numel % self.block:
-            counts[-1] = numel % self.block
-        torch.div(torch.linalg.vector_norm(rows, 1, dim=1, keepdim=True), counts, out=scales)
+    def _scale(self, rows: torch.Tensor, length: int, scales: torch.Tensor) -> None:
+        torch.div(torch.linalg.vector_norm(rows, 1, dim=1, keepdim=True), length, out=scales)
 
     def _write(self, rows: torch.Tensor, scales: torch.Tensor, body: torch.Tensor) -> None:
         eights = (rows >= 0).view(torch.uint8).view(torch.int64)
-        body.copy_(((eights * _PACK) >> 56).to(torch.uint8))
+        body.copy_(eights.mul(_PACK).bitwise_right_shift_(56))  # the low byte of each
 
-    def _add(self, body: torch.Tensor, scales: torch.Tensor, rows: torch.Tensor) -> None:
-        spread = (body.to(torch.int64) * _SPREAD) & _BITS
-        is_positive = spread.view(torch.uint8).view(rows.shape) != 0
-        rows.copy_(torch.where(is_positive, scales, -scales))
+    def _said(self, scales: torch.Tensor, body: torch.Tensor) -> torch.Tensor:
+        # All eight bytes of a word at once: 0 or 1 for each bit, then 1 or -1.
+        bits = body.to(torch.int64).mul_(_SPREAD).bitwise_and_(_BITS)
+        bits.add_(_ALMOST).bitwise_right_shift_(7).bitwise_and_(_SPREAD)
+        signs = bits.mul_(255).bitwise_not_().bitwise_or_(_SPREAD)
+        return signs.view(torch.int8).to(torch.float32).mul_(scales)
+
+
+class WholeSignCodec(SignCodec):
+    """One bit for each value, and one scale for a whole tensor, the root of its mean square.
+
+    So do the published algorithms of the 1-bit family (arXiv 2102.02888). The scale is that of all values that are
+    encoded together, the padding between them included (:meth:`fitted`).
+    """
+
+    name = "1-bit"
+
+    def __init__(self, *, feeds_back: bool = True, scale: torch.Tensor | None = None) -> None:
+        super().__init__(CHUNK, feeds_back=feeds_back)
+        self._fixed = scale
+
+    def fitted(self, values: torch.Tensor, error: torch.Tensor | None) -> Codec:
+        """See the class this one derives from."""
+        if self._fixed is not None or values.numel() == 0:
+            return self
+        squares = torch.zeros((), dtype=torch.float64, device=values.device)
+        for start in range(0, values.numel(), CHUNK):
+            due = values[start : start + CHUNK].float()
+            if error is not None:
+                due = due + error[start : start + CHUNK]
+            squares += torch.linalg.vector_norm(due).double().square()
+        scale = squares.div_(values.numel()).sqrt_().float()
+        return WholeSignCodec(feeds_back=self.feeds_back, scale=scale)
+
+    def _scale(self, rows: torch.Tensor, length: int, scales: torch.Tensor) -> None:
+        assert self._fixed is not None, "encoded without a look at all values"
+        scales.copy_(self._fixed)
 
 
 class IntegerCodec(BlockCodec):
@@ -117,7 +162,7 @@ class IntegerCodec(BlockCodec):
 
     most = 127
 
-    def _scale(self, rows: torch.Tensor, numel: int, scales: torch.Tensor) -> None:
+    def _scale(self, rows: torch.Tensor, length: int, scales: torch.Tensor) -> None:
         largest = rows.abs().amax(dim=1, keepdim=True)  # NaN where there is one
         torch.div(largest, float(self.most), out=scales)
 
@@ -136,8 +181,8 @@ class Int8Codec(IntegerCodec):
     def _write(self, rows: torch.Tensor, scales: torch.Tensor, body: torch.Tensor) -> None:
         body.view(torch.int8).copy_(self._rounded(rows, scales))
 
-    def _add(self, body: torch.Tensor, scales: torch.Tensor, rows: torch.Tensor) -> None:
-        torch.mul(body.view(torch.int8).float(), scales, out=rows)
+    def _said(self, scales: torch.Tensor, body: torch.Tensor) -> torch.Tensor:
+        return body.view(torch.int8).float().mul_(scales)
 
 
 class Int4Codec(IntegerCodec):
@@ -151,10 +196,10 @@ class Int4Codec(IntegerCodec):
         pairs = self._rounded(rows, scales).view(body.shape[0], -1, 2)
         body.view(torch.int8).copy_((pairs[..., 0] & 15) | (pairs[..., 1] << 4))
 
-    def _add(self, body: torch.Tensor, scales: torch.Tensor, rows: torch.Tensor) -> None:
+    def _said(self, scales: torch.Tensor, body: torch.Tensor) -> torch.Tensor:
         pairs = body.view(torch.int8)
         both = torch.stack(((pairs << 4) >> 4, pairs >> 4), dim=-1)
-        torch.mul(both.view(rows.shape).float(), scales, out=rows)
+        return both.view(body.shape[0], -1).float().mul_(scales)
 
 
 class LocoCodec(Int4Codec):

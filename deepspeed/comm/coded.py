@@ -15,6 +15,7 @@ import torch
 
 from deepspeed.comm.codec import CHUNK, Codec, coded_nbytes, decode, decode_add, encode
 from deepspeed.comm.transport import LocalTransport, Reduction, Transport, Visit, Work
+from deepspeed.comm.zero_rows import ZeroRows
 
 
 def coded(plain: Transport, codec: Codec | None) -> Transport:
@@ -73,9 +74,10 @@ class CodedTransport(Transport):
         """See the class this one derives from; ``how.error`` is added and replaced."""
         return _CodedAllReduce(self, flat, out, how)
 
-    def _codes(self, numel: int, device: torch.device) -> torch.Tensor:
+    def _codes(self, numel: int, device: torch.device, rows: ZeroRows | None = None) -> torch.Tensor:
         """Room for the codes of one slice per rank, as rows of a 2-D tensor."""
-        return torch.empty((self.size, coded_nbytes(self.codec, numel)), dtype=torch.uint8, device=device)
+        nbytes = coded_nbytes(self.codec, numel) + (0 if rows is None else rows.nbytes)
+        return torch.empty((self.size, nbytes), dtype=torch.uint8, device=device)
 
     def decode_rows(self, codes: torch.Tensor, flat: torch.Tensor) -> None:
         """Overwrites all slices of ``flat`` with what the rows of ``codes`` stand for."""
@@ -110,10 +112,11 @@ class _CodedReduce:
         self._transport = transport
         self._out = out
         self._how = how
-        sent = transport._codes(out.numel(), flat.device)
+        sent = transport._codes(out.numel(), flat.device, how.rows)
         error = None if how.error is None else how.error.sent.view(transport.size, -1)
+        codec = transport.codec.fitted(flat, None if how.error is None else how.error.sent)
         for peer, part in enumerate(flat.view(transport.size, -1)):
-            encode(transport.codec, part, None if error is None else error[peer], sent[peer])
+            encode_rows(codec, part, None if error is None else error[peer], sent[peer], how.rows, peer)
         self._received: torch.Tensor | None = torch.empty_like(sent)
         self._work = transport.plain.swap(sent.view(-1), self._received.view(-1), key=how.key, label=how.label)
 
@@ -127,7 +130,7 @@ class _CodedReduce:
         self._work.wait()
         out = self._out.zero_()
         for codes in received:
-            decode_add(self._transport.codec, codes, out)
+            decode_add_rows(self._transport.codec, codes, out, self._how.rows, self._transport.rank)
         if self._how.scale != 1.0:
             out.mul_(self._how.scale)
         _visit(out, self._how.visit)
@@ -152,12 +155,52 @@ class _CodedAllReduce:
         out, self._out = self._out, None
         self._first.wait()
         transport, how = self._transport, self._how
-        codes = transport._codes(out.numel() // transport.size, out.device)
-        error = None if how.error is None else how.error.owned
-        encode(transport.codec, transport.my_slice(out), error, codes[transport.rank])
+        codes = transport._codes(out.numel() // transport.size, out.device, how.rows)
+        error, rank = None if how.error is None else how.error.owned, transport.rank
+        encode_rows(transport.codec, transport.my_slice(out), error, codes[rank], how.rows, rank)
         transport.plain.share(codes.view(-1), key=how.key, label=how.label).wait()
-        transport.decode_rows(codes, out)
+        for owner, part in enumerate(out.zero_().view(transport.size, -1)):
+            decode_add_rows(transport.codec, codes[owner], part, how.rows, owner)
         _visit(out, how.visit)
+
+
+def encode_rows(
+    codec: Codec,
+    values: torch.Tensor,
+    error: torch.Tensor | None,
+    codes: torch.Tensor,
+    rows: ZeroRows | None,
+    index: int,
+) -> None:
+    """Writes the codes of a slice, then which of its rows are zeros.
+
+    Args:
+        codec: Of the codes.
+        values: As of ``comm.codec.encode``.
+        error: As of ``comm.codec.encode``.
+        codes: As of ``comm.codec.encode``, and the bytes of ``rows`` after them.
+        rows: Of the buffer; None: nothing is said of them.
+        index: Of the slice.
+    """
+    if rows is None:
+        encode(codec, values, error, codes)
+        return
+    flags = codes[codes.numel() - rows.nbytes :]
+    mask = rows.write(index, values, error, flags)
+    encode(codec, values, error, codes)
+    if mask is not None and error is not None:
+        error.mul_(mask)  # there was nothing to say, so nothing is lost
+
+
+def decode_add_rows(codec: Codec, codes: torch.Tensor, out: torch.Tensor, rows: ZeroRows | None, index: int) -> None:
+    """``out += (what codes and flags stand for)``; see :func:`encode_rows`."""
+    mask = None if rows is None else rows.mask(index, codes[codes.numel() - rows.nbytes :])
+    if mask is None:
+        decode_add(codec, codes, out)
+        return
+    said = torch.zeros_like(out)
+    decode_add(codec, codes, said)
+    out.add_(torch.where(mask != 0, said, 0.0))
 
 
 def _visit(out: torch.Tensor, visit: Visit | None) -> None:

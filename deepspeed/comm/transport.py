@@ -26,6 +26,7 @@ from deepspeed.comm.codec import Residual
 from deepspeed.comm.counters import waiting
 from deepspeed.comm.party import Party
 from deepspeed.comm.watch import Watch
+from deepspeed.comm.zero_rows import ZeroRows
 
 CHUNK = 262144  # elements of a local sum: 1 MiB of fp32, so that operands stay in cache (64Ki was 15 % slower)
 _PIECES = 2  # kind of transfer, see transfer_key
@@ -91,6 +92,7 @@ class Reduction:
         visit: Called, at the latest in ``wait``, with stretches that together are the result, each as soon as it is
             finished and a multiple of 64 elements long.
         error: What earlier reductions of this buffer have lost; for transports that are not exact.
+        rows: Its rows, for transports that cannot say 0.
     """
 
     scale: float
@@ -99,6 +101,7 @@ class Reduction:
     limit: int
     visit: Visit | None = None
     error: Residual | None = None
+    rows: ZeroRows | None = None
 
 
 class DoneWork:

@@ -15,6 +15,7 @@ import torch
 
 from deepspeed.comm.codec import Residual
 from deepspeed.comm.transport import LocalTransport, Reduction, Work, transfer_key
+from deepspeed.comm.zero_rows import ZeroRows, row_starts
 from deepspeed.errors import CallOrderError
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.gradient_sum import GradientSum
@@ -112,6 +113,11 @@ class GradientBucket:
         self._residual: Residual | None = None
         self._undo: PrivateUndo | None = None
         self._combine_residual: Residual | None = None
+        codec = group.reduce_codec
+        self._rows: ZeroRows | None = None
+        self._combine_rows: ZeroRows | None = None
+        if codec is not None and not codec.says_zero and not self._is_local:
+            self._open_rows()
         if group.feeds_back:
             self._open_private(ledger)
         if self.private is not None and policy.may_skip:
@@ -136,6 +142,16 @@ class GradientBucket:
         self._residual = Residual(take(layout.numel), None if to_owner else take(part))
         if layout.replicas > 1:
             self._combine_residual = Residual(take(part), None if spread else take(part // layout.replicas))
+
+    def _open_rows(self) -> None:
+        """The rows of the bucket and, where sums of slices travel too, those of this rank's slice."""
+        layout, device = self.bucket.layout, self.bucket.device
+        starts = row_starts(layout.starts, [tile.shape for tile in layout.tiles], layout.numel)
+        self._rows = ZeroRows(starts, layout.numel, layout.num_slices, device)
+        if layout.replicas > 1:
+            begin = self._group.gather.rank * layout.slice_numel
+            within = [start - begin for start in starts]
+            self._combine_rows = ZeroRows(within, layout.slice_numel, layout.replicas, device)
 
     def _padding(self) -> list[torch.Tensor]:
         """Views of the stretches between tiles."""
@@ -301,6 +317,7 @@ class GradientBucket:
                 limit=self._policy.bucket_numel,
                 visit=None if squares is None else squares.add,
                 error=self._residual,
+                rows=self._rows,
             ),
         )
         self._transfer = _Transfer(work, source, incoming)
@@ -375,6 +392,7 @@ class GradientBucket:
                 label=f"the sum of the gradients of {self.bucket.label} over all groups",
                 limit=self._policy.bucket_numel,
                 error=self._combine_residual,
+                rows=self._combine_rows,
             ),
         )
         self._transfer = _Transfer(work, partial, incoming)
