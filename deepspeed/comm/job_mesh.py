@@ -13,7 +13,13 @@ from typing import Any
 
 from deepspeed.comm import groups
 from deepspeed.comm.mesh import AXES, DATA, OTHER_PARTS, SAME_PART, SAMPLES, SEQUENCE, TENSOR, Mesh, data_mesh
-from deepspeed.comm.mesh_sources import mesh_of_config, mesh_of_mpu, mesh_of_param
+from deepspeed.comm.mesh_sources import (
+    mesh_of_config,
+    mesh_of_dtensors,
+    mesh_of_mpu,
+    mesh_of_param,
+    ranks_of_dtensors,
+)
 from deepspeed.comm.mpu import Standing, knows_its_place, standing
 from deepspeed.comm.world import rank_in, size_of
 from deepspeed.config.degrees import KEYS, data_parallel_size, degrees
@@ -28,10 +34,11 @@ class JobMesh:
         mpu: The program's model-parallel unit, if any.
         mesh_param: As of :func:`~deepspeed.comm.mesh_sources.mesh_of_param`, or None.
         model: A model that is cut already has a :class:`~deepspeed.comm.mesh.Mesh` as its attribute ``mesh``; so may an
-            mpu have. Others are not asked.
+            mpu have. Of others, parameters that are ``DTensor`` objects say over which ranks they are cut.
         timeout: How long to wait for the other ranks.
 
     Attributes:
+        cut_over: Ranks over which parameters that are ``DTensor`` objects are cut; 1 without any.
         decides_together: Torch process group of the ranks on it. None: all; an mpu may know some ranks only.
 
     Raises:
@@ -51,6 +58,10 @@ class JobMesh:
         elif mpu is not None:
             self._asked = standing(mpu)
             said["the mpu"] = _mesh_of_groups(mpu, self._asked, timeout)
+        cut_over = ranks_of_dtensors(model)
+        self.cut_over = len(cut_over or [0])
+        if cut_over is not None and not said:
+            said["the model"] = mesh_of_dtensors(cut_over)
         if len(set(said.values())) > 1:
             listed = "; ".join(f"{who}: {mesh}" for who, mesh in said.items())
             raise DeepSpeedConfigError(f"initialize: the ranks are laid out in different ways ({listed}); give one")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -10,10 +12,13 @@ from deepspeed.comm.meeting import meet
 from deepspeed.comm.mesh import AXES, DATA, EXPERT, PIPE, SEQUENCE, TENSOR, Mesh, mesh_of_places
 from deepspeed.comm.mpu import place_of
 from deepspeed.comm.party import party_of
-from deepspeed.comm.world import size_of
+from deepspeed.comm.world import rank_in, size_of
 from deepspeed.config.degrees import data_parallel_size, degrees
 from deepspeed.config.sections.root import Root
 from deepspeed.errors import DeepSpeedConfigError
+
+TAKEN = "ds_cut_over"
+"""Attribute of a model whose ``DTensor`` parameters were taken: the ranks over which they were cut."""
 
 _USUAL_NAMES = {
     "pp": PIPE,
@@ -76,6 +81,60 @@ def mesh_of_device_mesh(device_mesh: Any) -> Mesh:
             size *= axes.pop()[1]
         axes.append((axis, size))
     return Mesh(tuple(axes), tuple(device_mesh.mesh.flatten().tolist())).check(size_of())
+
+
+def ranks_of_dtensors(model: Any) -> list[int] | None:
+    """The ranks over which a model's ``DTensor`` parameters are cut, in order; None where it has none.
+
+    Args:
+        model: Its attribute :data:`TAKEN` tells it of a model whose parameters an engine has taken already.
+
+    Raises:
+        DeepSpeedConfigError: They lie on several groups of ranks, on a mesh of several axes, or are FSDP's.
+    """
+    if (known := getattr(model, TAKEN, None)) is not None:
+        return list(known)
+    module = sys.modules.get("torch.distributed.tensor")  # importing it costs more than most models
+    if module is None or not callable(parameters := getattr(model, "parameters", None)):
+        return None
+    found = [one.device_mesh for one in parameters() if isinstance(one, module.DTensor)]
+    if not found:
+        return None
+    sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    if sharded is not None and any(isinstance(one, sharded) for one in model.modules()):
+        raise DeepSpeedConfigError(
+            "the model was given to torch's fully_shard, which shards over the data-parallel ranks as ZeRO does; give "
+            "initialize the model without it (parallelize_module alone is taken as it is)"
+        )
+    if any(one.ndim > 1 for one in found) or len({tuple(one.mesh.tolist()) for one in found}) > 1:
+        shown = "; ".join(sorted({str(one) for one in found})[:3])
+        raise DeepSpeedConfigError(
+            f"the model's DTensor parameters lie on {shown}; expected one mesh of one axis, that of tensor "
+            "parallelism: parallelize_module(model, device_mesh['tp'], plan). Data-parallel ranks are those of ZeRO"
+        )
+    ranks: list[int] = found[0].mesh.tolist()
+    return ranks
+
+
+def mesh_of_dtensors(ranks: Sequence[int]) -> Mesh:
+    """The mesh of a job in which ``ranks`` share layers: neighbours, or every n-th rank.
+
+    Args:
+        ranks: As of :func:`ranks_of_dtensors`.
+
+    Raises:
+        DeepSpeedConfigError: They are neither.
+    """
+    world, size = size_of(), len(ranks)
+    others = world // size
+    axes = [(TENSOR, size)] if others == 1 else [(DATA, others), (TENSOR, size)]
+    for mesh in (Mesh(tuple(axes)), Mesh(tuple(reversed(axes)))):
+        if mesh.world_size == world and mesh.group(rank_in(), TENSOR) == list(ranks):
+            return mesh
+    raise DeepSpeedConfigError(
+        f"the model's DTensor parameters are cut over the ranks {list(ranks)} of {world}, which are neither neighbours "
+        "nor evenly apart; give initialize the whole mesh: mesh_param=<DeviceMesh with the axes dp and tp>"
+    )
 
 
 def mesh_of_param(mesh_param: Any) -> Mesh:

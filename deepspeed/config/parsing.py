@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from deepspeed.config.batch import ACCUMULATION, MICRO, TOTAL, BatchSizes, batch_mismatch, resolve_batch
+from deepspeed.config.degrees import degrees
 from deepspeed.config.deprecated import translate_old_keys
 from deepspeed.config.effects import note_effects
 from deepspeed.config.findings import Findings, Path
@@ -88,6 +89,7 @@ def parse(
         check_ranks(root, ranks, findings)
     refuse_unavailable(root, findings)
     if purpose == "train":
+        root = _by_data_ranks(root, ranks, findings)
         _check_batch(root, data, ranks, findings)
     findings.raise_if_any()
     note_effects(root, findings)
@@ -133,6 +135,27 @@ def _set_dotted_aside(data: dict[str, Any], findings: Findings) -> None:
         if name in declared_paths():
             del data[name]
             findings.notice(f'{findings.label((name,))} has no effect: "{name}" must be written as nested objects')
+
+
+def _by_data_ranks(root: Root, ranks: int | None, findings: Findings) -> Root:
+    """The configuration with a batch that counts ranks which share layers once.
+
+    The original package multiplies by all ranks, and so do Accelerate and the Trainer of Transformers when they fill
+    in the product. Where all three sizes are given and only this factor is between them, nothing is left to guess.
+    """
+    total, micro, steps = root.train_batch_size, root.train_micro_batch_size_per_gpu, root.gradient_accumulation_steps
+    shared = degrees(root)["tensor"]
+    if ranks is None or shared == 1 or total is None or micro is None or steps is None:
+        return root
+    if total != micro * steps * ranks * shared:
+        return root
+    found = micro * steps * ranks
+    findings.notice(
+        f"{findings.label((TOTAL,))}: {total} counts each of the {ranks * shared} ranks, but with "
+        f"tensor_parallel.autotp_size {shared} only {ranks} see other samples; an update has {found} samples: "
+        f"{MICRO} {micro} x {ACCUMULATION} {steps} x {ranks}"
+    )
+    return root.model_copy(update={TOTAL: found})
 
 
 def _check_batch(root: Root, data: dict[str, Any], dp_world_size: int | None, findings: Findings) -> None:

@@ -49,7 +49,6 @@ _KEYS: dict[str, str] = {
     "zero_allow_untested_optimizer": "zero_allow_untested_optimizer",
     "zero_force_ds_cpu_optimizer": "zero_force_ds_cpu_optimizer",
     "zero_optimization_stage": _ZERO + "stage",
-    "zero_gather_16bit_weights_on_model_save": _ZERO + "stage3_gather_16bit_weights_on_model_save",
     "zero_reduce_scatter": _ZERO + "reduce_scatter",
     "zero_reduce_bucket_size": _ZERO + "reduce_bucket_size",
     "zero_multi_rank_bucket_allreduce": _ZERO + "use_multi_rank_bucket_allreduce",
@@ -103,6 +102,16 @@ class ConfigAccessors:
     """Mixin of the engine: one method per configuration value."""
 
     _root: Root
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Whether whole weights may be collected for saving: the key of that name says so for stage 3.
+
+        Layers that tensor-parallel ranks share are whole below stage 3 once they are collected over these ranks, which
+        no key forbids; Accelerate asks this before it collects them.
+        """
+        zero = self._root.zero_optimization
+        shares_layers = self._root.tensor_parallel.autotp_size > 1
+        return zero.stage3_gather_16bit_weights_on_model_save or (shares_layers and zero.stage < 3)
 
     def zero_optimization(self) -> bool:
         """Whether a ZeRO stage above 0 is on."""

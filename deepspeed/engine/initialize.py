@@ -31,6 +31,7 @@ from deepspeed.engine.parts import Client, EngineParts
 from deepspeed.engine.pipeline import DualPipeVEngine, PipelineEngine
 from deepspeed.engine.refusals import (
     refuse_shards_of_nothing,
+    refuse_state_before_cutting,
     refuse_updates_in_files,
     refuse_what_is_no_model,
     refuse_what_the_device_cannot,
@@ -45,6 +46,7 @@ from deepspeed.offload.homes import open_homes, placement_of
 from deepspeed.parallel.pipe.dualpipev import DualPipeVModule
 from deepspeed.parallel.pipe.module import PipelineModule
 from deepspeed.parallel.sequence.ulysses import with_all_data_ranks
+from deepspeed.parallel.tensor.cutting import is_cut
 from deepspeed.parallel.tensor.request import merged
 from deepspeed.precision.policy import PrecisionPolicy, dtype_of_name
 from deepspeed.zero.build import build_runtime
@@ -142,6 +144,8 @@ def _build_parts(client: Client, config: Any, distributed_port: int, dist_init_r
     job_mesh = JobMesh(client.mpu, client.mesh_param, client.model, comm.default_timeout())
     parsed = _parse_alike(with_all_data_ranks(config, client.mpu), job_mesh, client)
     root = parsed.root
+    if not is_cut(client.model):
+        refuse_state_before_cutting(client.optimizer, max(root.tensor_parallel.autotp_size, job_mesh.cut_over))
     ranks = job_mesh.settle(root)
     if callable(take_config := getattr(client.model, "take_pipeline_config", None)):
         take_config(root.pipeline)

@@ -6,7 +6,7 @@ only the ``params`` lists are replaced, in place, and state that exists already 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -45,6 +45,23 @@ def model_parameter_groups(model: nn.Module, model_parameters: Any) -> list[Any]
 
 def _as_list(params: Any) -> list[torch.Tensor]:
     return [params] if isinstance(params, torch.Tensor) else list(params)
+
+
+def exchange_parameters(given: Any, exchanged: Mapping[int, nn.Parameter]) -> Any:
+    """What a caller gave as parameters or groups of them, with the new objects in the place of the old ones."""
+    if not exchanged or given is None:
+        return given
+    if isinstance(given, torch.optim.Optimizer):
+        for group in given.param_groups:
+            group["params"] = exchange_parameters(group["params"], exchanged)
+        return given
+    if isinstance(given, torch.Tensor):
+        return exchanged.get(id(given), given)
+    if isinstance(given, dict):
+        return {**given, "params": exchange_parameters(given["params"], exchanged)}
+    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], str):
+        return given[0], exchange_parameters(given[1], exchanged)
+    return [exchange_parameters(entry, exchanged) for entry in given]
 
 
 def choose_optimizer(

@@ -38,6 +38,25 @@ def refuse_what_the_device_cannot(precision: PrecisionPolicy) -> None:
             )
 
 
+def refuse_state_before_cutting(optimizer: object, size: int) -> None:
+    """Raises for an optimizer that has made steps with whole layers, which are about to be cut.
+
+    Args:
+        optimizer: What the caller gave.
+        size: Ranks that will share a layer.
+
+    Raises:
+        DeepSpeedConfigError: It has states of parameters.
+    """
+    states = getattr(optimizer, "state", None) or {}
+    if size > 1 and any(isinstance(value, torch.Tensor) for state in states.values() for value in state.values()):
+        raise DeepSpeedConfigError(
+            f"initialize(optimizer=<{type(optimizer).__name__}>) has states of {len(states)} whole parameters, which "
+            f"tensor_parallel.autotp_size {size} is about to cut. Give an optimizer that has made no step, or train "
+            "without autotp_size, save a checkpoint, and load it into an engine that is cut"
+        )
+
+
 def refuse_updates_in_files(placement: Placement, optimizer: torch.optim.Optimizer | None) -> None:
     """Masters in files with an optimizer that needs all of a state at once."""
     if placement.master_home is Home.FILE and optimizer is not None and not supports_flat_update(optimizer):

@@ -14,6 +14,7 @@ from deepspeed.comm.mpu import Standing
 from deepspeed.comm.transport import Transport
 from deepspeed.config.sections.root import Root
 from deepspeed.engine.compressing import quantize_in_training
+from deepspeed.engine.optimizers import exchange_parameters
 from deepspeed.engine.parts import Client
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
@@ -21,6 +22,7 @@ from deepspeed.parallel.expert.prepare import prepare_expert_layers
 from deepspeed.parallel.sequence.tiled_models import tile_model
 from deepspeed.parallel.sequence.ulysses import adopt_model
 from deepspeed.parallel.tensor.cutting import cut_model
+from deepspeed.parallel.tensor.dtensors import adopt_dtensors
 from deepspeed.zero.leaf import mark_leaf_modules
 from deepspeed.zero.storage import distinct
 
@@ -57,6 +59,7 @@ def reshape_model(
     if ranks.sequence_size > 1 and mesh_is_ours:
         adopt_model(model, ranks.sequence_group, ranks.mesh, tiles.mode, tiles.evaluation)
     prepare_expert_layers(model, device, data_first=root.use_data_before_expert_parallelism)
+    client = _with_new_parameters(client, adopt_dtensors(model, ranks.mesh, device))
     tensor = cut_model(model, root.tensor_parallel, ranks.mesh, device)
     settle: Callable[[torch.device], None] | None = getattr(model, "settle", None)
     if callable(settle):
@@ -69,11 +72,16 @@ def _spread_experts(root: Root, client: Client, ranks: Standing, device: torch.d
     section = root.expert_parallel
     if section is None or not section.enabled:
         return client
-    from deepspeed.parallel.expert.auto import exchange_parameters, spread_experts
+    from deepspeed.parallel.expert.auto import spread_experts
 
     peers = shared_transport(ranks.zero_group, device=device, timeout=comm.default_timeout())
     data_first = root.use_data_before_expert_parallelism
     exchanged = spread_experts(client.model, section, peers, device, data_first=data_first)
+    return _with_new_parameters(client, exchanged)
+
+
+def _with_new_parameters(client: Client, exchanged: Mapping[int, nn.Parameter]) -> Client:
+    """Optimizer and parameter groups of the caller with the parameters that the model has now."""
     return replace(
         client,
         optimizer=exchange_parameters(client.optimizer, exchanged),

@@ -118,3 +118,15 @@ def test_data_parallel_size_must_agree() -> None:
 def test_resolve_batch_raises_by_itself() -> None:
     with pytest.raises(DeepSpeedConfigError, match="train_batch_size: 5 does not fit"):
         resolve_batch(5, None, None, 2)
+
+
+def test_a_product_over_all_ranks_is_told_from_one_over_those_that_see_other_samples() -> None:
+    """Accelerate and the Trainer multiply all ranks, also those that share layers."""
+    shared = {"tensor_parallel": {"autotp_size": 2}}
+    parsed = parse({TOTAL: 24, MICRO: 3, STEPS: 2, **shared}, dp_world_size=2)
+    assert parsed.batch == BatchSizes(12, 3, 2) and parsed.root.train_batch_size == 12
+    assert any("24 counts each of the 4 ranks" in notice and "12 samples" in notice for notice in parsed.notices)
+    assert parse({TOTAL: 12, MICRO: 3, STEPS: 2, **shared}, dp_world_size=2).batch == BatchSizes(12, 3, 2)
+    assert parse({TOTAL: 24, MICRO: 3, **shared}, dp_world_size=2).batch == BatchSizes(24, 3, 4)  # nothing contradicts
+    assert "48 does not fit" in only_problem({TOTAL: 48, MICRO: 3, STEPS: 2, **shared}, dp_world_size=2)
+    assert "24 does not fit" in only_problem({TOTAL: 24, MICRO: 3, STEPS: 2}, dp_world_size=2)

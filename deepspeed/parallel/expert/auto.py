@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -89,23 +88,6 @@ def spread_experts(
 def spread_modules(model: nn.Module) -> dict[str, nn.Module]:
     """The modules of ``model`` whose experts are spread, by name."""
     return {name: module for name, module in model.named_modules() if spread_of(module) is not None}
-
-
-def exchange_parameters(given: Any, exchanged: Mapping[int, nn.Parameter]) -> Any:
-    """What a caller gave as parameters or groups of them, with the new objects in the place of the old ones."""
-    if not exchanged or given is None:
-        return given
-    if isinstance(given, torch.optim.Optimizer):
-        for group in given.param_groups:
-            group["params"] = exchange_parameters(group["params"], exchanged)
-        return given
-    if isinstance(given, torch.Tensor):
-        return exchanged.get(id(given), given)
-    if isinstance(given, dict):
-        return {**given, "params": exchange_parameters(given["params"], exchanged)}
-    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], str):
-        return given[0], exchange_parameters(given[1], exchanged)
-    return [exchange_parameters(entry, exchanged) for entry in given]
 
 
 # -- which modules -----------------------------------------------------------------------------------------------------

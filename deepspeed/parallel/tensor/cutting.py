@@ -36,7 +36,7 @@ from deepspeed.parallel.tensor.vocabulary import causal_loss
 from deepspeed.zero.holder import full_shape
 from deepspeed.zero.sharded_parameter import ShardedParameter
 
-_CUT = "ds_autotp_parsed"  # the name that programs ask for
+CUT = "ds_autotp_parsed"  # the name that programs ask for
 
 
 @dataclass
@@ -71,11 +71,11 @@ def cut_model(model: nn.Module, section: TensorParallel, mesh: Mesh, device: tor
             nothing was changed.
     """
     size = mesh.size(TENSOR)
-    if size == 1 or section.autotp_size <= 1:
-        return None
-    known = getattr(model, _CUT, None)
+    known = getattr(model, CUT, None)
     if isinstance(known, CutModel):
         return known
+    if size == 1 or section.autotp_size <= 1:
+        return None
     check_group(model, mesh.group(rank_in(), TENSOR))
     rules = rules_for(model, section)
     layout = layout_of(model, rules, size, grain=section.tensor_parallel.tp_grain_size)
@@ -96,13 +96,18 @@ def cut_model(model: nn.Module, section: TensorParallel, mesh: Mesh, device: tor
         tell(model.get_submodule(name), attention, heads, channel.rank)
         slice_arguments(model.get_submodule(name), attention, heads, channel.rank)
     _use_parallel_loss(model, section, layout, channel)
-    setattr(model, _CUT, made)
+    setattr(model, CUT, made)
     log_dist(f"tensor parallelism over {size} ranks:\n{describe(layout)}")
     if rehearsal is not None:
         rehearsal.after(model, channel)
     same_random_states(channel)
     BatchCheck(channel).attach(model)
     return made
+
+
+def is_cut(model: nn.Module) -> bool:
+    """Whether :func:`cut_model` has cut it."""
+    return isinstance(getattr(model, CUT, None), CutModel)
 
 
 def rules_for(model: nn.Module, section: TensorParallel) -> dict[str, Rule]:

@@ -103,7 +103,7 @@ class Maker:
         elif way in (Way.VOCABULARY, Way.WIDTH):
             self._embedding(module, layer, way)
         elif way is Way.SUMMED:
-            _wrap_forward(module, _with_summed_gradients(module, self._channel, name))
+            sum_own_gradients(module, self._channel, name)
         elif way is Way.LATENT:
             module.register_forward_hook(_latent(self._channel, name, self._rotary(name)))
         elif way is Way.EXPERTS:
@@ -160,8 +160,15 @@ def _find(model: nn.Module, name: str) -> nn.Module | None:
         return None  # a bare parameter
 
 
-def _wrap_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    module.forward = forward  # type: ignore[method-assign]
+def sum_own_gradients(module: nn.Module, channel: Channel, name: str) -> None:
+    """Lets the gradients of a module's own parameters be summed over the ranks, as what feeds it is cut.
+
+    Args:
+        module: Whole on all ranks.
+        channel: The ranks.
+        name: Of the module, for messages.
+    """
+    module.forward = _with_summed_gradients(module, channel, name)  # type: ignore[method-assign]
 
 
 def _with_summed_gradients(module: nn.Module, channel: Channel, name: str) -> Callable[..., Any]:

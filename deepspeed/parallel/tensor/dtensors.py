@@ -1,0 +1,158 @@
+"""Models that were cut before they came here, by torch's ``parallelize_module`` or Transformers' ``tp_plan``.
+
+Their parameters are ``DTensor`` objects, which cannot lie in flat buffers. Each is replaced by an ordinary parameter
+with the local tensor, which says by its placement which part of the whole it is. Only while its module computes does it
+look like a ``DTensor`` again, so that the plan of the program works as it was written, with torch's own collectives.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed import comm
+from deepspeed.comm.mesh import TENSOR, Mesh
+from deepspeed.comm.mesh_sources import TAKEN
+from deepspeed.comm.world import rank_in
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.logging import log_dist
+from deepspeed.parallel.tensor.batches import BatchCheck, same_random_states
+from deepspeed.parallel.tensor.channel import connect
+from deepspeed.parallel.tensor.cutting import CUT, CutModel
+from deepspeed.parallel.tensor.layout import Layout
+from deepspeed.parallel.tensor.making import sum_own_gradients
+from deepspeed.parallel.tensor.rules import Way, of_plan
+from deepspeed.zero.parts import Holders, part_of_placements, say_holders, say_part
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """How a parameter lay on its mesh."""
+
+    mesh: Any
+    placements: tuple[Any, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def place(self, local: torch.Tensor) -> torch.Tensor:
+        """The local tensor as a ``DTensor``; its gradient comes back whole where the parameter is."""
+        dtensor: Any = sys.modules["torch.distributed.tensor"].DTensor
+        found: torch.Tensor = dtensor.from_local(
+            local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
+        )
+        return found
+
+
+def adopt_dtensors(model: nn.Module, mesh: Mesh, device: torch.device) -> dict[int, nn.Parameter]:
+    """Takes a model with ``DTensor`` parameters as it is. Every rank of the job must call it.
+
+    Args:
+        model: Changed in place.
+        mesh: Of the job.
+        device: Where the model will compute.
+
+    Returns:
+        The new parameters by the ``id`` of the old ones.
+
+    Raises:
+        DeepSpeedConfigError: They lie on another group of ranks than the mesh says; nothing was changed.
+        NotYetSupportedError: A placement is neither ``Shard`` nor ``Replicate``.
+    """
+    found = {name: parameter for name, parameter in model.named_parameters() if is_dtensor(parameter)}
+    if not found:
+        return {}
+    ranks = mesh.group(rank_in(), TENSOR)
+    for name, parameter in found.items():
+        given = parameter.device_mesh.mesh.flatten().tolist()  # type: ignore[attr-defined]
+        if given != ranks:
+            raise DeepSpeedConfigError(
+                f"the parameter {name!r} is a DTensor over the ranks {given}, but the ranks that share layers with "
+                f"this one are {ranks}, by the mesh of the job; let both say the same"
+            )
+    parts = {name: _parts_of(name, parameter) for name, parameter in found.items()}
+    channel = connect(mesh, device, comm.default_timeout())
+    exchanged: dict[int, nn.Parameter] = {}
+    for name, parameter in found.items():
+        made = exchanged[id(parameter)] = _plain(parameter)
+        if parts[name] is not None:
+            say_part(made, parts[name][channel.rank])
+            say_holders(made, Holders(channel.transport, tuple(parts[name])))
+            made.tensor_model_parallel = True  # type: ignore[attr-defined]
+    for module in model.modules():
+        _exchange(module, exchanged)
+    for name, rule in of_plan(model).items() if getattr(model, "tp_size", None) else ():
+        if rule.way is Way.SUMMED:
+            # Transformers sums it by a hook that the first forward puts on the parameter, after ZeRO has taken it.
+            module = model.get_submodule(name)
+            module.__dict__.pop("forward", None)
+            sum_own_gradients(module, channel, name)
+    cut = sum(part is not None for part in parts.values())
+    log_dist(
+        f"tensor parallelism over {channel.size} ranks: {cut} parameters were cut before (DTensor) and are taken as "
+        "they are; torch's own collectives sum and gather between them"
+    )
+    same_random_states(channel)
+    BatchCheck(channel).attach(model)
+    setattr(model, TAKEN, tuple(ranks))
+    setattr(model, CUT, CutModel(channel, Layout(channel.size)))
+    return exchanged
+
+
+def is_dtensor(value: Any) -> bool:
+    """Whether it is a ``DTensor``; torch's module for them is not imported for that."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def _parts_of(name: str, parameter: Any) -> Any:
+    """The part of every rank of its mesh; None for a parameter that all of them have whole."""
+    if all(placement.is_replicate() for placement in parameter.placements):
+        return None
+    size = parameter.device_mesh.size()
+    return [part_of_placements(name, parameter.shape, [size], [place], parameter.placements) for place in range(size)]
+
+
+def _plain(parameter: Any) -> nn.Parameter:
+    local = parameter.detach().to_local().contiguous()
+    made = nn.Parameter(local, requires_grad=parameter.requires_grad)
+    made.__dict__.update({key: value for key, value in parameter.__dict__.items() if not key.startswith("_")})
+    made.__dict__["_ds_placed"] = _Placed(
+        parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()
+    )
+    return made
+
+
+def _exchange(module: nn.Module, exchanged: dict[int, nn.Parameter]) -> None:
+    """Puts the new parameters into a module, whose forward sees them as they were."""
+    placed: dict[str, _Placed] = {}
+    for key, value in module._parameters.items():
+        made = exchanged.get(id(value))
+        if made is not None:
+            module._parameters[key] = made
+            placed[key] = made.__dict__["_ds_placed"]
+    if placed:
+        module.forward = _placing(module, placed)  # type: ignore[method-assign]
+
+
+def _placing(module: nn.Module, placed: dict[str, _Placed]) -> Callable[..., Any]:
+    original = module.forward
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        own = module._parameters
+        plain = {key: own[key] for key in placed}
+        for key, value in plain.items():
+            if value is not None:
+                own[key] = placed[key].place(value)  # type: ignore[assignment]
+        try:
+            return original(*args, **kwargs)
+        finally:
+            own.update(plain)
+
+    return forward
