@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
 from deepspeed.checkpoint.format import optimizer_kind
 from deepspeed.checkpoint.source import TrainingState
 from deepspeed.checkpoint.upstream.walks import Extent
+
+
+class Readable(Protocol):
+    """One kind of values of one parameter."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the elements."""
+
+    def read(self, start: int, stop: int, out: torch.Tensor) -> bool:
+        """Copies elements of the flattened parameter; returns whether all were there."""
 
 
 @dataclass
@@ -61,15 +73,15 @@ class Content:
 
     state: TrainingState
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    values: dict[str, dict[str, Values]] = field(default_factory=dict)
+    values: dict[str, dict[str, Readable]] = field(default_factory=dict)
     frozen: set[str] = field(default_factory=set)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
 
-    def put(self, kind: str, name: str, values: Values) -> None:
+    def put(self, kind: str, name: str, values: Readable) -> None:
         """Notes values of a parameter."""
         self.values.setdefault(kind, {})[name] = values
 
-    def put_state(self, state: str, name: str, values: Values) -> None:
+    def put_state(self, state: str, name: str, values: Readable) -> None:
         """Notes a per-element optimizer state of a parameter."""
         self.put(optimizer_kind(state), name, values)

@@ -139,36 +139,49 @@ class Files:
     experts: tuple[Path, ...] = ()
 
 
-def find_files(folder: Path) -> Files:
-    """Sorts the files of a tag folder by rank.
+def find_files(folder: Path) -> tuple[Files, ...]:
+    """Sorts the files of a tag folder by model-parallel and data-parallel rank.
 
     Raises:
-        CheckpointError: Files of several model-parallel ranks, or no model states.
+        CheckpointError: Experts of several model-parallel ranks, missing files, or no model states.
     """
     plain: dict[int, Path] = {}
-    model: dict[int, Path] = {}
-    optim: dict[int, Path] = {}
+    model: dict[int, dict[int, Path]] = {}
+    optim: dict[int, dict[int, Path]] = {}
     experts: list[Path] = []
     for path in sorted(folder.iterdir()):
         if found := _MODEL.fullmatch(path.name):
             plain[int(found[1])] = path
         elif found := _EXPERT.fullmatch(path.name):
-            _only_first(path, int(found[1]))
             experts.append(path)
         elif found := _ZERO_MODEL.fullmatch(path.name):
-            _only_first(path, int(found[2]))
-            model[int(found[1])] = path
+            model.setdefault(int(found[2]), {})[int(found[1])] = path
         elif found := _OPTIM.fullmatch(path.name):
-            _only_first(path, int(found[2]))
-            optim[int(found[1])] = path
-    for rank, path in plain.items():
-        _only_first(path, rank)
+            optim.setdefault(int(found[2]), {})[int(found[1])] = path
     if not plain and not model:
         raise CheckpointError(f"{folder}: there is no model-states file; the checkpoint is not complete")
     shards_params = bool(model)
-    chosen = model if shards_params else plain
-    model_files, optim_files = _by_rank(folder, chosen, "model_states"), _by_rank(folder, optim, "optim_states")
-    return Files(model_files, optim_files, shards_params, tuple(experts))
+    chosen = model if shards_params else {rank: {0: path} for rank, path in plain.items()}
+    ranks = max((*chosen, *optim)) + 1
+    missing = list(islice((rank for rank in range(ranks) if rank not in chosen or (optim and rank not in optim)), 1))
+    if missing:
+        raise CheckpointError(
+            f"{folder}: the files of model-parallel rank {missing[0]} of {ranks} are missing; copy them too"
+        )
+    if ranks > 1 and experts:
+        raise CheckpointError(
+            f"{folder}: experts that were saved by several model-parallel ranks cannot be read; export the model with "
+            "the program that wrote it"
+        )
+    return tuple(
+        Files(
+            _by_rank(folder, chosen[rank], "model_states"),
+            _by_rank(folder, optim.get(rank, {}), "optim_states"),
+            shards_params,
+            tuple(experts),
+        )
+        for rank in range(ranks)
+    )
 
 
 def find_layers(folder: Path) -> dict[int, Path]:
@@ -211,14 +224,6 @@ def find_stages(folder: Path) -> list[Files]:
         Files((path,), _by_rank(folder, optim.get(stage, {}), f"optim_states (stage {stage})"), False)
         for stage, path in enumerate(files)
     ]
-
-
-def _only_first(path: Path, model_parallel_rank: int) -> None:
-    if model_parallel_rank:
-        raise CheckpointError(
-            f"{path}: the checkpoint was saved by several model-parallel ranks, and nothing in it says how their "
-            "slices fit together; such checkpoints cannot be read"
-        )
 
 
 def _by_rank(folder: Path, files: dict[int, Path], what: str) -> tuple[Path, ...]:

@@ -13,6 +13,7 @@ from deepspeed.checkpoint.source import TrainingState
 from deepspeed.checkpoint.upstream.content import Content, Values
 from deepspeed.checkpoint.upstream.experts import expert_weights, numbered_among_all, sharing_ranks
 from deepspeed.checkpoint.upstream.files import DynamicLossScaler, Files, ZeroStage, find_files, load
+from deepspeed.checkpoint.upstream.slices import INFO, join_slices
 from deepspeed.checkpoint.upstream.walks import Shapes, stage_1_and_2, stage_3
 from deepspeed.errors import CheckpointError
 
@@ -27,7 +28,14 @@ def read_partitioned(folder: Path, *, trust: bool, trained: Sequence[Sequence[st
         trust: Unpickle objects of the caller, which may run code.
         trained: Parameter names by param group, for stage 0.
     """
-    files = find_files(folder)
+    read = [_read_rank(folder, files, trust, trained) for files in find_files(folder)]
+    return join_slices([content for content, _ in read], read[0][1], str(folder))
+
+
+def _read_rank(
+    folder: Path, files: Files, trust: bool, trained: Sequence[Sequence[str]]
+) -> tuple[Content, Mapping[str, Any] | None]:
+    """What one model-parallel rank saved, and what it says of slices."""
     model = [load(path, trust=trust) for path in files.model]
     optim = [load(path, trust=trust)["optimizer_state_dict"] for path in files.optim]
     if files.experts:
@@ -41,7 +49,7 @@ def read_partitioned(folder: Path, *, trust: bool, trained: Sequence[Sequence[st
         take_partitions(folder, content, model[0], optim)
     else:
         _stage_0(content, model[0], trained)
-    return content
+    return content, model[0].get(INFO)
 
 
 def training_state(model: Mapping[str, Any]) -> TrainingState:

@@ -13,6 +13,7 @@ from deepspeed.checkpoint.upstream.content import Content, Values
 from deepspeed.checkpoint.upstream.files import find_files, load
 from deepspeed.checkpoint.upstream.partitioned import hyperparameters, scaler_state, take_frozen, training_state
 from deepspeed.checkpoint.upstream.pipeline import joined_states
+from deepspeed.checkpoint.upstream.slices import INFO, join_slices, whole_of
 from deepspeed.errors import CheckpointError
 
 
@@ -24,33 +25,62 @@ def read_universal(folder: Path, *, trust: bool) -> Content:
         trust: Unpickle objects of the caller, which may run code.
     """
     pipeline = joined_states(folder, trust=trust)
-    files = find_files(folder) if pipeline is None else None
-    model = [load(path, trust=trust) for path in files.model] if files is not None else [pipeline or {}]
-    content = Content(training_state(model[0]))
-    content.aliases.update(model[0].get("shared_params") or {})
-    module = model[0]["module"] or {}
-    buffer_names = set(model[0].get("buffer_names") or [])
+    ranks = find_files(folder) if pipeline is None else ()
+    models = [[load(path, trust=trust) for path in files.model] for files in ranks] or [[pipeline or {}]]
+    first = models[0][0]
+    content = Content(training_state(first))
+    content.aliases.update(first.get("shared_params") or {})
+    module = first["module"] or {}
+    buffer_names = set(first.get("buffer_names") or [])
     content.buffers = {name: module[name] for name in buffer_names if name in module}
     path = folder / "zero" / "optimizer_state.pt"
     rest: Mapping[str, Any] = load(path, trust=trust) if path.is_file() else {}
     common = _common_scalars(rest)
-    shapes = list(model[0].get("param_shapes") or [])
-    trained = {name: tuple(shape) for group in shapes for name, shape in group.items()}
+    shapes = list(first.get("param_shapes") or [])
+    trained = _trained(models, str(folder))
     for name, shape in trained.items():
         _take_parameter(folder, content, name, shape, common, trust)
-    if files is not None and files.shards_params:
-        take_frozen(content, model, f"{folder}, frozen parameters")
-    else:
-        for name, tensor in module.items():
-            if name not in trained and name not in buffer_names and name not in content.aliases:
-                content.shapes[name] = tuple(tensor.shape)
-                content.put(COMPUTE, name, Values.whole(tensor))
-                content.frozen.add(name)
-            elif name in trained and tensor.numel():
-                content.put(COMPUTE, name, Values.whole(tensor))
+    others = []
+    for model in models:
+        held = Content(content.state)
+        if ranks and ranks[0].shards_params:
+            take_frozen(held, model, f"{folder}, frozen parameters")
+        else:
+            for name, tensor in (model[0]["module"] or {}).items():
+                is_trained = name in trained
+                if name in buffer_names or name in content.aliases or (is_trained and not tensor.numel()):
+                    continue
+                if not is_trained:
+                    held.frozen.add(name)
+                elif len(models) > 1:
+                    continue  # a slice of what lies whole beside it
+                held.shapes[name] = tuple(tensor.shape)
+                held.put(COMPUTE, name, Values.whole(tensor))
+        others.append(held)
+    whole = join_slices(others, first.get(INFO), str(folder))
+    content.frozen |= whole.frozen
+    content.shapes |= {name: whole.shapes[name] for name in whole.frozen}
+    for name, values in whole.values.get(COMPUTE, {}).items():
+        content.put(COMPUTE, name, values)
     _take_groups(content, rest, shapes)
     content.state.loss_scaler = scaler_state(rest)
     return content
+
+
+def _trained(models: list[list[Mapping[str, Any]]], where: str) -> dict[str, tuple[int, ...]]:
+    """Whole shapes of the parameters that were trained; every model-parallel rank names those of its slices."""
+    by_rank = [
+        {name: tuple(shape) for group in model[0].get("param_shapes") or [] for name, shape in group.items()}
+        for model in models
+    ]
+    info = models[0][0].get(INFO)
+    if len(by_rank) == 1:
+        return by_rank[0]
+    if not info:
+        raise CheckpointError(
+            f"{where}: nothing says how the slices of {len(models)} model-parallel ranks fit together"
+        )
+    return {name: whole_of(name, [shapes[name] for shapes in by_rank], info, where).shape for name in by_rank[0]}
 
 
 def _common_scalars(rest: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,8 +110,8 @@ def _take_parameter(
             scalars[path.stem] = value
         elif value.numel() != torch.Size(shape).numel():
             raise CheckpointError(
-                f"{path} has {value.numel()} elements, and parameter {name!r} {torch.Size(shape).numel()}; slices of "
-                "several model-parallel ranks cannot be read"
+                f"{path} has {value.numel()} elements, and parameter {name!r} {torch.Size(shape).numel()}; the layout "
+                "is not understood"
             )
         elif path.stem == "fp32":
             content.put(MASTER, name, Values.whole(value))

@@ -1,0 +1,300 @@
+"""Parameters that model-parallel ranks saved in slices, put together again by what the checkpoint says of them.
+
+Every model-parallel rank of the original package has files of its own, with the slices that it trained. How they fit
+together is in ``universal_checkpoint_info``, which AutoTP and Megatron-like programs store: either where every element
+of a slice belongs (``affine_map``), or patterns of names by kind. Nothing is guessed from shapes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import Any
+
+import torch
+
+from deepspeed.checkpoint.upstream.content import Content, Readable
+from deepspeed.errors import CheckpointError
+
+INFO = "universal_checkpoint_info"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements of a slice that lie evenly apart in the whole.
+
+    Attributes:
+        rank: Whose slice.
+        shape: Extents.
+        start: First element in the flattened whole.
+        strides: Steps there.
+        slice_start: First element in the flattened slice.
+        slice_strides: Steps there.
+    """
+
+    rank: int
+    shape: tuple[int, ...]
+    start: int
+    strides: tuple[int, ...]
+    slice_start: int
+    slice_strides: tuple[int, ...]
+
+    def fits(self, numel: int, slice_numel: int) -> bool:
+        """Whether it lies inside a whole and a slice of so many elements."""
+        return _inside(self.shape, self.start, self.strides, numel) and _inside(
+            self.shape, self.slice_start, self.slice_strides, slice_numel
+        )
+
+
+@dataclass(frozen=True)
+class Whole:
+    """How a parameter is made of slices.
+
+    Attributes:
+        shape: Of the whole.
+        pieces: Together all of it, each element once; empty: every rank has all of it.
+        is_mean: The whole is the mean of what the ranks have.
+    """
+
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...] = ()
+    is_mean: bool = False
+
+
+@dataclass
+class _Latest:
+    """The parameter that was put together last: neighbouring reads ask for the same one."""
+
+    held: tuple[object, torch.Tensor] = (None, torch.empty(0))
+
+
+class JoinedValues:
+    """One kind of values of one parameter, in slices."""
+
+    def __init__(self, slices: Sequence[Readable], shapes: Sequence[Sequence[int]], whole: Whole, latest: _Latest):
+        self._slices = slices
+        self._numels = [prod(shape) for shape in shapes]
+        self._whole = whole
+        self._latest = latest
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the elements."""
+        return self._slices[0].dtype
+
+    def read(self, start: int, stop: int, out: torch.Tensor) -> bool:
+        """Copies elements of the flattened whole; returns whether all were there."""
+        whose, values = self._latest.held
+        if whose is not self:
+            made = self._join()
+            if made is None:
+                return False
+            values = made
+            self._latest.held = self, made
+        out.copy_(values[start:stop])
+        return True
+
+    def slices_are_equal(self) -> bool:
+        """Whether all ranks have the same."""
+        first = self._slice(0)
+        return all(_same(first, self._slice(rank)) for rank in range(1, len(self._slices)))
+
+    def _slice(self, rank: int) -> torch.Tensor | None:
+        flat = torch.empty(self._numels[rank], dtype=self.dtype)
+        return flat if self._slices[rank].read(0, flat.numel(), flat) else None
+
+    def _join(self) -> torch.Tensor | None:
+        if self._whole.is_mean:
+            found = [self._slice(rank) for rank in range(len(self._slices))]
+            present = [values for values in found if values is not None]
+            return torch.stack(present).mean(0) if len(present) == len(found) else None
+        if not self._whole.pieces:
+            return self._slice(0)
+        out = torch.empty(prod(self._whole.shape), dtype=self.dtype)
+        for rank in sorted({piece.rank for piece in self._whole.pieces}):
+            values = self._slice(rank)
+            if values is None:
+                return None
+            for piece in (piece for piece in self._whole.pieces if piece.rank == rank):
+                target = torch.as_strided(out, piece.shape, piece.strides, piece.start)
+                target.copy_(torch.as_strided(values, piece.shape, piece.slice_strides, piece.slice_start))
+        return out
+
+
+def join_slices(contents: Sequence[Content], info: Mapping[str, Any] | None, where: str) -> Content:
+    """What all model-parallel ranks saved, as if one had.
+
+    Args:
+        contents: Of every rank.
+        info: What the checkpoint says of the slices.
+        where: For messages.
+
+    Raises:
+        CheckpointError: It says nothing, or the slices do not fit together as it says.
+    """
+    if len(contents) == 1:
+        return contents[0]
+    if not info:
+        raise CheckpointError(
+            f"{where}: the checkpoint was saved by {len(contents)} model-parallel ranks, and nothing in it says how "
+            f"their slices fit together (there is no {INFO}); such checkpoints cannot be read. Convert it with the "
+            "program that wrote it, or export the whole model there"
+        )
+    first = contents[0]
+    for content in contents[1:]:
+        if content.shapes.keys() != first.shapes.keys():
+            other = next(iter(content.shapes.keys() ^ first.shapes.keys()))
+            raise CheckpointError(f"{where}: only some of the model-parallel ranks have the parameter {other!r}")
+    joined = Content(first.state, {}, {}, first.frozen, first.buffers, first.aliases)
+    latest = _Latest()
+    for name in first.shapes:
+        shapes = [content.shapes[name] for content in contents]
+        whole = whole_of(name, shapes, info, where)
+        joined.shapes[name] = whole.shape
+        for kind in [kind for kind, held in first.values.items() if name in held]:
+            values = JoinedValues([content.values[kind][name] for content in contents], shapes, whole, latest)
+            if not whole.pieces and not whole.is_mean and not values.slices_are_equal():
+                raise CheckpointError(
+                    f"{where}: the model-parallel ranks should have the same {kind} of {name!r}, but they differ; "
+                    "export the model with the program that wrote it"
+                )
+            joined.put(kind, name, values)
+    return joined
+
+
+def whole_of(name: str, shapes: Sequence[Sequence[int]], info: Mapping[str, Any], where: str) -> Whole:
+    """How the slices of a parameter fit together.
+
+    Args:
+        name: Of the parameter.
+        shapes: Of the slices, by rank.
+        info: What the checkpoint says.
+        where: For messages.
+
+    Raises:
+        CheckpointError: It says something that does not fit the shapes.
+    """
+    whole = _by_map(name, shapes, info.get("affine_map")) or _by_patterns(name, shapes, info, where)
+    fits = all(piece.fits(prod(whole.shape), prod(shapes[piece.rank])) for piece in whole.pieces)
+    if whole.pieces and (not fits or sum(prod(piece.shape) for piece in whole.pieces) != prod(whole.shape)):
+        raise CheckpointError(
+            f"{where}: the slices {[tuple(shape) for shape in shapes]} of {name!r} do not make up {whole.shape} as "
+            f"{INFO} says; the files are damaged, or of a version that this release cannot read"
+        )
+    return whole
+
+
+def _by_map(name: str, shapes: Sequence[Sequence[int]], described: Mapping[str, Any] | None) -> Whole | None:
+    """By the places of all elements, which newer versions store."""
+    params = (described or {}).get("params") or {}
+    entry = next((value for key, value in params.items() if _compiled(key).match(name)), None)
+    if entry is None:
+        return None
+    pieces = []
+    for rank in range(len(shapes)):
+        held = entry["ranks"][rank] if rank in entry["ranks"] else entry["ranks"][str(rank)]
+        if tuple(held["shard_shape"]) != tuple(shapes[rank]):
+            return None
+        for piece in held["pieces"]:
+            if min(piece["locations"]) == rank:  # others hold copies
+                (start, strides), (slice_start, slice_strides) = piece["source"], piece["dest"]
+                extents = tuple(int(extent) for extent in piece["shape"])
+                pieces.append(Piece(rank, extents, start, tuple(strides), slice_start, tuple(slice_strides)))
+    shape = tuple(int(extent) for extent in entry["logical_shape"])
+    if {piece.rank for piece in pieces} == {0} and all(tuple(each) == shape for each in shapes):
+        return Whole(shape)
+    return Whole(shape, tuple(pieces))
+
+
+def _by_patterns(name: str, shapes: Sequence[Sequence[int]], info: Mapping[str, Any], where: str) -> Whole:
+    """By the kind of the parameter, which patterns of its name say."""
+    first = tuple(int(extent) for extent in shapes[0])
+    if _named(name, info.get("autotp_unsupported_parameter_patterns") or ()):
+        raise CheckpointError(
+            f"{where}: the program that wrote the checkpoint says that the slices of {name!r} cannot be joined; export "
+            "the model there"
+        )
+    if _named(name, info.get("tp_replicated_parameter_patterns") or ()):
+        return Whole(first)
+    if _named(name, info.get("parameter_to_average_patterns") or ()):
+        return Whole(first, is_mean=True)
+    if _named(name, info.get("parameter_with_2_sub_params_cat_dim_0") or ()):
+        halves = [[int(shape[0]) // 2] * 2 for shape in shapes]
+        return _packed(shapes, 0, halves)
+    for described in info.get("parameter_with_sub_params") or ():
+        fields = described if isinstance(described, Mapping) else vars(described)
+        if _named(name, fields["patterns"]):
+            return _sub_parameters(first, len(shapes), fields["shape"], int(fields["partition_dim"]))
+    dim = 1 if _named(name, info.get("parameter_with_row_parallelism_patterns") or ()) else 0
+    whole = _packed(shapes, dim, [[int(shape[dim])] for shape in shapes])
+    rows = info.get("original_vocab_size")
+    if dim == 0 and rows and _named(name, info.get("vocabulary_parameter_patterns") or ()):
+        return _first_rows(whole, int(rows))
+    return whole
+
+
+def _packed(shapes: Sequence[Sequence[int]], dim: int, widths: Sequence[Sequence[int]]) -> Whole:
+    """Slices of one or several tensors that are packed along ``dim``; ``widths`` by rank and tensor."""
+    total = sum(sum(of_rank) for of_rank in widths)
+    shape = tuple(total if axis == dim else int(extent) for axis, extent in enumerate(shapes[0]))
+    strides = _strides(shape)
+    pieces, low = [], 0
+    for tensor in range(len(widths[0])):
+        for rank, of_rank in enumerate(widths):
+            own = _strides(shapes[rank])
+            extents = (*shape[:dim], of_rank[tensor], *shape[dim + 1 :])
+            before = sum(of_rank[:tensor])
+            pieces.append(Piece(rank, extents, low * strides[dim], strides, before * own[dim], own))
+            low += of_rank[tensor]
+    return Whole(shape, tuple(pieces))
+
+
+def _sub_parameters(first: tuple[int, ...], size: int, view: Sequence[Any], dim: int) -> Whole:
+    """Slices of a tensor that, looked at as ``view``, packs several along ``dim``, each cut evenly."""
+    packed = [int(each) for each in view[dim]] if isinstance(view[dim], (tuple, list)) else [int(view[dim])]
+    whole = [sum(each) if isinstance(each, (tuple, list)) else int(each) for each in view]
+    if -1 in whole:
+        whole[whole.index(-1)] = prod(first) * size // -prod(whole)
+    own = [extent // size if axis == dim else extent for axis, extent in enumerate(whole)]
+    made = _packed([own] * size, dim, [[each // size for each in packed]] * size)
+    outer = prod(whole[:dim])
+    axis = max(axis for axis in range(len(first)) if prod(first[:axis]) <= outer)
+    return Whole(tuple(n * size if at == axis else n for at, n in enumerate(first)), made.pieces)
+
+
+def _first_rows(whole: Whole, rows: int) -> Whole:
+    """Without the rows by which a vocabulary was rounded up."""
+    pieces = []
+    for piece in whole.pieces:
+        low = piece.start // piece.strides[0]
+        kept = min(piece.shape[0], rows - low)
+        if kept > 0:
+            shape = (kept, *piece.shape[1:])
+            pieces.append(Piece(piece.rank, shape, piece.start, piece.strides, piece.slice_start, piece.slice_strides))
+    return Whole((min(rows, whole.shape[0]), *whole.shape[1:]), tuple(pieces))
+
+
+def _named(name: str, patterns: Iterable[str]) -> bool:
+    return any(_compiled(pattern).match(name) for pattern in patterns)
+
+
+@cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern)
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(prod(int(extent) for extent in shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def _inside(shape: Sequence[int], start: int, strides: Sequence[int], numel: int) -> bool:
+    if len(shape) != len(strides) or start < 0 or any(each < 0 for each in (*shape, *strides)):
+        return False
+    return 0 in shape or start + sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) < numel
+
+
+def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return one is not None and other is not None and torch.equal(one, other)
