@@ -332,13 +332,22 @@ class GlooTransport(Transport):
 
     def gather_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> torch.Tensor:
         """See the class this one derives from."""
+        return self.start_small(tensor, channel=channel, label=label)()
+
+    def start_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> Callable[[], torch.Tensor]:
+        """See the class this one derives from."""
         catch_up()
         rows = torch.empty((self.size, tensor.numel()), dtype=tensor.dtype)
         flat = rows.view(-1)
         self.my_slice(flat).copy_(tensor)
         tag = _SMALL_TAG + self.owner % OWNERS * len(SMALL_CHANNELS) + SMALL_CHANNELS.index(channel)
-        self.gather_slices(flat, tag, channel, label).wait()
-        return rows
+        work = self.gather_slices(flat, tag, channel, label)
+
+        def landed() -> torch.Tensor:
+            work.wait()
+            return rows
+
+        return landed
 
     def broadcast(self, tensor: torch.Tensor, source: int, *, label: str) -> None:
         """See the class this one derives from."""

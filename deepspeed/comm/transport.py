@@ -248,6 +248,11 @@ class Transport:
         """
         raise NotImplementedError
 
+    def start_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> Callable[[], torch.Tensor]:
+        """Begins a :meth:`gather_small`, where the transport can without blocking; the result waits for the rows."""
+        rows = self.gather_small(tensor, channel=channel, label=label)
+        return lambda: rows
+
     def broadcast(self, tensor: torch.Tensor, source: int, *, label: str) -> None:
         """Overwrites ``tensor`` with that of group rank ``source``; blocks. ``label`` says what travels."""
         raise NotImplementedError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -72,7 +72,8 @@ class PipelineEngine(Interpreter, DeepSpeedEngine):
         self._pulls_data = 0 in module.chunks or self._is_last_chunk_here
         self._feed = DataFeed()
         self._found = losses.MicroBatchLosses()
-        self._mode = ""  # train, loss or outputs
+        self._mode, self._count = "", 0  # train, loss or outputs; micro-batches
+        self._agreed: Callable[[], bool] | None = None
         self._has_run_first = False
         self.agg_train_loss: torch.Tensor | None = None
         self.total_loss: torch.Tensor | None = None
@@ -273,17 +274,25 @@ class PipelineEngine(Interpreter, DeepSpeedEngine):
 
     def _get_ready(self, call: str, count: int, mode: str, *, needs_labels: bool) -> None:
         """Everything that may fail before anything is computed."""
-        self._mode, self._found, self.fwd_outputs = mode, losses.MicroBatchLosses(), []
+        self._mode, self._count = mode, count
+        self._found, self.fwd_outputs = losses.MicroBatchLosses(), []
         feed = self._feed if self._pulls_data else None
         with self._telling_others(call):
             self.where = "pulling data"
-            self._labels_travel = agree_on_data(
+            self._agreed = agree_on_data(
                 self._parts.groups.job, self.grid.mesh, self.global_rank, feed, count, call, needs_labels=needs_labels
             )
-            has_items = feed is not None and feed.has_any
-            self._items = [parts_of(item) for item in feed.take(count)] if feed is not None and has_items else []
-            if feed is not None and not has_items:
-                self._items = [(None, None)] * count
+
+    def take_items(self) -> list[Any]:
+        """See the class this one derives from."""
+        if self._agreed is None:  # a schedule that the program runs by itself
+            return self._items
+        agreed, self._agreed, self.where = self._agreed, None, "pulling data"
+        self._labels_travel = agreed()
+        if not self._pulls_data:
+            return []
+        count = self._count
+        return [parts_of(item) for item in self._feed.take(count)] if self._feed.has_any else [(None, None)] * count
 
     @contextmanager
     def _telling_others(self, call: str) -> Iterator[None]:
@@ -426,22 +435,28 @@ class PipelineEngine(Interpreter, DeepSpeedEngine):
 
     def _exec_optimizer_step(self) -> None:
         count = self.micro_batches
-        self.where = "telling the losses"
-        found = self._found if self._is_last_chunk_here else None
-        if found is not None:
-            self.total_loss = found.mean
-        _, mean, self._metrics = losses.share_losses(
-            self._parts.groups.job, self.grid.mesh, self.global_rank, found, count
-        )
-        self.agg_train_loss = torch.tensor(mean, device=self.device)
-        if found is None:
-            self._progress.loss(self.agg_train_loss)
         self.where = "updating the weights"
         self._has_run_first = False
         self._batches.say(MicroBatch(count - 1, is_first=False, is_last=True))
         self._batches.has_run_backward = True
         self._batches.micro_steps += count - 1
         DeepSpeedEngine.step(self)
+
+    def _update(self, lr_kwargs: dict[str, Any] | None) -> None:
+        """The losses travel with the numbers that the ranks tell each other for the update."""
+        assert self._updater is not None
+        found = self._found if self._is_last_chunk_here else None
+        if found is not None:
+            self.total_loss = found.mean
+        self._updater.tells = losses.row_of(found, self.micro_batches)
+        super()._update(lr_kwargs)
+        assert self._updater.told is not None
+        _, mean, self._metrics = losses.read_rows(
+            self._parts.groups.job, self.grid.mesh, self.global_rank, self._updater.told, found
+        )
+        self.agg_train_loss = torch.tensor(mean, device=self.device)
+        if found is None:
+            self._progress.loss(self.agg_train_loss)
 
     def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
         """Means of what the module's ``get_additional_losses`` gave in the last step, on every rank; None without."""

@@ -92,6 +92,8 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         self.loss_scaler = loss_scaler
         self.parameter_offload: Any = None
         self.last_report: StepReport | None = None
+        self.tells: Sequence[float] = ()
+        self.told: torch.Tensor | None = None
         self._masters = masters
         self._reducer = reducer
         self._placement = placement
@@ -321,7 +323,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         """
         groups = self._groups
         flags = _pack_flags([used for gradients in self._reducer.buckets for used in gradients.used])
-        numbers = [*self._own_squares(), float(self._agreement.digest), float(_number_of_order(groups))]
+        numbers = [*self._own_squares(), float(self._agreement.digest), float(_number_of_order(groups)), *self.tells]
         together = groups.job is groups.peers
         rows = groups.job.gather_small(
             torch.tensor(numbers + flags if together else numbers, dtype=torch.float64),
@@ -329,6 +331,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
             label="the update (optimizer.step)",
         )
         _check_order(rows)
+        self.told = rows[:, len(numbers) - len(self.tells) : len(numbers)]
         flag_rows = rows[:, len(numbers) :]
         if not together:
             flag_rows = groups.peers.gather_small(

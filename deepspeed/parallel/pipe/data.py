@@ -61,8 +61,8 @@ class DataFeed:
 
 def agree_on_data(
     job: Transport, mesh: Mesh, rank: int, feed: DataFeed | None, count: int, call: str, *, needs_labels: bool
-) -> bool:
-    """Pulls a step's items and makes sure that all ranks have theirs. Every rank of the job must call it.
+) -> Callable[[], bool]:
+    """Pulls a step's items and begins to make sure that all ranks have theirs. Every rank of the job must call it.
 
     Args:
         job: All ranks.
@@ -74,16 +74,20 @@ def agree_on_data(
         needs_labels: The last stage has a use for labels.
 
     Returns:
-        Whether labels travel from the first stage, as the last one has no data.
-
-    Raises:
-        DataError: Some rank has too few items, or another number of micro-batches; the same on every rank.
+        Waits for what the others say, and tells whether labels travel from the first stage, as the last one has no
+        data. It raises DataError if some rank has too few items, or another number of micro-batches; the same on every
+        rank.
     """
     ready = _PULLS_NOT
     if feed is not None:
         ready = feed.pull(count) if feed.has_any else _HAS_NONE
     mine = torch.tensor([count, ready, int(needs_labels)], dtype=torch.int64)
-    rows = job.gather_small(mine, channel="call", label=f"{call}, with {count} micro-batch(es)").tolist()
+    rows = job.start_small(mine, channel="call", label=f"{call}, with {count} micro-batch(es)")
+    return lambda: _labels_travel(rows().tolist(), mesh, rank, count, call)
+
+
+def _labels_travel(rows: list[list[int]], mesh: Mesh, rank: int, count: int, call: str) -> bool:
+    """Whether they do; raises if the ranks do not fit together."""
     others = [other for other, (number, _, _) in enumerate(rows) if number != count]
     if others:
         raise DataError(

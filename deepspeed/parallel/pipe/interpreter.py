@@ -81,6 +81,10 @@ class Interpreter:
         """Computes the gradients of a chunk's weights."""
         raise NotImplementedError
 
+    def take_items(self) -> list[Any]:
+        """The step's pairs ``(inputs, labels)``, once all ranks are known to have theirs."""
+        raise NotImplementedError
+
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def _exec_schedule(self, pipe_schedule: Iterable[list[told.PipeInstruction]]) -> None:
@@ -101,6 +105,7 @@ class Interpreter:
             getattr(command, "chunk", own[0]) for command in commands if isinstance(command, _BACKWARDS)
         )
         self._post_receives(commands)
+        self._items = self.take_items()
         for command in commands:
             run = self._INSTRUCTION_MAP.get(type(command))
             if run is None:

@@ -57,27 +57,35 @@ def split_loss(value: Any) -> tuple[Any, Mapping[str, Any] | None]:
     return value, None
 
 
-def share_losses(
-    job: Transport, mesh: Mesh, rank: int, found: MicroBatchLosses | None, count: int
+def row_of(found: MicroBatchLosses | None, count: int) -> list[float]:
+    """What a rank says to all others.
+
+    Args:
+        found: What a rank with the last chunk has; None elsewhere.
+        count: Micro-batches.
+    """
+    if found is None:
+        return [0.0] * (count + 2)
+    values = torch.stack(found.losses).double().tolist() if found.losses else []
+    return [1.0, float(bool(found.metrics)), *values, *[0.0] * (count - len(values))]
+
+
+def read_rows(
+    job: Transport, mesh: Mesh, rank: int, rows: torch.Tensor, found: MicroBatchLosses | None
 ) -> tuple[list[float], float, dict[str, float]]:
-    """Tells every rank of the job. Every rank must call it.
+    """What all ranks of the job have said. Every rank must call it: metrics travel if there are any.
 
     Args:
         job: All ranks.
         mesh: How they are laid out.
         rank: This one.
-        found: What a rank with the last chunk has; None elsewhere.
-        count: Micro-batches.
+        rows: Everybody's :func:`row_of`.
+        found: As there.
 
     Returns:
         The losses of this rank's copy of the model by micro-batch, the mean over micro-batches and copies, and the
         means of the metrics.
     """
-    row = [0.0] * (count + 2)
-    if found is not None:
-        values = torch.stack(found.losses).double().tolist() if found.losses else []
-        row = [1.0, float(bool(found.metrics)), *values, *[0.0] * (count - len(values))]
-    rows = job.gather_small(torch.tensor(row, dtype=torch.float64), channel="call", label="the losses of the step")
     tellers = [other for other, told in enumerate(rows.tolist()) if told[0]]
     metrics: dict[str, float] = {}
     if bool(rows[:, 1].any()):
@@ -87,3 +95,15 @@ def share_losses(
     pipeline = mesh.group(rank, PIPE)
     mine = next(rows[other, 2:].tolist() for other in tellers if other in pipeline)
     return mine, float(rows[tellers, 2:].mean()), metrics
+
+
+def share_losses(
+    job: Transport, mesh: Mesh, rank: int, found: MicroBatchLosses | None, count: int
+) -> tuple[list[float], float, dict[str, float]]:
+    """Tells every rank of the job, in an exchange of its own. Every rank must call it.
+
+    Arguments and result as of :func:`row_of` and :func:`read_rows`.
+    """
+    row = torch.tensor(row_of(found, count), dtype=torch.float64)
+    rows = job.gather_small(row, channel="call", label="the losses of the step")
+    return read_rows(job, mesh, rank, rows, found)

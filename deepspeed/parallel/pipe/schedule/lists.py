@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
+from functools import lru_cache
 from itertools import pairwise
 
 from deepspeed.parallel.partition import partition_uniform
@@ -235,6 +236,7 @@ def place_chunks(name: str, stages: int, num_chunks: int | None = None) -> tuple
     return tuple(range(stages))
 
 
+@lru_cache(maxsize=16)
 def make_schedule(name: str, stages: int, micro_batches: int, num_chunks: int | None = None) -> Schedule:
     """What all stages compute in a training step; any number of micro-batches from 1 will do.
 
