@@ -39,8 +39,8 @@ def create_groups(
         device: Where the buffers live.
         by_nodes: Gather in two steps where the ranks span nodes.
         divisor: What makes a mean of the sum of gradients; None: the number of data-parallel ranks.
-        copies: Names of groups of parameters that some tensor-parallel ranks, but not all, have alike, and whether this
-            rank counts among them.
+        copies: Names of further groups of all data-parallel ranks: of parameters that some tensor-parallel ranks, but
+            not all, have alike, and of shared bases; and whether this rank counts among those that have them alike.
 
     Raises:
         DeepSpeedConfigError: Groups that cannot be used together.
@@ -65,7 +65,7 @@ def create_groups(
     data = BucketGroup(DATA, gather, reduce, gather, divisor=divisor)
     own = [_own_group(one, reduce, divisor, ranks, device) for one in defined.values() if not one.spans_parts]
     if ranks.model_size == 1:
-        groups = Groups.of(data, *own)
+        groups = Groups.of(data, *(replace(data, name=name) for name in copies), *own)
     else:
         # What is whole on tensor ranks counts on the first of them; of what is cut, every rank has something else.
         whole, cut = replace(data, counts=ranks.tensor_rank == 0), replace(data, name=CUT)

@@ -17,6 +17,8 @@ from deepspeed.engine.compressing import quantize_in_training
 from deepspeed.engine.optimizers import exchange_parameters
 from deepspeed.engine.parts import Client
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.linear.bases import shared_bases
+from deepspeed.linear.parts import quantize_as_configured
 from deepspeed.logging import log_dist
 from deepspeed.parallel.expert.prepare import prepare_expert_layers
 from deepspeed.parallel.sequence.tiled_models import tile_model
@@ -43,7 +45,7 @@ def reshape_model(
 
     Returns:
         What the caller handed in, with the parameters that are now in place of others; and, by name, whether this rank
-        counts the groups of parameters that several tensor ranks have alike.
+        counts the groups of parameters that several tensor ranks have alike, and that of shared bases.
     """
     quantize_in_training(root.quantize_training, client.model)
     client = _spread_experts(root, client, ranks, device)
@@ -61,10 +63,11 @@ def reshape_model(
     prepare_expert_layers(model, device, data_first=root.use_data_before_expert_parallelism)
     client = _with_new_parameters(client, adopt_dtensors(model, ranks.mesh, device))
     tensor = cut_model(model, root.tensor_parallel, ranks.mesh, device)
+    quantize_as_configured(model, root.weight_quantization)
     settle: Callable[[torch.device], None] | None = getattr(model, "settle", None)
     if callable(settle):
         settle(device)
-    return client, {} if tensor is None else tensor.counts
+    return client, ({} if tensor is None else tensor.counts) | shared_bases(model, ranks.data_size)
 
 
 def _spread_experts(root: Root, client: Client, ranks: Standing, device: torch.device) -> Client:

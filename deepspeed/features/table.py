@@ -111,11 +111,6 @@ FEATURES: tuple[Feature, ...] = (
         },
     ),
     Feature(
-        "the LoRA-optimized linear layer",
-        "Use peft's LoRA on a ZeRO-sharded model.",
-        {"deepspeed.linear": "OptimizedLinear Init init_lora"},
-    ),
-    Feature(
         "making the results of compression smaller",
         "Masks and rounding act in training and evaluation.",
         {"deepspeed.compression": "redundancy_clean", "deepspeed.compression.compress": "redundancy_clean"},
@@ -123,11 +118,6 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "pruning by SNIP momentum",
         'Use the method "topk", whose scores are trained with the model.',
-    ),
-    Feature(
-        "quantised weights of the top level",
-        "Quantise with torch.ao.",
-        keys=(switch("weight_quantization.enabled"),),
     ),
     Feature(
         "quantisation paced by eigenvalues",

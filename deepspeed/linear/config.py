@@ -17,11 +17,15 @@ class LoRAConfig:
     Attributes:
         lora_r: Rank of the adapters.
         lora_alpha: The adapters' part is multiplied by ``lora_alpha / lora_r``.
-        base_weight_sharding: Ranks that share the base weight; 1: each has it whole.
-        offload: Keep the base in host memory.
-        offload_ratio: Share of it that is kept there.
+        base_weight_sharding: Ranks that share the base weight, at every ZeRO stage: all data-parallel ranks. 1: each
+            has it whole, but for stage 3.
+        offload: Only false works; ``zero_optimization.offload_param`` keeps parameters in host memory.
+        offload_ratio: As ``offload``.
         delay_lora_init: Adapters are made by :meth:`LoRAOptimizedLinear.init_lora` instead of with the layer.
         target_mods: Parts of names of the layers that get adapters.
+
+    Raises:
+        DeepSpeedConfigError: A value cannot be used.
     """
 
     lora_r: int = 64
@@ -33,6 +37,19 @@ class LoRAConfig:
     target_mods: list[str] = field(
         default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     )
+
+    def __post_init__(self) -> None:
+        if self.lora_r < 1:
+            raise DeepSpeedConfigError(f"LoRAConfig(lora_r={self.lora_r}): the rank of adapters is 1 or more")
+        if self.base_weight_sharding < 1:
+            raise DeepSpeedConfigError(
+                f"LoRAConfig(base_weight_sharding={self.base_weight_sharding}): expected a number of ranks, 1 or more"
+            )
+        if self.offload or self.offload_ratio:
+            raise DeepSpeedConfigError(
+                "LoRAConfig(offload, offload_ratio): bases are not offloaded by themselves; use ZeRO stage 3 with "
+                "zero_optimization.offload_param, which keeps all parameters in host memory or files"
+            )
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import cast
 
 import torch
@@ -15,7 +16,10 @@ from deepspeed.errors import CallOrderError
 from deepspeed.linear.config import QuantizationConfig
 from deepspeed.linear.cut import around, weight_of_part
 from deepspeed.linear.quantized_linear import QuantizedLinear
+from deepspeed.linear.sharded import whole_for_packing
 from deepspeed.ops.packed_linear import packed_format
+from deepspeed.parallel.tensor.rules import is_transposed
+from deepspeed.zero.holder import address_of, full_shape
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,8 @@ def quantize_model(
 
     Args:
         model: With ``torch.nn.Linear`` or transformers' ``Conv1D`` layers, cut over tensor-parallel ranks or not.
-            Everything else keeps its dtype.
+            Everything else keeps its dtype. Where ``zero.Init`` has sharded it every rank must call this; layers are
+            gathered one after the other then, and what becomes of them is sharded again.
         bits: 8 or 4.
         group_size: At 4 bits, input features that share scale and offset: 32, 64, 128 or 256.
         skip: Layers with one of these in their names stay whole.
@@ -99,7 +104,7 @@ def quantize_model(
     Raises:
         DeepSpeedConfigError: There is no format of ``bits`` bits.
         ValueError: No such group size, or a weight that is not finite.
-        CallOrderError: Parameters are sharded already.
+        CallOrderError: Parameters belong to an engine already.
     """
     report = QuantizationReport(bits, bytes_before=_bytes_of(model))
     config = QuantizationConfig(q_bits=bits, group_size=group_size)
@@ -108,9 +113,10 @@ def quantize_model(
         weight = _weight_of(module)
         if weight is None or not name or not any(part in name for part in only):
             continue
-        if hasattr(module.weight, "ds_id"):
+        address = address_of(cast("nn.Parameter", module.weight))
+        if address is not None and address.holder.owner is not None:
             raise CallOrderError(
-                f"quantize_model: {name!r} is sharded by ZeRO already; quantise before deepspeed.initialize"
+                f"quantize_model: {name!r} belongs to an engine already; quantise before deepspeed.initialize"
             )
         if users[id(module.weight)] > 1:
             report.kept[name] = "its weight is another layer's too"
@@ -131,16 +137,22 @@ def _replace(
     report: QuantizationReport,
 ) -> None:
     """Puts a quantised layer in the place of ``module``."""
-    out_features, in_features = weight.shape
+    shape = full_shape(cast("nn.Parameter", module.weight))
+    out_features, in_features = shape[::-1] if is_transposed(module) else shape
     if refusal := packed_format(config.q_bits, config.group_size).refusal(in_features):
         report.kept[name] = refusal
         return
     with torch.device("meta"):  # packing makes the parameters
         layer = QuantizedLinear(in_features, out_features, False, config, weight.dtype)
-    error = float("nan") if weight.is_meta else layer.pack(weight)
+    after = _size(layer.codes) + _size(layer.scales)
+    with whole_for_packing(name, module, layer) as is_whole:
+        whole = _weight_of(module) if is_whole else weight
+        assert whole is not None, "it had one"
+        error = float("nan") if whole.is_meta else layer.pack(whole)
+        before = _size(whole)
     layer.bias = cast("nn.Parameter | None", module.bias)
     layer.train(module.training)
-    report.layers.append(QuantizedLayer(name, _size(weight), _size(layer.codes) + _size(layer.scales), error))
+    report.layers.append(QuantizedLayer(name, before, after, error))
     model.set_submodule(name, around(module, layer))
 
 
@@ -152,12 +164,14 @@ def _weight_of(module: nn.Module) -> torch.Tensor | None:
     if (part := weight_of_part(module)) is not None:
         return part
     if type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils":
-        return module.weight.t()  # type: ignore[operator, no-any-return]
+        weight = cast("nn.Parameter", module.weight)
+        return weight.t() if weight.dim() == 2 else weight  # a sharded one is empty
     return None
 
 
 def _bytes_of(model: nn.Module) -> int:
-    return sum(_size(tensor) for tensor in (*model.parameters(), *model.buffers()))
+    sizes = [prod(full_shape(parameter)) * parameter.element_size() for parameter in model.parameters()]
+    return sum(sizes) + sum(_size(buffer) for buffer in model.buffers())
 
 
 def _size(tensor: torch.Tensor) -> int:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.linear.config import QuantizationConfig
+from deepspeed.linear.sharded import whole_for_packing
 from deepspeed.ops.packed_linear import packed_format, packed_linear
+from deepspeed.zero.holder import full_shape
 
 
 class QuantizedLinear(nn.Module):
     """``x @ weight.t() + bias`` with the weight in few bits: a fixed base for adapters, or a layer of inference.
 
     At 8 bits every output feature has a scale, at 4 bits every group of input features a scale and an offset. The layer
-    computes in the dtype of its input; bfloat16 is the fast one. A weight of zeros is made; :meth:`pack` fills it.
+    computes in the dtype of its input; bfloat16 is the fast one. A weight of zeros is made; :meth:`pack` fills it, and
+    so does the state dict of a plain layer.
 
     Args:
         input_dim: Input features.
@@ -50,6 +55,25 @@ class QuantizedLinear(nn.Module):
         self.codes = nn.Parameter(torch.zeros(codes, dtype=whole), requires_grad=False)
         self.scales = nn.Parameter(torch.zeros(scales, dtype=torch.bfloat16), requires_grad=False)
         self.bias = nn.Parameter(torch.zeros(output_dim, dtype=dtype)) if bias else None
+
+    @classmethod
+    def of(cls, plain: nn.Module, config: QuantizationConfig) -> QuantizedLinear:
+        """A quantised layer with the values of a plain one, and with its bias.
+
+        Args:
+            plain: With ``weight`` of ``[out, in]``, on meta too, and ``bias`` or None. Where ``zero.Init`` has sharded
+                them every rank must call this, and what is made is sharded too.
+            config: Width and, at 4 bits, group size.
+        """
+        weight: nn.Parameter = plain.weight  # type: ignore[assignment]
+        out_features, in_features = full_shape(weight)
+        with torch.device("meta"):  # packing makes the parameters
+            layer = cls(in_features, out_features, False, config, weight.dtype)
+        if not weight.is_meta:
+            with whole_for_packing("a quantised layer", plain, layer):
+                layer.pack(weight)
+        layer.bias = plain.bias  # type: ignore[assignment]
+        return layer
 
     def pack(self, weight: torch.Tensor) -> float:
         """Takes over the values of a weight.
@@ -89,6 +113,14 @@ class QuantizedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., input_dim]`` to ``[..., output_dim]`` in the dtype of ``x``."""
         return packed_linear(x, self.codes, self.scales, self.out_features, self.format, self.bias)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        weight = state_dict.get(f"{prefix}weight")
+        if weight is not None and f"{prefix}codes" not in state_dict:  # of a plain layer
+            codes, scales = self.format.pack(weight)
+            del state_dict[f"{prefix}weight"]
+            state_dict |= {f"{prefix}codes": codes, f"{prefix}scales": scales}
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
         """The sizes, for ``print(model)``."""

@@ -23,6 +23,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         "lr_schedules",
         "pipe",
         "progressive_layer_drop",
+        "rollout",
         "sequence_parallel",
         "tensor_parallel",
         "utils",

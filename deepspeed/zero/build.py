@@ -65,7 +65,7 @@ def build_runtime(
         reducer=reducer,
         announcement=announcement,
     )
-    if options.placement.shard_params:
+    if options.placement.shard_params or states.sharded:
         runtime.handles += guard_state_dicts(model)
     return runtime
 

@@ -28,6 +28,9 @@ from deepspeed.zero.parts import says_part
 CUT = "cut"
 """Name of the group of parameters of which model-parallel ranks have different parts."""
 
+SHARED = "shared base"
+"""Name of the group of frozen parameters that are sharded at every stage, as stage 3 shards all."""
+
 _EXPERTS = "ep_size_"
 _ALONE = "ep_size_1"  # what mixture-of-experts programs call the group in which every rank has all experts
 _MARK = "ds_group"

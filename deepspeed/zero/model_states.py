@@ -156,7 +156,7 @@ class ModelStates:
 
     def _own(self, bucket: Bucket) -> None:
         """Parameters know from now on where their values are kept."""
-        bucket.is_partitioned = self._options.placement.shard_params
+        bucket.is_partitioned = self._options.placement.shard_params or bucket.is_sharded
         bucket.take_addresses()
         if bucket.is_partitioned:
             install_views()

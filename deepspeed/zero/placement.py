@@ -35,6 +35,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from deepspeed.zero.describe import SHARED
 from deepspeed.zero.layout import BucketLayout, ModelLayout
 
 
@@ -146,9 +147,10 @@ class Placement:
     def of_buckets(self, layout: ModelLayout) -> tuple[BucketPlacement, ...]:
         """The placement of each bucket.
 
-        With several ranks a bucket is sharded where the stage says so; with one, only where its parameters leave the
-        device. Masters leave the device in model order until their share is reached; compute shards fill the allowed
-        host memory in model order before they go into files.
+        With several ranks a bucket is sharded where the stage says so, and at every stage if its parameters are
+        described as shared; with one, only where its parameters leave the device. Masters leave the device in model
+        order until their share is reached; compute shards fill the allowed host memory in model order before they go
+        into files.
         """
         placed = []
         trained = sum(bucket.numel for bucket in layout.buckets if bucket.trainable)
@@ -160,7 +162,8 @@ class Placement:
                     master_home = self.master_home
                 moved += bucket.numel
             away = bucket.num_slices > 1 or self.param_home is not Home.DEVICE
-            is_sharded = self.shard_params and away and bucket.index not in layout.persistent
+            wanted = self.shard_params and bucket.index not in layout.persistent
+            is_sharded = away and (wanted or (bucket.group == SHARED and not bucket.trainable))
             param_home = self.param_home if is_sharded else Home.DEVICE
             if param_home is Home.FILE and host + bucket.slice_numel <= self.max_host_params:
                 param_home = Home.HOST

@@ -5,7 +5,7 @@ import torch
 
 import deepspeed
 from deepspeed.engine.adapters import merged
-from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from tests.harness import run_ranks
 
 transformers = pytest.importorskip("transformers")
@@ -124,6 +124,43 @@ def test_adapters_of_other_programs():
         change = layer.weight - before
     torch.testing.assert_close(change, 0.3 * (layer.lora_right_weight @ layer.lora_left_weight).t())
     assert torch.equal(before, layer.weight) and not layer.fuse_lora
+
+
+class Words:
+    pad_token_id, eos_token_id = 0, 2
+
+
+def rollouts():
+    from deepspeed.runtime.rollout import HybridEngineRollout, RolloutRequest, SamplingConfig
+
+    engine = start(make(), 3, enabled=True)
+    rank = engine.global_rank
+    roll = HybridEngineRollout(engine, Words())
+    ids = torch.tensor([[5, 6, 7, 8], [0, 0, 9, 10]])[:, rank:]
+    mask = (ids != 0).long()
+    found = roll.generate(RolloutRequest(ids, mask), SamplingConfig(6 + rank, temperature=0, n_samples_per_prompt=2))
+    plain = make().eval()
+    expected = plain.generate(ids, attention_mask=mask, max_new_tokens=6 + rank, do_sample=False)
+    start_at = 4 - rank
+    assert torch.equal(found.input_ids, expected.repeat_interleave(2, 0)) and found.response_start_idx == start_at
+    assert torch.equal(found.attention_mask[:, :start_at], mask.repeat_interleave(2, 0)) and engine.training
+    for row, seen in zip(found.input_ids[:, start_at:], found.attention_mask[:, start_at:], strict=True):
+        ends = (row == 2).nonzero().flatten().tolist()
+        assert seen.sum() == (ends[0] + 1 if ends else len(row))
+    torch.manual_seed(rank)
+    drawn = roll.generate(RolloutRequest(ids, mask), SamplingConfig(4, temperature=0.7, top_p=0.9, top_k=5))
+    assert drawn.input_ids.shape[0] == 2 and roll.sync_weights(1) is None
+    with pytest.raises(ValueError, match="padded on the left"):
+        roll.generate(RolloutRequest(ids.flip(1), mask.flip(1)), SamplingConfig(4))
+    roll.shutdown()
+    with pytest.raises(CallOrderError, match="shutdown"):
+        roll.generate(RolloutRequest(ids, mask), SamplingConfig(4))
+    with pytest.raises(DeepSpeedConfigError, match="hybrid_engine.enabled"):
+        HybridEngineRollout(start(make(), 0), Words())
+
+
+def test_rollouts():
+    run_ranks(rollouts, 2, timeout=120)
 
 
 def refusals():

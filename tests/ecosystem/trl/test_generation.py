@@ -99,7 +99,7 @@ def _length(completions, **_others):
 
 
 @on_cpu_ranks
-def _policy_gradient(stage, lora, folder):
+def _policy_gradient(stage, lora, hybrid, folder):
     """GRPO: generation and training take turns."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
@@ -108,8 +108,11 @@ def _policy_gradient(stage, lora, folder):
 
     place = trainer_runs.save_pretrained(folder)
     forget_runs()
+    config = trainer_runs.ds_config(stage)
+    if hybrid:
+        config["hybrid_engine"] = {"enabled": True}
     given = runs.arguments(
-        GRPOConfig, folder, trainer_runs.ds_config(stage), num_generations=2, max_completion_length=5,
+        GRPOConfig, folder, config, num_generations=2, max_completion_length=5,
         beta=0.1, temperature=1.0,
     )  # fmt: skip
     prompts = Dataset.from_list([{"prompt": row["prompt"]} for row in runs.pairs(16)])
@@ -121,9 +124,23 @@ def _policy_gradient(stage, lora, folder):
     logged = trainer_runs.log(trainer, "reward", "loss")
     assert len(logged["reward"]) == len(logged["loss"]) == runs.STEPS
     assert trainer.deepspeed.global_steps == runs.STEPS
+    assert type(trainer.deepspeed).__name__ == ("DeepSpeedHybridEngine" if hybrid else "DeepSpeedEngine")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "lora"), [(3, False), (3, True), (2, False)])
-def test_policy_gradient(stage, lora, tmp_path):
-    run_ranks(_policy_gradient, 2, stage, lora, str(tmp_path), timeout=180)
+@pytest.mark.parametrize(
+    ("stage", "lora", "hybrid"),
+    [
+        (3, False, False),
+        (3, True, False),
+        (2, False, False),
+        (0, False, False),
+        (1, True, False),
+        (1, False, True),
+        (3, False, True),
+        (3, True, True),
+    ],
+)
+def test_policy_gradient(stage, lora, hybrid, tmp_path):
+    pytest.importorskip("trl")
+    run_ranks(_policy_gradient, 2, stage, lora, hybrid, str(tmp_path), timeout=180)

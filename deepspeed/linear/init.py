@@ -1,0 +1,103 @@
+"""``Init``: models that are built inside get frozen bases with adapters in the place of their linear layers."""
+
+from __future__ import annotations
+
+import weakref
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from deepspeed.errors import CallOrderError
+from deepspeed.linear.config import LoRAConfig, QuantizationConfig
+from deepspeed.linear.optimized_linear import LoRAOptimizedLinear, optimized
+from deepspeed.linear.quantize import quantize_model
+from deepspeed.logging import log_dist
+
+
+class Init:
+    """A context for building a model to be fine-tuned, from its class, ``from_config`` or ``from_pretrained``.
+
+    ::
+
+        with deepspeed.linear.Init(lora_config=LoRAConfig(), quant_config=QuantizationConfig()):
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
+
+    When it ends, the linear layers with one of ``lora_config.target_mods`` in their names have become
+    :class:`LoRAOptimizedLinear` and everything but their adapters is frozen. Without ``lora_config`` all linear layers
+    are quantised. The values are those that the model had.
+
+    Args:
+        lora_config: Adapters; None: none.
+        quant_config: Width of the base weights; None: as the model's.
+    """
+
+    def __init__(self, lora_config: LoRAConfig | None = None, quant_config: QuantizationConfig | None = None) -> None:
+        self._lora, self._quant = lora_config, quant_config
+        self._built: list[weakref.ref[nn.Module]] = []
+        self._plain: Any = None
+
+    def __enter__(self) -> Init:
+        if self._plain is not None:
+            raise CallOrderError("deepspeed.linear.Init: the context is open already")
+        plain, built = nn.Module.__init__, self._built
+
+        def noting(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            plain(module, *args, **kwargs)
+            built.append(weakref.ref(module))
+
+        self._plain = plain
+        nn.Module.__init__ = noting  # type: ignore[method-assign, assignment]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        nn.Module.__init__ = self._plain  # type: ignore[method-assign]
+        self._plain = None
+        found = [module for ref in self._built if (module := ref()) is not None]
+        self._built.clear()
+        if error is None:
+            inside = {id(child) for module in found for child in module.children()}
+            for module in found:
+                if id(module) not in inside:
+                    optimize_model(module, self._lora, self._quant)
+
+
+def optimize_model(
+    model: nn.Module, lora_config: LoRAConfig | None = None, quant_config: QuantizationConfig | None = None
+) -> nn.Module:
+    """What :class:`Init` does, to a model that exists, in place.
+
+    Args:
+        model: With ``torch.nn.Linear`` layers below it. Tied layers stay as they are.
+        lora_config: Adapters; None: none.
+        quant_config: Width of the base weights; None: as they are.
+
+    Returns:
+        ``model``.
+    """
+    if lora_config is None:
+        if quant_config is not None:
+            log_dist(quantize_model(model, bits=quant_config.q_bits, group_size=quant_config.group_size).line())
+        return model
+    model.requires_grad_(False)
+    users: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            users[id(parameter)] = users.get(id(parameter), 0) + 1
+    made = 0
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear and name and any(part in name for part in lora_config.target_mods):
+            if users[id(module.weight)] == 1:
+                model.set_submodule(name, optimized(module, lora_config, quant_config))
+                made += 1
+    log_dist(f"deepspeed.linear: {made} layers with adapters of rank {lora_config.lora_r}; all else is frozen")
+    return model
+
+
+def init_lora(model: nn.Module) -> None:
+    """Makes the adapters that ``delay_lora_init`` left out, in all layers of ``model``; before ``initialize``."""
+    for module in model.modules():
+        if isinstance(module, LoRAOptimizedLinear) and module.lora_weight_1 is None:
+            module.init_lora()

@@ -1,0 +1,160 @@
+"""Linear layers for fine-tuning: a frozen base, whole or in few bits, with adapters of low rank that train.
+
+Source: E. Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021 (arXiv:2106.09685), equation 3.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.errors import CallOrderError
+from deepspeed.linear.bases import share
+from deepspeed.linear.config import LoRAConfig, QuantizationConfig
+from deepspeed.linear.quantized_linear import QuantizedLinear
+
+
+class OptimizedLinear(nn.Module):
+    """Makes the linear layer that the configurations ask for; never an object of this class.
+
+    Without configurations that is a ``linear_cls``, with a quantisation alone a :class:`QuantizedLinear`, with adapters
+    a :class:`LoRAOptimizedLinear`.
+
+    Args:
+        input_dim: Input features.
+        output_dim: Output features.
+        bias: Whether the layer has one.
+        lora_config: Adapters; None: none.
+        quantization_config: Width of the base weight; None: as ``dtype``.
+        device: Of the parameters; None: torch's default.
+        dtype: Of the parameters.
+        linear_cls: Class of the plain layer, which also gives the base its first values.
+
+    Raises:
+        DeepSpeedConfigError: There is no format for such a weight.
+    """
+
+    def __new__(  # type: ignore[misc]  # that is what it is for
+        cls,
+        input_dim: int,
+        output_dim: int,
+        bias: bool = False,
+        lora_config: LoRAConfig | None = None,
+        quantization_config: QuantizationConfig | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        linear_cls: type[nn.Module] = nn.Linear,
+    ) -> nn.Module:
+        """See the class."""
+        plain = linear_cls(input_dim, output_dim, bias=bias, device=device, dtype=dtype)
+        return optimized(plain, lora_config, quantization_config)
+
+
+def optimized(
+    plain: nn.Module, lora_config: LoRAConfig | None, quantization_config: QuantizationConfig | None
+) -> nn.Module:
+    """What takes the place of a plain linear layer; its parameters move there as far as they stay what they are.
+
+    Args:
+        plain: With ``weight`` of ``[out, in]`` and ``bias`` or None.
+        lora_config: As of :class:`OptimizedLinear`.
+        quantization_config: As of :class:`OptimizedLinear`.
+    """
+    if lora_config is not None:
+        return LoRAOptimizedLinear(plain, lora_config, quantization_config)
+    return plain if quantization_config is None else QuantizedLinear.of(plain, quantization_config)
+
+
+class LoRAOptimizedLinear(nn.Module):
+    """``y = W x + b + (alpha / r) B A x`` with ``W`` and ``b`` frozen.
+
+    Args:
+        plain: The layer whose weight and bias become the base.
+        lora_config: Rank and scaling of the adapters, and how many ranks share the base.
+        quantization_config: Width of the base; None: as it is.
+
+    Attributes:
+        weight: The base, frozen. With a quantisation a new tensor at every reading, in the dtype of the layer.
+        base: The quantised base; None where it is not quantised.
+        bias: Frozen, or None.
+        lora_weight_1: A, ``[r, in]``, drawn from a uniform distribution; None before :meth:`init_lora`.
+        lora_weight_2: B, ``[out, r]``, zeros at first, so that the layer begins as the plain one.
+        lora_scaling_factor: ``alpha / r``.
+    """
+
+    def __init__(
+        self, plain: nn.Module, lora_config: LoRAConfig, quantization_config: QuantizationConfig | None = None
+    ) -> None:
+        super().__init__()
+        self.lora_config = lora_config
+        weight: Any = plain.weight
+        self.input_dim, self.output_dim = int(plain.in_features), int(plain.out_features)  # type: ignore[arg-type]
+        self.dtype, self._device = weight.dtype, weight.device
+        self.lora_scaling_factor = lora_config.lora_alpha / lora_config.lora_r
+        self.base: QuantizedLinear | None = None
+        self.bias: nn.Parameter | None = plain.bias  # type: ignore[assignment]
+        if quantization_config is None:
+            self.register_parameter("weight", weight)
+        else:
+            self.base = QuantizedLinear.of(plain, quantization_config)
+            self.base.bias = None
+        for parameter in self.parameters():
+            parameter.requires_grad_(False)
+            parameter.ds_optim_param = True  # type: ignore[attr-defined]  # the name that programs ask for
+        share([p for p in self.parameters() if p is not self.bias], lora_config.base_weight_sharding)
+        self.lora_weight_1: nn.Linear | None = None
+        self.lora_weight_2: nn.Linear | None = None
+        if not lora_config.delay_lora_init:
+            self.init_lora()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            base = self._modules.get("base")
+            if base is not None:
+                return base.weight
+        return super().__getattr__(name)
+
+    def init_lora(self) -> None:
+        """Makes the adapters, where ``delay_lora_init`` left them out; before ``deepspeed.initialize``.
+
+        Raises:
+            CallOrderError: They exist.
+        """
+        if self.lora_weight_1 is not None:
+            raise CallOrderError("LoRAOptimizedLinear.init_lora: the adapters exist already")
+        rank = self.lora_config.lora_r
+        make = {"bias": False, "device": self._device, "dtype": self.dtype}
+        first, second = nn.Linear(self.input_dim, rank, **make), nn.Linear(rank, self.output_dim, **make)  # type: ignore[arg-type]
+        nn.init.kaiming_uniform_(first.weight, a=math.sqrt(5))
+        nn.init.zeros_(second.weight)
+        self.lora_weight_1, self.lora_weight_2 = first, second
+
+    def full_weight(self) -> torch.Tensor:
+        """The base weight, ``[output_dim, input_dim]``, without the adapters. A sharded one must be gathered before."""
+        weight: torch.Tensor = self.weight
+        return weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[..., input_dim]`` to ``[..., output_dim]``.
+
+        Raises:
+            CallOrderError: There are no adapters yet.
+        """
+        if self.lora_weight_1 is None or self.lora_weight_2 is None:
+            raise CallOrderError("LoRAOptimizedLinear: delay_lora_init left the adapters out; call init_lora() before")
+        base = nn.functional.linear(x, self.weight) if self.base is None else self.base(x)
+        if self.bias is not None:
+            base = base + self.bias
+        return base + self.lora_scaling_factor * self.lora_weight_2(self.lora_weight_1(x))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if self.base is not None and f"{prefix}weight" in state_dict:  # of the plain layer
+            state_dict[f"{prefix}base.weight"] = state_dict.pop(f"{prefix}weight")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def extra_repr(self) -> str:
+        """The sizes, for ``print(model)``."""
+        return f"{self.input_dim}, {self.output_dim}, rank={self.lora_config.lora_r}, bias={self.bias is not None}"

@@ -1,0 +1,81 @@
+"""Weights of few bits for parts of a model, as the section ``weight_quantization`` says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from deepspeed.config.sections.quantization import WeightQuantization
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.linear.quantize import QuantizationReport, quantize_model
+from deepspeed.logging import log_dist
+
+
+def quantize_as_configured(model: nn.Module, section: WeightQuantization | None) -> None:
+    """Quantises what a training configuration asks for. Every rank must call it.
+
+    Parameters that ``zero.Init`` has sharded are gathered one layer at a time, and what is kept of them is sharded
+    again, so that no rank ever holds more of the model than its share and a layer.
+
+    Args:
+        model: Layers that are quantised already stay as they are.
+        section: None: nothing.
+
+    Raises:
+        DeepSpeedConfigError: The section cannot be used; nothing is changed.
+    """
+    if section is None or not section.enabled:
+        return
+    parts: dict[str, Mapping[str, Any]] = {part: group.model_dump() for part, group in section.post_init_quant.items()}
+    at_first = section.quantized_initialization.model_dump(exclude_unset=True)
+    if at_first and parts:
+        raise DeepSpeedConfigError(
+            "weight_quantization: quantized_initialization means all layers, post_init_quant some; give one of them"
+        )
+    for report in quantize_parts(model, {"": at_first} if at_first else parts):
+        log_dist(f"weight_quantization: {report.line()}", ranks=[0])
+
+
+def quantize_parts(model: nn.Module, parts: Mapping[str, Mapping[str, Any]]) -> list[QuantizationReport]:
+    """Quantises the linear layers of ``model`` whose names have one of the parts, in place.
+
+    Args:
+        model: As of :func:`~deepspeed.linear.quantize_model`.
+        parts: Part of a name -> ``num_bits`` (8 or 4), ``group_size``, ``group_dim``, ``symmetric``.
+
+    Returns:
+        Sizes and errors, one report per part.
+
+    Raises:
+        DeepSpeedConfigError: A layer has two of the parts in its name, or a setting has no format; nothing is changed.
+    """
+    for name, module in model.named_modules():
+        meant = [part for part in parts if part in name]
+        if len(meant) > 1 and isinstance(module, nn.Linear):
+            raise DeepSpeedConfigError(
+                f"post_init_quant: the layer {name!r} is meant by {' and '.join(map(repr, meant))}; let one name it"
+            )
+    for part, asked in parts.items():
+        where = f"post_init_quant.{part}" if part else "quantized_initialization"
+        if asked.get("symmetric"):
+            raise DeepSpeedConfigError(f"{where}: symmetric true; only false works")
+        if asked.get("num_bits") not in (None, 4, 8):
+            raise DeepSpeedConfigError(f"{where}: num_bits {asked['num_bits']}; expected 4 or 8")
+        if asked.get("group_dim") not in (None, 1):
+            raise DeepSpeedConfigError(
+                f"{where}: group_dim {asked['group_dim']}; groups lie along the input features, which is group_dim 1"
+            )
+    return [
+        quantize_model(model, bits=asked.get("num_bits") or 8, group_size=_group_size(asked), only=(part,))
+        for part, asked in parts.items()
+    ]
+
+
+def _group_size(asked: Mapping[str, Any]) -> int:
+    given = asked.get("group_size")
+    if given is not None and (asked.get("num_bits") or 8) == 8:
+        log_dist("weight_quantization: group_size has no effect at 8 bits, where every row has a scale", ranks=[0])
+        return 64
+    return given or 64
