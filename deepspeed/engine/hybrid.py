@@ -9,6 +9,7 @@ import torch
 
 from deepspeed.engine.adapters import merged
 from deepspeed.engine.engine import DeepSpeedEngine
+from deepspeed.engine.generation import with_cache
 from deepspeed.engine.parts import EngineParts
 from deepspeed.errors import CallOrderError
 from deepspeed.logging import log_dist
@@ -55,7 +56,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
                 stack.enter_context(merged(self.module))
             else:
                 kwargs.setdefault("synced_gpus", self.world_size > 1)
-            return self._generate(*args, **kwargs)  # type: ignore[operator]
+            return self._generate(*args, **with_cache(kwargs))  # type: ignore[operator]
 
     def fuse_lora_weight(self) -> None:
         """Adds adapters to their base weights until :meth:`unfuse_lora_weight`.

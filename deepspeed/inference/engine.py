@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.engine.generation import with_cache
 from deepspeed.errors import CallOrderError
 from deepspeed.inference.config import InferenceSettings
 
@@ -75,7 +76,7 @@ class InferenceEngine(nn.Module):
             # Ranks gather weights together, so one that is done goes on until all are.
             kwargs.setdefault("synced_gpus", True)
         with torch.no_grad():
-            return self.module.generate(*args, **kwargs)  # type: ignore[operator]
+            return self.module.generate(*args, **with_cache(kwargs))  # type: ignore[operator]
 
     def compile(self, backend: str = "inductor", compile_kwargs: dict[str, Any] | None = None) -> None:
         """Compiles the model's forward with ``torch.compile``; the first call afterwards takes long."""

@@ -22,7 +22,6 @@ COMPARED = {"data_types.param_dtype", "comment"}
 ONE_VALUE = {
     "expert_parallel.expert_tensor_parallel_size",
     "expert_parallel.load_balance_coeff",
-    "tensor_parallel.tensor_parallel.tp_group",
     "hybrid_engine.inference_tp_size",
 }
 

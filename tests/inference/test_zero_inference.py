@@ -1,0 +1,112 @@
+"""Weights that come layer by layer: how many bytes move at each width, and keys and values in host memory."""
+
+import pytest
+import torch
+
+import deepspeed
+from deepspeed.comm.counters import counted
+from deepspeed.offload.files import FileMemory
+from deepspeed.offload.host import HostMemory
+from tests.harness import run_ranks
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 32,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+WIDTHS = {"bf16": {"dtype": "bf16"}, 8: {"dtype": "int8"}, 4: {"dtype": "int8", "quant": {"weight": {"num_bits": 4}}}}
+
+
+def make():
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()
+
+
+def prompt():
+    return torch.arange(3, 19).view(2, 8)
+
+
+def engine_of(width, offload=None):
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 1}
+    zero |= {"stage3_max_live_parameters": 1, "stage3_max_reuse_distance": 0}
+    zero |= {"offload_param": offload} if offload else {}
+    return deepspeed.init_inference(make(), {**WIDTHS[width], "zero": zero})
+
+
+class Moved:
+    """Counts the bytes that are read from host memory and from files."""
+
+    def __init__(self, monkeypatch):
+        self.nbytes = 0
+        for kind in (HostMemory, FileMemory):
+            monkeypatch.setattr(kind, "read", self._counting(kind.read))
+
+    def _counting(self, plain):
+        def read(memory, source, target):
+            self.nbytes += source.numel() * source.element_size()
+            return plain(memory, source, target)
+
+        return read
+
+
+def assert_shares(moved):
+    """Of what bf16 moves, codes of 8 bits are a half and of 4 bits a quarter; scales and embeddings come on top."""
+    assert 0.5 <= moved[8] / moved["bf16"] < 0.55
+    assert 0.25 <= moved[4] / moved["bf16"] < 0.33
+
+
+def per_forward(width):
+    engine = engine_of(width)
+    engine(prompt())
+    with counted() as traffic:
+        engine(prompt())
+        gathered = traffic.asked["all_gather"].nbytes
+    return gathered
+
+
+def gathered():
+    return {width: per_forward(width) for width in WIDTHS}
+
+
+def test_fewer_bytes_are_gathered():
+    for found in run_ranks(gathered, 2, timeout=120):
+        assert_shares(found)
+
+
+def offloaded(device, path):
+    with pytest.MonkeyPatch.context() as patch:
+        found = {}
+        counter = Moved(patch)
+        section = {"device": device} | ({"nvme_path": path, "max_in_cpu": 0} if device == "nvme" else {})
+        for width in WIDTHS:
+            plain = deepspeed.init_inference(make(), WIDTHS[width])
+            expected = plain.generate(prompt(), max_new_tokens=4, min_new_tokens=4, do_sample=False)
+            engine = engine_of(width, section)
+            assert torch.equal(engine(prompt()).logits, plain(prompt()).logits)
+            counter.nbytes = 0
+            engine(prompt())
+            found[width] = counter.nbytes
+            for cache in (None, "offloaded", "offloaded_static"):
+                more = {} if cache is None else {"cache_implementation": cache}
+                tokens = engine.generate(prompt(), max_new_tokens=4, min_new_tokens=4, do_sample=False, **more)
+                assert torch.equal(tokens, expected)
+            config = transformers.GenerationConfig(
+                max_new_tokens=4, min_new_tokens=4, cache_implementation="offloaded", eos_token_id=2, pad_token_id=0
+            )
+            assert torch.equal(engine.generate(prompt(), generation_config=config), expected)
+            assert config.cache_implementation == "offloaded"
+            engine.destroy()
+        return found
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_fewer_bytes_come_from_host_and_files(device, tmp_path):
+    assert_shares(run_ranks(offloaded, 1, device, str(tmp_path), timeout=120)[0])
