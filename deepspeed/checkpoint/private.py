@@ -18,20 +18,24 @@ from deepspeed.zero.access.gathered import checksum
 
 if TYPE_CHECKING:
     from deepspeed.checkpoint.subject import Subject
-    from deepspeed.zero.gradient_bucket import GradientBucket
+    from deepspeed.zero.layout import BucketLayout
 
 
 def private_tensors(subject: Subject) -> list[tuple[str, torch.Tensor]]:
     """The private state of this rank, by names that say which places it belongs to; views of live tensors."""
     reducer = subject.runtime.reducer
     buckets = [] if reducer is None else reducer.buckets
-    return [(_name(g), g.private.tensor) for g in buckets if g.private is not None]
+    found = [(_name("error", g.bucket.layout), g.private.tensor) for g in buckets if g.private is not None]
+    momentum = None if subject.optimizer is None else subject.optimizer.momentum
+    for bucket in () if momentum is None else momentum.buckets:
+        if bucket.private is not None:
+            found.append((_name("momentum", bucket.master.bucket.layout), bucket.private.tensor))
+    return found
 
 
-def _name(gradients: GradientBucket) -> str:
-    layout = gradients.bucket.layout
+def _name(kind: str, layout: BucketLayout) -> str:
     places = [(tile.logical, tile.shape, start) for tile, start in zip(layout.tiles, layout.starts, strict=True)]
-    return f"error:{layout.tiles[0].logical}:{checksum([*places, layout.numel, layout.num_slices]):08x}"
+    return f"{kind}:{layout.tiles[0].logical}:{checksum([*places, layout.numel, layout.num_slices]):08x}"
 
 
 class PrivateFiller:
@@ -57,7 +61,7 @@ class PrivateFiller:
             if isinstance(source, CheckpointReader) and state.mesh == subject.mesh:
                 self._found = self._read(source, rank)
         if self._found is None:
-            self.notes.append(f"error feedback of gradients that travel as codes begins anew: {why}")
+            self.notes.append(f"error feedback of what travels in fewer bits begins anew: {why}")
 
     def _read(self, reader: CheckpointReader, rank: int) -> dict[str, torch.Tensor] | None:
         """Everything that is wanted, verified; None where some of it is not there in its size."""

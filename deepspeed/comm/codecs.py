@@ -24,6 +24,26 @@ _BITS = 0x8040201008040201 - (1 << 64)  # bit i of byte i, as a signed number
 _ALMOST = 0x7F7F7F7F7F7F7F7F  # carries what is not 0 in a byte into its highest bit, and no further
 
 
+def pack_signs(values: torch.Tensor, out: torch.Tensor) -> None:
+    """Writes one bit for each value, 1 where it is not negative; bit *i* of a byte is the value number *i* of eight.
+
+    Args:
+        values: Floating, contiguous; the last dimension is a multiple of 8.
+        out: Bytes, in the shape of ``values`` with an eighth of the last dimension.
+    """
+    eights = (values >= 0).view(torch.uint8).view(torch.int64)
+    out.copy_(eights.mul(_PACK).bitwise_right_shift_(56))  # the low byte of each
+
+
+def unpack_signs(body: torch.Tensor) -> torch.Tensor:
+    """1.0 where :func:`pack_signs` found a value that is not negative, else -1.0; eight times as many, fp32."""
+    # All eight bytes of a word at once: 0 or 1 for each bit, then 1 or -1.
+    bits = body.to(torch.int64).mul_(_SPREAD).bitwise_and_(_BITS)
+    bits.add_(_ALMOST).bitwise_right_shift_(7).bitwise_and_(_SPREAD)
+    signs = bits.mul_(255).bitwise_not_().bitwise_or_(_SPREAD)
+    return signs.view(torch.int8).view(*body.shape[:-1], -1).to(torch.float32)
+
+
 class BlockCodec(Codec):
     """A codec with one fp32 scale per block: scales first, then the codes.
 
@@ -115,15 +135,10 @@ class SignCodec(BlockCodec):
         torch.div(torch.linalg.vector_norm(rows, 1, dim=1, keepdim=True), length, out=scales)
 
     def _write(self, rows: torch.Tensor, scales: torch.Tensor, body: torch.Tensor) -> None:
-        eights = (rows >= 0).view(torch.uint8).view(torch.int64)
-        body.copy_(eights.mul(_PACK).bitwise_right_shift_(56))  # the low byte of each
+        pack_signs(rows, body)
 
     def _said(self, scales: torch.Tensor, body: torch.Tensor) -> torch.Tensor:
-        # All eight bytes of a word at once: 0 or 1 for each bit, then 1 or -1.
-        bits = body.to(torch.int64).mul_(_SPREAD).bitwise_and_(_BITS)
-        bits.add_(_ALMOST).bitwise_right_shift_(7).bitwise_and_(_SPREAD)
-        signs = bits.mul_(255).bitwise_not_().bitwise_or_(_SPREAD)
-        return signs.view(torch.int8).to(torch.float32).mul_(scales)
+        return unpack_signs(body).mul_(scales)
 
 
 class WholeSignCodec(SignCodec):

@@ -33,6 +33,7 @@ from deepspeed.engine.refusals import (
     refuse_shards_of_nothing,
     refuse_state_before_cutting,
     refuse_updates_in_files,
+    refuse_what_cannot_send_momentum,
     refuse_what_is_no_model,
     refuse_what_the_device_cannot,
 )
@@ -43,6 +44,7 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist, set_log_level_from_string
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.offload.homes import open_homes, placement_of
+from deepspeed.ops.onebit.phases import ExchangesMomentum
 from deepspeed.parallel.pipe.dualpipev import DualPipeVModule
 from deepspeed.parallel.pipe.module import PipelineModule
 from deepspeed.parallel.sequence.ulysses import with_all_data_ranks
@@ -181,6 +183,7 @@ def _build_parts(client: Client, config: Any, distributed_port: int, dist_init_r
     comm.check_same_model(model_lines(client.model, precision, torch_optimizer, param_groups), ranks.zero_group)
     refuse_shards_of_nothing(placement, torch_optimizer)
     refuse_updates_in_files(placement, torch_optimizer)
+    refuse_what_cannot_send_momentum(root, placement, torch_optimizer)
     groups = create_groups(
         placement,
         ranks,
@@ -191,7 +194,12 @@ def _build_parts(client: Client, config: Any, distributed_port: int, dist_init_r
     )
     groups = with_codecs(groups, root, precision)
     groups = use_zero_plus_plus(groups, root.zero_optimization)
-    placement = replace(placement, feeds_back=any(group.feeds_back for group in groups), may_skip=precision.may_skip)
+    placement = replace(
+        placement,
+        feeds_back=any(group.feeds_back for group in groups),
+        may_skip=precision.may_skip,
+        sends_momentum=isinstance(torch_optimizer, ExchangesMomentum),
+    )
     refuse_cut_tensors(torch_optimizer, client.model, groups, placement)
     mark_leaves(root, client.model)
     make_sparse(root, client.model)

@@ -7,8 +7,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.config.sections.root import Root
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.ops.flat import supports_flat_update, why_not_flat
+from deepspeed.ops.onebit.phases import ExchangesMomentum, mask_of
 from deepspeed.precision.policy import PrecisionPolicy
 from deepspeed.zero.placement import Home, Placement
 
@@ -55,6 +57,35 @@ def refuse_state_before_cutting(optimizer: object, size: int) -> None:
             f"tensor_parallel.autotp_size {size} is about to cut. Give an optimizer that has made no step, or train "
             "without autotp_size, save a checkpoint, and load it into an engine that is cut"
         )
+
+
+def refuse_what_cannot_send_momentum(root: Root, placement: Placement, optimizer: torch.optim.Optimizer | None) -> None:
+    """What an optimizer of the 1-bit family cannot be combined with."""
+    if not isinstance(optimizer, ExchangesMomentum):
+        return
+    name = type(optimizer).__name__
+    if placement.shard_params:
+        raise DeepSpeedConfigError(
+            f"optimizer {name} with zero_optimization.stage 3: each rank needs the whole momentum at each step, more "
+            "than stage 3 saves; use stage 0, 1 or 2, or another optimizer with communication_compression"
+        )
+    if placement.master_home is not Home.DEVICE:
+        raise DeepSpeedConfigError(
+            f"optimizer {name} with zero_optimization.offload_optimizer: its momentum is sent at each step, so it "
+            "stays on the device; leave the section out"
+        )
+    if root.communication_compression.gradients is not None:
+        raise DeepSpeedConfigError(
+            f"optimizer {name} with communication_compression.gradients: this optimizer exchanges momenta instead of "
+            "gradients; leave the key out, or use AdamW with it"
+        )
+    for number, group in enumerate(optimizer.param_groups):
+        if group.get("non_freeze"):
+            raise DeepSpeedConfigError(
+                f"optimizer {name}: param group {number} has non_freeze, which does not exist here; leave it out"
+            )
+        for parameter in group["params"] if group.get("exp_avg_mask") is not None else ():
+            mask_of(group, parameter.numel(), f"a parameter of param group {number}")
 
 
 def refuse_updates_in_files(placement: Placement, optimizer: torch.optim.Optimizer | None) -> None:

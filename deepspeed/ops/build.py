@@ -17,16 +17,16 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.ops.muon import Muon
+from deepspeed.ops.onebit import OneBitAdam
 
 #: Names taken in any case, spelt as messages spell them.
-_OWN_NAMES = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "SGD")
+_OWN_NAMES = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "OneBitAdam", "SGD")
 
 #: Known names without an implementation, and what to use instead.
 _MISSING = {
     "MuAdam": "Adam with a learning rate per param group",
     "MuAdamW": "AdamW with a learning rate per param group",
     "MuSGD": "SGD with a learning rate per param group",
-    "OneBitAdam": "AdamW",
     "ZeroOneAdam": "AdamW",
     "OneBitLamb": "Lamb",
 }
@@ -53,10 +53,11 @@ _WITHOUT_EFFECT: dict[Any, dict[str, Any]] = {
         "fused": None,
     },
     FusedLamb: {"max_grad_norm": 0},
+    OneBitAdam: {"max_grad_norm": 0, "cuda_aware": None, "comm_backend_name": None},
 }
 
 #: Settings of :data:`_WITHOUT_EFFECT` that choose an implementation, not a result: any value may be dropped.
-_MERELY_SPEED = frozenset({"set_grad_none", "foreach", "fused"})
+_MERELY_SPEED = frozenset({"set_grad_none", "foreach", "fused", "cuda_aware", "comm_backend_name"})
 
 
 def build_optimizer(
@@ -70,8 +71,8 @@ def build_optimizer(
     """Builds the optimizer ``name``.
 
     Args:
-        name: Adam, AdamW, Adagrad, Lamb, Lion, Muon or SGD in any case, or a class of ``torch.optim`` spelt as there.
-            Adam decouples weight decay unless ``params`` has ``adam_w_mode: false``; AdamW always does;
+        name: Adam, AdamW, Adagrad, Lamb, Lion, Muon, OneBitAdam or SGD in any case, or a class of ``torch.optim`` spelt
+            as there. Adam decouples weight decay unless ``params`` has ``adam_w_mode: false``; AdamW always does;
             ``torch_adam: true`` chooses torch's class of the same kind.
         params: Keyword arguments.
         model_parameters: Parameters or group dictionaries; groups without parameters are dropped.
@@ -114,6 +115,7 @@ def _choose(name: str, arguments: dict[str, Any], offload: bool) -> tuple[Callab
         "Lamb": (FusedLamb, FusedLamb),
         "Lion": (FusedLion, DeepSpeedCPULion),
         "Muon": (Muon, Muon),
+        "OneBitAdam": (OneBitAdam, OneBitAdam),
         "SGD": (torch.optim.SGD, torch.optim.SGD),
     }
     if spelt in own:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from deepspeed.comm.one_bit import padded_numel
 from deepspeed.zero.layout import BucketLayout, ModelLayout
 from deepspeed.zero.placement import BucketPlacement, Home, Placement, private_numel
 
@@ -125,6 +126,8 @@ class MemoryFormula:
     def private(self) -> tuple[int, str]:
         """Error feedback of gradients that travel in fewer bits, where more than one rank shares a bucket."""
         placement = self._placement
+        if placement.sends_momentum:
+            return self._momentum()
         if not placement.feeds_back:
             return 0, "0"
         shared = [bucket for bucket, _ in self._trained() if bucket.num_slices > 1]
@@ -134,6 +137,15 @@ class MemoryFormula:
         if self._has_copies:  # neighbours, then the ranks with the same slices
             return total, f"{wide} x (Psi + Psi / S)" if spread else f"{wide} x (Psi + Psi / S + Psi / N)"
         return total, f"{wide} x Psi" if to_owner else f"{wide} x (Psi + Psi / N)"
+
+    def _momentum(self) -> tuple[int, str]:
+        """What an exchange of momenta keeps: errors and, beside parts of the masters, the momentum as a whole."""
+        total = 0
+        for bucket, _ in self._trained():
+            if bucket.num_slices > 1:
+                numel = padded_numel(bucket.trained_numel, bucket.num_slices)
+                total += 4 * (numel + numel // bucket.num_slices + (numel if self._placement.shard_master else 0))
+        return total, "4 x (2 Psi + Psi / N)" if self._placement.shard_master else "4 x (Psi + Psi / N)"
 
     def gradients(
         self,

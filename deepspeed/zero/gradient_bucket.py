@@ -20,6 +20,7 @@ from deepspeed.errors import CallOrderError
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.gradient_sum import GradientSum
 from deepspeed.zero.landing import Landing
+from deepspeed.zero.norm import squared_norm
 from deepspeed.zero.packing import pack_and_square
 from deepspeed.zero.placement import private_numel
 from deepspeed.zero.private_undo import PrivateUndo
@@ -412,6 +413,46 @@ class GradientBucket:
     def _narrows(self) -> bool:
         """Whether sums over ranks are rounded to the dtype of sums over micro-batches."""
         return self.sum.dtype != self._sum_dtype and self._policy.every_micro_batch
+
+    # -- for updates that exchange something else than gradients -----------------------------------------------------
+
+    def own_squares(self) -> float:
+        """Sum of squares of this rank's own sum over micro-batches; 0 without one."""
+        return 0.0 if self.sum.local is None else squared_norm(self.sum.local.tensor).item()
+
+    def first_not_finite(self) -> int | None:
+        """Index of the first tile of which this rank's own sum is not finite, or None."""
+        if self.sum.local is not None:
+            for index, (tile, start) in enumerate(
+                zip(self.bucket.layout.tiles, self.bucket.layout.starts, strict=True)
+            ):
+                if not bool(torch.isfinite(self.sum.local.tensor[start : start + tile.numel]).all()):
+                    return index
+        return None
+
+    def take_own_sum(self) -> tuple[FlatBuffer | None, float]:
+        """This rank's own sum over micro-batches, or None, and the factor with which the ranks' mean is the gradient.
+
+        Of a parameter that other parts of the model have too it is the sum with theirs, which is a collective.
+        """
+        group, factor = self._group, self._prescale * self._group.reduce.size
+        own = None if self.sum.local is None else self.sum.take_local()
+        if not group.spans_parts:
+            return own, factor * self._postscale
+        if own is None:
+            own = self.sum.new_buffer(self.bucket.layout.numel, self.sum.dtype)
+            own.tensor.zero_()
+        self.sum.add_partial(own)
+        self.start_combining()
+        self.finish_combining()
+        combined, self.sum.reduced = self.sum.reduced, None
+        return combined, factor
+
+    def new_result(self, numel: int) -> FlatBuffer:
+        """Zeros for what the update is to read in the place of a gradient: fp32, aligned with the master."""
+        made = self.sum.new_buffer(numel, torch.float32, self._landing.incoming_home)
+        made.tensor.zero_()
+        return made
 
     # -- the update's side -------------------------------------------------------------------------------------------
 

@@ -91,6 +91,7 @@ class GradientReducer:
     ) -> None:
         self.policy = policy
         self.is_coded = policy.codes_from == 0
+        self.holds_back = False
         self._overlaps = policy.overlap
         self._needs_one_order = needs_one_order
         self._has_partial_sums = False  # equal on all ranks
@@ -377,6 +378,9 @@ class GradientReducer:
             gradients.note_unannounced()
             gradients.pack()
             gradients.accumulate_locally()
+        if self.holds_back:
+            self._local_sums.clear()
+            return
         if self._local_sums or unannounced:
             self._reduce_local_sums()
         if self._has_partial_sums:

@@ -122,6 +122,11 @@ class BucketLayout:
         return sum(tile.numel for tile in self.tiles)
 
     @property
+    def trained_numel(self) -> int:
+        """Elements of the tiles that an optimizer has."""
+        return sum(tile.numel for tile in self.tiles if tile.param_group >= 0)
+
+    @property
     def has_parts(self) -> bool:
         """Whether some tile is not just the whole parameter of its name."""
         return any(tile.part is not None for tile in self.tiles)

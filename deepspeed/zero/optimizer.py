@@ -18,11 +18,13 @@ from deepspeed.comm.transport import Work
 from deepspeed.errors import CallOrderError, DivergenceError, NonFiniteError
 from deepspeed.logging import log_dist
 from deepspeed.ops.flat import FlatUpdate, flat_updater
+from deepspeed.ops.onebit.phases import ExchangesMomentum
 from deepspeed.ops.step_hooks import step_hooks
 from deepspeed.zero.base_optimizer import ZeROOptimizer
 from deepspeed.zero.gradients import GradientReducer
 from deepspeed.zero.group import Groups
 from deepspeed.zero.masters import MasterBucket, MasterRun, segment_table, split_state
+from deepspeed.zero.momentum import MomentumExchange
 from deepspeed.zero.norm import norm_from_squares
 from deepspeed.zero.placement import Home, Placement
 from deepspeed.zero.storage import Kind, Ledger, storage_key
@@ -111,6 +113,10 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         self._cut_for: set[tuple[int, tuple[bool, ...]]] = set()
         self._flat: FlatUpdate | None = flat_updater(optimizer)
         self._updater = None if self._flat is None else PieceUpdater(self._flat, optimizer, strategies)
+        self.momentum: MomentumExchange | None = None
+        if isinstance(optimizer, ExchangesMomentum):
+            self.momentum = MomentumExchange(optimizer, masters, groups, ledger)
+        self._announce_update()
         self._needs_segments = callable(getattr(optimizer, "attach_segments", None))
         self._attach_segments()
 
@@ -131,7 +137,15 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
     @steps.setter
     def steps(self, count: int) -> None:
         self._steps = count
-        self._reducer.begin_update(count)
+        if self.momentum is not None:
+            self.momentum.forget()
+        self._announce_update()
+
+    def _announce_update(self) -> None:
+        """Decides in which phase the next update is, from the number of those before it, which all ranks agree on."""
+        self._reducer.begin_update(self._steps)
+        if self.momentum is not None:
+            self._reducer.holds_back = self.momentum.begin_update(self._steps)
 
     @property
     def dynamic_loss_scale(self) -> bool:
@@ -250,6 +264,8 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         """Frees the gradients and takes the gradient hooks from the model."""
         self._reducer.clear()
         self._reducer.remove()
+        if self.momentum is not None:
+            self.momentum.end()
 
     # -- the update --------------------------------------------------------------------------------------------------
 
@@ -279,7 +295,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         total, used = self._agree()
         if not self._reducer.policy.allow_unused:
             self._refuse_unused(used)
-        self.steps += 1
+        self._steps += 1
         scale = self.loss_scale
         norm = norm_from_squares(total) / scale
         self.overflow = not math.isfinite(total) and (self._skip_non_finite or self.loss_scaler is not None)
@@ -287,12 +303,19 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         if self.overflow:
             self._skip(scale)
             self._reducer.end_update(self.steps)
+            self._announce_update()
             return loss
         self._skipped_in_a_row = 0
-        self._apply(self._factor(norm, scale), used)
+        if self.momentum is not None and self._reducer.holds_back:
+            norm = self.momentum.run(self._reducer.buckets, used, scale, self.clip_grad, _CLIP_EPSILON)
+            self.last_report = StepReport(norm, overflow=False)
+            self._apply(None, used)
+        else:
+            self._apply(self._factor(norm, scale), used)
         self._reducer.commit()
         self._reducer.clear()
         self._reducer.end_update(self.steps)
+        self._announce_update()
         self._update_scale(overflow=False)
         return loss
 
@@ -348,10 +371,11 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         """This rank's parts of the sum of squares: what it counts, and what others count."""
         counted = copies = 0.0
         for master, gradients in zip(self._masters, self._reducer.buckets, strict=True):
+            squares = gradients.own_squares() if self._reducer.holds_back else gradients.sum_of_squares()
             if master.counts:
-                counted += gradients.sum_of_squares()
+                counted += squares
             else:
-                copies += gradients.sum_of_squares()
+                copies += squares
         return counted, copies
 
     def _merge_flags(self, rows: torch.Tensor) -> list[list[bool]]:
@@ -370,7 +394,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
                 merged[group.name] = _unpack_flags(rows if members is None else rows[members], count)
             stop = position + len(gradients.used)
             # Copies in other parts of the model are summed whole, whichever of them was used.
-            whole = group.spans_parts and gradients.result is not None
+            whole = group.spans_parts and (self._reducer.holds_back or gradients.result is not None)
             used.append([True] * len(gradients.used) if whole else merged[group.name][position:stop])
             position = stop
         return used
@@ -421,8 +445,9 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         names: list[str] = []
         for master, gradients in zip(self._masters, self._reducer.buckets, strict=True):
             names += [tile.name for tile in master.layout.tiles]
-            if mine == 0 and gradients.result is not None:
-                tile = master.first_non_finite(gradients.result)
+            result = gradients.result
+            if mine == 0 and (result is not None or self._reducer.holds_back):
+                tile = gradients.first_not_finite() if result is None else master.first_non_finite(result)
                 if tile is not None:
                     mine = first + tile + 1
             first += len(master.layout.tiles)

@@ -84,6 +84,8 @@ class Placement:
         shard_ranks: Neighbours that share the compute parameters; None: all ranks.
         spread_master: With ``shard_ranks``: gradients, masters and optimizer state are cut over all ranks.
         feeds_back: Each rank keeps, for itself, what reductions have lost of its gradients.
+        sends_momentum: Momenta travel instead of gradients (``zero.momentum``): each rank keeps, for itself, what that
+            loses, and where masters are sharded the whole momentum.
         may_skip: It keeps it twice, as updates may be skipped, which leave it as it was.
     """
 
@@ -99,6 +101,7 @@ class Placement:
     spread_master: bool = False
     feeds_back: bool = False
     may_skip: bool = False
+    sends_momentum: bool = False
 
     @classmethod
     def of_stage(

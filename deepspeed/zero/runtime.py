@@ -142,7 +142,11 @@ class ZeroRuntime:
             every = self.reducer.policy.every_micro_batch and not alone
             reaches, closes = self._positions(micro_batch)
             reduced = reaches if every and (micro_batch.part is None or micro_batch.part.reduces_each) else closes
-            self.reducer.begin(reaches=reaches, reduces=frozenset(reduced if sync else ()), closes=frozenset(closes))
+            self.reducer.begin(
+                reaches=reaches,
+                reduces=frozenset(reduced if sync and not self.reducer.holds_back else ()),
+                closes=frozenset(closes),
+            )
         self._confirm(True)
         self.schedule.begin("backward")
 

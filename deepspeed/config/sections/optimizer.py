@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from deepspeed.config.section import Section, key
-from deepspeed.config.types import AnyCase, Bool, Float, FloatList
+from deepspeed.config.types import AnyCase, Bool, Float, FloatList, Int
 
 
 class Optimizer(Section):
@@ -13,8 +13,8 @@ class Optimizer(Section):
 
     type: str | None = key(
         None,
-        "Name of the optimizer: Adam, AdamW, Adagrad, Lion, Lamb, Muon, SGD (any case), or an elementwise class of "
-        "torch.optim, spelt as there.",
+        "Name of the optimizer: Adam, AdamW, Adagrad, Lion, Lamb, Muon, OneBitAdam, SGD (any case), or an elementwise "
+        "class of torch.optim, spelt as there.",
         null_means="the client's optimizer, or none",
     )
     params: dict[str, Any] = key(None, "Arguments of the optimizer, listed per optimizer below.", factory=dict)
@@ -135,6 +135,32 @@ class LambParams(Parameters):
     amsgrad: Bool = key(False, "Not possible.")
 
 
+class OneBitParams(Parameters):
+    """What the 1-bit family shares."""
+
+    lr: Float = lr(1e-3)
+    betas: FloatList = betas()
+    eps: Float = eps(1e-8)
+    weight_decay: Float = decay()
+    amsgrad: Bool = key(False, "Not possible.")
+    eps_inside_sqrt: Bool = key(False, "Not possible: without effect upstream.")
+    cuda_aware: Bool = key(
+        False, "CUDA-aware MPI.", no_effect="messages are tensors of the process group's own backend"
+    )
+    comm_backend_name: str = key(
+        "nccl", "Transport of the messages.", no_effect="the engine's process group carries them"
+    )
+
+
+class OneBitAdamParams(OneBitParams):
+    """1-bit Adam: AdamW for freeze_step updates, then its variance stays and its momentum travels in 1 bit."""
+
+    freeze_step: Int = key(100000, "Updates of the warm-up; 15 to 25 % of all.", unit="updates", minimum=1)
+    bias_correction: Bool = key(
+        False, "Correct the averages for their start at zero. The publication does not; upstream ignores it."
+    )
+
+
 class MuonParams(Parameters):
     """Muon for matrices (two dimensions or more, name without embed and lm_head), Adam for the rest."""
 
@@ -237,6 +263,7 @@ OWN_OPTIMIZERS: dict[str, type[Parameters]] = {
     "Lion": LionParams,
     "Lamb": LambParams,
     "Muon": MuonParams,
+    "OneBitAdam": OneBitAdamParams,
     "SGD": SGDParams,
 }
 TORCH_OPTIMIZERS: dict[str, type[Parameters]] = {
@@ -257,7 +284,6 @@ MISSING_OPTIMIZERS = {
     "MuAdam": "muP optimizers do not exist here yet; use Adam with per-group learning rates",
     "MuAdamW": "muP optimizers do not exist here yet; use AdamW with per-group learning rates",
     "MuSGD": "muP optimizers do not exist here yet; use SGD with per-group learning rates",
-    "OneBitAdam": "1-bit optimizers do not exist here yet; use AdamW",
     "ZeroOneAdam": "1-bit optimizers do not exist here yet; use AdamW",
     "OneBitLamb": "1-bit optimizers do not exist here yet; use Lamb",
 }

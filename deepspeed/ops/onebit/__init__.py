@@ -1,0 +1,7 @@
+"""The 1-bit family: optimizers that exchange their momentum in one bit for each element."""
+
+from __future__ import annotations
+
+from deepspeed.ops.onebit.adam import OneBitAdam
+
+__all__ = ["OneBitAdam"]

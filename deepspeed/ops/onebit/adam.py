@@ -1,0 +1,158 @@
+"""1-bit Adam."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from deepspeed.ops.base import ElementwiseOptimizer
+from deepspeed.ops.checks import check_hyperparameters
+from deepspeed.ops.chunks import Kernel, scratch
+from deepspeed.ops.onebit.phases import Phase, Reminder, refuse_step
+from deepspeed.ops.rules import AdamRule, Rule
+
+
+class FrozenAdamRule:
+    """The step of 1-bit Adam after its warm-up: the variance stays, and what comes as gradient *is* the new momentum.
+
+    Args:
+        frozen_at: Updates after which the variance is what it is.
+    """
+
+    counts_steps = True
+
+    def __init__(self, frozen_at: int) -> None:
+        self._frozen_at = frozen_at
+
+    def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
+        """As Adam's."""
+        return {"exp_avg": 0.0, "exp_avg_sq": 0.0}
+
+    def runs_lists_at_once(self, device: torch.device) -> bool:
+        """Never: the denominator would need a temporary copy of every tensor."""
+        return False
+
+    def kernel(self, group: dict[str, Any], step: float | Tensor, device: torch.device) -> Kernel:
+        """See :class:`~deepspeed.ops.rules.Rule`."""
+        lr = float(group["lr"])
+        eps, weight_decay = float(group["eps"]), float(group["weight_decay"])
+        first, second = 1.0, 1.0
+        if group["bias_correction"]:
+            beta1, beta2 = (float(beta) for beta in group["betas"])
+            count = float(step)
+            first, second = 1 - beta1**count, 1 - beta2 ** min(count, self._frozen_at)
+
+        def update(params: list[Tensor], grads: list[Tensor], states: list[list[Tensor]]) -> None:
+            for param, momentum, exp_avg, exp_avg_sq in zip(params, grads, *states, strict=True):
+                exp_avg.copy_(momentum)
+                denominator = scratch("one-bit", param.numel(), param.dtype, param.device)
+                torch.sqrt(exp_avg_sq, out=denominator)
+                if second != 1.0:
+                    denominator.div_(second**0.5)
+                denominator.add_(eps)
+                if weight_decay:
+                    param.mul_(1 - lr * weight_decay)
+                param.addcdiv_(exp_avg, denominator, value=-lr / first)
+
+        return update
+
+
+class OneBitAdam(ElementwiseOptimizer):
+    """Adam that exchanges its momentum in one bit for each element once its variance has settled.
+
+    `1-bit Adam <https://arxiv.org/abs/2102.02888>`_. The first ``freeze_step`` updates are AdamW's. From then on the
+    variance stays, each rank adds its own gradient to the momentum, and the mean of these momenta is taken by the
+    compressed all-reduce (``comm.one_bit``). Weight decay is decoupled. Without an engine it cannot step.
+
+    Args:
+        params: Parameters or group dictionaries; a group may have ``exp_avg_mask``, 0 for elements whose momentum stays
+            0 (rows that never get a gradient: a sign cannot say zero), in the shape of its one parameter or flat over
+            all of them.
+        deepspeed: The engine, as the original takes it; of no use here.
+        lr: Step size.
+        freeze_step: Updates of the warm-up, 15 to 25 % of all.
+        bias_correction: Correct the moments for their start at zero; the publication does not.
+        betas: Decay of the momentum and of the variance.
+        eps: Added to the root of the variance.
+        eps_inside_sqrt: Must be False.
+        weight_decay: Decoupled weight decay.
+        max_grad_norm: Must be 0; ``gradient_clipping`` clips, by the norm of the decoded sum.
+        amsgrad: Must be False.
+        cuda_aware: Of no use: messages are tensors of the process group's own backend.
+        comm_backend_name: Of no use: the process group is the engine's.
+
+    Raises:
+        ValueError: A number is out of range, or something is asked for that does not exist.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        deepspeed: Any = None,
+        lr: float = 1e-3,
+        freeze_step: int = 100000,
+        bias_correction: bool = False,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        amsgrad: bool = False,
+        cuda_aware: bool = False,
+        comm_backend_name: str = "nccl",
+    ) -> None:
+        check_hyperparameters(self, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
+        check_family(self, eps_inside_sqrt=eps_inside_sqrt, max_grad_norm=max_grad_norm, freeze_step=freeze_step)
+        self.freeze_step = freeze_step
+        self.phase = Phase.WARM_UP
+        self.reminder = Reminder(self, "1-bit Adam", freeze_step, "freeze_step")
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": tuple(betas),
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, defaults)
+
+    def _kept_attributes(self) -> tuple[str, ...]:
+        return (*super()._kept_attributes(), "freeze_step", "phase")
+
+    @property
+    def rule(self) -> Rule:
+        """AdamW's arithmetic, or that of the second phase."""
+        return AdamRule(decoupled=True) if self.phase is Phase.WARM_UP else FrozenAdamRule(self.freeze_step)
+
+    def begin_update(self, before: int) -> None:
+        """See :class:`~deepspeed.ops.onebit.phases.ExchangesMomentum`."""
+        self.phase = Phase.WARM_UP if before < self.freeze_step else Phase.MOMENTUM
+
+    def coefficient(self, name: str) -> float:
+        """See :class:`~deepspeed.ops.onebit.phases.ExchangesMomentum`."""
+        return 1.0
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Refused: only an engine knows the other ranks."""
+        refuse_step(self)
+
+
+def check_family(optimizer: object, *, eps_inside_sqrt: bool, max_grad_norm: float, freeze_step: int) -> None:
+    """Refuses arguments that the originals take and ignore, and a warm-up of nothing.
+
+    Raises:
+        ValueError: Names the optimizer, the argument and what to do.
+    """
+    name = type(optimizer).__name__
+    if eps_inside_sqrt:
+        raise ValueError(f"{name}: eps_inside_sqrt has no effect in the original and none here; leave it out")
+    if max_grad_norm:
+        raise ValueError(
+            f"{name} does not clip (max_grad_norm={max_grad_norm}); set gradient_clipping in the config, which clips "
+            "by the norm of the decoded sum"
+        )
+    if freeze_step < 1:
+        raise ValueError(f"{name}: the warm-up must have an update at least, but has {freeze_step}")

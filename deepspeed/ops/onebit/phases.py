@@ -1,0 +1,111 @@
+"""What an optimizer of the 1-bit family tells whoever drives it: in which phase an update is, and what travels then.
+
+These optimizers are not fed with mean gradients alone. After their warm-up each rank adds its *own* gradient to the
+momentum that all have, and it is these momenta that are averaged, with one bit for each element. So reducing the
+gradients, clipping and updating are not steps one after the other, and ``zero.momentum`` does them in their order.
+"""
+
+from __future__ import annotations
+
+import weakref
+from enum import Enum
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from deepspeed.errors import CallOrderError
+from deepspeed.logging import logger
+
+
+class Phase(Enum):
+    """What an update does with the gradients of the ranks."""
+
+    WARM_UP = "warm-up"  #: their mean, as every optimizer gets it
+    MOMENTUM = "momentum"  #: each rank's own, whose momentum travels in one bit for each element
+
+
+@runtime_checkable
+class ExchangesMomentum(Protocol):
+    """An optimizer that exchanges its momentum instead of gradients."""
+
+    phase: Phase
+    """Of the update that :meth:`begin_update` announced."""
+    reminder: Reminder
+    """Says at the end that nothing was compressed, where that is so."""
+
+    def begin_update(self, before: int) -> None:
+        """Announces an update.
+
+        Args:
+            before: Updates so far, skipped ones included; equal on all ranks, also after a checkpoint was loaded.
+        """
+        ...
+
+    def coefficient(self, name: str) -> float:
+        """What the momentum of a tensor is multiplied by before it travels, and divided by afterwards."""
+        ...
+
+
+def refuse_step(optimizer: object) -> None:
+    """Raises: these optimizers cannot step without an engine, which has the ranks."""
+    raise CallOrderError(
+        f"{type(optimizer).__name__}.step: this optimizer exchanges momenta between ranks, which the engine does; give "
+        "it to deepspeed.initialize and call engine.step()"
+    )
+
+
+class Reminder:
+    """Says at the end of a run that it never reached its compression phase.
+
+    Args:
+        optimizer: Whose run; the line comes when it is collected, or when the process ends.
+        name: What to call it.
+        freeze_step: Updates of the warm-up.
+        argument: What sets them.
+    """
+
+    def __init__(self, optimizer: object, name: str, freeze_step: int, argument: str) -> None:
+        self._said: dict[str, Any] = {"updates": 0, "speaks": False}
+        self._end = weakref.finalize(optimizer, _remind, self._said, name, freeze_step, argument)
+
+    def note(self, updates: int, *, speaks: bool) -> None:
+        """Notes how many updates there were; ``speaks``: this rank says it."""
+        self._said["updates"], self._said["speaks"] = updates, speaks
+
+    def __call__(self) -> None:
+        """The run is over."""
+        self._end()
+
+
+def _remind(said: dict[str, Any], name: str, freeze_step: int, argument: str) -> None:
+    if said["speaks"] and 0 < said["updates"] <= freeze_step:
+        logger.info(
+            "%s: all %d updates were warm-up, so everything travelled uncompressed; compression begins after %d. Lower "
+            "%s to 15-25 %% of the run's updates",
+            name,
+            said["updates"],
+            freeze_step,
+            argument,
+        )
+
+
+def mask_of(group: dict[str, Any], numel: int, where: str) -> Tensor | None:
+    """The group's ``exp_avg_mask``, flat, or None.
+
+    Args:
+        group: One of the optimizer's groups.
+        numel: Elements that it must have.
+        where: For messages.
+
+    Raises:
+        ValueError: It has another number of elements.
+    """
+    mask = group.get("exp_avg_mask")
+    if mask is None:
+        return None
+    if mask.numel() != numel:
+        raise ValueError(
+            f"exp_avg_mask has {mask.numel()} elements, expected the {numel} of {where}; give each parameter that "
+            "needs a mask a group of its own, with a mask in its shape"
+        )
+    return mask.detach().reshape(-1)

@@ -1,0 +1,390 @@
+"""The exchange of momenta: what travels of optimizers of the 1-bit family in the place of gradients.
+
+A rank's gradients stay its own until the update. Then all ranks agree that every one of them is finite, and only then
+anything changes: each adds its gradient to the momentum that all have, the compressed all-reduce (``comm.one_bit``)
+makes one momentum of them, and the update reads that where it else reads the gradient. So a skipped step leaves
+momentum and errors as they were, and clipping goes by what was decoded, by one factor on all ranks.
+
+The momentum must be whole where it is sent. Where masters are sharded it is kept once more for that, replicated, beside
+the parts that belong to the optimizer's state; these are what a checkpoint has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from deepspeed.comm.codec import Residual
+from deepspeed.comm.one_bit import OneBitExchange, one_bit_nbytes, padded_numel
+from deepspeed.comm.transport import LocalTransport, transfer_key
+from deepspeed.logging import log_dist
+from deepspeed.ops.onebit.phases import ExchangesMomentum, Phase, mask_of
+from deepspeed.zero.gradient_bucket import GradientBucket
+from deepspeed.zero.group import Groups
+from deepspeed.zero.masters import MasterBucket
+from deepspeed.zero.storage import FlatBuffer, Kind, Ledger
+
+_MOMENTUM = 3  # kind of transfer, see transfer_key
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """One tensor of a message: its tile, its first element in the message, and how many it has."""
+
+    tile: int
+    start: int
+    numel: int
+
+    @property
+    def place(self) -> slice:
+        """Where it lies in the message."""
+        return slice(self.start, self.start + self.numel)
+
+
+class BucketMomentum:
+    """The momentum of one bucket on its way: a message of the trained tensors one after the other, without padding.
+
+    Attributes:
+        master: Whose.
+        private: The errors of this rank, 1-D fp32: of what it sends, then of the slice that it sums.
+        momentum: The whole momentum as of the last update, in the order of the message; None where the optimizer's
+            state has all of it.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, master: MasterBucket, ledger: Ledger) -> None:
+        self.master = master
+        self._optimizer = optimizer
+        self._wire = master.bucket.group.reduce
+        layout = master.layout
+        trained = [tile for tile, one in enumerate(layout.tiles) if one.param_group >= 0 and one.numel]
+        ends = [0]
+        for tile in trained:
+            ends.append(ends[-1] + layout.tiles[tile].numel)
+        self._tensors = [_Tensor(tile, *span) for tile, span in zip(trained, _spans(ends), strict=True)]
+        self.numel = ends[-1]
+        size = self._wire.size
+        padded = padded_numel(self.numel, size)
+        self.private: FlatBuffer | None = None
+        if not isinstance(self._wire, LocalTransport):
+            self.private = self._buffer(padded + padded // size, ledger)
+            self._error = Residual(self.private.tensor[:padded], self.private.tensor[padded:])
+        else:
+            nothing = torch.zeros(0, device=master.bucket.device)
+            self._error = Residual(nothing, nothing)
+        self._padded = padded
+        self.momentum = self._buffer(padded, ledger) if master.is_sharded else None
+        self._mask: torch.Tensor | None = None
+        self._message: torch.Tensor | None = None
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._flags: list[bool] = []
+        self._work: OneBitExchange | None = None
+        self._rounds = 0
+
+    def _buffer(self, numel: int, ledger: Ledger) -> FlatBuffer:
+        made = FlatBuffer(numel, torch.float32, self.master.bucket.device, kind=Kind.PRIVATE, ledger=ledger)
+        made.tensor.zero_()
+        return made
+
+    def _beta(self, tensor: _Tensor) -> float:
+        group = self.master.layout.tiles[tensor.tile].param_group
+        return float(self._optimizer.param_groups[group]["betas"][0])
+
+    def _coefficient(self, tensor: _Tensor) -> float:
+        assert isinstance(self._optimizer, ExchangesMomentum)
+        return self._optimizer.coefficient(self.master.layout.tiles[tensor.tile].name)
+
+    # -- the momentum that all ranks have ------------------------------------------------------------------------------
+
+    def collect(self) -> None:
+        """Makes the replicated momentum whole from the parts in the ranks' optimizer states; a collective."""
+        if self.momentum is None:
+            return
+        master, layout = self.master, self.master.layout
+        flat = torch.zeros(layout.numel, device=self.momentum.tensor.device)
+        lower = layout.slice_bounds(master.rank)[0]
+        for run in master.runs:
+            state = self._optimizer.state.get(run.param) or {}
+            if "exp_avg" in state:
+                flat[lower + run.span.start : lower + run.span.stop] = state["exp_avg"].view(-1)
+        self._rounds += 1
+        owners = master.transport
+        owners.all_gather(flat, key=self._key(owners.owner), label=f"the momentum of {master.bucket.label}").wait()
+        for tensor in self._tensors:
+            start = layout.starts[tensor.tile]
+            self.momentum.tensor[tensor.place] = flat[start : start + tensor.numel]
+
+    def _key(self, owner: int) -> int:
+        return transfer_key(owner, self.master.bucket.index, _MOMENTUM, self._rounds)
+
+    def _old(self) -> list[torch.Tensor | None]:
+        """The momentum of each tensor of the message before this update; None: there was no update yet."""
+        if self.momentum is not None:
+            return [self.momentum.tensor[tensor.place] for tensor in self._tensors]
+        found: dict[int, torch.Tensor] = {}
+        for run in self.master.runs:
+            state = self._optimizer.state.get(run.param) or {}
+            if "exp_avg" in state:
+                for tile, start, _ in self.master.tile_spans(run.span):
+                    offset = start - run.span.start
+                    numel = self.master.layout.tiles[tile].numel
+                    found[tile] = state["exp_avg"].view(-1)[offset : offset + numel]
+        return [found.get(tensor.tile) for tensor in self._tensors]
+
+    # -- one update ----------------------------------------------------------------------------------------------------
+
+    def start(self, gradient: torch.Tensor | None, factor: float, flags: list[bool]) -> None:
+        """Sends this rank's momentum.
+
+        Args:
+            gradient: 1-D, the whole bucket, this rank's own; None: it has none, which counts as zeros.
+            factor: Multiplier of the gradient.
+            flags: Per tile, whether any rank has a gradient of it; the others stay as they are.
+        """
+        device = self.master.bucket.device
+        self._flags = flags
+        message = self._message = torch.zeros(self._padded, dtype=torch.float32, device=device)
+        sent, owned = self._error.sent, self._error.owned
+        assert owned is not None
+        first = self._wire.rank * owned.numel()
+        self._kept = []
+        for tensor, old in zip(self._tensors, self._old(), strict=True):
+            part = message[tensor.place]
+            if not flags[tensor.tile]:
+                # It takes no part: its errors are put back, and meanwhile it is zeros.
+                lower, upper = max(tensor.start - first, 0), min(tensor.start + tensor.numel - first, owned.numel())
+                for errors in (sent[tensor.place], owned[lower : max(lower, upper)]):
+                    self._kept.append((errors, errors.clone()))
+                    errors.zero_()
+                continue
+            beta = self._beta(tensor)
+            if gradient is not None:
+                start = self.master.layout.starts[tensor.tile]
+                part.copy_(gradient[start : start + tensor.numel]).mul_((1 - beta) * factor)
+            if old is not None:
+                part.add_(old, alpha=beta)
+            coefficient = self._coefficient(tensor)
+            if coefficient != 1.0:
+                part.mul_(coefficient)
+        self._apply_mask(message)
+        self._rounds += 1
+        label = f"the momentum of {self.master.bucket.label}"
+        self._work = OneBitExchange(
+            self._wire, message, self.numel, self._error, key=self._key(self._wire.owner), label=label
+        )
+
+    def finish(self) -> None:
+        """Waits; from then on there is the momentum that all ranks agree on."""
+        assert self._work is not None and self._message is not None
+        self._work.finish()
+        self._work = None
+        self._apply_mask(self._message)
+        mask = self._find_mask()
+        if mask is not None and self.private is not None:
+            assert self._error.owned is not None
+            self._error.sent.mul_(mask)
+            self._error.owned.mul_(self._wire.my_slice(mask))
+        for tensor in self._tensors:
+            coefficient = self._coefficient(tensor)
+            if coefficient != 1.0:
+                self._message[tensor.place].div_(coefficient)
+        for errors, before in self._kept:
+            errors.copy_(before)
+        self._kept = []
+
+    def _apply_mask(self, message: torch.Tensor) -> None:
+        mask = self._find_mask()
+        if mask is not None:
+            message.mul_(mask)
+
+    def _find_mask(self) -> torch.Tensor | None:
+        """1 where momentum may be, as long as the message; None: everywhere."""
+        if self._mask is None:
+            layout, groups = self.master.layout, self._optimizer.param_groups
+            self._mask = torch.ones(self._padded, device=self.master.bucket.device)
+            for tensor in self._tensors:
+                tile = layout.tiles[tensor.tile]
+                mask = mask_of(groups[tile.param_group], tensor.numel, tile.name)
+                if mask is not None:
+                    self._mask[tensor.place] = mask.to(self._mask)
+        return None if bool(self._mask.all()) else self._mask
+
+    def sum_of_squares(self) -> float:
+        """Of the gradient that the decoded momentum stands for."""
+        assert self._message is not None
+        total = 0.0
+        for tensor, old in zip(self._tensors, self._old(), strict=True):
+            if self._flags[tensor.tile]:
+                beta = self._beta(tensor)
+                gradient = self._message[tensor.place].clone()
+                if old is not None:
+                    gradient.sub_(old, alpha=beta)
+                norm = torch.linalg.vector_norm(gradient, dtype=torch.float64).item() / (1 - beta)
+                total += norm * norm
+        return total
+
+    def settle(self, clip: float, gradients: GradientBucket) -> None:
+        """Clips what has come, keeps it, and puts it where the update reads the gradient.
+
+        Args:
+            clip: Factor on the gradient that the momentum stands for, at most 1.
+            gradients: Of the bucket.
+        """
+        assert self._message is not None
+        message, self._message = self._message, None
+        for tensor, old in zip(self._tensors, self._old(), strict=True):
+            part = message[tensor.place]
+            if not self._flags[tensor.tile]:
+                if old is not None:
+                    part.copy_(old)
+            elif clip < 1.0:
+                part.mul_(clip)
+                if old is not None:
+                    part.add_(old, alpha=(1.0 - clip) * self._beta(tensor))
+        starts = {tensor.tile: tensor.start for tensor in self._tensors}
+        made = gradients.new_result(self.master.flat.numel())
+        result = made.tensor
+        for fragment in self.master.fragments:
+            if fragment.tile in starts:
+                start = starts[fragment.tile] + fragment.tile_start
+                result[fragment.in_slice] = message[start : start + fragment.numel]
+        gradients.sum.add_reduced(made)
+        if self.momentum is not None:
+            self.momentum.tensor.copy_(message)
+
+
+def _spans(ends: Sequence[int]) -> list[tuple[int, int]]:
+    return [(start, stop - start) for start, stop in pairwise(ends)]
+
+
+class MomentumExchange:
+    """The momenta of all buckets of an engine.
+
+    Attributes:
+        buckets: One for each master, in their order.
+
+    Args:
+        optimizer: Of the 1-bit family.
+        masters: All of this rank; the list may grow.
+        groups: The ranks that decide together.
+        ledger: Books of the memory.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, masters: list[MasterBucket], groups: Groups, ledger: Ledger
+    ) -> None:
+        self._optimizer = optimizer
+        self._masters = masters
+        self._groups = groups
+        self._ledger = ledger
+        self._is_collected = False
+        self.buckets: list[BucketMomentum] = []
+        self._grow()
+
+    def _grow(self) -> None:
+        for master in self._masters[len(self.buckets) :]:
+            self.buckets.append(BucketMomentum(self._optimizer, master, self._ledger))
+
+    def begin_update(self, before: int) -> bool:
+        """Whether momentum travels in the next update, so that gradients are held back until then.
+
+        Args:
+            before: Updates so far; equal on all ranks.
+        """
+        optimizer = self._optimizer
+        assert isinstance(optimizer, ExchangesMomentum)
+        former = optimizer.phase
+        optimizer.begin_update(before)
+        speaks = self._groups.job.rank == 0
+        optimizer.reminder.note(before, speaks=speaks)
+        if optimizer.phase is not former:
+            log_dist(self._line(before + 1) if optimizer.phase is Phase.MOMENTUM else f"update {before + 1}: warm-up")
+        return optimizer.phase is Phase.MOMENTUM
+
+    def _line(self, number: int) -> str:
+        """What changes, in bits and bytes of this rank."""
+        plain = coded = 0
+        for bucket in self.buckets:
+            size = bucket.master.bucket.group.reduce.size
+            if size > 1:
+                plain += 2 * 2 * bucket.numel * (size - 1) // size
+                coded += one_bit_nbytes(bucket.numel, size)
+        name = type(self._optimizer).__name__
+        if not coded:
+            return f"update {number}: {name}: the variance stays as it is; nothing travels, as there is one data rank"
+        return (
+            f"update {number}: {name}: from now on the momentum travels in 1 bit for each element, {coded:,} bytes "
+            f"sent by each rank and update, {plain / coded:.1f} times fewer than gradients in 16 bits"
+        )
+
+    def end(self) -> None:
+        """The run is over."""
+        assert isinstance(self._optimizer, ExchangesMomentum)
+        self._optimizer.reminder()
+
+    def forget(self) -> None:
+        """The optimizer's states have been replaced: what is replicated of them is collected anew."""
+        self._is_collected = False
+
+    def run(
+        self,
+        gradients: Sequence[GradientBucket],
+        used: list[list[bool]],
+        scale: float,
+        clip_grad: float,
+        epsilon: float,
+    ) -> float:
+        """Makes one momentum of those of all ranks, where the update reads gradients. Every rank must call it.
+
+        Args:
+            gradients: By bucket, with the sums of this rank's own gradients.
+            used: By bucket and tile, whether any rank has a gradient of it.
+            scale: Of the loss.
+            clip_grad: Largest norm; 0 for no clipping.
+            epsilon: Added to the norm that is divided by.
+
+        Returns:
+            The norm of the gradient that the decoded momentum stands for, before clipping.
+        """
+        self._grow()
+        if not self._is_collected:
+            for bucket in self.buckets:
+                bucket.collect()
+            self._is_collected = True
+        work = [entry for entry in zip(self.buckets, gradients, used, strict=True) if any(entry[2])]
+        before: BucketMomentum | None = None
+        for bucket, own, flags in work:
+            total, factor = own.take_own_sum()
+            bucket.start(None if total is None else total.tensor, factor / scale, flags)
+            if total is not None:
+                total.free()
+            if before is not None:
+                before.finish()
+            before = bucket
+        if before is not None:
+            before.finish()
+        norm = self._norm([bucket for bucket, _, _ in work])
+        clip = min(1.0, clip_grad / (norm + epsilon)) if clip_grad > 0 else 1.0
+        for bucket, own, _ in work:
+            bucket.settle(clip, own)
+        return norm
+
+    def _norm(self, buckets: Sequence[BucketMomentum]) -> float:
+        """Over the job; each tensor counts once."""
+        mine = 0.0
+        for bucket in buckets:
+            group = bucket.master.bucket.group
+            if group.counts and group.place == 0:
+                mine += bucket.sum_of_squares()
+        rows = self._groups.job.gather_small(
+            torch.tensor([mine], dtype=torch.float64), channel="step", label="the norm of the decoded momentum"
+        )
+        return float(rows.sum().sqrt().item())
+
+    def forget_errors(self) -> None:
+        """What was lost so far is not made good."""
+        for bucket in self.buckets:
+            if bucket.private is not None:
+                bucket.private.tensor.zero_()

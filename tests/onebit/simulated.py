@@ -1,0 +1,148 @@
+"""The published algorithms by definition: all ranks in one process, one tensor operation for a line of the papers."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from deepspeed.engine import DeepSpeedEngine
+
+
+class Message:
+    """What travels together: the trained tensors of one bucket, one after the other, cut into slices of whole bytes."""
+
+    def __init__(self, names: list[str], numels: list[int], ranks: int) -> None:
+        self.names, self.numels, self.ranks = names, numels, ranks
+        self.numel = sum(numels)
+        self.part = math.ceil(self.numel / (8 * ranks)) * 8
+        self.sent = [torch.zeros(self.numel) for _ in range(ranks)]
+        slices = [self.slice_of(rank) for rank in range(ranks)]
+        self.owned = [torch.zeros(len(range(self.numel)[part])) for part in slices]
+
+    def slice_of(self, rank: int) -> slice:
+        return slice(min(rank * self.part, self.numel), min((rank + 1) * self.part, self.numel))
+
+    def exchange(self, vectors: list[torch.Tensor]) -> torch.Tensor:
+        """The compressed all-reduce."""
+        if self.ranks == 1:
+            return vectors[0]
+        said = []
+        for rank, vector in enumerate(vectors):
+            due = vector + self.sent[rank]
+            said.append(compressed(due))
+            self.sent[rank] = due - said[-1]
+        found = []
+        for rank in range(self.ranks):
+            mean = sum(one[self.slice_of(rank)] for one in said) / self.ranks + self.owned[rank]
+            found.append(compressed(mean))
+            self.owned[rank] = mean - found[-1]
+        return torch.cat(found)
+
+
+def compressed(values: torch.Tensor) -> torch.Tensor:
+    """``|values| / sqrt(d)`` with the signs, of which that of 0 is +."""
+    if values.numel() == 0:
+        return values
+    scale = values.norm() / math.sqrt(values.numel())
+    return torch.where(values >= 0, scale, -scale)
+
+
+def messages_of(engine: DeepSpeedEngine, ranks: int) -> list[Message]:
+    """The messages of an engine: how parameters are laid out is its own affair."""
+    made = []
+    for master in engine._runtime.masters:
+        tiles = [tile for tile in master.layout.tiles if tile.param_group >= 0 and tile.numel]
+        made.append(Message([tile.name for tile in tiles], [tile.numel for tile in tiles], ranks))
+    return made
+
+
+class OneBitAdam:
+    """1-bit Adam, algorithm 1 of arXiv 2102.02888, over ranks and micro-batches."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        messages: list[Message],
+        *,
+        freeze: int,
+        lr: float,
+        decay: float = 0.0,
+        eps: float = 1e-8,
+        clip: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+    ) -> None:
+        self.model = copy.deepcopy(model).float()
+        self.messages, self.ranks = messages, messages[0].ranks
+        self.freeze, self.lr, self.decay, self.eps, self.clip, self.betas = freeze, lr, decay, eps, clip, betas
+        self.at = dict(self.model.named_parameters())
+        self.m = {name: torch.zeros_like(p) for name, p in self.at.items()}
+        self.v = {name: torch.zeros_like(p) for name, p in self.at.items()}
+        self.masks: dict[str, torch.Tensor] = {}
+        self.norm = 0.0
+        self.count = 0
+
+    def gradients(self, losses: Callable[[nn.Module, int], torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        found = []
+        for rank in range(self.ranks):
+            self.model.zero_grad()
+            losses(self.model, rank).backward()
+            found.append({name: p.grad.clone() for name, p in self.at.items() if p.grad is not None})
+        return found
+
+    @torch.no_grad()
+    def step(self, by_rank: list[dict[str, torch.Tensor]]) -> None:
+        """One update from each rank's own gradients."""
+        self.count += 1
+        if self.count <= self.freeze:
+            mean = {name: sum(g[name] for g in by_rank) / self.ranks for name in by_rank[0]}
+            self.norm = math.sqrt(sum(g.double().square().sum().item() for g in mean.values()))
+            factor = min(1.0, self.clip / (self.norm + 1e-6)) if self.clip else 1.0
+            for name, gradient in mean.items():
+                self.m[name] = self.betas[0] * self.m[name] + (1 - self.betas[0]) * gradient * factor
+                self.v[name] = self.betas[1] * self.v[name] + (1 - self.betas[1]) * (gradient * factor).square()
+        else:
+            self.travel(by_rank)
+        for name, parameter in self.at.items():
+            if name in by_rank[0]:
+                self.move(name, parameter)
+
+    def travel(self, by_rank: list[dict[str, torch.Tensor]]) -> None:
+        beta = self.betas[0]
+        after: dict[str, torch.Tensor] = {}
+        for message in self.messages:
+            vectors = []
+            for rank in range(self.ranks):
+                own = [beta * self.m[name] + (1 - beta) * by_rank[rank][name] for name in message.names]
+                masked = [m * self.masks.get(n, 1) for n, m in zip(message.names, own, strict=True)]
+                vectors.append(torch.cat([m.reshape(-1) for m in masked]))
+            parts = message.exchange(vectors).split(message.numels)
+            for name, part in zip(message.names, parts, strict=True):
+                after[name] = part.view_as(self.m[name]) * self.masks.get(name, 1)
+            self.clear_masked(message)
+        decoded = {name: (m - beta * self.m[name]) / (1 - beta) for name, m in after.items()}
+        self.norm = math.sqrt(sum(g.double().square().sum().item() for g in decoded.values()))
+        factor = min(1.0, self.clip / (self.norm + 1e-6)) if self.clip else 1.0
+        for name, gradient in decoded.items():
+            self.m[name] = beta * self.m[name] + (1 - beta) * factor * gradient
+
+    def clear_masked(self, message: Message) -> None:
+        """Where momentum is masked nothing is owed."""
+        if not any(name in self.masks for name in message.names):
+            return
+        flat = torch.cat(
+            [
+                self.masks.get(name, torch.ones(numel)).reshape(-1)
+                for name, numel in zip(message.names, message.numels, strict=True)
+            ]
+        )
+        for rank in range(self.ranks):
+            message.sent[rank] *= flat
+            message.owned[rank] *= flat[message.slice_of(rank)]
+
+    def move(self, name: str, parameter: torch.Tensor) -> None:
+        parameter.mul_(1 - self.lr * self.decay)
+        parameter.sub_(self.lr * self.m[name] / (self.v[name].sqrt() + self.eps))
