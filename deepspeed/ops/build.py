@@ -17,10 +17,10 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.ops.muon import Muon
-from deepspeed.ops.onebit import OneBitAdam
+from deepspeed.ops.onebit import OneBitAdam, OneBitLamb
 
 #: Names taken in any case, spelt as messages spell them.
-_OWN_NAMES = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "OneBitAdam", "SGD")
+_OWN_NAMES = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "OneBitAdam", "OneBitLamb", "SGD")
 
 #: Known names without an implementation, and what to use instead.
 _MISSING = {
@@ -28,7 +28,6 @@ _MISSING = {
     "MuAdamW": "AdamW with a learning rate per param group",
     "MuSGD": "SGD with a learning rate per param group",
     "ZeroOneAdam": "AdamW",
-    "OneBitLamb": "Lamb",
 }
 
 _UNUSABLE = {
@@ -54,10 +53,11 @@ _WITHOUT_EFFECT: dict[Any, dict[str, Any]] = {
     },
     FusedLamb: {"max_grad_norm": 0},
     OneBitAdam: {"max_grad_norm": 0, "cuda_aware": None, "comm_backend_name": None},
+    OneBitLamb: {"max_grad_norm": 0, "cuda_aware": None, "comm_backend_name": None, "bias_correction": None},
 }
 
 #: Settings of :data:`_WITHOUT_EFFECT` that choose an implementation, not a result: any value may be dropped.
-_MERELY_SPEED = frozenset({"set_grad_none", "foreach", "fused", "cuda_aware", "comm_backend_name"})
+_MERELY_SPEED = frozenset({"set_grad_none", "foreach", "fused", "bias_correction", "cuda_aware", "comm_backend_name"})
 
 
 def build_optimizer(
@@ -71,8 +71,8 @@ def build_optimizer(
     """Builds the optimizer ``name``.
 
     Args:
-        name: Adam, AdamW, Adagrad, Lamb, Lion, Muon, OneBitAdam or SGD in any case, or a class of ``torch.optim`` spelt
-            as there. Adam decouples weight decay unless ``params`` has ``adam_w_mode: false``; AdamW always does;
+        name: Adam, AdamW, Adagrad, Lamb, Lion, Muon, OneBitAdam, OneBitLamb, ZeroOneAdam or SGD in any case, or a
+            class of ``torch.optim`` spelt as there. Adam decouples weight decay unless ``params`` has ``adam_w_mode: false``; AdamW always does;
             ``torch_adam: true`` chooses torch's class of the same kind.
         params: Keyword arguments.
         model_parameters: Parameters or group dictionaries; groups without parameters are dropped.
@@ -116,6 +116,7 @@ def _choose(name: str, arguments: dict[str, Any], offload: bool) -> tuple[Callab
         "Lion": (FusedLion, DeepSpeedCPULion),
         "Muon": (Muon, Muon),
         "OneBitAdam": (OneBitAdam, OneBitAdam),
+        "OneBitLamb": (OneBitLamb, OneBitLamb),
         "SGD": (torch.optim.SGD, torch.optim.SGD),
     }
     if spelt in own:

@@ -29,6 +29,21 @@ def add_over_ranks(tensor: Tensor, group: object | None, purpose: str) -> None:
         comm.all_reduce(tensor, group=group)
 
 
+def most_over_ranks(tensor: Tensor, group: object | None, purpose: str) -> None:
+    """As :func:`add_over_ranks`, with the largest value in the place of the sum."""
+    if group is None:
+        return
+    from deepspeed import comm
+    from deepspeed.comm import supervised
+    from deepspeed.comm.counters import traffic
+
+    nbytes = 2 * tensor.numel() * tensor.element_size()
+    traffic.record_asked("all_reduce", nbytes, "data")
+    traffic.record_ran("all_reduce", nbytes, "data")
+    with supervised.purpose(purpose):
+        comm.all_reduce(tensor, op=comm.ReduceOp.MAX, group=group)
+
+
 def exchange_parts(
     incoming: Tensor, outgoing: Tensor, numels: tuple[list[int], list[int]], kept: int, group: object, purpose: str
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -117,17 +118,24 @@ class OneBitAdam:
             vectors = []
             for rank in range(self.ranks):
                 own = [beta * self.m[name] + (1 - beta) * by_rank[rank][name] for name in message.names]
+                own = [self.sent(name, m) for name, m in zip(message.names, own, strict=True)]
                 masked = [m * self.masks.get(n, 1) for n, m in zip(message.names, own, strict=True)]
                 vectors.append(torch.cat([m.reshape(-1) for m in masked]))
             parts = message.exchange(vectors).split(message.numels)
             for name, part in zip(message.names, parts, strict=True):
-                after[name] = part.view_as(self.m[name]) * self.masks.get(name, 1)
+                after[name] = self.received(name, part.view_as(self.m[name])) * self.masks.get(name, 1)
             self.clear_masked(message)
         decoded = {name: (m - beta * self.m[name]) / (1 - beta) for name, m in after.items()}
         self.norm = math.sqrt(sum(g.double().square().sum().item() for g in decoded.values()))
         factor = min(1.0, self.clip / (self.norm + 1e-6)) if self.clip else 1.0
         for name, gradient in decoded.items():
             self.m[name] = beta * self.m[name] + (1 - beta) * factor * gradient
+
+    def sent(self, name: str, momentum: torch.Tensor) -> torch.Tensor:
+        return momentum
+
+    def received(self, name: str, momentum: torch.Tensor) -> torch.Tensor:
+        return momentum
 
     def clear_masked(self, message: Message) -> None:
         """Where momentum is masked nothing is owed."""
@@ -146,3 +154,55 @@ class OneBitAdam:
     def move(self, name: str, parameter: torch.Tensor) -> None:
         parameter.mul_(1 - self.lr * self.decay)
         parameter.sub_(self.lr * self.m[name] / (self.v[name].sqrt() + self.eps))
+
+
+class OneBitLamb(OneBitAdam):
+    """1-bit LAMB, algorithm 1 of arXiv 2104.06069."""
+
+    bounds, coeff_beta, factor_bounds, threshold = (0.01, 10.0), 0.9, (0.5, 4.0), 0.1
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.scaling = dict.fromkeys(self.at, 1.0)
+        self.average = dict.fromkeys(self.at, 0.0)
+        self.last = dict.fromkeys(self.at, 1.0)
+        self.before: dict[str, torch.Tensor] = {}
+        self.fresh: dict[str, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def step(self, by_rank: list[dict[str, torch.Tensor]]) -> None:
+        if self.count == self.freeze:
+            roots = {name: m.square().mean().sqrt().item() for name, m in self.m.items()}
+            mean = sum(roots.values()) / len(roots)
+            self.scaling = {name: mean / root for name, root in roots.items()}
+            self.fresh = {name: v.clone() for name, v in self.v.items()}
+        self.before = {name: m.clone() for name, m in self.m.items()}
+        super().step(by_rank)
+
+    def sent(self, name: str, momentum: torch.Tensor) -> torch.Tensor:
+        return momentum * self.scaling[name]
+
+    def received(self, name: str, momentum: torch.Tensor) -> torch.Tensor:
+        return momentum / self.scaling[name]
+
+    def move(self, name: str, parameter: torch.Tensor) -> None:
+        m, root = self.m[name], self.v[name].sqrt() + self.eps
+        plain = m / root
+        update = plain + self.decay * parameter
+        if self.count <= self.freeze:
+            sizes = parameter.norm().item(), update.norm().item()
+            ratio = sizes[0] / sizes[1] if min(sizes) > 0 else 1.0
+            ratio = min(max(ratio, self.bounds[0]), self.bounds[1])
+            if ratio != 1.0:
+                self.average[name] = self.coeff_beta * self.average[name] + (1 - self.coeff_beta) * ratio
+        else:
+            gradient = (m - self.betas[0] * self.before[name]) / (1 - self.betas[0])
+            self.fresh[name] = self.betas[1] * self.fresh[name] + (1 - self.betas[1]) * gradient.square()
+            factor = (root / (self.fresh[name].sqrt() + self.eps)).max().item()
+            share = min(1.0, plain.norm().item() / update.norm().item())
+            factor = factor * share + 1 - share
+            factor = min(max(factor, self.factor_bounds[0]), self.factor_bounds[1])
+            last = self.last[name]
+            self.last[name] = min(max(factor, (1 - self.threshold) * last), (1 + self.threshold) * last)
+            ratio = (self.average[name] or 1.0) * self.last[name]
+        parameter.sub_(self.lr * ratio * update)

@@ -13,8 +13,8 @@ class Optimizer(Section):
 
     type: str | None = key(
         None,
-        "Name of the optimizer: Adam, AdamW, Adagrad, Lion, Lamb, Muon, OneBitAdam, SGD (any case), or an elementwise "
-        "class of torch.optim, spelt as there.",
+        "Name of the optimizer: Adam, AdamW, Adagrad, Lion, Lamb, Muon, OneBitAdam, OneBitLamb, SGD (any case), or an "
+        "elementwise class of torch.optim, spelt as there.",
         null_means="the client's optimizer, or none",
     )
     params: dict[str, Any] = key(None, "Arguments of the optimizer, listed per optimizer below.", factory=dict)
@@ -161,6 +161,19 @@ class OneBitAdamParams(OneBitParams):
     )
 
 
+class OneBitLambParams(OneBitParams):
+    """1-bit LAMB: LAMB for freeze_step updates, then its variance stays and its momentum travels in 1 bit."""
+
+    freeze_step: Int = key(100000, "Updates of the warm-up; 15 to 25 % of all.", unit="updates", minimum=1)
+    bias_correction: Bool = key(False, "From LAMB.", no_effect="the publication has none")
+    max_coeff: Float = key(10.0, "Greatest trust ratio of the warm-up.", above=0)
+    min_coeff: Float = key(0.01, "Least trust ratio of the warm-up.", minimum=0)
+    coeff_beta: Float = key(0.9, "Decay of the average of trust ratios.", minimum=0, below=1)
+    factor_max: Float = key(4.0, "Greatest factor on that average after the warm-up.", above=0)
+    factor_min: Float = key(0.5, "Least factor.", above=0)
+    factor_threshold: Float = key(0.1, "By how much of itself the factor may change in an update.", minimum=0)
+
+
 class MuonParams(Parameters):
     """Muon for matrices (two dimensions or more, name without embed and lm_head), Adam for the rest."""
 
@@ -264,6 +277,7 @@ OWN_OPTIMIZERS: dict[str, type[Parameters]] = {
     "Lamb": LambParams,
     "Muon": MuonParams,
     "OneBitAdam": OneBitAdamParams,
+    "OneBitLamb": OneBitLambParams,
     "SGD": SGDParams,
 }
 TORCH_OPTIMIZERS: dict[str, type[Parameters]] = {
@@ -285,7 +299,6 @@ MISSING_OPTIMIZERS = {
     "MuAdamW": "muP optimizers do not exist here yet; use AdamW with per-group learning rates",
     "MuSGD": "muP optimizers do not exist here yet; use SGD with per-group learning rates",
     "ZeroOneAdam": "1-bit optimizers do not exist here yet; use AdamW",
-    "OneBitLamb": "1-bit optimizers do not exist here yet; use Lamb",
 }
 
 

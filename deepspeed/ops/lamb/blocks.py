@@ -56,6 +56,12 @@ class BlockMap:
         # Each tensor has at most one stretch in a run, so this adds one value to a zero; only padding adds several.
         return totals.index_add_(0, self._owners, stretches)[: self._num_tensors].T.contiguous()
 
+    def most(self, block_values: Tensor) -> Tensor:
+        """The largest of ``block_values`` (fp64, not negative) per tensor; 0 for those that have no block here."""
+        totals = block_values.new_zeros(self._num_tensors + 1)
+        owners = self._owners.repeat_interleave(self._lengths, output_size=self.num_blocks)
+        return totals.scatter_reduce_(0, owners, block_values, "amax")[: self._num_tensors]
+
     def spread(self, per_tensor: Tensor, fill: float) -> Tensor:
         """One value per block from one per tensor; blocks of padding get ``fill``."""
         with_padding = torch.cat([per_tensor, per_tensor.new_full((1,), fill)])
@@ -70,6 +76,15 @@ def block_squares(flat: Tensor, out: Tensor) -> None:
     if flat.numel() % BLOCK_NUMEL:
         out[whole] = torch.linalg.vector_norm(flat[whole * BLOCK_NUMEL :])
     out.square_()
+
+
+def block_most(flat: Tensor) -> Tensor:
+    """The largest element of every block of ``flat`` (1-D; the last may be short), fp64."""
+    whole = flat.numel() // BLOCK_NUMEL
+    most = [flat[: whole * BLOCK_NUMEL].view(whole, BLOCK_NUMEL).amax(dim=1)] if whole else []
+    if flat.numel() % BLOCK_NUMEL:
+        most.append(flat[whole * BLOCK_NUMEL :].amax(dim=0, keepdim=True))
+    return torch.cat(most).double() if most else flat.new_zeros(0, dtype=torch.float64)
 
 
 def multiply_blocks(flat: Tensor, factors: Tensor) -> None:

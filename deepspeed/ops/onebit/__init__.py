@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from deepspeed.ops.onebit.adam import OneBitAdam
+from deepspeed.ops.onebit.lamb import OneBitLamb
 
-__all__ = ["OneBitAdam"]
+__all__ = ["OneBitAdam", "OneBitLamb"]

@@ -5,5 +5,7 @@ from __future__ import annotations
 from deepspeed.lazy import lazy_names
 
 __getattr__, __dir__, __all__ = lazy_names(
-    __name__, {"OnebitAdam": "deepspeed.ops.onebit:OneBitAdam"}, submodules=["adam"]
+    __name__,
+    {"OnebitAdam": "deepspeed.ops.onebit:OneBitAdam", "OnebitLamb": "deepspeed.ops.onebit:OneBitLamb"},
+    submodules=["adam", "lamb"],
 )

@@ -1,0 +1,311 @@
+"""1-bit LAMB."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from deepspeed.ops.exchange import add_over_ranks, exchange_device, most_over_ranks
+from deepspeed.ops.lamb.blocks import BLOCK_NUMEL, BlockMap, block_most, block_squares, multiply_blocks
+from deepspeed.ops.lamb.fused_lamb import FusedLamb
+from deepspeed.ops.onebit.adam import check_family
+from deepspeed.ops.onebit.phases import Phase, Reminder, refuse_step
+from deepspeed.ops.segments import Segment, SegmentTable
+
+_MEMORY = "onebit_lamb"
+"""Key of the param groups: by tensor, its scaling coefficient, the average of its warm-up, and the last factor."""
+
+
+@dataclass
+class _Tensor:
+    """What 1-bit LAMB remembers of one tensor."""
+
+    scaling: float = 0.0
+    average: float = 0.0
+    last_factor: float = 1.0
+
+
+class OneBitLamb(FusedLamb):
+    """LAMB that exchanges its momentum in one bit for each element once its variance has settled.
+
+    `1-bit LAMB <https://arxiv.org/abs/2104.06069>`_. The first ``freeze_step`` updates are LAMB's without bias
+    correction; each tensor's trust ratio is averaged. Then variance and averages stay, momenta are scaled alike and
+    averaged by the compressed all-reduce, and each tensor's ratio is its average times a factor: how much the frozen
+    variance exceeds one that goes on from the gradients which the momenta stand for. Without an engine it cannot step.
+
+    State beside LAMB's: ``exp_avg_sq_fresh``, that second variance.
+
+    Args:
+        params: Parameters or group dictionaries; ``exp_avg_mask`` as of :class:`~deepspeed.ops.onebit.OneBitAdam`.
+        deepspeed: The engine, as the original takes it; of no use here.
+        lr: Step size.
+        freeze_step: Updates of the warm-up.
+        bias_correction: Must be False, as published; True, which the original ignores, is ignored here too.
+        betas: Decay of the momentum and of the variances.
+        eps: Added to the root of the variances.
+        eps_inside_sqrt: Must be False.
+        weight_decay: Decoupled weight decay, part of the direction whose norm counts.
+        max_grad_norm: Must be 0; ``gradient_clipping`` clips, by the norm of the decoded sum.
+        max_coeff: Greatest trust ratio of the warm-up.
+        min_coeff: Least trust ratio of the warm-up.
+        amsgrad: Must be False.
+        cuda_aware: Of no use.
+        comm_backend_name: Of no use: the process group is the engine's.
+        coeff_beta: Decay of the average of trust ratios.
+        factor_max: Greatest factor.
+        factor_min: Least factor.
+        factor_threshold: By how much of itself a factor may change in one update.
+
+    Raises:
+        ValueError: A number is out of range, or something is asked for that does not exist.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        deepspeed: Any = None,
+        lr: float = 1e-3,
+        freeze_step: int = 100000,
+        bias_correction: bool = False,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        amsgrad: bool = False,
+        cuda_aware: bool = False,
+        comm_backend_name: str = "nccl",
+        coeff_beta: float = 0.9,
+        factor_max: float = 4.0,
+        factor_min: float = 0.5,
+        factor_threshold: float = 0.1,
+    ) -> None:
+        check_family(self, eps_inside_sqrt=eps_inside_sqrt, max_grad_norm=max_grad_norm, freeze_step=freeze_step)
+        if not 0 <= coeff_beta < 1 or not 0 < factor_min <= factor_max or factor_threshold < 0:
+            raise ValueError(
+                "OneBitLamb needs 0 <= coeff_beta < 1, 0 < factor_min <= factor_max and factor_threshold >= 0, but got "
+                f"{coeff_beta}, {factor_min}, {factor_max} and {factor_threshold}"
+            )
+        super().__init__(
+            params,
+            lr=lr,
+            bias_correction=False,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            max_coeff=max_coeff,
+            min_coeff=min_coeff,
+            amsgrad=amsgrad,
+        )
+        self.freeze_step = freeze_step
+        self.coeff_beta = coeff_beta
+        self.factor_bounds = (factor_min, factor_max)
+        self.factor_threshold = factor_threshold
+        self.phase = Phase.WARM_UP
+        self.reminder = Reminder(self, "1-bit LAMB", freeze_step, "freeze_step")
+
+    def begin_update(self, before: int) -> None:
+        """See :class:`~deepspeed.ops.onebit.phases.ExchangesMomentum`; a collective as phases change."""
+        former, self.phase = self.phase, Phase.WARM_UP if before < self.freeze_step else Phase.MOMENTUM
+        if self.phase is Phase.WARM_UP:
+            if former is Phase.MOMENTUM:  # an earlier checkpoint was loaded
+                for state in self.state.values():
+                    state.pop("exp_avg_sq_fresh", None)
+        elif not any(one.scaling for one in self._remembered().values()):
+            self._find_scaling()
+
+    def coefficient(self, name: str) -> float:
+        """See :class:`~deepspeed.ops.onebit.phases.ExchangesMomentum`."""
+        return self._remembered().get(name, _Tensor()).scaling or 1.0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Attributes that decide what a step does go along."""
+        kept = ("freeze_step", "coeff_beta", "factor_bounds", "factor_threshold", "phase")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}}
+
+    # -- what is remembered of tensors ---------------------------------------------------------------------------------
+
+    def _remembered(self) -> dict[str, _Tensor]:
+        """Of every tensor that was updated, the same on all ranks; kept with the groups, which checkpoints have."""
+        found: dict[str, _Tensor] = {}
+        for group in self.param_groups:
+            found.update({name: _Tensor(*numbers) for name, numbers in group.get(_MEMORY, {}).items()})
+        return found
+
+    def _remember(self, tensors: dict[str, _Tensor]) -> None:
+        numbers = {name: (one.scaling, one.average, one.last_factor) for name, one in tensors.items()}
+        for group in self.param_groups:
+            group[_MEMORY] = dict(numbers)
+
+    def _names(self) -> dict[int, str]:
+        """The tensors by their numbers."""
+        return {shared.index: shared.name for shared in self._attached().shared}
+
+    def _find_scaling(self) -> None:
+        """What makes momenta of one size: the mean over tensors of their root mean square, by each one's own."""
+        table = self._attached()
+        members = [param for group in self.param_groups for param in group["params"]]
+        device = exchange_device(members, table.group)
+        sums = torch.zeros(2, table.num_tensors, dtype=torch.float64, device=device)
+        for param in members:
+            state = self.state.get(param)
+            if state:
+                block_map = self._maps[id(param)]
+                squares = torch.zeros(2, block_map.num_blocks, dtype=torch.float64, device=param.device)
+                block_squares(state["exp_avg"].view(-1), squares[0])
+                sums[0] += block_map.sums(squares)[0].to(device)
+                for segment in table.of(param):
+                    sums[1, segment.index] += segment.numel
+        add_over_ranks(sums, table.group, "1-bit LAMB's sizes of momenta")
+        roots = (sums[0] / sums[1].clamp(min=1)).sqrt()
+        mean = roots[roots > 0].mean().item() if bool((roots > 0).any()) else 0.0
+        remembered = self._remembered()
+        for index, name in self._names().items():
+            one = remembered.setdefault(name, _Tensor())
+            root = roots[index].item()
+            one.scaling = mean / root if root > 0 and mean > 0 else 1.0
+        self._remember(remembered)
+
+    def _attached(self) -> SegmentTable:
+        if self._table is None:
+            refuse_step(self)
+        assert self._table is not None
+        return self._table
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates every parameter that has a gradient. A collective when the tensors are cut over a group.
+
+        After the warm-up the "gradient" is the new momentum.
+
+        Args:
+            closure: Recomputes the loss; called with gradients enabled.
+
+        Returns:
+            What ``closure`` returned, or None.
+        """
+        table = self._attached()
+        if self.phase is Phase.MOMENTUM:
+            self._step_frozen(table)
+            return None
+        loss = super().step(closure)
+        self._average_ratios()
+        return loss
+
+    def _average_ratios(self) -> None:
+        """Averages the trust ratios of the update that is over; those of 1 say nothing."""
+        assert self._coeffs is not None
+        remembered = self._remembered()
+        ratios = self._coeffs.tolist()
+        for index, name in self._names().items():
+            one = remembered.setdefault(name, _Tensor())
+            if ratios[index] != 1.0:
+                one.average = self.coeff_beta * one.average + (1 - self.coeff_beta) * ratios[index]
+        self._remember(remembered)
+
+    def _step_frozen(self, table: SegmentTable) -> None:
+        updates = [
+            _Frozen(group, param, param.grad, self.state[param], self._maps[id(param)], table.of(param))
+            for group in self.param_groups
+            for param in group["params"]
+            if param.grad is not None
+        ]
+        device = exchange_device((param for g in self.param_groups for param in g["params"]), table.group)
+        squares = torch.zeros(2, table.num_tensors, dtype=torch.float64, device=device)
+        most = torch.zeros(table.num_tensors, dtype=torch.float64, device=device)
+        for update in updates:
+            sums, largest = update.advance()
+            squares += sums.to(device)
+            most = torch.maximum(most, largest.to(device))
+        add_over_ranks(squares, table.group, "1-bit LAMB's norms of updates")
+        most_over_ranks(most, table.group, "1-bit LAMB's largest ratios of variances")
+        ratios = self._ratios(squares, most)
+        self._coeffs = ratios.float()
+        for update in updates:
+            update.apply(ratios)
+
+    def _ratios(self, squares: Tensor, most: Tensor) -> Tensor:
+        """The trust ratio of every tensor: the average of its warm-up times this update's factor."""
+        remembered = self._remembered()
+        ratios = torch.ones_like(most)
+        found, (plain, whole) = most.tolist(), squares.sqrt().tolist()
+        low, high = self.factor_bounds
+        for index, name in self._names().items():
+            if found[index] == 0:
+                continue  # of no rank's gradients
+            one = remembered.setdefault(name, _Tensor())
+            factor = found[index]
+            if whole[index] > 0:
+                share = min(1.0, plain[index] / whole[index])
+                factor = factor * share + 1.0 - share
+            factor = min(max(factor, low), high)
+            bounds = (1 - self.factor_threshold) * one.last_factor, (1 + self.factor_threshold) * one.last_factor
+            one.last_factor = min(max(factor, bounds[0]), bounds[1])
+            # A tensor whose ratio never was anything but 1 has no average.
+            ratios[index] = (one.average or 1.0) * one.last_factor
+        self._remember(remembered)
+        return ratios
+
+
+@dataclass(frozen=True)
+class _Frozen:
+    """An update of one parameter after the warm-up, in its two halves around the reductions."""
+
+    group: dict[str, Any]
+    param: Tensor
+    momentum: Tensor
+    state: dict[str, Any]
+    block_map: BlockMap
+    segments: tuple[Segment, ...]
+
+    def advance(self) -> tuple[Tensor, Tensor]:
+        """Takes the new momentum and goes on with the second variance.
+
+        Returns:
+            2 x num_tensors fp64: the squared norms of the direction without and with weight decay; and per tensor the
+            largest ratio of the roots of the variances, 0 where this parameter holds none of it.
+        """
+        state, (beta1, beta2), eps = self.state, self.group["betas"], self.group["eps"]
+        if "exp_avg_sq_fresh" not in state:
+            state["exp_avg_sq_fresh"] = state["exp_avg_sq"].clone()
+        state["step"] += 1
+        exp_avg, fresh = state["exp_avg"].view(-1), state["exp_avg_sq_fresh"].view(-1)
+        momentum = self.momentum.reshape(-1).to(exp_avg.dtype)
+        gradient = momentum.sub(exp_avg, alpha=beta1).div_(1 - beta1)
+        fresh.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        exp_avg.copy_(momentum)
+        frozen = self._denominator()
+        excess = frozen.div(fresh.sqrt().add_(eps))
+        for segment in self.segments:  # what follows up to the next block is no element
+            excess[segment.stop : -(-segment.stop // BLOCK_NUMEL) * BLOCK_NUMEL] = 0.0
+        largest = self.block_map.most(block_most(excess))
+        squares = torch.zeros(2, self.block_map.num_blocks, dtype=torch.float64, device=self.param.device)
+        direction = exp_avg / frozen
+        block_squares(direction, squares[0])
+        block_squares(direction.add_(self._weights(), alpha=self.group["weight_decay"]), squares[1])
+        return self.block_map.sums(squares), largest
+
+    def apply(self, ratios: Tensor) -> None:
+        """Moves the weights along the direction times the ratio of their tensor."""
+        factors = self.block_map.spread(ratios.to(self.param.device, torch.float32), fill=0.0)
+        lr = self.group["lr"]
+        direction = self.state["exp_avg"].view(-1) / self._denominator()
+        direction.add_(self._weights(), alpha=self.group["weight_decay"])
+        multiply_blocks(direction, factors)
+        weights = self._weights().sub(direction, alpha=float(lr))
+        self.param.copy_(weights.view_as(self.param))
+
+    def _denominator(self) -> Tensor:
+        return self.state["exp_avg_sq"].view(-1).sqrt().add_(self.group["eps"])
+
+    def _weights(self) -> Tensor:
+        return self.param.reshape(-1).to(self.state["exp_avg"].dtype)
