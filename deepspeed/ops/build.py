@@ -72,8 +72,8 @@ def build_optimizer(
 
     Args:
         name: Adam, AdamW, Adagrad, Lamb, Lion, Muon, OneBitAdam, OneBitLamb, ZeroOneAdam or SGD in any case, or a
-            class of ``torch.optim`` spelt as there. Adam decouples weight decay unless ``params`` has ``adam_w_mode: false``; AdamW always does;
-            ``torch_adam: true`` chooses torch's class of the same kind.
+            class of ``torch.optim`` spelt as there. Adam decouples weight decay unless ``params`` has
+            ``adam_w_mode: false``; AdamW always does; ``torch_adam: true`` chooses torch's class of the same kind.
         params: Keyword arguments.
         model_parameters: Parameters or group dictionaries; groups without parameters are dropped.
         offload: The optimizer's state lives on the host: the CPU kind is built where there is one.
