@@ -74,8 +74,9 @@ def phases() -> None:
         assert equal is (step < 2)
         if rank() == 0:
             assert len(lines.about("as codes from now on")) == (step == 1)
-        slices = [master.bucket.layout.slice_numel for master in engine._runtime.masters]
-        assert moved == (sum(coded_nbytes(SignCodec(2048), numel) for numel in slices) if step == 2 else 0)
+        buckets = engine._runtime.reducer.buckets
+        codes = sum(coded_nbytes(SignCodec(2048), g.bucket.layout.slice_numel) + g._rows.nbytes for g in buckets)
+        assert moved == (codes if step == 2 else 0)
     assert same_on_all_ranks({name: value.sum().item() for name, value in weights(engine).items()})
     engine.destroy()
     with Lines() as lines:
