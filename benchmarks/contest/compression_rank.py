@@ -1,4 +1,4 @@
-"""One rank of ``benchmarks/compression.py``: trains a model whose gradients travel in one way, and prints what it took."""
+"""One rank of ``benchmarks/compression.py``: trains a model whose gradients travel in one way; says what it took."""
 
 from __future__ import annotations
 
@@ -37,7 +37,11 @@ def ddp(told: dict[str, Any]) -> Callable[[int], None]:
 
     dist.init_process_group("gloo")
     model = nn.parallel.DistributedDataParallel(model_of(told["millions"]))
-    model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+
+    def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        return default_hooks.bf16_compress_hook(state, bucket)  # by that name DDP takes it on devices only
+
+    model.register_comm_hook(None, hook)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
 
     def step(number: int) -> None:

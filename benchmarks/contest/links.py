@@ -1,7 +1,7 @@
 """Ranks on links of a given speed: each in a network namespace of its own, joined by a bridge, shaped by the kernel.
 
-Needs Linux, root, ``ip`` and ``tc``. Elsewhere :func:`throttle_transport` slows this project's own transport down; torch's
-DDP cannot be slowed so, and is left out.
+Needs Linux, root, ``ip`` and ``tc``. Elsewhere :func:`throttle_transport` slows this project's own transport down;
+torch's DDP cannot be slowed so, and is left out.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 F is (n - 1) / n for n ranks and Psi the number of elements. What a rank sends: to the owners F Psi bits / 8; where all
 get the sum, as much again. On gloo two ranks exchange everything once, and from three on the second half carries fp32
-sums. Codes are written once before each half and read once after it. Nothing is taken to hide anything: on a device that
-computes while it waits, both sides of the comparison shrink.
+sums. Codes are written once before each half and read once after it. Nothing is taken to hide anything: on a device
+that computes while it waits, both sides of the comparison shrink.
 """
 
 from __future__ import annotations

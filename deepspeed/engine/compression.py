@@ -9,9 +9,11 @@ from deepspeed.comm.codecs import BlockCodec, Int4Codec, Int8Codec, SignCodec
 from deepspeed.comm.coded import CodedTransport
 from deepspeed.config.sections.communication_compression import CommunicationCompression
 from deepspeed.config.sections.root import Root
+from deepspeed.engine import probe
 from deepspeed.logging import log_dist
 from deepspeed.precision.policy import PrecisionPolicy
 from deepspeed.zero.group import Groups
+from deepspeed.zero.trial import UPDATES
 
 _CODECS: dict[str, type[BlockCodec]] = {"sign": SignCodec, "int8": Int8Codec, "int4": Int4Codec}
 _BLOCKS = {"sign": 2048, "int8": 256, "int4": 256}
@@ -19,21 +21,32 @@ _BLOCKS = {"sign": 2048, "int8": 256, "int4": 256}
 small beside the largest of their block, so theirs are short."""
 
 
-def with_codecs(groups: Groups, root: Root, precision: PrecisionPolicy) -> Groups:
+_MARGIN = 1.1
+"""By how much codes must be faster alone to be tried: what is closer than that is noise."""
+
+
+def with_codecs(groups: Groups, root: Root, precision: PrecisionPolicy, device: torch.device) -> Groups:
     """The groups as ``communication_compression`` wants them. Every rank must call it.
 
     Args:
         groups: Of the engine.
         root: The configuration.
         precision: Dtypes of what travels as it is.
+        device: Where gradients are.
     """
     section = root.communication_compression
-    reduce = gradient_codec(section)
+    reduce, measured = gradient_codec(section), ""
+    if section.gradients == "auto":
+        reduce, measured = _measured_codec(groups, root, precision, device)
     gather = Int8Codec() if section.weights is not None else None
     if reduce is None and gather is None:
+        if measured:
+            log_dist(f"communication_compression: gradients travel as they are: {measured}")
         return groups
     coded = groups.coded(gather, reduce)
     said = [_gradients_line(section, reduce, coded, wire_bits(root, precision))] if reduce is not None else []
+    if measured:
+        said.append(measured)
     if gather is not None:
         said.append(f"parameters travel as int8 codes ({bits_of(gather):.2f} bits an element), masters stay exact")
     if not any(isinstance(g.gradient_wire, CodedTransport) or g.size > 1 for g in coded):
@@ -43,12 +56,32 @@ def with_codecs(groups: Groups, root: Root, precision: PrecisionPolicy) -> Group
 
 
 def gradient_codec(section: CommunicationCompression) -> Codec | None:
-    """The codec of gradients that the section names; None for none."""
-    if section.gradients is None:
+    """The codec of gradients that the section names; None where it names none."""
+    if section.gradients is None or section.gradients == "auto":
         return None
-    codec = _CODECS[section.gradients](section.block or _BLOCKS[section.gradients])
-    codec.feeds_back = section.gradients != "int8" if section.error_feedback is None else section.error_feedback
-    return codec
+    return _codec(section.gradients, section)
+
+
+def _codec(name: str, section: CommunicationCompression) -> Codec:
+    feeds_back = name != "int8" if section.error_feedback is None else section.error_feedback
+    return _CODECS[name](section.block or _BLOCKS[name], feeds_back=feeds_back)
+
+
+def _measured_codec(
+    groups: Groups, root: Root, precision: PrecisionPolicy, device: torch.device
+) -> tuple[Codec | None, str]:
+    """The codec that pays on the links of this job, and what was measured; None where none does."""
+    transport = max((group.reduce for group in groups), key=lambda one: one.size)
+    if transport.size == 1 or device.type == "meta":
+        return None, "there is no link to measure"
+    codecs = [_codec(name, root.communication_compression) for name in ("int8", "int4")]
+    dtype = precision.reduce_dtype(precision.compute_dtype or torch.float32)
+    to_owner = root.zero_optimization.stage > 0
+    plain, *others = probe.seconds(transport, codecs, dtype, device, to_owner=to_owner)
+    listed = ", ".join(f"{1e3 * took:.3g} ms as {codec.name}" for took, codec in zip(others, codecs, strict=True))
+    measured = f"the sum of {probe.NUMEL / 2**20:.0f}Mi elements takes {1e3 * plain:.3g} ms plain, {listed}"
+    best = min(range(len(codecs)), key=lambda index: others[index])
+    return (codecs[best] if others[best] * _MARGIN < plain else None), measured
 
 
 def bits_of(codec: Codec) -> float:
@@ -67,6 +100,10 @@ def wire_bits(root: Root, precision: PrecisionPolicy) -> int:
 def _gradients_line(section: CommunicationCompression, codec: Codec, groups: Groups, plain_bits: int) -> str:
     bits = bits_of(codec)
     feedback = "with" if codec.feeds_back else "without"
+    if section.gradients == "auto":
+        until = section.start_step + UPDATES + 1
+        phase = f"in turn with plain ones until update {until}, and then if that is faster"
+        return f"gradients travel as {codec.name} codes ({bits:.2f} bits an element instead of {plain_bits}) {phase}"
     phase = f"from update {section.start_step + 1} on" if section.start_step else "from the first update on"
     exact = ""
     if any(group.spans_parts for group in groups):

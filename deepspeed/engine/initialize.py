@@ -192,7 +192,7 @@ def _build_parts(client: Client, config: Any, distributed_port: int, dist_init_r
         divisor=gradient_divisor(root, ranks),
         copies=copies,
     )
-    groups = with_codecs(groups, root, precision)
+    groups = with_codecs(groups, root, precision, device)
     groups = use_zero_plus_plus(groups, root.zero_optimization)
     placement = replace(
         placement,

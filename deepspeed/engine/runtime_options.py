@@ -90,5 +90,6 @@ def _reduction(root: Root, placement: Placement, precision: PrecisionPolicy) -> 
         allow_unused=root.zero_optimization.ignore_unused_parameters,
         may_skip=precision.may_skip,
         codes_from=root.communication_compression.start_step,
+        is_trial=root.communication_compression.gradients == "auto",
         forget_every=steps_until_reset(root.zero_optimization),
     )

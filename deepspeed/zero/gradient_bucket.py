@@ -80,7 +80,7 @@ class GradientBucket:
         self._landing = landing
         self.state = GradientState.IDLE
         self._policy = policy
-        self.is_coded = policy.codes_from == 0
+        self.is_coded = policy.begins_coded
         self._is_local = isinstance(group.reduce, LocalTransport) and group.combine is None
         layout = bucket.layout
         self._flat = FlatBuffer(

@@ -31,6 +31,7 @@ from deepspeed.zero.gradient_bucket import GradientBucket
 from deepspeed.zero.landing import Landing
 from deepspeed.zero.reduction_policy import ReductionPolicy
 from deepspeed.zero.storage import Ledger
+from deepspeed.zero.trial import Trial
 
 _MAX_IN_FLIGHT = 2  # reductions whose staging buffers may be alive besides the one being filled
 
@@ -90,7 +91,8 @@ class GradientReducer:
         needs_one_order: bool = False,
     ) -> None:
         self.policy = policy
-        self.is_coded = policy.codes_from == 0
+        self.is_coded = policy.begins_coded
+        self._trial = Trial() if policy.is_trial else None
         self.holds_back = False
         self._overlaps = policy.overlap
         self._needs_one_order = needs_one_order
@@ -161,7 +163,7 @@ class GradientReducer:
 
     def remove(self) -> None:
         """Takes the gradient hooks from the parameters."""
-        if not self.is_coded and self._has_codecs and self._hooks:
+        if not self.is_coded and self._has_codecs and self._hooks and not self.policy.is_trial:
             log_dist(
                 f"training ends before update {self.policy.codes_from + 1}, from which on gradients were to travel as "
                 "codes (communication_compression.start_step): all have travelled as they are"
@@ -412,14 +414,31 @@ class GradientReducer:
         Args:
             before: Updates so far, skipped ones included; equal on all ranks, also after a checkpoint was loaded.
         """
-        is_coded = before >= self.policy.codes_from
-        if is_coded is self.is_coded:
+        is_coded, why = before >= self.policy.codes_from, ""
+        if is_coded and self._trial is not None and self._has_codecs:
+            is_coded = self._trial.next(self._peers)
+            if not self._trial.outcome:
+                self._travel(is_coded)
+                return
+            why = f": {self._trial.outcome}"
+            self._trial = None
+            if not is_coded:
+                self.scale_private(0.0)
+        elif is_coded is self.is_coded or self._was_tried:
             return
+        self._travel(is_coded)
+        if self._has_codecs:
+            way = "codes" if is_coded else "they are"
+            log_dist(f"update {before + 1}: gradients travel as {way} from now on{why}")
+
+    @property
+    def _was_tried(self) -> bool:
+        return self.policy.is_trial and self._trial is None
+
+    def _travel(self, is_coded: bool) -> None:
         self.is_coded = is_coded
         for gradients in self.buckets:
             gradients.is_coded = is_coded
-        if self._has_codecs:
-            log_dist(f"update {before + 1}: gradients travel as {'codes' if is_coded else 'they are'} from now on")
 
     @property
     def _has_codecs(self) -> bool:

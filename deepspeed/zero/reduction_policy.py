@@ -27,6 +27,7 @@ class ReductionPolicy:
         allow_unused: Tolerate a parameter without gradient at the update (``ignore_unused_parameters``).
         may_skip: An update may be skipped for a gradient that is not finite, and then leaves everything as it was.
         codes_from: Updates before those whose gradients travel as the codecs of their groups say.
+        is_trial: From then on both ways take turns, and the faster one stays.
         forget_every: Updates after which what codes have lost is forgotten, of all buckets at once; 0: never.
     """
 
@@ -43,7 +44,13 @@ class ReductionPolicy:
     allow_unused: bool = True
     may_skip: bool = False
     codes_from: int = 0
+    is_trial: bool = False
     forget_every: int = 0
+
+    @property
+    def begins_coded(self) -> bool:
+        """Whether the first update's gradients travel as codecs say."""
+        return self.codes_from == 0 and not self.is_trial
 
     def factors(self, divisor: int) -> tuple[float, float]:
         """The factors on a gradient before it travels, and on the sum over ranks.

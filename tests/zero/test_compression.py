@@ -11,8 +11,10 @@ from torch import nn
 from deepspeed.comm.codec import coded_nbytes
 from deepspeed.comm.codecs import Int8Codec, SignCodec
 from deepspeed.comm.counters import counted
-from deepspeed.engine import DeepSpeedEngine
+from deepspeed.comm.transport import LocalTransport
+from deepspeed.engine import DeepSpeedEngine, probe
 from deepspeed.logging import logger
+from deepspeed.zero.trial import UPDATES, Trial
 from tests.config.support import only_problem, problems
 from tests.engine.support import engine_of, inputs, rank, same_on_all_ranks, tower
 from tests.harness import run_ranks
@@ -125,3 +127,51 @@ def test_contradictions_are_refused_by_name() -> None:
     zero = {"stage": 3, "zero_quantized_gradients": True}
     found = problems({at: {"gradients": "int4"}, "zero_optimization": zero})
     assert any(f"{at}.gradients: says the same as zero_optimization.zero_quantized_gradients" in one for one in found)
+
+
+def trial_of(seconds: dict[bool, float]) -> tuple[list[bool], Trial]:
+    """What a trial says for each update, where updates take so long."""
+    now, said = 0.0, []
+    trial = Trial(lambda: now)
+    for _ in range(UPDATES + 3):
+        said.append(trial.next(LocalTransport()))
+        now += seconds[said[-1]] + 100.0 * (len(said) <= 2)  # the first ones are slow
+    return said, trial
+
+
+def test_a_trial_keeps_the_faster_way() -> None:
+    said, trial = trial_of({False: 2.0, True: 1.0})
+    assert said[-3:] == [True] * 3 and "takes 1 s with codes and 2 s without" in trial.outcome
+    assert said[:UPDATES].count(True) == 7 and not said[0]
+    said, trial = trial_of({False: 1.0, True: 1.01})
+    assert said[-3:] == [False] * 3
+
+
+def measured(paces: tuple[float, float, float]) -> None:
+    original = probe.seconds
+    with Lines() as lines:
+        engine = compressed(0, {"gradients": "auto"})
+        run_step(engine, 0)
+        engine.destroy()
+    assert rank() or len(lines.about("takes")) == 1  # whatever it was
+    probe.seconds = lambda *_args, **_options: list(paces)
+    try:
+        with Lines() as lines:
+            engine = compressed(2, {"gradients": "auto", "start_step": 1})
+            for step in range(UPDATES + 3):
+                run_step(engine, step)
+        has_codes = paces[2] * 1.1 < paces[0]
+        assert (engine._runtime.reducer.buckets[0].private is not None) is has_codes
+        if rank() == 0:
+            assert len(lines.about("communication_compression")) == 1
+            assert len(lines.about("from now on: an update takes")) == has_codes
+        assert same_on_all_ranks({name: value.sum().item() for name, value in weights(engine).items()})
+        assert same_on_all_ranks(engine._runtime.reducer.is_coded)
+        engine.destroy()
+    finally:
+        probe.seconds = original
+
+
+def test_auto_measures_the_link() -> None:
+    run_ranks(measured, 2, (1.0, 0.5, 0.3))
+    run_ranks(measured, 2, (1.0, 1.5, 0.95))
