@@ -21,6 +21,7 @@ from deepspeed.linear.bases import shared_bases
 from deepspeed.linear.parts import quantize_as_configured
 from deepspeed.logging import log_dist
 from deepspeed.parallel.expert.prepare import prepare_expert_layers
+from deepspeed.parallel.sequence.sharing import left_alone
 from deepspeed.parallel.sequence.tiled_models import tile_model
 from deepspeed.parallel.sequence.ulysses import adopt_model
 from deepspeed.parallel.tensor.cutting import cut_model
@@ -62,7 +63,8 @@ def reshape_model(
         adopt_model(model, ranks.sequence_group, ranks.mesh, tiles.mode, tiles.evaluation)
     prepare_expert_layers(model, device, data_first=root.use_data_before_expert_parallelism)
     client = _with_new_parameters(client, adopt_dtensors(model, ranks.mesh, device))
-    tensor = cut_model(model, root.tensor_parallel, ranks.mesh, device)
+    with left_alone(model):  # it is tried out before and after, each rank by itself
+        tensor = cut_model(model, root.tensor_parallel, ranks.mesh, device)
     quantize_as_configured(model, root.weight_quantization)
     settle: Callable[[torch.device], None] | None = getattr(model, "settle", None)
     if callable(settle):

@@ -14,5 +14,5 @@ __getattr__, __dir__, __all__ = lazy_names(
         "ring_attention": "deepspeed.parallel.sequence.ring",
         "sum_over_ranks": "deepspeed.parallel.sequence.loss",
     },
-    submodules=["cross_entropy", "layer"],
+    submodules=["cross_entropy", "fpdt_layer", "layer"],
 )

@@ -193,6 +193,38 @@ def _by_configuration(stage):
         torch.testing.assert_close(value, found[False][1][name], rtol=1e-5, atol=1e-6)
 
 
+def _uneven():
+    """Ranks with different lengths, so different numbers of tiles: the head is gathered as often on all."""
+    from tests.sequence.llama import llama
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "sequence_parallel": {"tiled_mlp": True, "tiled_loss": True, "tile_tokens": 2},
+    }
+    model, whole = llama(), llama()
+    engine = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)[0]
+    losses = []
+    for rank in range(2):
+        ids = torch.arange(1, 6 + 7 * rank)[None]
+        labels = ids if rank else torch.full_like(ids, -100)  # on one rank nothing counts
+        losses.append(whole(input_ids=ids, labels=labels).loss if rank else whole(input_ids=ids).logits.sum() * 0)
+        if rank == dist.get_rank():
+            out = engine(input_ids=ids, labels=labels)
+            torch.testing.assert_close(out.loss, losses[rank])
+            engine.backward(out.loss)
+    (sum(losses) / 2).backward()
+    wanted = {name: parameter.grad for name, parameter in whole.named_parameters()}
+    for name, gradient in engine.iter_full("grad"):
+        torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-6)
+    engine.step()
+
+
+@needs_transformers
+def test_ranks_with_different_numbers_of_tiles():
+    run_ranks(_uneven, 2)
+
+
 @needs_transformers
 @pytest.mark.parametrize("stage", [2, 3])
 def test_by_configuration(stage):

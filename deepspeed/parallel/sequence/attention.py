@@ -91,7 +91,7 @@ class DistributedAttention(nn.Module):
             for tensor, heads in ((query, shares.query), (key, shares.key), (value, shares.key))
         )
         if rotary_pos_emb is not None:
-            query, key = (_rotated(x, *rotary_pos_emb, tokens) for x in (query, key))
+            query, key = (rotated(x, *rotary_pos_emb, tokens) for x in (query, key))
         context = self.local_attn(query, key, value, *args, **kwargs)
         with self._beside(context):
             return exchange(context, self.spg, tokens, self.scatter_idx, back=True, heads=shares.query).contiguous()
@@ -138,7 +138,7 @@ class _OnStream:
         self._outside.wait_stream(self._stream)
 
 
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, tokens: int) -> torch.Tensor:
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, tokens: int) -> torch.Tensor:
     """Rotary position embedding over the last axis, in the split-halves form (arXiv 2104.09864)."""
     cos, sin = (_like_tokens(part, x, tokens) for part in (cos, sin))
     width = cos.size(-1)

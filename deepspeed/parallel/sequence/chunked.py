@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.parallel.sequence.host_chunks import home
 from deepspeed.parallel.sequence.online import Rows, Rule, Slopes, Tokens, grouped
 
 
@@ -64,7 +65,7 @@ class _Chunked(torch.autograd.Function):
     ) -> torch.Tensor:
         many = grouped(query, key.size(1))
         rows, tokens = Rows.of(many, value.size(-1)), Tokens(torch.arange(query.size(2)))
-        kept = [_home(tensor, offload) for tensor in (key, value)]
+        kept = [home(tensor) if offload else tensor for tensor in (key, value)]
         for (start, stop), near in _chunks(kept, chunk_size, query.device):
             rows.see(many, near[0], near[1], tokens, tokens.cut(start, stop), rule)
         out = rows.out.flatten(1, 2).to(query.dtype)
@@ -87,13 +88,6 @@ class _Chunked(torch.autograd.Function):
             for whole, part in zip(found, sums, strict=True):
                 whole[:, :, start:stop] = part
         return slopes.of_query.flatten(1, 2).to(query.dtype), *found, None, None, None
-
-
-def _home(tensor: torch.Tensor, offload: bool) -> torch.Tensor:
-    if not offload or tensor.device.type == "cpu":
-        return tensor
-    home = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
-    return home.copy_(tensor)
 
 
 def _chunks(

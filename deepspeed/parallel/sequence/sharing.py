@@ -40,6 +40,7 @@ class Sharing:
     heads_group: Any
     ring_group: Any = None
     _evaluates: bool = False
+    _is_left_alone: bool = False
     _gathered: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     _documents: list[tuple[tuple[int, int, int], Any]] = field(default_factory=list)
 
@@ -47,6 +48,8 @@ class Sharing:
     def is_on(self) -> bool:
         """Whether the model's present pass has parts of sequences."""
         model = self.model()
+        if self._is_left_alone:
+            return False
         return not self.disable_in_eval or self._evaluates or model is None or model.training
 
     @contextmanager
@@ -120,6 +123,20 @@ def remember(model: nn.Module, sharing: Sharing) -> None:
 def sharing_of(model: nn.Module) -> Sharing | None:
     """How a model's sequences are shared; None if it was not registered."""
     return _by_module.get(model)
+
+
+@contextmanager
+def left_alone(model: nn.Module) -> Iterator[None]:
+    """Within it a model computes whole sequences by itself, as if it were not registered."""
+    found = sharing_of(model)
+    if found is None:
+        yield
+        return
+    found._is_left_alone = True
+    try:
+        yield
+    finally:
+        found._is_left_alone = False
 
 
 def registered(module: nn.Module) -> Sharing:

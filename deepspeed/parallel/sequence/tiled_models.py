@@ -95,7 +95,7 @@ def _tile_loss(model: Any, tokens: int, in_evaluation: bool) -> None:
             kwargs.get("labels") is None and kwargs.get("shift_labels") is None
         ):
             return whole(**kwargs)
-        return _with_loss(model, head, tokens, **kwargs)
+        return _with_loss(model, tokens, **kwargs)
 
     model.forward = forward
     log_dist(
@@ -106,7 +106,6 @@ def _tile_loss(model: Any, tokens: int, in_evaluation: bool) -> None:
 
 def _with_loss(
     model: Any,
-    head: nn.Module,
     tokens: int,
     labels: torch.Tensor | None = None,
     shift_labels: torch.Tensor | None = None,
@@ -122,10 +121,11 @@ def _with_loss(
     if shift_labels is None:
         assert labels is not None
         shift_labels = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
-    reduction: Any = "mean" if num_items_in_batch is None else "sum"
-    loss = chunked_cross_entropy(outputs[0], head, shift_labels, tile_tokens=tokens, reduction=reduction)
-    if num_items_in_batch is not None:
-        loss = loss / num_items_in_batch
+    losses = _head_with_losses(model.get_output_embeddings(), tokens)(outputs[0], labels=shift_labels)
+    counted: Any = num_items_in_batch
+    if counted is None:
+        counted = (shift_labels != IGNORED).sum().clamp(min=1).to(losses.device)
+    loss = losses.sum() / counted
     found = CausalLMOutputWithPast(
         loss=loss,
         past_key_values=getattr(outputs, "past_key_values", None),
@@ -133,3 +133,23 @@ def _with_loss(
         attentions=getattr(outputs, "attentions", None),
     )
     return found.to_tuple() if return_dict is False else found
+
+
+def _head_with_losses(head: Any, tokens: int) -> Any:
+    """The head, made so that one call of it gives the losses of ``labels``.
+
+    One call, however many tiles there are: its weights are gathered once, also where ranks have different lengths.
+    """
+    plain = head.forward
+    if getattr(plain, "gives_losses", False):
+        return head
+
+    @functools.wraps(plain)
+    def forward(hidden: torch.Tensor, *args: Any, labels: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
+        if labels is None:
+            return plain(hidden, *args, **kwargs)  # type: ignore[no-any-return]
+        return chunked_cross_entropy(hidden, plain, labels, tile_tokens=tokens, reduction="none")
+
+    forward.gives_losses = True  # type: ignore[attr-defined]
+    head.forward = forward
+    return head

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from deepspeed.comm import groups
-from deepspeed.comm.mesh import SEQUENCE, Mesh
+from deepspeed.comm.mesh import SEQUENCE, TENSOR, Mesh
 from deepspeed.comm.new_groups import my_group
 from deepspeed.comm.process_group import default_timeout
 from deepspeed.comm.world import backend_of, size_of
@@ -149,6 +149,8 @@ def _groups_of_mode(model: Any, group: Any, mesh: Mesh, mode: str) -> tuple[Any,
     if not isinstance(heads, int):
         return group, None
     key_heads = getattr(text, "num_key_value_heads", None) or heads
+    cut = mesh.size(TENSOR)  # which divides heads too
+    heads, key_heads = max(heads // cut, 1), max(key_heads // cut, 1)
     ranks = mesh.size(SEQUENCE)
     width = math.gcd(ranks, key_heads) if mode == "both" else ranks
     shares_of_heads(heads, key_heads, width)
@@ -156,9 +158,9 @@ def _groups_of_mode(model: Any, group: Any, mesh: Mesh, mode: str) -> tuple[Any,
         return group, None
     if width == 1:
         return None, group
-    cut = mesh.split(SEQUENCE, "ring", ("heads", width))
+    split = mesh.split(SEQUENCE, "ring", ("heads", width))
     made = [
-        my_group(cut.groups(axis), backend=backend_of(), timeout=default_timeout(), why=f"attention along {axis}")
+        my_group(split.groups(axis), backend=backend_of(), timeout=default_timeout(), why=f"attention along {axis}")
         for axis in ("heads", "ring")
     ]
     return made[0], made[1]

@@ -100,7 +100,7 @@ def vocab_sequence_parallel_cross_entropy(
     loss: torch.Tensor = _CutVocabulary.apply(vocab_parallel_logits, target, start, ignore_index, tp_group)
     count = (target != ignore_index).sum()
     if gather_sequence_loss and size_of(sp_group) > 1:
-        loss = _GatherTokens.apply(loss, sp_group, own_share)
+        loss = gather_tokens(loss, sp_group, own_share=own_share)
         comm.all_reduce(count, group=sp_group)
     if reduction == "none":
         return loss
@@ -136,6 +136,14 @@ class _CutVocabulary(torch.autograd.Function):
         softmax, place, mine, counts = ctx.saved_tensors
         gradient = softmax.scatter_add(-1, place, -mine.to(softmax.dtype).unsqueeze(-1))
         return gradient * torch.where(counts, gradients[0], 0.0).unsqueeze(-1), None, None, None, None
+
+
+def gather_tokens(loss: torch.Tensor, group: Any, *, own_share: bool) -> torch.Tensor:
+    """``[tokens, batch]`` of all ranks, rank after rank; for ``own_share`` see the function above."""
+    if size_of(group) == 1:
+        return loss
+    whole: torch.Tensor = _GatherTokens.apply(loss, group, own_share)
+    return whole
 
 
 class _GatherTokens(torch.autograd.Function):

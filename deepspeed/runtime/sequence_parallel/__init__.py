@@ -1,4 +1,4 @@
-"""Sequence parallelism; the feature is missing (:mod:`deepspeed.features`)."""
+"""Sequence parallelism, at the path that programs import; it lives in :mod:`deepspeed.parallel.sequence`."""
 
 from __future__ import annotations
 
