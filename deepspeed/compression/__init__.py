@@ -10,6 +10,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         "compression_scheduler": "deepspeed.compression.scheduler",
         "compression_state": "deepspeed.compression.report",
         "init_compression": "deepspeed.compression.installing",
+        "redundancy_clean": "deepspeed.compression.cleaning",
         "student_initialization": "deepspeed.compression.students",
     },
     submodules=["basic_layer", "compress", "helper", "scheduler"],

@@ -8,6 +8,7 @@ __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         "init_compression": "deepspeed.compression.installing",
+        "redundancy_clean": "deepspeed.compression.cleaning",
         "student_initialization": "deepspeed.compression.students",
     },
 )

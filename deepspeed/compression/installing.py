@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from deepspeed.compression.basic_layer import (
 )
 from deepspeed.compression.report import announce
 from deepspeed.compression.settings import PRUNED, Selection, kind_of, section_of, select
+from deepspeed.compression.sizes import Users, shape_of
 from deepspeed.compression.students import student_initialization
 from deepspeed.compression.techniques import Kind, Pruning, Techniques, WeightRounding
 from deepspeed.compression.widths import WidthSchedule
@@ -76,7 +76,7 @@ def compress(model: nn.Module, section: CompressionTraining, teacher: Any = None
             "init_compression: layers of a PipelineModule are spread over ranks; compress a model without a pipeline"
         )
     selections = select(model, section)
-    _Users(model).check(selections)
+    Users(model).check(selections)
     if section.layer_reduction is not None and section.layer_reduction.enabled:
         if teacher is None:
             raise DeepSpeedConfigError(
@@ -84,11 +84,12 @@ def compress(model: nn.Module, section: CompressionTraining, teacher: Any = None
                 "model that the layers are taken from"
             )
         student_initialization(model, teacher, {"compression_training": section.model_dump(exclude_unset=True)})
-    users = _Users(model)
+    users = Users(model)
     for selection in selections:
         for name in selection.names:
             _install(users, name, selection)
         _follow(model, selection)
+    model.__dict__["compression_section"] = section
     announce(model, selections)
 
 
@@ -98,70 +99,7 @@ def techniques_on(module: nn.Module) -> Techniques | None:
     return found if isinstance(found, Techniques) else None
 
 
-class _Users:
-    """Which layers use which weight."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.modules = dict(model.named_modules())
-        self._by_weight: dict[int, list[str]] = defaultdict(list)
-        for name, module in self.modules.items():
-            for parameter in module.parameters(recurse=False):
-                self._by_weight[id(parameter)].append(name)
-
-    def of(self, name: str) -> list[str]:
-        """The layers with the same weight, ``name`` first."""
-        weight: Any = self.modules[name].weight
-        return [name, *(other for other in self._by_weight[id(weight)] if other != name)]
-
-    def check(self, selections: list[Selection]) -> None:
-        """Whether every technique can be what it is asked to be."""
-        for selection in selections:
-            for name in selection.names:
-                if selection.technique == "activation_quantization":
-                    continue
-                tied = [other for other in self.of(name)[1:] if kind_of(self.modules[other]) is None]
-                knows_ties = selection.technique in ("weight_quantization", "sparse_pruning")
-                others = [] if knows_ties else self.of(name)[1:]
-                if tied or others:
-                    raise DeepSpeedConfigError(
-                        f"{selection.key('modules')}: {name} shares its weight with {', '.join(tied or others)}, which "
-                        f"{selection.technique} does not know; untie them, or leave {name} out"
-                    )
-                self._check_sizes(name, selection)
-
-    def _check_sizes(self, name: str, selection: Selection) -> None:
-        rows, columns = shape_of(self.modules[name])
-        if selection.technique == "weight_quantization":
-            groups = selection.shared.quantize_groups
-            if not self.by_rows(name) and rows * columns % groups:
-                raise DeepSpeedConfigError(
-                    f"compression_training.weight_quantization.shared_parameters.quantize_groups: {groups} does not "
-                    f"divide the {rows * columns:,} weights of {name}"
-                )
-        if selection.technique == "head_pruning":
-            heads = selection.shared.num_heads
-            if columns % heads:
-                raise DeepSpeedConfigError(
-                    f"compression_training.head_pruning.shared_parameters.num_heads: {heads} does not divide the "
-                    f"{columns} input features of {name}, which should be the layer after the heads"
-                )
-
-    def by_rows(self, name: str) -> bool:
-        """Whether rows are groups, as in embeddings and what is tied to one."""
-        return any(kind_of(self.modules[user]) == "embedding" for user in self.of(name))
-
-
-def shape_of(module: Any) -> tuple[int, int]:
-    """Outputs, and weights for each of them; also of a layer whose weight is sharded."""
-    if isinstance(module, nn.Embedding):
-        return module.num_embeddings, module.embedding_dim
-    shape = tuple(getattr(module.weight, "ds_shape", module.weight.shape))
-    if kind_of(module) == "conv1d" or isinstance(module, Conv1DLayer_Compress):
-        return shape[1], shape[0]
-    return shape[0], math.prod(shape[1:])
-
-
-def _install(users: _Users, name: str, selection: Selection) -> None:
+def _install(users: Users, name: str, selection: Selection) -> None:
     """Puts one technique on one layer, and on those that share its weight."""
     if selection.technique == "activation_quantization":
         _round_input(users.modules[name], name, selection)
@@ -218,7 +156,7 @@ def _round_input(module: nn.Module, name: str, selection: Selection) -> None:
     module.add_module(INPUT, quantizer.to(weight.device).train(module.training))
 
 
-def _prune(users: _Users, name: str, selection: Selection) -> None:
+def _prune(users: Users, name: str, selection: Selection) -> None:
     kind, shared = PRUNED[selection.technique], selection.shared
     heads = getattr(shared, "num_heads", None)
     pruning = Pruning(kind, shared.method, selection.params.dense_ratio, shared.schedule_offset, heads)
@@ -257,14 +195,20 @@ def _scores(module: Any, kind: Kind, heads: int | None) -> torch.Tensor:
 
 def _follow(model: nn.Module, selection: Selection) -> None:
     """Batch norms after pruned channels are silent in them, so that leaving the channels out changes nothing."""
+    kind = PRUNED.get(selection.technique)
+    if kind is None:
+        return
     for match in selection.matches:
         for related in match.related:
             for name, other in zip(match.names, related, strict=True):
                 module = model.get_submodule(other)
+                techniques = techniques_on(model.get_submodule(name))
+                assert techniques is not None
+                techniques.related.setdefault(kind, []).append(other)
                 if kind_of(module) == "batchnorm2d":
                     module.__class__ = BNLayer_Compress
                     module.__dict__["followed"] = [model.get_submodule(name)]
-    if selection.technique in ("row_pruning", "head_pruning", "channel_pruning"):
+    if kind != "sparse":
         alone = [name for match in selection.matches if not match.related for name in match.names]
         if alone:
             log_dist(

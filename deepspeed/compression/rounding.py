@@ -2,7 +2,8 @@
 
 A weight is cut into groups of equal length, each with a scale and an offset of its own: ``value = code * scale +
 offset`` with whole codes. At 3 bits and more codes are the nearest ones (ZeroQuant, arXiv 2206.01861); 2 bits are
-ternary (TWN, arXiv 1605.04711), 1 bit is the sign (BWN, arXiv 1603.05279), as in XTC (arXiv 2206.01859).
+ternary (TWN, arXiv 1605.04711), 1 bit is the sign (BWN, arXiv 1603.05279; zero counts as positive, since a bit has two
+values), as in XTC (arXiv 2206.01859).
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def _signs(values: torch.Tensor, *, ternary: bool) -> Rounded:
         scale = (size * is_large).sum(1, keepdim=True) / is_large.sum(1, keepdim=True).clamp(min=1)
         codes = values.sign() * is_large
     else:
-        scale, codes = mean, values.sign()
+        scale, codes = mean, torch.where(values < 0, -1.0, 1.0)
     return Rounded(codes, scale, torch.zeros_like(scale), -1)
 
 

@@ -39,10 +39,15 @@ def kind_of(module: nn.Module) -> str | None:
 
     Kinds made from these by inheritance may use their weight in ways of their own, so they stay as they are.
     """
-    found = {nn.Linear: "linear", nn.Conv2d: "conv2d", nn.Embedding: "embedding", nn.BatchNorm2d: "batchnorm2d"}
-    if (kind := found.get(type(module))) is not None:
+    return kind_of_class(type(module))
+
+
+def kind_of_class(found: type) -> str | None:
+    """The same of a class."""
+    kinds = {nn.Linear: "linear", nn.Conv2d: "conv2d", nn.Embedding: "embedding", nn.BatchNorm2d: "batchnorm2d"}
+    if (kind := kinds.get(found)) is not None:
         return kind
-    is_conv1d = type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+    is_conv1d = found.__name__ == "Conv1D" and found.__module__ == "transformers.pytorch_utils"
     return "conv1d" if is_conv1d else None
 
 

@@ -77,17 +77,19 @@ class Techniques:
         is_transposed: Its weight is kept as ``[in, out]``.
         rounding: Of the weight, or None.
         prunings: By kind.
+        related: By kind of pruning, the layers that lose inputs or outputs with this one.
         activation_offset: Updates before which activations are whole; None: they always are.
         width: Of the weight now; None: whole.
         acting: The kinds of pruning that act now.
         step: The update that stochastic rounding draws for.
-        changed: What became of the class before compression, to go back to.
+        original_class: Of the layer before compression, to go back to.
     """
 
     name: str
     is_transposed: bool = False
     rounding: WeightRounding | None = None
     prunings: dict[Kind, Pruning] = field(default_factory=dict)
+    related: dict[Kind, list[str]] = field(default_factory=dict)
     activation_offset: int | None = None
     width: Width | None = None
     acting: frozenset[Kind] = frozenset()

@@ -111,11 +111,6 @@ FEATURES: tuple[Feature, ...] = (
         },
     ),
     Feature(
-        "making the results of compression smaller",
-        "Masks and rounding act in training and evaluation.",
-        {"deepspeed.compression": "redundancy_clean", "deepspeed.compression.compress": "redundancy_clean"},
-    ),
-    Feature(
         "pruning by SNIP momentum",
         'Use the method "topk", whose scores are trained with the model.',
     ),

@@ -10,7 +10,7 @@ from torch import nn
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.linear.config import QuantizationConfig
 from deepspeed.linear.sharded import whole_for_packing
-from deepspeed.ops.packed_linear import packed_format, packed_linear
+from deepspeed.ops.packed_linear import PackedFormat, packed_format, packed_linear
 from deepspeed.zero.holder import full_shape
 
 
@@ -73,6 +73,33 @@ class QuantizedLinear(nn.Module):
             with whole_for_packing("a quantised layer", plain, layer):
                 layer.pack(weight)
         layer.bias = plain.bias  # type: ignore[assignment]
+        return layer
+
+    @classmethod
+    def with_codes(
+        cls,
+        codes: nn.Parameter,
+        scales: nn.Parameter,
+        how: PackedFormat,
+        sizes: tuple[int, int],
+        bias: nn.Parameter | None,
+        dtype: torch.dtype,
+    ) -> QuantizedLinear:
+        """A layer around codes that exist, which it may share with another.
+
+        Args:
+            codes: As ``how`` makes them.
+            scales: As ``how`` makes them; fp32 ones are used as they are.
+            how: The format.
+            sizes: Output and input features.
+            bias: Or None.
+            dtype: Of :attr:`weight`.
+        """
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        layer.out_features, layer.in_features = sizes
+        layer.dtype, layer.format = dtype, how
+        layer.codes, layer.scales, layer.bias = codes, scales, bias
         return layer
 
     def pack(self, weight: torch.Tensor) -> float:

@@ -18,7 +18,7 @@ def formula(group, bits, symmetric):
     w = group.tolist()
     if bits == 1:
         mean = sum(map(abs, w)) / len(w)
-        return [math.copysign(mean, x) if x else 0.0 for x in w]
+        return [-mean if x < 0 else mean for x in w]
     if bits == 2:
         mean = sum(map(abs, w)) / len(w)
         large = [abs(x) for x in w if abs(x) > 0.7 * mean]

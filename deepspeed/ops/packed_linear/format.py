@@ -64,6 +64,10 @@ class PackedFormat(ABC):
     def kernel(self, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor | None:
         """The product by torch's packed kernel: ``[rows, in] -> [rows, out or more]``; None where there is none."""
 
+    def rows(self, codes: torch.Tensor, scales: torch.Tensor, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Some output features, ``[len(index), in_features]``: what an embedding looks up."""
+        raise NotImplementedError(f"{type(self).__name__} has no order in which single rows can be read")
+
     def unpack(self, codes: torch.Tensor, scales: torch.Tensor, out_features: int, dtype: torch.dtype) -> torch.Tensor:
         """The whole weight ``[out_features, in_features]`` in ``dtype``."""
         parts = []

@@ -61,11 +61,27 @@ class Int4Groups(PackedFormat):
             # Of a group of equal values the offset alone is left.
             offset = torch.where(scale == 0, least, least + _MIDDLE * scale.float()).to(torch.bfloat16)
             divisor = torch.where(scale == 0, 1, scale).float()
-            code = ((groups - offset.float()[..., None]) / divisor[..., None]).round_().add_(_MIDDLE).clamp_(0, _LEVELS)
-            code = code.to(torch.uint8).view(_BLOCK, in_features).t()
-            codes[number] = code[:, :_HALF] | (code[:, _HALF:] << 4)
+            codes[number] = _nearest(groups, divisor, offset.float())
             scales[:, start : start + _BLOCK] = torch.stack((scale.t(), offset.t()), dim=2)
         return codes, scales
+
+    def encode(
+        self, weight: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes of a weight whose scales are known; these stay in fp32.
+
+        Args:
+            weight: ``[out, in]``.
+            scale: ``[out, in / group]``, fp32, none of them zero.
+            offset: The same: what the code 8 stands for.
+        """
+        out_features, in_features = weight.shape
+        more = -out_features % _BLOCK
+        groups = pad(weight.detach().float(), (0, 0, 0, more)).view(-1, _BLOCK, scale.shape[1], self.group_size)
+        scale, offset = pad(scale, (0, 0, 0, more), value=1.0), pad(offset, (0, 0, 0, more))
+        blocks = [scales.view(-1, _BLOCK, scale.shape[1]) for scales in (scale, offset)]
+        codes = torch.stack([_nearest(*block) for block in zip(groups, *blocks, strict=True)])
+        return codes, torch.stack((scale.t(), offset.t()), dim=2).contiguous()
 
     def columns(
         self, codes: torch.Tensor, scales: torch.Tensor, out_features: int, dtype: torch.dtype
@@ -90,8 +106,15 @@ class Int4Groups(PackedFormat):
         if x.device.type != "cpu" or x.dtype != torch.bfloat16 or not _kernel_reads_it():
             return None
         whole = codes.view(-1, codes.shape[1] // 2)
-        product: torch.Tensor = torch._weight_int4pack_mm_for_cpu(x, whole, self.group_size, scales)
+        product: torch.Tensor = torch._weight_int4pack_mm_for_cpu(x, whole, self.group_size, scales.to(x.dtype))
         return product
+
+
+def _nearest(groups: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+    """A block of codes, ``[in, 32]``, from ``[64, groups, group size]``."""
+    code = ((groups - offset[..., None]) / scale[..., None]).round_().add_(_MIDDLE).clamp_(0, _LEVELS)
+    code = code.to(torch.uint8).view(_BLOCK, -1).t()
+    return code[:, :_HALF] | (code[:, _HALF:] << 4)
 
 
 @cache

@@ -53,5 +53,9 @@ class Int8Rows(PackedFormat):
         """Torch's int8 kernel, which is fast for bfloat16 only and reads whole vectors of input features."""
         if x.device.type != "cpu" or x.dtype != torch.bfloat16 or x.shape[1] % _VECTOR:
             return None
-        product: torch.Tensor = torch._weight_int8pack_mm(x, codes, scales)
+        product: torch.Tensor = torch._weight_int8pack_mm(x, codes, scales.to(x.dtype))
         return product
+
+    def rows(self, codes: torch.Tensor, scales: torch.Tensor, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The output features ``index`` alone."""
+        return (codes[index].float() * scales[index].float()[:, None]).to(dtype)

@@ -1,0 +1,248 @@
+""":func:`redundancy_clean`: makes what a compressed model learned permanent, and the model smaller."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from deepspeed.compression.basic_layer import INPUT, BNLayer_Compress
+from deepspeed.compression.packing import WIDEST, Levels, Packed
+from deepspeed.compression.removal import Remover
+from deepspeed.compression.report import compressed_layers
+from deepspeed.compression.settings import kind_of_class, section_of
+from deepspeed.compression.techniques import Kind, Techniques
+from deepspeed.errors import CallOrderError, DeepSpeedConfigError
+from deepspeed.logging import log_dist
+
+
+@dataclass
+class CompressionReport:
+    """What became of a model; its ``compression_report``.
+
+    Attributes:
+        bytes_before: Of all parameters and buffers before compression.
+        bytes_after: The same now.
+        lines: A line for each compressed layer.
+    """
+
+    bytes_before: int
+    bytes_after: int = 0
+    lines: dict[str, str] = field(default_factory=dict)
+
+    def line(self) -> str:
+        """The report in one line."""
+        ratio = self.bytes_after / self.bytes_before if self.bytes_before else 1.0
+        return (
+            f"compression: {len(self.lines)} layers are final: {self.bytes_before / 1e6:,.2f} -> "
+            f"{self.bytes_after / 1e6:,.2f} MB ({ratio:.2f})"
+        )
+
+
+class _Removal(NamedTuple):
+    name: str
+    kind: Kind
+    keep: torch.Tensor
+    heads: int | None
+    related: list[str]
+
+
+@torch.no_grad()
+def redundancy_clean(model: Any, deepspeed_config: Any, mpu: Any = None, *, packed: bool = True) -> nn.Module:
+    """Makes rounding and masks permanent, takes pruned parts out and stores rounded weights as codes.
+
+    The result computes what the compressed model computes once all its techniques act with their last widths. Parts are
+    taken out where ``related_modules`` names the layers beside them; weights of at most 8 bits become codes, which do
+    not train. The size before and after is logged.
+
+    Args:
+        model: After ``init_compression`` and training, changed in place; or the engine around it, which can train no
+            further.
+        deepspeed_config: That of ``init_compression``.
+        mpu: Must be None.
+        packed: False: rounded weights stay floating-point numbers.
+
+    Returns:
+        The model, with a ``compression_report``.
+
+    Raises:
+        CallOrderError: It is not compressed, or its parameters are sharded.
+        DeepSpeedConfigError: Parts cannot be taken out, or the configuration is another one.
+    """
+    if mpu is not None:
+        raise DeepSpeedConfigError("redundancy_clean(mpu=...): layers that are cut over ranks are not compressed")
+    if hasattr(model, "compression_scheduler") and isinstance(getattr(model, "module", None), nn.Module):
+        model = model.module
+    _refuse(model, section_of(deepspeed_config))
+    names = {id(module): name for name, module in model.named_modules()}
+    layers = [(names[id(module)], module, techniques) for module, techniques in compressed_layers(model)]
+    report = CompressionReport(_plain_bytes(model, layers))
+    kinds = {name: _kind(techniques) for name, _, techniques in layers}
+    levels: dict[str, Levels | None] = {}
+    removals: list[_Removal] = []
+    baked: dict[int, nn.Parameter] = {}
+    for name, module, techniques in layers:
+        removals += _removals(name, module, techniques)
+        levels[name] = _bake(module, techniques, baked)
+    for module in model.modules():
+        if isinstance(module, BNLayer_Compress):
+            module.__class__ = nn.BatchNorm2d  # type: ignore[assignment]
+            del module.__dict__["followed"]
+    remover = Remover(model, kinds, levels)
+    for each in removals:
+        if each.heads is None:
+            remover.rows(each.name, each.keep, each.related)
+        else:
+            remover.heads(each.name, each.keep, each.heads, each.related)
+    stored = _pack(model, kinds, levels) if packed else dict.fromkeys(kinds, "packed=False")
+    for name, _, techniques in layers:
+        _keep_rounding_input(model.get_submodule(name))
+        report.lines[name] = _line(model.get_submodule(name), techniques, stored[name])
+    report.bytes_after = sum(_size(each) for each in (*model.parameters(), *model.buffers()))
+    model.__dict__.pop("compression_section", None)
+    model.__dict__["compression_report"] = report
+    for name, line in report.lines.items():
+        log_dist(f"compression: {name}: {line}")
+    log_dist(report.line())
+    return model
+
+
+def _refuse(model: nn.Module, section: Any) -> None:
+    if next(compressed_layers(model), None) is None:
+        raise CallOrderError(
+            "redundancy_clean: no layer of the model is compressed; call init_compression, train or load what was "
+            "trained, and then this"
+        )
+    if any(getattr(p, "ds_numel", p.numel()) != p.numel() for p in model.parameters()):
+        raise CallOrderError(
+            "redundancy_clean: parameters are sharded over ranks (ZeRO stage 3); save them (engine.save_16bit_model), "
+            "build the model anew, call init_compression, load what was saved, and then this"
+        )
+    if section != model.__dict__.get("compression_section", section):
+        raise DeepSpeedConfigError(
+            "redundancy_clean: compression_training is another one than init_compression was given; pass the same"
+        )
+
+
+def _plain_bytes(model: nn.Module, layers: list[tuple[str, nn.Module, Techniques]]) -> int:
+    """Without what compression added."""
+    added = set()
+    for _, module, techniques in layers:
+        own = {name for pruning in techniques.prunings.values() for name in (pruning.buffer, pruning.scores)}
+        added |= {id(value) for name, value in (*module._parameters.items(), *module._buffers.items()) if name in own}
+        added |= {id(value) for value in (getattr(module, INPUT, None) or nn.Module()).buffers()}
+    return sum(_size(each) for each in (*model.parameters(), *model.buffers()) if id(each) not in added)
+
+
+def _kind(techniques: Techniques) -> str:
+    kind = kind_of_class(techniques.original_class)
+    assert kind is not None
+    return kind
+
+
+def _removals(name: str, module: nn.Module, techniques: Techniques) -> list[_Removal]:
+    found = []
+    for kind, related in techniques.related.items():
+        if related:
+            keep = techniques.mask(module, kind).flatten().nonzero().flatten()
+            found.append(_Removal(name, kind, keep, techniques.prunings[kind].heads, related))
+    return found
+
+
+def _bake(module: Any, techniques: Techniques, baked: dict[int, nn.Parameter]) -> Levels | None:
+    """Gives a layer its final weight and its own class back; returns what the weight's values can be."""
+    techniques.at_the_end()
+    if techniques.rounding is not None:
+        techniques.rounding = replace(techniques.rounding, stochastic=False)
+    original = module.weight
+    final, bias = techniques.effective(module)
+    levels = None
+    if techniques.rounding is not None and techniques.width is not None:
+        whole = original.t() if techniques.is_transposed else original
+        rounded = techniques.rounding.round(whole, techniques.width.bits)
+        shape = (len(whole), whole[0].numel())
+        levels = Levels.of(rounded, techniques.width.bits, shape, techniques.rounding.symmetric)
+    if id(original) not in baked:
+        final = final.t() if techniques.is_transposed else final
+        baked[id(original)] = nn.Parameter(final.detach().clone().contiguous(), original.requires_grad)
+    module.weight = baked[id(original)]
+    if bias is not None and bias is not module.bias:
+        module.bias = nn.Parameter(bias.detach().clone(), module.bias.requires_grad)
+    for pruning in techniques.prunings.values():
+        module._buffers.pop(pruning.buffer, None)
+        module._parameters.pop(pruning.scores, None)
+    module.__class__ = techniques.original_class
+    del module.__dict__["compression"]
+    return levels
+
+
+def _pack(model: nn.Module, kinds: dict[str, str], levels: dict[str, Levels | None]) -> dict[str, int | str]:
+    """Puts layers with codes in the places of those whose weights are rounded.
+
+    Returns:
+        By name, in how many bits a weight is stored, or why it is not stored as codes.
+    """
+    users: dict[int, list[str]] = defaultdict(list)
+    for name in kinds:
+        users[id(model.get_submodule(name).weight)].append(name)
+    stored: dict[str, int | str] = {}
+    for names in users.values():
+        first: Any = model.get_submodule(names[0])
+        packed, why = _packed(first, kinds[names[0]], levels[names[0]], [kinds[name] for name in names])
+        for name in names:
+            stored[name] = why
+            if packed is None or packed.format is None:
+                continue
+            old: Any = model.get_submodule(name)
+            new = packed.layer(old, kinds[name]).train(old.training)
+            if (quantizer := getattr(old, INPUT, None)) is not None:
+                new.add_module(INPUT, quantizer)
+            model.set_submodule(name, new)
+            stored[name] = packed.format.bits
+    return stored
+
+
+def _packed(layer: Any, kind: str, levels: Levels | None, users: list[str]) -> tuple[Packed | None, str]:
+    if levels is None:
+        return None, "its groups and its rows have no common boundaries"
+    if levels.bits > WIDEST:
+        return None, f"codes have at most {WIDEST} bits"
+    if getattr(layer, "max_norm", None) is not None:
+        return None, "max_norm changes its rows when they are looked up"
+    weight = layer.weight.t() if kind == "conv1d" else layer.weight.flatten(1)
+    return Packed(weight, levels, by_rows="embedding" in users), "its masked values are no codes"
+
+
+def _round_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    quantizer: Any = getattr(module, INPUT)
+    return (quantizer(args[0]), *args[1:])
+
+
+def _keep_rounding_input(module: nn.Module) -> None:
+    """A layer of a plain class goes on rounding its input."""
+    quantizer: Any = getattr(module, INPUT, None)
+    if quantizer is not None:
+        quantizer.is_acting = True
+        module.register_forward_pre_hook(_round_input)
+
+
+def _line(module: Any, techniques: Techniques, stored: int | str) -> str:
+    weight = module.weight
+    zeros = float((weight == 0).float().mean())
+    parts = [f"{' x '.join(map(str, weight.shape))}"]
+    if techniques.width is not None:
+        bits = techniques.width.bits
+        where = f"stored as floats ({stored})" if isinstance(stored, str) else f"stored in {stored}"
+        parts.append(f"{bits} bits, {where}")
+    if (quantizer := getattr(module, INPUT, None)) is not None:
+        parts.append(f"input in {quantizer.bits} bits")
+    if techniques.prunings:
+        parts.append(f"pruned ({', '.join(techniques.prunings)}), {zeros:.3f} of what is left is zero")
+    return ", ".join(parts)
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,116 @@
+"""Shapes and shared weights: whether the layers that a configuration names can be what it asks of them."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from typing import Any
+
+from torch import nn
+
+from deepspeed.compression.basic_layer import Conv1DLayer_Compress
+from deepspeed.compression.settings import Selection, kind_of
+from deepspeed.errors import DeepSpeedConfigError
+
+
+class Users:
+    """Which layers use which weight.
+
+    Args:
+        model: Before any layer is compressed, or while they are.
+
+    Attributes:
+        modules: Every module, by name.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = dict(model.named_modules())
+        self._by_weight: dict[int, list[str]] = defaultdict(list)
+        for name, module in self.modules.items():
+            for parameter in module.parameters(recurse=False):
+                self._by_weight[id(parameter)].append(name)
+
+    def of(self, name: str) -> list[str]:
+        """The layers with the same weight, ``name`` first."""
+        weight: Any = self.modules[name].weight
+        return [name, *(other for other in self._by_weight[id(weight)] if other != name)]
+
+    def check(self, selections: list[Selection]) -> None:
+        """Whether every technique can be what it is asked to be."""
+        for selection in selections:
+            self._check_related(selection)
+            for name in selection.names:
+                if selection.technique == "activation_quantization":
+                    continue
+                tied = [other for other in self.of(name)[1:] if kind_of(self.modules[other]) is None]
+                knows_ties = selection.technique in ("weight_quantization", "sparse_pruning")
+                others = [] if knows_ties else self.of(name)[1:]
+                if tied or others:
+                    raise DeepSpeedConfigError(
+                        f"{selection.key('modules')}: {name} shares its weight with {', '.join(tied or others)}, which "
+                        f"{selection.technique} does not know; untie them, or leave {name} out"
+                    )
+                self._check_sizes(name, selection)
+
+    def _check_sizes(self, name: str, selection: Selection) -> None:
+        rows, columns = shape_of(self.modules[name])
+        if selection.technique == "weight_quantization":
+            groups = selection.shared.quantize_groups
+            if not self.by_rows(name) and rows * columns % groups:
+                raise DeepSpeedConfigError(
+                    f"compression_training.weight_quantization.shared_parameters.quantize_groups: {groups} does not "
+                    f"divide the {rows * columns:,} weights of {name}"
+                )
+        if selection.technique == "head_pruning":
+            heads = selection.shared.num_heads
+            if columns % heads:
+                raise DeepSpeedConfigError(
+                    f"compression_training.head_pruning.shared_parameters.num_heads: {heads} does not divide the "
+                    f"{columns} input features of {name}, which should be the layer after the heads"
+                )
+
+    def _check_related(self, selection: Selection) -> None:
+        pairs = [
+            (name, other)
+            for match in selection.matches
+            for related in match.related
+            for name, other in zip(match.names, related, strict=True)
+        ]
+        where = selection.key("related_modules")
+        for name, other in pairs:
+            first, second = self.modules[name], self.modules[other]
+            if selection.technique == "head_pruning":
+                sizes, words = (shape_of(second)[0], shape_of(first)[1]), ("outputs", "inputs")
+            else:
+                sizes, words = (inputs_of(second), shape_of(first)[0]), ("inputs", "outputs")
+            if sizes[0] % sizes[1]:
+                raise DeepSpeedConfigError(
+                    f"{where}: {other} has {sizes[0]} {words[0]}, no multiple of the {sizes[1]} {words[1]} of {name}"
+                )
+            for each, module in ((name, first), (other, second)):
+                if isinstance(module, nn.Conv2d) and module.groups > 1:
+                    raise DeepSpeedConfigError(
+                        f"{where}: {each} has {module.groups} groups of channels, which cannot be cut; leave it out, "
+                        "or prune without related_modules"
+                    )
+
+    def by_rows(self, name: str) -> bool:
+        """Whether rows are groups, as in embeddings and what is tied to one."""
+        return any(kind_of(self.modules[user]) == "embedding" for user in self.of(name))
+
+
+def shape_of(module: Any) -> tuple[int, int]:
+    """Outputs, and weights for each of them; also of a layer whose weight is sharded."""
+    if isinstance(module, nn.Embedding):
+        return module.num_embeddings, module.embedding_dim
+    shape = tuple(getattr(module.weight, "ds_shape", module.weight.shape))
+    if kind_of(module) == "conv1d" or isinstance(module, Conv1DLayer_Compress):
+        return shape[1], shape[0]
+    return shape[0], math.prod(shape[1:])
+
+
+def inputs_of(module: Any) -> int:
+    """Features or channels that a layer takes."""
+    if isinstance(module, nn.BatchNorm2d):
+        return module.num_features
+    return module.in_channels if isinstance(module, nn.Conv2d) else shape_of(module)[1]

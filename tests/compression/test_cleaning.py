@@ -1,0 +1,192 @@
+"""``redundancy_clean``: the model computes what it computed compressed, and is really smaller."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from deepspeed.compression import compression_scheduler, init_compression, redundancy_clean
+from deepspeed.errors import CallOrderError, DeepSpeedConfigError
+from deepspeed.linear import QuantizedLinear
+from deepspeed.linear.quantized_layers import QuantizedConv2d, QuantizedEmbedding
+from tests.compression.test_stages import HEADS, SECTION, gpt, prepared, technique, tokens
+
+transformers = pytest.importorskip("transformers")
+
+
+def size(model):
+    return sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
+
+
+def at_the_end(model):
+    """A copy in which every technique acts."""
+    model = copy.deepcopy(model)
+    compression_scheduler(model).at(1000)
+    return model.eval()
+
+
+def trained(model, section, batch, steps=3):
+    """A few steps with everything on, so that scores have moved."""
+    torch.manual_seed(2)
+    init_compression(model, {"compression_training": section})
+    scheduler = compression_scheduler(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        scheduler.step()
+        model(**batch).logits.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def test_everything_at_once_on_gpt2():
+    model = prepared()
+    plain = size(gpt())
+    ids = tokens(0, 0, 0)
+    with torch.no_grad():
+        expected = at_the_end(model)(ids).logits
+        clean = redundancy_clean(model, {"compression_training": SECTION}).eval()
+        torch.testing.assert_close(clean(ids).logits, expected, rtol=1e-4, atol=1e-5)
+    block = clean.transformer.h[0]
+    assert block.mlp.c_fc.out_features == 24 and block.mlp.c_proj.in_features == 24
+    # ceil(0.6 of 3 heads) is 2.
+    assert block.attn.c_attn.out_features == 24 and block.attn.num_heads == 2 and block.attn.split_size == 8
+    assert isinstance(block.attn.c_proj, QuantizedLinear) and isinstance(clean.transformer.wte, QuantizedEmbedding)
+    assert clean.lm_head.codes is clean.transformer.wte.codes, "the tie"
+    report = clean.compression_report
+    assert (report.bytes_before, report.bytes_after) == (plain, size(clean))
+    assert report.bytes_after < 0.5 * plain and "-> " in report.line()
+
+
+@pytest.mark.parametrize(
+    ("bits", "kind", "groups", "most"),
+    [
+        (8, "symmetric", 1, 0.28), (8, "asymmetric", 32, 0.32), (5, "symmetric", 32, 0.28), (4, "symmetric", 32, 0.20),
+        (4, "asymmetric", 1, 0.20), (3, "symmetric", 1, 0.20), (2, "symmetric", 1, 0.09), (1, "symmetric", 32, 0.07),
+    ],
+)  # fmt: skip
+def test_weights_of_every_width_are_stored_in_few_bits(bits, kind, groups, most):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 96, bias=False), nn.Tanh(), nn.Linear(96, 32, bias=False))
+    with torch.no_grad():
+        model[0].weight[5] = 0  # a row of zeros
+    shared = {"quantize_weight_in_forward": True, "quantization_type": kind, "quantize_groups": groups}
+    config = {
+        "compression_training": {
+            "weight_quantization": technique(shared, {"start_bits": bits, "target_bits": bits}, ["*"])
+        }
+    }
+    x, before = torch.randn(9, 128), size(model)
+    init_compression(model, config)
+    expected = at_the_end(model)(x)
+    clean = redundancy_clean(model, config)
+    torch.testing.assert_close(clean(x), expected, rtol=1e-4, atol=1e-6)
+    assert size(clean) <= most * before
+    state = clean.state_dict()
+    again = nn.Sequential(nn.Linear(128, 96, bias=False), nn.Tanh(), nn.Linear(96, 32, bias=False))
+    again = redundancy_clean(init_compression(again, config), config)
+    again.load_state_dict(state)
+    assert torch.equal(again(x), clean(x)), "a file of it is read by a model prepared the same way"
+    close = clean.bfloat16()(x.bfloat16()).float()
+    assert (close - expected).norm() < 0.02 * expected.norm(), "the packed kernels"
+
+
+class Images(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(3, 10, 3, padding=1, padding_mode="reflect")
+        self.norm = nn.BatchNorm2d(10)
+        self.second = nn.Conv2d(10, 4, 3, stride=2)
+        self.last = nn.Linear(4 * 9, 5)
+
+    def forward(self, x):
+        x = self.second(torch.relu(self.norm(self.first(x))))
+        return self.last(torch.relu(x).flatten(1))
+
+
+@pytest.mark.parametrize("method", ["l1", "topk"])
+def test_channels_and_what_follows_them(method):
+    torch.manual_seed(0)
+    model = Images()
+    with torch.no_grad():  # a batch norm after training
+        model.norm.weight.uniform_(0.5, 2)
+        model.norm.bias.normal_()
+        model.norm.running_mean.normal_()
+    section = {
+        "channel_pruning": {
+            "shared_parameters": {"enabled": True, "method": method, "schedule_offset": 0},
+            "different_groups": {
+                "first": {
+                    "params": {"dense_ratio": 0.5},
+                    "modules": ["first"],
+                    "related_modules": [["norm", "second"]],
+                },
+                "second": {"params": {"dense_ratio": 0.75}, "modules": ["second"], "related_modules": [["last"]]},
+            },
+        },
+        "weight_quantization": technique(
+            {"quantize_weight_in_forward": True}, {"start_bits": 8, "target_bits": 8}, ["second"]
+        ),
+        "activation_quantization": technique({"range_calibration": "static", "schedule_offset": 0}, {"bits": 8}, ["*"]),
+    }
+    x = torch.randn(6, 3, 8, 8)
+    init_compression(model, {"compression_training": section})
+    scheduler = compression_scheduler(model)
+    scheduler.step(step_zero_check=True)
+    model(x)  # the static range
+    model.eval()
+    expected = model(x)
+    clean = redundancy_clean(model, {"compression_training": section})
+    torch.testing.assert_close(clean(x), expected, rtol=1e-4, atol=1e-5)
+    assert clean.first.weight.shape == (5, 3, 3, 3) and clean.norm.num_features == 5
+    assert isinstance(clean.second, QuantizedConv2d) and clean.second.shape == (3, 5, 3, 3)
+    assert clean.last.weight.shape == (5, 27)
+    assert all(parameter.requires_grad for parameter in clean.first.parameters())
+
+
+def bert():
+    config = transformers.BertConfig(
+        hidden_size=24, num_hidden_layers=2, num_attention_heads=HEADS, intermediate_size=36, vocab_size=40,
+        max_position_embeddings=16, hidden_dropout_prob=0, attention_probs_dropout_prob=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.BertForSequenceClassification(config)
+
+
+def test_the_published_patterns_on_bert():
+    section = {
+        "row_pruning": technique(
+            {"method": "topk", "schedule_offset": 1}, {"dense_ratio": 0.5}, ["intermediate.dense"],
+            related_modules=[["layer.\\w+.output.dense"]],
+        ),
+        "head_pruning": technique(
+            {"num_heads": HEADS, "schedule_offset": 1}, {"dense_ratio": 0.34}, ["attention.output.dense"],
+            related_modules=[["self.query", "self.key", "self.value"]],
+        ),
+        "sparse_pruning": technique({"schedule_offset": 1}, {"dense_ratio": 0.5}, ["attention.self"]),
+    }  # fmt: skip
+    ids = torch.arange(20).view(2, 10)
+    model = trained(bert(), section, {"input_ids": ids})
+    with torch.no_grad():
+        expected = at_the_end(model)(ids).logits
+        clean = redundancy_clean(model, {"compression_training": section}).eval()
+        torch.testing.assert_close(clean(ids).logits, expected, rtol=1e-4, atol=1e-5)
+    layer = clean.bert.encoder.layer[1]
+    assert layer.intermediate.dense.weight.shape == (18, 24) and layer.output.dense.weight.shape == (24, 18)
+    assert layer.attention.self.query.weight.shape == (16, 24) and layer.attention.output.dense.weight.shape == (24, 16)
+    assert "of what is left is zero" in clean.compression_report.lines["bert.encoder.layer.0.attention.self.key"]
+    clean(ids).logits.sum().backward()  # what is not quantised trains on
+
+
+def test_what_cannot_be_cleaned_is_said():
+    config = {"compression_training": SECTION}
+    with pytest.raises(CallOrderError, match="no layer of the model is compressed"):
+        redundancy_clean(gpt(), config)
+    other = copy.deepcopy(config)
+    other["compression_training"]["row_pruning"]["different_groups"]["only"]["params"]["dense_ratio"] = 0.9
+    with pytest.raises(DeepSpeedConfigError, match="another one than init_compression was given"):
+        redundancy_clean(prepared(), other)
+    with pytest.raises(DeepSpeedConfigError, match="compressed already"):
+        init_compression(prepared(), config)
+    assert size(redundancy_clean(prepared(), config, packed=False)) < size(gpt())
