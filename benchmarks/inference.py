@@ -1,0 +1,292 @@
+"""How fast tokens come, and what memory they take: plain ``generate``, this project in every width, ZeRO-Inference.
+
+    .venv/bin/python benchmarks/inference.py                        # 119 million parameters: about 12 minutes
+    .venv/bin/python benchmarks/inference.py --write-report         # also writes benchmarks/results/inference-DATE.md
+    .venv/bin/python benchmarks/inference.py --only plain-fp32,fp32 --rounds 15
+    .venv/bin/python benchmarks/inference.py --layers 2 --hidden 128 --new 4 --rounds 1   # does it run?
+
+Every contestant has processes of its own, one thread per rank. All are alive all the time and take turns, in a new
+order each round, so that whatever else the machine does hits all alike. A turn is one ``generate`` that is not counted,
+as it finds the caches full of somebody else's data, and one that is. All have the same weights and prompt; a digest of
+the tokens shows whose text is the same. Ratios are medians over the ratios of single rounds.
+
+- ``plain-*``: the model's own ``generate``. ``fp32``, ``bf16``, ``int8``, ``int4``: ``deepspeed.init_inference``.
+- ``tp2-*``: two ranks share every layer.
+- ``host-*``, ``file-*``: ZeRO-Inference, weights in host memory or files, one layer in use.
+- ``accelerate-host``, ``accelerate-file``: Accelerate's offload, as ``device_map`` dispatches it, in bf16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+FOUR = {"weight": {"num_bits": 4}}
+WAYS: dict[str, dict[str, Any]] = {
+    "plain-fp32": {},
+    "plain-bf16": {},
+    "fp32": {"dtype": "fp32"},
+    "bf16": {"dtype": "bf16"},
+    "int8": {"dtype": "int8"},
+    "int4": {"dtype": "int8", "quant": FOUR},
+    "tp2-fp32": {"dtype": "fp32", "tensor_parallel": {"tp_size": 2}},
+    "tp2-bf16": {"dtype": "bf16", "tensor_parallel": {"tp_size": 2}},
+    "tp2-int8": {"dtype": "int8", "tensor_parallel": {"tp_size": 2}},
+    "host-bf16": {"dtype": "bf16", "zero": "cpu"},
+    "host-int8": {"dtype": "int8", "zero": "cpu"},
+    "host-int4": {"dtype": "int8", "quant": FOUR, "zero": "cpu"},
+    "accelerate-host": {},
+    "file-bf16": {"dtype": "bf16", "zero": "nvme"},
+    "file-int8": {"dtype": "int8", "zero": "nvme"},
+    "file-int4": {"dtype": "int8", "quant": FOUR, "zero": "nvme"},
+    "accelerate-file": {},
+}
+# (faster or equal, beside, what is asked of the ratio of tokens per second)
+GOALS = (
+    ("fp32", "plain-fp32", 1 / 1.02),
+    ("bf16", "plain-bf16", 1 / 1.02),
+    ("int8", "bf16", 1.4),
+    ("int4", "bf16", None),
+    ("tp2-fp32", "fp32", None),
+    ("tp2-bf16", "bf16", None),
+    ("host-bf16", "accelerate-host", 1.0),
+    ("file-bf16", "accelerate-file", 1.0),
+    ("file-int8", "file-bf16", None),
+    ("file-int4", "file-bf16", None),
+)
+
+
+# -- one contestant: a process that generates when it is told to -------------------------------------------------------
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def work(name: str, shape: dict[str, int], rank: int, meeting: str) -> None:
+    """Answers every line on standard input with seconds, processor seconds, the digest of the tokens, bytes."""
+    import torch
+    import transformers
+
+    import deepspeed  # noqa: F401 - counts as imported for all alike
+
+    torch.set_num_threads(1)
+    if name.startswith("tp2"):
+        torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+    before = resident()
+    model, held = build(name, model_of(shape, transformers, torch), f"{meeting}-files")
+    ids = torch.arange(3, 3 + shape["prompt"]).view(1, -1) % shape["vocabulary"]
+    how = {"max_new_tokens": shape["new"], "min_new_tokens": shape["new"], "do_sample": False}
+    for line in sys.stdin:
+        if not line.strip():
+            break
+        wall, cpu = time.perf_counter(), time.process_time()
+        with torch.no_grad():
+            tokens = model.generate(ids, attention_mask=torch.ones_like(ids), **how)
+        seconds = time.perf_counter() - wall, time.process_time() - cpu
+        digest = hashlib.sha1(bytes(str(tokens.tolist()), "ascii")).hexdigest()[:6]
+        print(json.dumps([*seconds, digest, held, resident() - before]), flush=True)
+
+
+def model_of(shape: dict[str, int], transformers: Any, torch: Any) -> Any:
+    """A Llama, the same in every process."""
+    torch.manual_seed(0)
+    hidden = shape["hidden"]
+    config = transformers.LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=shape["inner"],
+        num_hidden_layers=shape["layers"],
+        num_attention_heads=hidden // 64,
+        vocab_size=shape["vocabulary"],
+        max_position_embeddings=1024,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    return transformers.LlamaForCausalLM(config).eval().requires_grad_(False)
+
+
+def build(name: str, model: Any, folder: str) -> tuple[Any, int]:
+    """What generates, and the bytes of weights that this process keeps in memory between uses."""
+    import gc
+
+    import torch
+
+    import deepspeed
+
+    def nbytes(module: Any) -> int:
+        return sum(t.nbytes for t in (*module.parameters(), *module.buffers()) if not t.is_meta)
+
+    if name.startswith("plain"):
+        made: Any = model if name == "plain-fp32" else model.to(torch.bfloat16)
+        return made, nbytes(made)
+    if name.startswith("accelerate"):
+        import accelerate
+
+        model.to(torch.bfloat16)
+        size = nbytes(model)
+        if name == "accelerate-host":
+            accelerate.cpu_offload(model, execution_device="cpu")
+            return model, size
+        accelerate.disk_offload(model, folder, execution_device="cpu")
+        gc.collect()
+        return model, nbytes(model)
+    way = dict(WAYS[name])
+    if (device := way.pop("zero", None)) is not None:
+        offload = {"device": device} | ({"nvme_path": folder, "max_in_cpu": 0} if device == "nvme" else {})
+        way["zero"] = {"stage": 3, "offload_param": offload}
+    made = deepspeed.init_inference(model, way)
+    if device is None:
+        return made, nbytes(made.module)
+    from deepspeed.zero.storage import Home
+
+    ledger = made._runner[0]._runtime.ledger
+    return made, ledger.live_at(Home.DEVICE) + ledger.live_at(Home.HOST)
+
+
+# -- the contest -------------------------------------------------------------------------------------------------------
+
+
+class Contestant:
+    """The processes of one contestant."""
+
+    def __init__(self, name: str, shape: dict[str, int], folder: str) -> None:
+        ranks = 2 if name.startswith("tp2") else 1
+        meeting = os.path.join(folder, name)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks), "PYTHONPATH": str(ROOT)}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(random.randint(20000, 40000))}
+        self.log = open(f"{meeting}.log", "w", encoding="utf-8")  # noqa: SIM115 - as long as the processes
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, __file__, "--work", name, json.dumps(shape), str(rank), meeting],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self.log,
+                text=True,
+                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+            for rank in range(ranks)
+        ]
+
+    def turn(self) -> tuple[float, float, str, int, int]:
+        """One generate: the slowest rank's seconds; digest; the largest rank's bytes."""
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        rows = []
+        for process in self.processes:
+            line = ""
+            while not line.startswith("["):
+                assert process.stdout is not None
+                line = process.stdout.readline()
+                if not line:
+                    raise SystemExit(f"a contestant ended: {process.args}; {Path(self.log.name).read_text()[-2000:]}")
+                line = line if line.startswith("[") and line.rstrip().endswith("]") and line[1].isdigit() else ""
+            rows.append(json.loads(line))
+        wall, cpu, held, grown = (max(row[column] for row in rows) for column in (0, 1, 3, 4))
+        return wall, cpu, rows[0][2], held, grown
+
+    def leave(self) -> None:
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.write("\n")
+            process.stdin.close()
+        for process in self.processes:
+            process.wait()
+        self.log.close()
+
+
+def contest(shape: dict[str, int], names: list[str], rounds: int) -> str:
+    """The tables."""
+    times: dict[str, list[float]] = {name: [] for name in names}
+    processor: dict[str, list[float]] = {name: [] for name in names}
+    last: dict[str, tuple[str, int, int]] = {}
+    with tempfile.TemporaryDirectory(prefix="inference-") as folder:
+        contestants = {name: Contestant(name, shape, folder) for name in names}
+        for name in names:
+            contestants[name].turn()  # until all are built
+        for _ in range(rounds):
+            for name in random.sample(names, len(names)):
+                contestants[name].turn()
+                wall, cpu, *rest = contestants[name].turn()
+                times[name].append(wall)
+                processor[name].append(cpu)
+                last[name] = tuple(rest)  # type: ignore[assignment]
+        for contestant in contestants.values():
+            contestant.leave()
+    lines = ["| | tokens/s | fastest | processor ms per token | weights MB | resident MB | tokens |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    new = shape["new"]
+    for name in names:
+        digest, held, grown = last[name]
+        median, fastest = new / statistics.median(times[name]), new / min(times[name])
+        cpu = 1e3 * statistics.median(processor[name]) / new
+        lines.append(
+            f"| {name} | {median:.1f} | {fastest:.1f} | {cpu:.1f} | {held / 1e6:.0f} | {grown / 1e6:.0f} | {digest} |"
+        )
+    lines += ["", "| tokens/s of | beside | ratio | quartiles | processor | asked for |", "|---|---|---|---|---|---|"]
+    for one, other, asked in GOALS:
+        if one not in times or other not in times:
+            continue
+        ratios = sorted(b / a for a, b in zip(times[one], times[other], strict=True))
+        low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
+        cpu = statistics.median(processor[other]) / statistics.median(processor[one])
+        want = "" if asked is None else f"at least {asked:.2f}"
+        middle = statistics.median(ratios)
+        lines.append(f"| {one} | {other} | {middle:.3f} | {low:.3f} to {high:.3f} | {cpu:.3f} | {want} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--work"]:
+        name, shape, rank, meeting = sys.argv[2:6]
+        work(name, json.loads(shape), int(rank), meeting)
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--inner", type=int, help="of the gated layers; default 2.75 x hidden")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--vocabulary", type=int, default=8192)
+    parser.add_argument("--prompt", type=int, default=16, help="tokens")
+    parser.add_argument("--new", type=int, default=24, help="tokens that are generated")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", help="contestants, with commas")
+    parser.add_argument("--write-report", action="store_true")
+    options = parser.parse_args()
+    shape = {key: getattr(options, key) for key in ("hidden", "layers", "vocabulary", "prompt", "new")}
+    shape["inner"] = options.inner or 11 * options.hidden // 4 // 64 * 64
+    names = [name for name in WAYS if not options.only or name in options.only.split(",")]
+    started = time.monotonic()
+    tables = contest(shape, names, options.rounds)
+    minutes = (time.monotonic() - started) / 60
+    text = f"Llama shape {shape}, {options.rounds} rounds, one thread per rank, {minutes:.1f} minutes\n\n{tables}\n"
+    print(text)
+    if options.write_report:
+        import torch
+        import transformers
+
+        today = datetime.datetime.now(tz=datetime.timezone.utc).date()
+        head = (
+            f"# Generating tokens, {today}\n\n`benchmarks/inference.py`, torch {torch.__version__}, Transformers "
+            f"{transformers.__version__}, {os.cpu_count()} cores ({torch.backends.cpu.get_cpu_capability()}).\n\n"
+        )
+        (ROOT / f"benchmarks/results/inference-{today}.md").write_text(head + text)
+
+
+if __name__ == "__main__":
+    main()

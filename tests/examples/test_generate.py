@@ -1,0 +1,54 @@
+"""The quickstart for inference: four widths from one file, and text that is the model's own."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+FOLDER = Path(__file__).resolve().parents[2] / "examples" / "quickstart"
+CHECK = """
+import sys
+sys.path.insert(0, {folder!r})
+import torch
+import generate, train
+torch.manual_seed(0)
+model = train.GPT(64, 2, 2)
+with torch.no_grad():
+    for parameter in model.parameters():
+        parameter.mul_(3)
+model.device = torch.device("cpu")
+assert generate.write(model, b"def main(", 12) == train.generate(model, b"def main(", 12)
+assert len(generate.write(model, b"def", 2 * train.CONTEXT)) == 3 + 2 * train.CONTEXT
+"""
+
+
+def test_the_text_is_that_of_the_model_without_a_cache():
+    subprocess.run([sys.executable, "-c", CHECK.format(folder=str(FOLDER))], check=True, timeout=120)
+
+
+def test_one_checkpoint_in_four_widths(tmp_path):
+    sys.path.insert(0, str(FOLDER))
+    try:
+        from train import GPT
+    finally:
+        sys.path.remove(str(FOLDER))
+    torch.manual_seed(0)
+    save_file(GPT().state_dict(), tmp_path / "model.safetensors")
+    (tmp_path / "text.py").write_text("print('a line of text')\n" * 50_000)
+    command = [sys.executable, str(FOLDER / "generate.py"), "--weights", str(tmp_path / "model.safetensors")]
+    done = subprocess.run(
+        [*command, "--text", str(tmp_path), "--sample", "4"], capture_output=True, text=True, timeout=180
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines() if line.split()[:1] and line.split()[0] in sizes(42.9)]
+    assert [row[0] for row in rows] == list(sizes(42.9))
+    for row in rows:
+        assert abs(float(row[1]) - sizes(42.9)[row[0]]) < 0.6, row
+        assert float(row[2]) > 0 and abs(float(row[-1]) - float(rows[0][-1])) < 0.05
+
+
+def sizes(fp32):
+    """MB of the weights: nearly all are those of linear layers."""
+    return {"fp32": fp32, "bf16": fp32 / 2, "int8": fp32 / 4 + 0.2, "int4": fp32 / 7.1 + 0.2}
