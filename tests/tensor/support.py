@@ -63,8 +63,11 @@ class Expected:
     state: dict[str, torch.Tensor]
 
 
-def plain_run(model: nn.Module, steps: int, data: int, accumulation: int = 1, clip: float = 0.5) -> Expected:
+def plain_run(
+    model: nn.Module, steps: int, data: int, accumulation: int = 1, clip: float = 0.5, loss: Any = loss_of
+) -> Expected:
     """Trains a copy of ``model`` with plain torch."""
+    loss_of = loss
     model = copy.deepcopy(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = adamw(trained)

@@ -69,6 +69,10 @@ class TensorParallel(Section):
         "Compare a small forward and backward of the cut model with the whole one.",
         null_means="where the model has fewer than 300 million parameters",
     )
+    sequence_parallel_norms: Bool = key(
+        False,
+        "Cut activations between cut layers along the sequence: norms and residual sums work on a part of it.",
+    )
     keep_module_on_host: Bool = key(
         False, "Split on the host.", no_effect="layers are cut where they are, one after the other"
     )

@@ -30,6 +30,7 @@ from deepspeed.parallel.tensor.layout import Layout, describe, layout_of
 from deepspeed.parallel.tensor.making import Maker, cut_parameter
 from deepspeed.parallel.tensor.request import check_group
 from deepspeed.parallel.tensor.rules import Rule, Way
+from deepspeed.parallel.tensor.sequence import cut_sequences, plan_of
 from deepspeed.parallel.tensor.structure import of_structure
 from deepspeed.parallel.tensor.verify import Rehearsal, inputs_of
 from deepspeed.parallel.tensor.vocabulary import causal_loss
@@ -79,6 +80,7 @@ def cut_model(model: nn.Module, section: TensorParallel, mesh: Mesh, device: tor
     check_group(model, mesh.group(rank_in(), TENSOR))
     rules = rules_for(model, section)
     layout = layout_of(model, rules, size, grain=section.tensor_parallel.tp_grain_size)
+    sequences = plan_of(model, layout) if section.sequence_parallel_norms else None
     comm.check_same_model(_lines(model), group_along(TENSOR))
     channel = connect(mesh, device, comm.default_timeout())
     holders = _holders(layout, mesh, device)
@@ -95,6 +97,8 @@ def cut_model(model: nn.Module, section: TensorParallel, mesh: Mesh, device: tor
     for name, (attention, heads) in layout.heads.items():
         tell(model.get_submodule(name), attention, heads, channel.rank)
         slice_arguments(model.get_submodule(name), attention, heads, channel.rank)
+    if sequences is not None:
+        cut_sequences(model, sequences, channel)
     _use_parallel_loss(model, section, layout, channel)
     setattr(model, CUT, made)
     log_dist(f"tensor parallelism over {size} ranks:\n{describe(layout)}")

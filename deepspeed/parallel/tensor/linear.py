@@ -11,7 +11,7 @@ its parameters and its hooks, and is still an ``nn.Linear`` for whoever asks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -22,6 +22,15 @@ from deepspeed.parallel.tensor import regions
 from deepspeed.parallel.tensor.channel import Channel
 from deepspeed.parallel.tensor.entrance import Entrance
 from deepspeed.parallel.tensor.split import Split
+
+
+class Sequence(Protocol):
+    """See ``sequence.CutSequence``."""
+
+    is_cut: bool
+
+    def leave(self, values: torch.Tensor) -> torch.Tensor:
+        """This rank's positions of the sum over the ranks."""
 
 
 @dataclass
@@ -36,6 +45,7 @@ class CutLinear:
         is_transposed: The weight is (in, out), as in Transformers' ``Conv1D``.
         is_gathered: A column-parallel layer gives all output features; a row-parallel one takes all input features.
         holders: The ranks that have the same part, whose gradients are summed; None: this rank alone has it.
+        sequence: Where activations outside the region of the layer are cut along the sequence: gathers and sums them.
     """
 
     channel: Channel
@@ -45,6 +55,7 @@ class CutLinear:
     is_transposed: bool = False
     is_gathered: bool = False
     holders: Channel | None = None
+    sequence: Sequence | None = None
 
 
 class _Column(torch.autograd.Function):
@@ -136,7 +147,11 @@ def _column(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
         if bias is not None:
             bias = regions.enter(bias, cut.holders, f"the gradient of the bias of {cut.name}")
     weight, bias = _for_autocast(kind, weight, bias)  # type: ignore[assignment]
-    entered, shared = cut.entrance.enter(values, weight.dtype if torch.is_autocast_enabled(kind) else None, cut.name)
+    dtype = weight.dtype if torch.is_autocast_enabled(kind) else None
+    if cut.sequence is not None and cut.sequence.is_cut:  # the gather before the region sums the gradient
+        entered, shared = values if dtype is None else values.to(dtype), None
+    else:
+        entered, shared = cut.entrance.enter(values, dtype, cut.name)
     with torch.autocast(kind, enabled=False):
         out = _Column.apply(entered, weight, bias, shared, cut.is_transposed)
     return regions.gather(out, cut.channel, cut.split, f"the output of {cut.name}") if cut.is_gathered else out
@@ -147,6 +162,11 @@ def _row(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, 
     kind = values.device.type
     if cut.is_gathered:
         values = regions.slice_of(values, cut.channel, cut.split, f"the gradient of the input of {cut.name}")
+    if cut.sequence is not None and cut.sequence.is_cut:
+        product = cut.sequence.leave(F.linear(values, weight.t() if cut.is_transposed else weight))
+        if bias is None:
+            return product
+        return product + regions.enter(bias, cut.channel, f"the gradient of the bias of {cut.name}")
     values, weight, bias = _for_autocast(kind, values, weight, bias)  # type: ignore[assignment]
     with torch.autocast(kind, enabled=False):
         return _Row.apply(values, weight, bias, cut)

@@ -52,7 +52,7 @@ class Rehearsal:
         if section.verify is False:
             return None
         why = _why_not(model, device, is_asked=bool(section.verify))
-        inputs = None if why else inputs_of(model)
+        inputs = None if why else inputs_of(model, layout.size if section.sequence_parallel_norms else 1)
         if inputs is None:
             why = why or f"what {type(model).__name__} takes as input is not known"
             if section.verify:
@@ -111,8 +111,14 @@ def _why_not(model: nn.Module, device: torch.device, *, is_asked: bool) -> str:
     return ""
 
 
-def inputs_of(model: nn.Module) -> dict[str, Any] | None:
-    """A small input of a Transformers model, the same on all ranks; None where it is not known."""
+def inputs_of(model: nn.Module, multiple: int = 1) -> dict[str, Any] | None:
+    """A small input of a Transformers model, the same on all ranks; None where it is not known.
+
+    Args:
+        model: The model.
+        multiple: Divides the length of its sequences.
+    """
+    length = -(-_LENGTH // multiple) * multiple
     config = getattr(model, "config", None)
     name = getattr(model, "main_input_name", None)
     if config is None or name is None:
@@ -120,7 +126,7 @@ def inputs_of(model: nn.Module) -> dict[str, Any] | None:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     vocabulary = getattr(text, "vocab_size", None)
     if name == "input_ids" and isinstance(vocabulary, int):
-        ids = (torch.arange(_ROWS * _LENGTH).view(_ROWS, _LENGTH) * 7 + 3) % vocabulary
+        ids = (torch.arange(_ROWS * length).view(_ROWS, length) * 7 + 3) % vocabulary
         padding = getattr(text, "pad_token_id", None)
         ids = torch.where(ids == padding, (ids + 1) % vocabulary, ids) if isinstance(padding, int) else ids
         inputs: dict[str, Any] = {"input_ids": ids}

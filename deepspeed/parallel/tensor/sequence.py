@@ -1,0 +1,204 @@
+"""Activations between cut regions that are cut along the sequence: norms and residual sums work on a part of it.
+
+Before a region (an attention or an MLP) each rank has some positions of the sequence, which are gathered; after it the
+sum over the ranks leaves each its positions (`Korthikanti et al. <https://arxiv.org/abs/2205.05198>`_, section 4.2).
+A gather and a reduce-scatter carry as many bytes as the all-reduce that they replace. What lies between regions is held
+once instead of on every rank; gradients of its parameters are sums over positions, so they are summed over the ranks.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.logging import log_dist
+from deepspeed.parallel.tensor import regions
+from deepspeed.parallel.tensor.channel import Channel
+from deepspeed.parallel.tensor.layout import Layout, block_of
+from deepspeed.parallel.tensor.linear import CutLinear
+from deepspeed.parallel.tensor.making import sum_own_gradients
+from deepspeed.parallel.tensor.rules import Way
+
+_KEY = "tensor_parallel.sequence_parallel_norms"
+_ARGUMENTS = ("hidden_states", "x", "input")
+_DIM = 1
+"""Of the sequence, in (batch, sequence, width)."""
+
+
+@dataclass
+class CutSequence:
+    """Whether activations between regions are cut along the sequence now.
+
+    Attributes:
+        channel: The ranks.
+        is_cut: False in an evaluation whose length the ranks do not divide, which goes on with whole activations.
+    """
+
+    channel: Channel
+    is_cut: bool = True
+
+    def split(self, values: torch.Tensor) -> torch.Tensor:
+        """This rank's positions of what all ranks have; decides for the blocks that follow."""
+        size = self.channel.size
+        if values.dim() != 3:
+            raise DeepSpeedConfigError(
+                f"{_KEY}: the first block takes activations of shape {tuple(values.shape)}; expected (batch, sequence, "
+                "width). Leave the key out"
+            )
+        self.is_cut = torch.is_grad_enabled() or values.shape[_DIM] % size == 0
+        if not self.is_cut:
+            return values
+        if values.shape[_DIM] % size:
+            raise DeepSpeedConfigError(
+                f"{_KEY}: a sequence has {values.shape[_DIM]} positions, which {size} ranks do not divide; pad batches "
+                f"to a multiple of {size} (pad_to_multiple_of of a collator), or leave the key out"
+            )
+        return regions.split_sequence(values, self.channel, _DIM)
+
+    def gather(self, values: torch.Tensor, *, is_partial: bool) -> torch.Tensor:
+        """All positions; ``is_partial``: for layers of which each rank has a part."""
+        if not self.is_cut:
+            return values
+        if values.dim() != 3:
+            raise DeepSpeedConfigError(
+                f"{_KEY}: a cut region takes activations of shape {tuple(values.shape)}; expected (batch, positions of "
+                "this rank, width). Leave the key out"
+            )
+        return regions.gather_sequence(values, self.channel, _DIM, is_partial=is_partial)
+
+    def leave(self, values: torch.Tensor) -> torch.Tensor:
+        """This rank's positions of the sum over the ranks."""
+        return regions.leave_sequence(values, self.channel, _DIM)
+
+
+@dataclass
+class Plan:
+    """Which modules change.
+
+    Attributes:
+        first: Name of the first block.
+        last: Name of the last block.
+        regions: Names of modules whose input is gathered.
+        columns: Names of column-parallel layers in them.
+        rows: Names of row-parallel layers.
+        between: Names of modules with parameters that work on a part of the sequence.
+    """
+
+    first: str
+    last: str
+    regions: list[str] = field(default_factory=list)
+    columns: list[str] = field(default_factory=list)
+    rows: list[str] = field(default_factory=list)
+    between: list[str] = field(default_factory=list)
+
+
+def plan_of(model: nn.Module, layout: Layout) -> Plan:
+    """Works out where the sequence is cut. Changes nothing.
+
+    Args:
+        model: The model.
+        layout: How it is cut.
+
+    Raises:
+        DeepSpeedConfigError: Its blocks are not built so.
+    """
+    ways = {layer.name: layer.way for layer in layout.layers}
+    rows = [name for name, way in ways.items() if way is Way.ROW]
+    blocks = list(dict.fromkeys(block_of(name) for name in rows))
+    stacks = {block.rpartition(".")[0] for block in blocks}
+    numbers = [int(found[0]) for block in blocks if (found := re.search(r"\d+$", block))]
+    if len(stacks) != 1 or len(numbers) != len(blocks):
+        raise _refused(
+            f"the model has its row-parallel layers in {sorted(stacks)}, where one stack of blocks is needed"
+        )
+    (stack,) = stacks
+    count = len(list(model.get_submodule(stack).children()))
+    if sorted(numbers) != list(range(count)):
+        raise _refused(f"of the {count} blocks of {stack!r} only {sorted(numbers)} have layers that are cut")
+    plan = Plan(f"{stack}.0", f"{stack}.{count - 1}", rows=rows)
+    columns = [name for name, way in ways.items() if way is Way.COLUMN and name.startswith(f"{stack}.")]
+    for row in rows:
+        region = _region(row, columns, block_of(row))
+        if region not in plan.regions:
+            plan.regions.append(region)
+    inside = tuple(f"{region}." for region in plan.regions)
+    plan.columns = [name for name in columns if f"{name}.".startswith(inside)]
+    _refuse_others(model, layout, plan, inside)
+    for name, module in model.get_submodule(stack).named_modules(prefix=stack):
+        own = any(True for _ in module.parameters(recurse=False))
+        if own and not f"{name}.".startswith(inside):
+            plan.between.append(name)
+    return plan
+
+
+def _region(row: str, columns: list[str], block: str) -> str:
+    """The innermost module around a row-parallel layer that also has the column-parallel ones that feed it."""
+    above = row.rpartition(".")[0]
+    while len(above) > len(block) and not any(name.startswith(f"{above}.") for name in columns):
+        above = above.rpartition(".")[0]
+    if above == block:
+        raise _refused(f"the layers that feed {row!r} are no module by themselves, apart from their block {block!r}")
+    return above
+
+
+def _refuse_others(model: nn.Module, layout: Layout, plan: Plan, inside: tuple[str, ...]) -> None:
+    """What is whole inside a region would see the whole sequence on every rank, and count so often."""
+    known = set(layout.parameters) | {f"{row}.bias" for row in plan.rows}
+    summed = tuple(f"{layer.name}." for layer in layout.layers if layer.way is Way.SUMMED)
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        if name.startswith(inside) and name not in known and not name.startswith(summed or ("\0",)):
+            raise _refused(f"the parameter {name!r} is whole on every rank and works between layers that are cut")
+
+
+def _refused(why: str) -> DeepSpeedConfigError:
+    return DeepSpeedConfigError(f"{_KEY}: {why}; leave the key out")
+
+
+def cut_sequences(model: nn.Module, plan: Plan, channel: Channel) -> None:
+    """Changes the modules of a plan, whose layers have been cut.
+
+    Args:
+        model: The model.
+        plan: As of :func:`plan_of`.
+        channel: The ranks.
+    """
+    cut = CutSequence(channel)
+    model.get_submodule(plan.first).register_forward_pre_hook(_on_input(cut.split), with_kwargs=True)
+
+    def gather(values: torch.Tensor) -> torch.Tensor:
+        return cut.gather(values, is_partial=True)
+
+    for name in plan.regions:
+        model.get_submodule(name).register_forward_pre_hook(_on_input(gather), with_kwargs=True)
+    for name in (*plan.columns, *plan.rows):
+        settings: CutLinear = model.get_submodule(name).tensor_cut  # type: ignore[assignment]
+        settings.sequence = cut
+    for name in plan.between:
+        sum_own_gradients(model.get_submodule(name), channel, name)
+
+    def gather_output(_: nn.Module, __: Any, output: Any) -> Any:
+        if isinstance(output, torch.Tensor):
+            return cut.gather(output, is_partial=False)
+        return (cut.gather(output[0], is_partial=False), *output[1:])
+
+    model.get_submodule(plan.last).register_forward_hook(gather_output)
+    log_dist(
+        f"{_KEY}: between {plan.first!r} and {plan.last!r} each of {channel.size} ranks has a part of the sequence"
+    )
+
+
+def _on_input(change: Any) -> Any:
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args:
+            return (change(args[0]), *args[1:]), kwargs
+        name = next((name for name in _ARGUMENTS if isinstance(kwargs.get(name), torch.Tensor)), None)
+        if name is None:
+            raise _refused(f"a module is called with {', '.join(kwargs)}, none of which is known as its input")
+        return args, {**kwargs, name: change(kwargs[name])}
+
+    return hook
