@@ -74,7 +74,8 @@ def test_against_real_ranks():
 
 @pytest.mark.slow
 def test_against_real_ranks_at_every_stage():
-    _compare([(Cell(stage, accumulation=2), ep) for stage in range(4) for ep in (1, 2, 4)])
+    for ep in (1, 2, 4):  # a job each: where layers have talked in a backward, buckets are reduced later from then on
+        _compare([(Cell(stage, accumulation=2), ep) for stage in range(4)])
 
 
 def test_what_travels_is_the_formula():

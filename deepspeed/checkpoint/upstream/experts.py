@@ -19,7 +19,6 @@ from deepspeed.checkpoint.upstream.walks import Shapes
 from deepspeed.errors import CheckpointError
 
 _NUMBER = re.compile(r"(?<=deepspeed_experts\.)\d+(?=\.)")
-_STACKED = re.compile(r".*\.experts\.w[123]\.\d+")
 
 
 def expert_weights(paths: Sequence[Path], *, trust: bool) -> dict[str, torch.Tensor]:
@@ -28,21 +27,10 @@ def expert_weights(paths: Sequence[Path], *, trust: bool) -> dict[str, torch.Ten
     Args:
         paths: One file per expert.
         trust: As of ``files.load``.
-
-    Raises:
-        CheckpointError: They are stacked weights of a Transformers model, which are stored in another form.
     """
     found: dict[str, torch.Tensor] = {}
     for path in paths:
-        values = load(path, trust=trust)
-        stacked = next((name for name in values if _STACKED.fullmatch(name)), None)
-        if stacked is not None:
-            raise CheckpointError(
-                f"{path} has {stacked!r}, one of the stacked experts that the original package makes of a Transformers "
-                "model; such checkpoints cannot be read. Export the model there (save_pretrained) and load it by "
-                "from_pretrained"
-            )
-        found.update(values)
+        found.update(load(path, trust=trust))
     return found
 
 

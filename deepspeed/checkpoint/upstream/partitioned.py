@@ -14,6 +14,7 @@ from deepspeed.checkpoint.upstream.content import Content, Values
 from deepspeed.checkpoint.upstream.experts import expert_weights, numbered_among_all, sharing_ranks
 from deepspeed.checkpoint.upstream.files import DynamicLossScaler, Files, ZeroStage, find_files, load
 from deepspeed.checkpoint.upstream.slices import INFO, join_slices
+from deepspeed.checkpoint.upstream.stacks import by_place, put_together
 from deepspeed.checkpoint.upstream.walks import Shapes, stage_1_and_2, stage_3
 from deepspeed.errors import CheckpointError
 
@@ -49,7 +50,14 @@ def _read_rank(
         take_partitions(folder, content, model[0], optim)
     else:
         _stage_0(content, model[0], trained)
+    if _has_stacks(model[0]):
+        put_together(content, model[0]["module"], str(folder))
     return content, model[0].get(INFO)
+
+
+def _has_stacks(model: Mapping[str, Any]) -> bool:
+    """Whether the experts of a Transformers model were taken apart."""
+    return bool(model.get("ds_autoep_layers"))
 
 
 def training_state(model: Mapping[str, Any]) -> TrainingState:
@@ -140,6 +148,7 @@ def take_partitions(folder: Path, content: Content, model: Mapping[str, Any], op
         shared = sharing_ranks(group, len(optim))
         for place in range(shared):
             named = shapes if shared == 1 else numbered_among_all(shapes, place)
+            named = by_place(named, place) if _has_stacks(model) else named
             _take_group(content, named, optim[place::shared], number, gap, f"{folder}, param group {number}")
             names += named
         trained |= set(names)
@@ -203,23 +212,43 @@ def _stage_3(folder: Path, content: Content, model: list[dict[str, Any]], optim:
     if any(len(rank) != len(sub_groups) for rank in flat):
         raise CheckpointError(f"{folder}: {len(sub_groups)} sub-groups have names, {len(flat[0])} have weights")
     inner = [rank["optimizer_state_dict"] for rank in optim]
+    names_of: dict[int, list[str]] = {}
     for number, shapes in enumerate(sub_groups):
         where = f"{folder}, sub-group {number}"
-        tensors = [rank[number] for rank in flat]
-        extents = stage_3(shapes, [t.numel() for t in tensors], where)
-        split = [_split_state(rank["state"].get(number, {}), t.numel()) for rank, t in zip(inner, tensors, strict=True)]
-        for name, shape in shapes.items():
-            content.shapes[name] = tuple(shape)
-            content.put(MASTER, name, Values(tensors, extents[name]))
-            for state in split[0][0]:
-                content.put_state(state, name, Values([rank[0][state] for rank in split], extents[name]))
-            if split[0][0] or split[0][1]:
-                content.state.scalars[name] = dict(split[0][1])
+        for place, ranks in enumerate(_sharing(optim, number)):
+            named = by_place(shapes, place) if _has_stacks(first) else shapes
+            tensors = [flat[rank][number] for rank in ranks]
+            states = [inner[rank]["state"].get(number, {}) for rank in ranks]
+            _take_sub_group(content, named, tensors, states, where)
+            names_of.setdefault(number, []).extend(named)
     for group in inner[0]["param_groups"]:
-        names = [name for number in group["params"] for name in sub_groups[number]]
+        names = [name for number in group["params"] for name in names_of[number]]
         content.state.param_groups.append(hyperparameters(group, names))
     take_frozen(content, model, f"{folder}, frozen parameters")
     content.state.loss_scaler = scaler_state(optim[0])
+
+
+def _sharing(optim: list[dict[str, Any]], number: int) -> list[tuple[int, ...]]:
+    """The ranks that share a sub-group, for every place among those that share experts."""
+    told = [rank["ds_zero_partition_groups"][number] for rank in optim if "ds_zero_partition_groups" in rank]
+    if len(told) < len(optim):
+        return [tuple(range(len(optim)))]
+    return sorted({tuple(rank["partition_ranks"]) for rank in told})
+
+
+def _take_sub_group(
+    content: Content, shapes: Shapes, tensors: list[torch.Tensor], states: list[dict[str, Any]], where: str
+) -> None:
+    """Masters and states of a sub-group that the ranks with these tensors share."""
+    extents = stage_3(shapes, [t.numel() for t in tensors], where)
+    split = [_split_state(state, t.numel()) for state, t in zip(states, tensors, strict=True)]
+    for name, shape in shapes.items():
+        content.shapes[name] = tuple(shape)
+        content.put(MASTER, name, Values(tensors, extents[name]))
+        for state in split[0][0]:
+            content.put_state(state, name, Values([rank[0][state] for rank in split], extents[name]))
+        if split[0][0] or split[0][1]:
+            content.state.scalars[name] = dict(split[0][1])
 
 
 def take_frozen(content: Content, model: list[dict[str, Any]], where: str) -> None:

@@ -119,6 +119,12 @@ def _check_module(name: str, module: nn.Module, section: ExpertParallel) -> None
     if (missing := lacks(module)) is not None:
         raise DeepSpeedConfigError(f"expert_parallel: the experts {name!r} ({type(module).__name__}) lack {missing}")
     _check_numbers(name, module, section)
+    known = spread_of(module)
+    if known is not None and known.ep_size != section.autoep_size:
+        raise DeepSpeedConfigError(
+            f"expert_parallel.autoep_size {section.autoep_size}: the experts {name!r} are spread over {known.ep_size} "
+            "ranks already; load the model with the configuration that initialize gets"
+        )
 
 
 def _modules(model: nn.Module, section: ExpertParallel) -> dict[str, nn.Module]:

@@ -10,10 +10,14 @@ import pytest
 import torch
 from torch import nn
 
+import deepspeed
+from deepspeed.checkpoint.upstream.partitioned import read_partitioned
 from deepspeed.errors import CheckpointError
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from tests.engine.support import engine_of, rank
 from tests.harness import run_ranks
+from tests.parallel.expert.models import build
+from tests.parallel.expert.test_auto import adamw, config, of_this_rank
 from tests.parallel.expert.test_parity import Net, logical
 
 STATES = ("exp_avg", "exp_avg_sq")
@@ -102,10 +106,111 @@ def test_native_experts_load_at_any_spread(stage: int) -> None:
         run_ranks(_load, 2, folder, stage, [(2, 2), (1, 3)])
 
 
-def test_stacked_experts_are_refused_by_name(tmp_path: Path) -> None:
-    from deepspeed.checkpoint.upstream.experts import expert_weights
+# -- stacked experts of Transformers models, taken apart --------------------------------------------------------------
 
-    path = tmp_path / "layer_0_expert_0_mp_rank_00_model_states.pt"
-    torch.save({"model.layers.0.mlp.experts.w1.0": torch.zeros(2, 2)}, path)
-    with pytest.raises(CheckpointError, match=r"'model\.layers\.0\.mlp\.experts\.w1\.0', one of the stacked experts"):
-        expert_weights([path], trust=False)
+
+def of_model() -> dict[str, dict[str, torch.Tensor]]:
+    """Values of every parameter of a tiny Mixtral."""
+    draws = torch.Generator().manual_seed(4)
+    return {
+        name: {key: torch.rand(p.shape, generator=draws) for key in ("fp32", *STATES)}
+        for name, p in build("mixtral").named_parameters()
+    }
+
+
+def there(name: str) -> str:
+    return name.replace("mlp.gate.weight", "mlp.router.gate.weight")
+
+
+def taken_apart(values: dict[str, dict[str, torch.Tensor]], key: str, place: int) -> dict[str, torch.Tensor]:
+    """The stacks of two of the four experts of each layer, as a rank has them."""
+    found = {}
+    for name, held in values.items():
+        if ".experts." in name:
+            block, mine = name.rpartition(".")[0], held[key][2 * place : 2 * place + 2]
+            if name.endswith("gate_up_proj"):
+                found[f"{block}.w1"], found[f"{block}.w3"] = mine.chunk(2, dim=1)
+            else:
+                found[f"{block}.w2"] = mine
+    return found
+
+
+def write_stacks(folder: Path, stage: int) -> None:
+    """Two ranks that share the experts."""
+    values, tag = of_model(), folder / "global_step7"
+    tag.mkdir()
+    (folder / "latest").write_text("global_step7")
+    dense = {there(name): held for name, held in values.items() if ".experts." not in name}
+    module = {name: held["fp32"] for name, held in dense.items()}
+    module |= {name.replace("router.gate", "gate.gate"): value for name, value in module.items() if "router" in name}
+    shapes = [
+        {name: tuple(held["fp32"].shape) for name, held in dense.items()},
+        {name: tuple(value.shape) for name, value in taken_apart(values, "fp32", 0).items()},
+    ]
+    told = {"num_experts": [4, 4], "buffer_names": [], "param_shapes": shapes, "dp_world_size": 2, "global_steps": 7}
+    told |= {"ds_autoep_layers": [{"moe_layer_id": 0}], "global_samples": 28, "skipped_steps": 0}
+    if stage == 3:
+        empty = {name: torch.zeros(0) for name in module}
+        for place in range(2):
+            torch.save({"module": empty, **told}, tag / f"zero_pp_rank_{place}_mp_rank_00_model_states.pt")
+    else:
+        torch.save({"module": module, **told}, tag / "mp_rank_00_model_states.pt")
+        for expert in range(4):
+            stacks = taken_apart(values, "fp32", expert // 2)
+            for layer in range(2):
+                own = {f"{n}.{expert}": t[expert % 2].clone() for n, t in stacks.items() if f"layers.{layer}." in n}
+                torch.save(own, tag / f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt")
+    for place in range(2):
+
+        def flat(number: int, key: str, place: int = place) -> torch.Tensor:
+            if number == 1:
+                return torch.cat([value.flatten() for value in taken_apart(values, key, place).values()])
+            wholes = [held[key].flatten() for held in dense.values()]
+            wholes = wholes if stage == 3 else [torch.cat(wholes)]  # there every parameter is cut by itself
+            return torch.cat([nn.functional.pad(whole, (0, len(whole) % 2)).chunk(2)[place] for whole in wholes])
+
+        groups = [{"lr": 0.01, "params": [0]}, {"lr": 0.01, "params": [1], "moe": True, "name": "ep_size_2"}]
+        state = {n: {**{key: flat(n, key) for key in STATES}, "step": torch.tensor(7.0)} for n in range(2)}
+        inner = {"state": state, "param_groups": groups}
+        masters = [flat(number, "fp32") for number in range(2)]
+        if stage == 3:
+            sharing = [{"partition_ranks": [0, 1]}, {"partition_ranks": [place]}]
+            body = {"fp32_flat_groups": masters, "optimizer_state_dict": inner, "ds_zero_partition_groups": sharing}
+            body["partition_count"] = 2
+        else:
+            body = {"single_partition_of_fp32_groups": masters, "base_optimizer_state": inner}
+            body["partition_count"] = [2, 1]
+        optim = {"optimizer_state_dict": {**body, "zero_stage": stage}}
+        torch.save(optim, tag / f"zero_pp_rank_{place}_mp_rank_00_optim_states.pt")
+
+
+def _load_stacks(folder: str, cells: list[tuple[int, int]]) -> None:
+    expected = of_model()
+    for ep_size, stage in cells:
+        model = build("mixtral", seed=9)
+        engine = deepspeed.initialize(model=model, optimizer=adamw(model), config=config(stage, ep_size))[0]
+        engine.load_checkpoint(folder)
+        assert engine.global_steps == 7
+        for name, parameter in engine.module.named_parameters():
+            found = {"fp32": safe_get_full_fp32_param(parameter)}
+            found |= {key: safe_get_full_optimizer_state(parameter, key) for key in STATES}
+            for key, value in found.items():
+                wanted = of_this_rank(parameter, expected[name][key], ep_size)
+                assert torch.equal(value, wanted), f"{name} {key}, ep {ep_size}, stage {stage}"
+            assert safe_get_full_optimizer_state(parameter, "step") == 7
+        engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_stacked_experts_load_at_any_spread(stage: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        write_stacks(Path(folder), stage)
+        run_ranks(_load_stacks, 2, folder, [(2, 1), (1, 3)])
+
+
+def test_missing_experts_are_named() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        write_stacks(Path(folder), 2)
+        Path(folder, "global_step7", "layer_1_expert_2_mp_rank_00_model_states.pt").unlink()
+        with pytest.raises(CheckpointError, match=r"experts 'model.layers.1.mlp.experts' some are missing; .*0, 1, 3"):
+            read_partitioned(Path(folder, "global_step7"), trust=False)

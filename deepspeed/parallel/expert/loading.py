@@ -1,0 +1,277 @@
+"""Mixtures of experts read from files so that no rank ever holds more than its share and one layer.
+
+The model is built without values and its experts are cut before anything is read. Of weights that a file has expert by
+expert the others' are not read at all, of stacked ones only this rank's slice. How names and forms in files become
+those of the model is asked of the Transformers library. At ZeRO stage 3 a module is sharded as soon as it is filled.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from deepspeed import comm
+from deepspeed.comm.expert_groups import group_name, ranks_of
+from deepspeed.comm.transport import LocalTransport
+from deepspeed.comm.world import rank_in, size_of
+from deepspeed.config import parse
+from deepspeed.errors import CheckpointError, DeepSpeedConfigError
+from deepspeed.parallel.expert.auto import spread_experts
+from deepspeed.parallel.expert.spread import spread_of
+from deepspeed.zero.construction.init import Init
+
+
+def from_pretrained(
+    folder: str | Path, config: Any, *, dtype: torch.dtype | None = None, model_class: Any = None
+) -> nn.Module:
+    """A model of the Transformers library with the experts of this rank only. Every rank of the job must call it.
+
+    ::
+
+        model = from_pretrained("mixtral", config)
+        engine, *_ = deepspeed.initialize(model=model, config=config)
+
+    Args:
+        folder: With ``config.json`` and ``*.safetensors``, as ``save_pretrained`` writes it or as the hub has it.
+        config: The configuration that ``initialize`` gets, with ``expert_parallel`` enabled.
+        dtype: Of floating weights; None: as the folder says.
+        model_class: A class of the library; None: ``AutoModelForCausalLM``.
+
+    Returns:
+        The model, on the host.
+
+    Raises:
+        DeepSpeedConfigError: The section is not enabled, or the model's experts cannot be spread so.
+        CheckpointError: Files are missing, damaged, or leave weights without a value.
+    """
+    import transformers
+
+    if not comm.is_initialized():
+        comm.init_distributed()
+    root = parse(config, dp_world_size=size_of()).root
+    section = root.expert_parallel
+    if section is None or not section.enabled:
+        raise DeepSpeedConfigError(
+            "expert loading: the configuration has no enabled expert_parallel section; load the model by its own "
+            "from_pretrained"
+        )
+    files = _files(Path(folder))
+    described = transformers.AutoConfig.from_pretrained(folder)
+    dtype = dtype or getattr(described, "dtype", None) or torch.get_default_dtype()
+    with torch.device("meta"):
+        model = (model_class or transformers.AutoModelForCausalLM).from_config(described, dtype=dtype)
+    data_first = root.use_data_before_expert_parallelism
+    spread_experts(model, section, LocalTransport(), torch.device("cpu"), data_first=data_first)
+    stage_3 = functools.partial(Init, config_dict_or_path=config)
+    shard = stage_3 if root.zero_optimization.stage == 3 else None
+    _Filling(model, files, dtype, shard).run()
+    _make_buffers(model)
+    return model
+
+
+def _files(folder: Path) -> list[Path]:
+    found = sorted(folder.glob("*.safetensors"))
+    if not found:
+        raise CheckpointError(
+            f"expert loading: the folder {folder} has no *.safetensors; save the model by save_pretrained, or fetch it "
+            "from the hub first"
+        )
+    return found
+
+
+@dataclass
+class _Target:
+    """A weight of the model, or several that are made together.
+
+    Attributes:
+        name: The first one's.
+        conversion: The library's way to it.
+        sources: By pattern, where it comes from: file and name there.
+    """
+
+    name: str
+    conversion: Any
+    sources: dict[str, list[tuple[Path, str]]] = field(default_factory=dict)
+
+
+class _Filling:
+    """Gives a model on the meta device its values.
+
+    Args:
+        model: Its experts are cut.
+        files: Of weights.
+        dtype: Of floating weights.
+        shard: Called with every module that owns weights once all of them are there; None: nothing is.
+    """
+
+    def __init__(
+        self, model: Any, files: list[Path], dtype: torch.dtype, shard: Callable[[nn.Module], Any] | None
+    ) -> None:
+        self._model, self._files, self._dtype, self._shard = model, files, dtype, shard
+        self._opened: dict[Path, Any] = {}
+        self._empty = {name: (tuple(p.shape), p.dtype) for name, p in model.state_dict(keep_vars=True).items()}
+        self._unknown: list[str] = []
+
+    def run(self) -> None:
+        """Reads everything."""
+        try:
+            for target in self._targets():
+                self._fill(target)
+        except (SafetensorError, EOFError) as error:
+            raise CheckpointError(f"expert loading: a file of {self._files[0].parent} is damaged ({error})") from error
+        tie = getattr(self._model, "tie_weights", None)
+        if tie is not None:
+            tie()
+        missing = [name for name, p in self._model.named_parameters() if p.is_meta]
+        if missing:
+            also = (
+                f"; {len(self._unknown)} tensors have no place, such as {self._unknown[0]!r}" if self._unknown else ""
+            )
+            raise CheckpointError(
+                f"expert loading: {len(missing)} weights of {type(self._model).__name__} are in none of the "
+                f"{len(self._files)} files of {self._files[0].parent}, such as {missing[0]!r}{also}"
+            )
+        for module in self._model.modules():  # what no file names, such as a head that shares its weight
+            self._finished(module)
+
+    def _targets(self) -> Iterator[_Target]:
+        """What is made of which tensors, in the order of the model, which is that of the modules too."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import (
+            WeightConverter,
+            WeightRenaming,
+            dot_natural_key,
+            rename_source_key,
+        )
+
+        mapping = get_model_conversion_mapping(self._model)
+        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+        places = [(key, path) for path in self._files for key in self._open(path).keys()]  # noqa: SIM118
+        known = self._model.state_dict()
+        targets: dict[str, _Target] = {}
+        for key, path in sorted(places, key=lambda place: dot_natural_key(place[0])):
+            prefix = self._model.base_model_prefix
+            name, pattern = rename_source_key(key, renamings, converters, prefix, known)
+            if name not in known and key in known:
+                name, pattern = key, None
+            if name not in known:
+                self._unknown.append(key)
+                continue
+            if name not in targets:
+                made = copy.deepcopy(by_pattern[pattern]) if pattern else WeightRenaming(key, name)
+                targets[name] = _Target(name, made)
+            targets[name].sources.setdefault(pattern or key, []).append((path, key))
+        order = {name: number for number, name in enumerate(self._empty)}
+        yield from sorted(targets.values(), key=lambda target: order[target.name])
+
+    def _fill(self, target: _Target) -> None:
+        owner = self._model.get_submodule(target.name.rpartition(".")[0])
+        mine = _experts_of(owner)
+        is_cut = False
+        for pattern, sources in target.sources.items():
+            chosen = sources
+            if mine is not None and len(sources) == mine.total:
+                chosen, is_cut = sources[mine.first : mine.stop], True
+            for path, key in chosen:
+                piece, cut_here = self._read(path, key, None if is_cut or len(sources) > 1 else mine)
+                is_cut = is_cut or cut_here
+                target.conversion.add_tensor(target.name, key, pattern, lambda piece=piece: piece)
+        made = target.conversion.convert(target.name, model=self._model, config=self._model.config)
+        for name, value in made.items():
+            self._put(name, value[0] if isinstance(value, list) else value, mine)
+
+    def _open(self, path: Path) -> Any:
+        if path not in self._opened:
+            self._opened[path] = safe_open(path, framework="pt")
+        return self._opened[path]
+
+    def _read(self, path: Path, key: str, mine: _Mine | None) -> tuple[torch.Tensor, bool]:
+        """A tensor of a file, or of stacked experts this rank's; and whether it is these."""
+        found = self._open(path).get_slice(key)
+        shape = found.get_shape()
+        if mine is not None and len(shape) > 1 and shape[0] == mine.total:
+            return taken(found, slice(mine.first, mine.stop)), True
+        return taken(found, slice(None)), False
+
+    @torch.no_grad()
+    def _put(self, name: str, value: torch.Tensor, mine: _Mine | None) -> None:
+        shape, old_dtype = self._empty[name]
+        if mine is not None and value.dim() and len(value) == mine.total != shape[0]:
+            value = value[mine.first : mine.stop].clone()  # its form in the file did not allow less
+        if tuple(value.shape) != shape:
+            raise CheckpointError(
+                f"expert loading: {name!r} has shape {list(value.shape)} in the files of {self._files[0].parent}, and "
+                f"the model expects {list(shape)}; is config.json that of these weights?"
+            )
+        value = value.to(old_dtype) if value.is_floating_point() else value
+        place, _, leaf = name.rpartition(".")
+        owner = self._model.get_submodule(place)
+        if not self._is_parameter(name):
+            owner._buffers[leaf] = value
+            return
+        old = owner._parameters[leaf]
+        made = nn.Parameter(value.contiguous(), requires_grad=old.requires_grad)
+        made.__dict__.update(old.__dict__)  # who shares it, and what part it is
+        owner._parameters[leaf] = made
+        self._finished(owner)
+
+    def _finished(self, owner: nn.Module) -> None:
+        """Shards what a module owns, once all of it is there."""
+        own = [p for p in owner._parameters.values() if p is not None]
+        if self._shard is not None and own and not any(p.is_meta for p in own):
+            self._shard(owner)
+
+    def _is_parameter(self, name: str) -> bool:
+        place, _, leaf = name.rpartition(".")
+        return leaf in self._model.get_submodule(place)._parameters
+
+
+@dataclass(frozen=True)
+class _Mine:
+    """This rank's experts ``[first, stop)`` of ``total``."""
+
+    first: int
+    stop: int
+    total: int
+
+
+def _experts_of(module: nn.Module) -> _Mine | None:
+    state = spread_of(module)
+    if state is None or state.ep_size == 1:
+        return None
+    local = state.num_experts // state.ep_size
+    place = ranks_of(group_name(state.ep_size))[0].index(rank_in())
+    return _Mine(place * local, (place + 1) * local, state.num_experts)
+
+
+def taken(found: Any, rows: slice) -> torch.Tensor:
+    """Rows of a tensor in a file, as memory of this process."""
+    piece: torch.Tensor = found[rows] if found.get_shape() else found[...]
+    return piece
+
+
+@torch.no_grad()
+def _make_buffers(model: nn.Module) -> None:
+    """Buffers that no file has: constructors compute them from the configuration, here once more on the host."""
+    for name, module in model.named_modules():
+        empty = [leaf for leaf, value in module._buffers.items() if value is not None and value.is_meta]
+        if not empty:
+            continue
+        if getattr(module, "config", None) is None:
+            raise CheckpointError(
+                f"expert loading: the buffers {', '.join(empty)} of {name!r} ({type(module).__name__}) are in no file, "
+                "and the module has no config to compute them from; load the model by its own from_pretrained"
+            )
+        made: Any = type(module)(module.config)
+        for leaf in empty:
+            module._buffers[leaf] = made._buffers[leaf]
