@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from deepspeed.checkpoint.format import MASTER
-from deepspeed.checkpoint.upstream.content import Content, Values
+from deepspeed.checkpoint.upstream.content import Content, Readable, Values
 from deepspeed.checkpoint.upstream.walks import Extent, Shapes
 from deepspeed.errors import CheckpointError
 
@@ -78,13 +78,19 @@ def _fuse(content: Content, experts: str, pieces: dict[int, dict[int, str]], mad
         members = [pieces[part][number] for number in numbers for part in parts]
         for held in content.values.values():
             if members[0] in held:
-                found = [[held[pieces[part][number]] for part in parts] for number in numbers]
+                found = [[_values(held[pieces[part][number]]) for part in parts] for number in numbers]
                 held[name] = _joined(found, local, rows * columns)
                 for member in members:
                     del held[member]
         if members[0] in content.state.scalars:
             content.state.scalars[name] = content.state.scalars[members[0]]
         made.update(dict.fromkeys(members, name))
+
+
+def _values(readable: Readable) -> Values:
+    """What the files of one rank have of a parameter."""
+    assert isinstance(readable, Values)
+    return readable
 
 
 def _joined(found: list[list[Values]], local: int, numel: int) -> Values:
