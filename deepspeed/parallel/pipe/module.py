@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.activation_checkpointing.checkpointing import checkpoint, non_reentrant_checkpoint
 from deepspeed.comm.mesh import PIPE, Mesh
 from deepspeed.comm.world import is_initialized, size_of
@@ -17,6 +19,7 @@ from deepspeed.config.sections.pipeline import Pipeline
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 from deepspeed.parallel.pipe import layer_files
+from deepspeed.parallel.pipe.costs import costs_by_size, counted_costs
 from deepspeed.parallel.pipe.grid import PipelineParallelGrid
 from deepspeed.parallel.pipe.layers import (
     Entry,
@@ -27,13 +30,15 @@ from deepspeed.parallel.pipe.layers import (
     tied_places,
     trainable_numel,
 )
-from deepspeed.parallel.pipe.partition import Method, chunk_bounds
+from deepspeed.parallel.pipe.partition import Method, chunk_bounds, is_plan
 from deepspeed.parallel.pipe.schedule import place_chunks
+from deepspeed.parallel.pipe.schedule.cut import LayerCost, best_cut
 from deepspeed.parallel.pipe.spec import LayerSpec, TiedLayerSpec
 from deepspeed.parallel.pipe.tied import Tie, declare_ties, settle_ties
 from deepspeed.parallel.pipe.topology import PipeDataParallelTopology, ProcessTopology
 
 DEFAULT_SCHEDULE = "1f1b"
+_PLANNED_MICRO_BATCHES = 4  # per stage: the number of a step is not known when layers are cut
 
 
 class PipelineModule(nn.Module):
@@ -60,6 +65,8 @@ class PipelineModule(nn.Module):
         dynamic_shape: Not needed: shapes may always differ.
         schedule: Name of the schedule; None: the configuration's, or ``1f1b``.
         num_chunks: Chunks of layers per stage, for schedules with several; None: as the schedule has it.
+        sample: ``(inputs, labels)`` of a micro-batch, of which only shapes and dtypes count: with it
+            ``partition_method="plan"`` runs the layers without values and counts; without, they count by elements.
 
     Attributes:
         mesh: The ranks of the job.
@@ -97,6 +104,7 @@ class PipelineModule(nn.Module):
         *,
         schedule: str | None = None,
         num_chunks: int | None = None,
+        sample: tuple[Any, Any] | None = None,
     ) -> None:
         if not is_initialized():
             raise RuntimeError(
@@ -120,6 +128,8 @@ class PipelineModule(nn.Module):
         self.num_stages, self.stage_id = self.mesh.size(PIPE), self._grid.stage_id
         self.global_rank, self.world_size = self._grid.global_rank, self._grid.world_size
         self._counts: list[int] | None = None
+        self._sample = sample
+        self._layer_costs: tuple[list[LayerCost], LayerCost | None] | None = None
         self._seed = int(torch.randint(2**31, ()))  # one draw, whatever the cut
         self.chosen_schedule = schedule
         self.schedule, self.num_chunks = schedule or DEFAULT_SCHEDULE, num_chunks
@@ -134,9 +144,11 @@ class PipelineModule(nn.Module):
             num_stages: As of the class.
             **kwargs: Further arguments of the class.
         """
-        from deepspeed.parallel.pipe.transformers_models import layers_of, next_token_loss
+        from deepspeed.parallel.pipe.transformers_models import layers_of, next_token_loss, usual_sample
 
         kwargs.setdefault("loss_fn", next_token_loss)
+        if is_plan(kwargs.get("partition_method")):
+            kwargs.setdefault("sample", usual_sample(model_or_config))
         return cls(layers_of(model_or_config), num_stages=num_stages, **kwargs)
 
     # -- cutting and building ----------------------------------------------------------------------------------------
@@ -184,7 +196,10 @@ class PipelineModule(nn.Module):
     def _place(self, schedule: str, num_chunks: int | None) -> None:
         self._stage_of = self._stages_of_chunks(schedule, num_chunks)
         names = [class_name(entry) for entry in self._layer_specs]
-        self.parts = chunk_bounds(self._partition_method, self._numels(), names, len(self._stage_of), self._costs())
+        method = self._partition_method
+        if is_plan(method) and self._num_layers >= len(self._stage_of):
+            method = self._planned(schedule, num_chunks)
+        self.parts = chunk_bounds(method, self._numels(), names, len(self._stage_of))
         self.chunks = [chunk for chunk, stage in enumerate(self._stage_of) if stage == self.stage_id]
         self._local_start, self._local_stop = self.parts[self.chunks[0]], self.parts[self.chunks[0] + 1]
         self._build()
@@ -192,18 +207,28 @@ class PipelineModule(nn.Module):
 
     def _numels(self) -> list[int]:
         method = self._partition_method
-        if not isinstance(method, str) or method.strip().lower() not in ("parameters", "plan"):
+        if not isinstance(method, str) or method.strip().lower() != "parameters":
             return [0] * self._num_layers
         if self._counts is None:
             self._counts = [trainable_numel(entry) for entry in self._layer_specs]
         return self._counts
 
-    def _costs(self) -> list[float] | None:
-        """For ``plan``: time follows the elements that a layer multiplies by; the loss comes on top of the last one."""
-        numels = [float(numel) for numel in self._numels()]
-        if self.loss_fn is not None and any(numels):
-            numels[-1] += max(numels) / 8
-        return [numel + 1.0 for numel in numels]
+    def _planned(self, schedule: str, num_chunks: int | None) -> list[int]:
+        """For ``plan``: the cut with the least step time that a device has room for."""
+        if self._layer_costs is None:
+            if self._sample is None:
+                self._layer_costs = costs_by_size(self._layer_specs, with_loss=self.loss_fn is not None)
+            else:
+                self._layer_costs = counted_costs(self._layer_specs, self.loss_fn, self._sample)
+        layers, loss = self._layer_costs
+        accelerator = get_accelerator()
+        limit = None if accelerator.computes_in_host_memory else accelerator.total_memory()
+        chosen = (layers, schedule, self.num_stages, _PLANNED_MICRO_BATCHES * self.num_stages, num_chunks)
+        try:
+            return list(best_cut(*chosen, loss=loss, limit=limit).bounds)
+        except ValueError as error:
+            log_dist(f"partition_method='plan': {error}", level=logging.WARNING)
+            return list(best_cut(*chosen, loss=loss).bounds)
 
     def _build(self) -> None:
         for name in [name for name, _ in self.named_children()]:

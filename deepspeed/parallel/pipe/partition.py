@@ -11,19 +11,16 @@ from deepspeed.parallel.partition import partition_balanced, partition_uniform
 Method = str | Sequence[int]
 
 
-def chunk_bounds(
-    method: Method, parameters: Sequence[int], names: Sequence[str], parts: int, costs: Sequence[float] | None = None
-) -> list[int]:
+def chunk_bounds(method: Method, parameters: Sequence[int], names: Sequence[str], parts: int) -> list[int]:
     """Cuts a row of layers.
 
     Args:
         method: ``uniform``: as many layers each. ``parameters``: as many trainable elements each. ``type:regex``: as
             many layers each whose class name the expression is found in, whatever the case; ``type:a=2,b=1`` gives
-            kinds a weight. ``plan``: least step time, by ``costs``. Or the bounds themselves.
+            kinds a weight. Or the bounds themselves. (``plan`` is found by ``schedule.cut``.)
         parameters: Trainable elements of each layer.
         names: Class name of each layer.
         parts: Parts to cut into.
-        costs: For ``plan``: the time of each layer, in any unit.
 
     Returns:
         ``parts + 1`` bounds. No part is empty.
@@ -45,14 +42,17 @@ def chunk_bounds(
         return partition_uniform(layers, parts)
     if kind == "parameters":
         return balanced(parameters, parts)
-    if kind == "plan":
-        return smallest_maximum(costs if costs is not None else parameters, parts)
     if kind == "type" and expression:
         return balanced(_weights(expression, names), parts)
     raise DeepSpeedConfigError(
         f"PipelineModule(partition_method={method!r}): expected 'uniform', 'parameters', 'plan', 'type:regex', or a "
         "list of bounds"
     )
+
+
+def is_plan(method: Method | None) -> bool:
+    """Whether the cut is to be the one with the least step time."""
+    return isinstance(method, str) and method.strip().lower() == "plan"
 
 
 def _given(bounds: list[int], layers: int, parts: int) -> list[int]:
@@ -96,25 +96,3 @@ def without_empty(bounds: list[int], layers: int) -> list[int]:
     for part in range(len(moved) - 2, 0, -1):
         moved[part] = min(moved[part], layers - (len(moved) - 1 - part))
     return moved
-
-
-def smallest_maximum(costs: Sequence[float], parts: int) -> list[int]:
-    """Parts of which the dearest is as cheap as possible: that one decides how fast a pipeline runs."""
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-    layers = len(costs)
-    # best[n]: the least maximum of the parts so far over the first n layers, with the bounds
-    best: dict[int, tuple[float, list[int]]] = {n: (sums[n], [0, n]) for n in range(1, layers + 1)}
-    for done in range(1, parts):
-        following = {}
-        for end in range(done + 1, layers + 1):
-            options = [
-                (max(worst, sums[end] - sums[start]), [*bounds, end])
-                for start, (worst, bounds) in best.items()
-                if done <= start < end and len(bounds) == done + 1
-            ]
-            if options:
-                following[end] = min(options)
-        best = following
-    return best[layers][1]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -67,6 +68,13 @@ def next_token_loss(outputs: Any, labels: torch.Tensor) -> Any:
     return loss + balance, {"lm_loss": loss.detach(), "router_loss": balance.detach()}
 
 
+def usual_sample(model_or_config: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and labels of one sequence, of which only the shapes count."""
+    config = getattr(model_or_config, "config", model_or_config).get_text_config()
+    tokens = torch.zeros(1, min(getattr(config, "max_position_embeddings", None) or 512, 1024), dtype=torch.int64)
+    return tokens, tokens
+
+
 def transformers_names(layers: list[Any]) -> dict[str, str]:
     """Beginnings of the names in a pipeline of these layers, to those in the Transformers model."""
     found: dict[str, str] = {}
@@ -74,6 +82,33 @@ def transformers_names(layers: list[Any]) -> dict[str, str]:
         part = spec.module_args[0]
         own = f"tied_modules.{spec.key}" if isinstance(spec, TiedLayerSpec) else str(number)
         found.setdefault(f"{own}.part.", part.name)
+    return found
+
+
+def transformers_state_dict(state: Mapping[str, Any], model_or_config: Any) -> dict[str, Any]:
+    """A state dict of the pipeline under the Transformers model's names, for its ``load_state_dict``.
+
+    Args:
+        state: All parameters and buffers of the pipeline by name, as ``get_fp32_state_dict_from_zero_checkpoint`` and
+            ``zero_to_fp32`` give them; the values are not copied.
+        model_or_config: The model that the pipeline was made of, one like it, or its configuration.
+
+    Raises:
+        DeepSpeedConfigError: A name is not one of this pipeline's.
+    """
+    layers = layers_of(model_or_config)
+    names = transformers_names(layers)
+    found: dict[str, Any] = {}
+    for own, value in state.items():
+        beginning = next((one for one in names if own.startswith(one)), None)
+        if beginning is None:
+            raise DeepSpeedConfigError(
+                f"transformers_state_dict: {own!r} is no name of a pipeline of this model, whose names begin with "
+                f"{', '.join(list(names)[:4])}, ...; give the state dict of one that from_transformers made of it"
+            )
+        found[names[beginning] + own.removeprefix(beginning)] = value
+    if isinstance(layers[-1], TiedLayerSpec):
+        found[f"{layers[-1].forward_fn.name}.weight"] = found[f"{layers[0].module_args[0].name}weight"]  # type: ignore[union-attr]
     return found
 
 
@@ -95,6 +130,8 @@ class _Part:
         """The module."""
         if self.model is not None:
             return self.model.get_submodule(self.path)
+        if torch.get_default_device().type == "meta":  # only shapes are asked for
+            return copy.deepcopy(self.skeleton.get_submodule(self.path))
         module = copy.deepcopy(self.skeleton.get_submodule(self.path)).to_empty(device="cpu")
         for owner in module.modules():  # what is computed and not learned is made by the constructors
             if getattr(owner, "config", None) is not None and any(True for _ in owner.buffers(recurse=False)):
@@ -151,7 +188,7 @@ class _Plan:
         if self._is_tied:
             row[0] = TiedLayerSpec("embedding", _Embed, embedding, tied_weight_attr="part.weight")
             head: LayerSpec = TiedLayerSpec(
-                "embedding", _Embed, embedding, tied_weight_attr="part.weight", forward_fn=_TiedHead(shell)
+                "embedding", _Embed, embedding, tied_weight_attr="part.weight", forward_fn=_TiedHead(shell, self._head)
             )
         else:
             head = LayerSpec(_Head, self._part(self._head), shell)
@@ -237,8 +274,9 @@ def _finished(shell: Any, value: Any, weight: Any, bias: Any) -> Any:
 class _TiedHead:
     """The head whose weight is the embedding's."""
 
-    def __init__(self, shell: Any) -> None:
+    def __init__(self, shell: Any, name: str) -> None:
         self._shell = shell
+        self.name = name
 
     def __call__(self, module: Any, value: Any) -> Any:
         return _finished(self._shell, value, module.part.weight, None)

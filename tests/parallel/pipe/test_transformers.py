@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import deepspeed
-from deepspeed.pipe import PipelineModule
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.pipe import PipelineModule, transformers_state_dict
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.harness.pool import run_ranks
 
 transformers = pytest.importorskip("transformers")
@@ -62,7 +64,7 @@ def _plain(name):
     return told, {key: value.detach() for key, value in model.named_parameters()}
 
 
-def _pipeline(name, stages):
+def _pipeline(name, stages, folder):
     from deepspeed.parallel.pipe.transformers_models import transformers_names
 
     module = PipelineModule.from_transformers(_model(name), num_stages=stages)
@@ -78,6 +80,7 @@ def _pipeline(name, stages):
     for step in range(2):
         data = [((tokens, mask), tokens) for tokens, mask in _items(step)]
         told.append(engine.train_batch(iter(data)).item())
+    engine.save_checkpoint(folder)
     weights = {}
     for own, value in engine.iter_full("fp32"):
         beginning = next(one for one in names if own.startswith(one))
@@ -86,9 +89,9 @@ def _pipeline(name, stages):
 
 
 @pytest.mark.parametrize("name", list(CONFIGS))
-def test_like_the_model(name):
+def test_like_the_model(name, tmp_path):
     told, weights = run_ranks(_plain, 1, name)[0]
-    results = run_ranks(_pipeline, 2, name, 2)
+    results = run_ranks(_pipeline, 2, name, 2, str(tmp_path))
     found = {}
     for losses, part in results:
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(told), rtol=2e-6, atol=1e-6)
@@ -96,10 +99,18 @@ def test_like_the_model(name):
     assert found.keys() == weights.keys()
     for key, value in weights.items():
         torch.testing.assert_close(found[key], value, rtol=1e-5, atol=2e-6, msg=lambda text, key=key: key + text)
+    # Back into the model: one state dict by its own names.
+    state = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
+    model = _model(name)
+    model.load_state_dict(transformers_state_dict(state, CONFIGS[name]()))
+    trained = dict(model.named_parameters())
+    assert all(torch.equal(trained[key], value) for key, value in found.items())
+    with pytest.raises(DeepSpeedConfigError, match="'other' is no name of a pipeline of this model"):
+        transformers_state_dict({"other": None}, CONFIGS[name]())
 
 
 def _from_config(name):
-    module = PipelineModule.from_transformers(CONFIGS[name](), num_stages=2)
+    module = PipelineModule.from_transformers(CONFIGS[name](), num_stages=2, partition_method="plan")
     here = sum(parameter.numel() for parameter in module.parameters())
     config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": COUNT,
         "gradient_clipping": 0.0,

@@ -1,4 +1,4 @@
-"""Pipelines with what models and machines bring along: disks, compiled layers, both recomputations, adapters, memory."""
+"""Pipelines with what models and machines bring along: disks, compiled layers, recomputation, adapters, memory."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _square(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def _held(stages: int, count: int) -> dict[str, tuple[int, int]]:
-    """By schedule, for how many micro-batches of a chunk something was kept at once, and what is left after the step."""
+    """By schedule, for how many micro-batches of a chunk something was kept at once, and what is left in the end."""
     found = {}
     for name in TRAIN_SCHEDULES:
         chunks = len(make_schedule(name, stages, count).stage_of)
