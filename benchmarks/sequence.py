@@ -1,6 +1,8 @@
 """Measures sequence parallelism: memory, traffic, time beside a hand-written exchange, and the longest sequence.
 
-- memory: bytes that autograd keeps for one Transformers block, per rank, at 1, 2 and 4 ranks that share a sequence;
+- memory: bytes that autograd keeps for one block, per rank, at 1, 2 and 4 ranks that share a sequence: of a Llama layer
+  of Transformers, and of a bare block of attention and an MLP without norms and gates, in which the one thing that is
+  held twice weighs most (attention's result, by heads for its own backward and by tokens for the projection behind it);
 - traffic: bytes that a rank sends per block and direction, and what the formula says, 4 s M (sp - 1) / sp^2;
 - time: a block's forward and backward at 2 ranks beside the same block whose exchange is written out by hand with
   ``torch.distributed.all_to_all_single``; the two take turns;
@@ -82,7 +84,7 @@ class Block(torch.nn.Module):
         return x + self.mlp(x)
 
 
-def _kept(block: Block, x: torch.Tensor) -> int:
+def _kept(block: torch.nn.Module, x: torch.Tensor, **given: Any) -> int:
     """Bytes of distinct storages, parameters left out, that backward will read."""
     own = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
     seen: dict[int, int] = {}
@@ -96,8 +98,29 @@ def _kept(block: Block, x: torch.Tensor) -> int:
 
     alive: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        block(x).sum().backward()
+        out = block(x, **given)
+        (out[0] if isinstance(out, tuple) else out).sum().backward()
     return sum(seen.values())
+
+
+def _kept_by_llama(rank: int, size: int, tokens: int) -> int:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from deepspeed.parallel.sequence.transformers_models import share_sequences
+
+    width = HEADS * WIDTH
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=width, intermediate_size=7 * width // 2, num_hidden_layers=1,
+        num_attention_heads=HEADS, num_key_value_heads=HEADS // 2, attn_implementation="sdpa", use_cache=False,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    if size > 1:
+        share_sequences(model, dist.group.WORLD)
+    x = torch.randn(1, tokens // size, width, requires_grad=True)
+    places = torch.arange(rank * tokens // size, (rank + 1) * tokens // size)[None]
+    angles = model.model.rotary_emb(x, places)
+    layer = model.model.layers[0]
+    return _kept(layer, x, position_embeddings=angles, position_ids=places, attention_mask=None)
 
 
 def _step(block: Block, x: torch.Tensor) -> float:
@@ -118,7 +141,7 @@ def _rank(rank: int, size: int, tokens: int, rounds: int, folder: str) -> None:
     shared = DistributedAttention(_attend, dist.group.WORLD)
     ours = Block(lambda query, key, value: shared(query, key, value, 0))
     x = torch.randn(1, tokens // size, HEADS * WIDTH, requires_grad=True)
-    found: dict[str, Any] = {"kept": _kept(ours, x)}
+    found: dict[str, Any] = {"kept": _kept(ours, x), "llama": _kept_by_llama(rank, size, tokens)}
     with counted() as books:
         out = ours(x)
         found["sent"] = books.asked_along["all_to_all", "sequence"].nbytes
@@ -185,17 +208,37 @@ def _fits(tokens: int, mebibytes: int, is_ours: bool) -> bool:
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
-def _longest(mebibytes: int, is_ours: bool, most: int) -> int:
-    """Within a sixteenth."""
-    low, high = 0, 256
-    while high <= most and _fits(high, mebibytes, is_ours):
-        low, high = high, 2 * high
-    if high > most:
-        return low
-    while high - low > max(low // 16, 32):
+def _longest(mebibytes: int, is_ours: bool, low: int, high: int) -> int:
+    """The longest that fits, within a sixteenth; ``low`` fits or is 0, ``high`` does not."""
+    while high - low > max(low // 16, 64):
         middle = (low + high) // 2
         low, high = (middle, high) if _fits(middle, mebibytes, is_ours) else (low, middle)
     return low
+
+
+def _longest_plain(mebibytes: int) -> int:
+    low, high = 0, 1024
+    while _fits(high, mebibytes, False):
+        low, high = high, 2 * high
+    return _longest(mebibytes, False, low, high)
+
+
+def _longest_ours(mebibytes: int, plain: int, minutes: float) -> tuple[int, bool]:
+    """The longest that was seen to fit, at 12 times ``plain`` first, and whether time ended the search.
+
+    Attention's time grows with the square of the length, so that twice a length takes about four times as long.
+    """
+    ends, tokens = time.monotonic() + 60 * minutes, 12 * plain
+    if not _fits(tokens, mebibytes, True):
+        return _longest(mebibytes, True, plain, tokens), False
+    while True:
+        begun = time.monotonic()
+        longer = 3 * tokens // 2
+        if begun + 2.25 * (begun - (ends - 60 * minutes)) > ends:
+            return tokens, True
+        if not _fits(longer, mebibytes, True):
+            return _longest(mebibytes, True, tokens, longer), False
+        tokens = longer
 
 
 def main() -> None:
@@ -205,7 +248,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048, help="of the block's sequence (default 2048)")
     parser.add_argument("--rounds", type=int, default=15, help="timed pairs of steps (default 15)")
     parser.add_argument("--mebibytes", type=int, default=2048, help="by which data may grow (default 2048)")
-    parser.add_argument("--most", type=int, default=1 << 18, help="tokens at which the search ends (default 262144)")
+    parser.add_argument("--minutes", type=float, default=6, help="after which no longer one is tried (default 6)")
     parser.add_argument("--train", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--plain", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
@@ -216,18 +259,22 @@ def main() -> None:
     if "memory" in parts or "time" in parts:
         sizes = (1, 2, 4) if "memory" in parts else (2,)
         found = {size: _measured(size, chosen.tokens, chosen.rounds if "time" in parts else 1) for size in sizes}
-        table = Table("ranks", "kept, bytes", "of one rank", "sent, bytes", "by formula", "time, by hand = 1")
+        table = Table("ranks", "Llama layer", "bare block", "sent, bytes", "by formula", "time, by hand = 1")
         for size, each in found.items():
             formula = 4 * chosen.tokens * HEADS * WIDTH * 4 * (size - 1) // size**2
-            whole = f"{each['kept'] / found[1]['kept']:.3f}" if 1 in found else ""
+            kept = [f"{each[name]:,}" for name in ("llama", "kept")]
+            if 1 in found:
+                kept = [f"{each[name]:,} ({each[name] / found[1][name]:.4f})" for name in ("llama", "kept")]
             ratio = f"{statistics.median(each['ratios']):.3f}" if "ratios" in each else ""
-            table.add_row(str(size), f"{each['kept']:,}", whole, f"{each['sent']:,}", f"{formula:,}", ratio)
+            table.add_row(str(size), *kept, f"{each['sent']:,}", f"{formula:,}", ratio)
         console.print(table)
     if "length" in parts:
-        plain, ours = (_longest(chosen.mebibytes, is_ours, chosen.most) for is_ours in (False, True))
+        plain = _longest_plain(chosen.mebibytes)
+        ours, ended = _longest_ours(chosen.mebibytes, plain, chosen.minutes)
         table = Table(f"longest sequence in {chosen.mebibytes:,} MiB", "tokens", "times plain")
         table.add_row("plain", f"{plain:,}", "1.0")
-        table.add_row("tiles and checkpointed layers", f"{ours:,}", f"{ours / max(plain, 1):.1f}")
+        least = "at least " * ended
+        table.add_row("tiles and checkpointed layers", f"{least}{ours:,}", f"{least}{ours / max(plain, 1):.1f}")
         console.print(table)
 
 

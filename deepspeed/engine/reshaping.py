@@ -21,6 +21,7 @@ from deepspeed.linear.bases import shared_bases
 from deepspeed.linear.parts import quantize_as_configured
 from deepspeed.logging import log_dist
 from deepspeed.parallel.expert.prepare import prepare_expert_layers
+from deepspeed.parallel.sequence.offloaded import offload_checkpoints
 from deepspeed.parallel.sequence.sharing import left_alone
 from deepspeed.parallel.sequence.tiled_models import tile_model
 from deepspeed.parallel.sequence.ulysses import adopt_model
@@ -59,6 +60,8 @@ def reshape_model(
         tokens=tiles.tile_tokens,
         in_evaluation=tiles.evaluation == "loss",
     )
+    if tiles.offload_checkpoints:
+        offload_checkpoints(model)
     if ranks.sequence_size > 1 and mesh_is_ours:
         adopt_model(model, ranks.sequence_group, ranks.mesh, tiles.mode, tiles.evaluation)
     prepare_expert_layers(model, device, data_first=root.use_data_before_expert_parallelism)

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import deepspeed
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.parallel.sequence.offloaded import offload_checkpoints
 from deepspeed.parallel.sequence.tiled_models import tile_model
 from deepspeed.runtime.sequence_parallel.ulysses_sp import (
     SequenceTiledCompute,
@@ -231,7 +232,49 @@ def test_by_configuration(stage):
     run_ranks(_by_configuration, 2, stage)
 
 
+def _offloads():
+    """Only the layers' inputs go to the host, and come back for backward; also after checkpointing is set anew."""
+    from deepspeed.parallel.sequence import offloaded
+    from tests.sequence.llama import llama, plain_batch
+
+    moved, fetched, move = [], [], offloaded.home
+    offloaded.home = lambda tensor: moved.append(tensor.shape) or tensor.clone()
+    back = offloaded._unpack
+    offloaded._unpack = lambda packed: fetched.append(packed[1].shape) or back(packed)
+    try:
+        found = {}
+        for offload in (False, True):
+            model = llama()
+            config = {
+                "train_micro_batch_size_per_gpu": 2,
+                "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+                "sequence_parallel": {"offload_checkpoints": offload},
+            }
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+            for step, reentrant in enumerate((None, False, True)):
+                if offload and reentrant is not None:
+                    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+                batch = plain_batch(dist.get_rank(), step)
+                engine.backward(engine(**batch, labels=batch["input_ids"], use_cache=False).loss)
+                engine.step()
+            found[offload] = dict(engine.iter_full("fp32"))
+        assert [shape for shape in moved if len(shape) > 1] == [(2, 16, 16)] * 6  # two layers, three steps
+        assert fetched.count((2, 16, 16)) == 6
+    finally:
+        offloaded.home, offloaded._unpack = move, back
+    for name, value in found[True].items():
+        torch.testing.assert_close(value, found[False][name], rtol=1e-5, atol=1e-6)
+
+
+@needs_transformers
+def test_checkpoints_on_the_host():
+    run_ranks(_offloads, 1)
+
+
 def test_models_that_cannot_be_tiled_are_refused():
+    with pytest.raises(DeepSpeedConfigError, match="offload_checkpoints: Linear is no Transformers model"):
+        offload_checkpoints(nn.Linear(2, 2))
     with pytest.raises(DeepSpeedConfigError, match="sequence_parallel.tiled_mlp: Linear has no module"):
         tile_model(nn.Linear(2, 2), mlp=True, loss=False, tokens=1)
     with pytest.raises(DeepSpeedConfigError, match="sequence_parallel.tiled_loss: Linear is no causal language model"):

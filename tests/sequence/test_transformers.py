@@ -118,6 +118,76 @@ def test_evaluation_with_whole_sequences():
     run_ranks(_evaluates, 2)
 
 
+def _packed_by_core(module, query, key, value, attention_mask, scaling=None, position_ids=None, **kwargs):
+    """As the library's flash attention: documents are found in the position ids of one sequence only."""
+    assert attention_mask is None and kwargs["is_causal"]
+    length = query.size(2)
+    seen = torch.ones(length, length, dtype=torch.bool).tril()
+    if query.size(0) == 1:
+        numbers = (position_ids[0] == 0).cumsum(0)
+        seen = seen & (numbers[:, None] == numbers)
+    out = functional.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scaling, enable_gqa=True)
+    return out.transpose(1, 2), None
+
+
+def _other_cores_and_models():
+    from transformers import AttentionInterface, BertConfig, BertForMaskedLM
+
+    rank = dist.get_rank()
+    # Several packed sequences by an implementation that finds documents in one.
+    AttentionInterface.register("packs_one", _packed_by_core)
+    whole, expected, model = packed_batch(3), llama(), llama()
+    _register(model, 2, core="packs_one")
+    wanted = cut({"losses": _loss(expected, whole).detach().view(2, -1)}, rank, 2)["losses"]
+    torch.testing.assert_close(_loss(model, cut(whole, rank, 2)).detach(), wanted.flatten(), rtol=1e-5, atol=1e-6)
+    # Attention in both directions, with padding.
+    sizes = {"vocab_size": 23, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
+    config = BertConfig(**sizes, intermediate_size=20, max_position_embeddings=16, attn_implementation="sdpa")
+    torch.manual_seed(1)
+    model = BertForMaskedLM(config).eval()
+    expected = copy.deepcopy(model)
+    _register(model, 2)
+    for make in (plain_batch, padded_batch):
+        whole = {name: value for name, value in make(2).items() if name != "shift_labels"}
+        seen = whole.get("attention_mask", torch.ones(2, 16))[..., None]
+        wanted = cut({"logits": expected(**whole).logits * seen}, rank, 2)["logits"]
+        found = model(**cut(whole, rank, 2)).logits * cut({"seen": seen}, rank, 2)["seen"]
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    encoder = llama()
+    encoder.config.is_encoder_decoder = True
+    with pytest.raises(DeepSpeedConfigError, match="attends from one sequence to another"):
+        _register(encoder, 2)
+
+
+def test_other_implementations_and_encoders():
+    run_ranks(_other_cores_and_models, 2)
+
+
+def _kept():
+    """Bytes that a layer keeps for backward on a rank."""
+    layers = []
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = llama(8, 4, intermediate_size=112)
+    if size > 1:
+        _register(model, size)
+    x = torch.randn(1, 64 // size, 32, requires_grad=True)
+    places = torch.arange(rank * 64 // size, (rank + 1) * 64 // size)[None]
+    angles = model.model.rotary_emb(x, places)
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: layers.append(tensor) or tensor, lambda tensor: tensor
+    ):
+        model.model.layers[0](x, position_embeddings=angles, position_ids=places, attention_mask=None)
+    found = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in layers}
+    return sum(nbytes for place, nbytes in found.items() if place not in own)
+
+
+def test_activations_fall_with_the_number_of_ranks():
+    kept = {size: max(run_ranks(_kept, size)) for size in (1, 2, 4)}
+    for size in (2, 4):
+        assert kept[size] == pytest.approx(kept[1] / size, rel=0.05), kept
+
+
 class Mamba(nn.Module):
     pass
 

@@ -43,3 +43,8 @@ class SequenceParallel(Section):
         "tokens at a time; its outputs then have a loss and no logits. Also without ranks that share sequences.",
     )
     tile_tokens: Int = key(2048, "Tokens of a tile.", unit="tokens", above=0)
+    offload_checkpoints: Bool = key(
+        False,
+        "Checkpoint the layers of a Transformers model (as gradient_checkpointing_enable does) and keep what they save "
+        "for backward, their inputs, in host memory; also without ranks that share sequences.",
+    )

@@ -1,0 +1,69 @@
+"""What checkpointed layers of a Transformers model keep for backward in host memory (ALST, arXiv 2506.13996).
+
+The library's own checkpointing does the rest; only what it saves on the way is moved, and fetched when a layer is
+computed again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.logging import log_dist
+from deepspeed.parallel.sequence.host_chunks import home
+
+_FUNCTION = "_gradient_checkpointing_func"
+
+
+def offload_checkpoints(model: nn.Module) -> None:
+    """Checkpoints a Transformers model's layers, if it does not yet, and keeps what they save on the host; in place.
+
+    Args:
+        model: A ``PreTrainedModel``, or one wrapped by PEFT.
+
+    Raises:
+        DeepSpeedConfigError: The model knows no checkpointed layers.
+    """
+    unwrap: Any = getattr(model, "get_base_model", None)
+    inner: Any = model if unwrap is None else unwrap()
+    if not getattr(inner, "supports_gradient_checkpointing", False):
+        raise DeepSpeedConfigError(
+            f"sequence_parallel.offload_checkpoints: {type(inner).__name__} is no Transformers model with checkpointed "
+            "layers; call deepspeed.checkpointing.checkpoint with activation_checkpointing.cpu_checkpointing in the "
+            "model's own code, or set it to false"
+        )
+    if not inner.is_gradient_checkpointing:
+        inner.gradient_checkpointing_enable({"use_reentrant": False})
+    # At every pass, as a program may switch checkpointing on again, with functions of its own.
+    model.register_forward_pre_hook(_keep_on_host)
+    log_dist(f"sequence_parallel.offload_checkpoints: the inputs of {type(inner).__name__}'s layers wait on the host")
+
+
+def _keep_on_host(model: nn.Module, _args: Any) -> None:
+    for module in model.modules():
+        function = module.__dict__.get(_FUNCTION)
+        if function is not None and not isinstance(function, _OnHost):
+            setattr(module, _FUNCTION, _OnHost(function))
+
+
+class _OnHost:
+    """A function that checkpoints, and whose saved tensors wait on the host."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
+            return self._function(*args, **kwargs)
+
+
+def _pack(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
+    return tensor.device, home(tensor)
+
+
+def _unpack(packed: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
+    device, kept = packed
+    return kept.to(device, non_blocking=True)
