@@ -30,7 +30,7 @@ def private_tensors(subject: Subject) -> list[tuple[str, torch.Tensor]]:
     for bucket in () if momentum is None else momentum.buckets:
         if bucket.private is not None:
             found.append((_name("momentum", bucket.master.bucket.layout), bucket.private.tensor))
-    return found
+    return [*found, *subject.outer]
 
 
 def _name(kind: str, layout: BucketLayout) -> str:
@@ -61,7 +61,9 @@ class PrivateFiller:
             if isinstance(source, CheckpointReader) and state.mesh == subject.mesh:
                 self._found = self._read(source, rank)
         if self._found is None:
-            self.notes.append(f"error feedback of what travels in fewer bits begins anew: {why}")
+            what = ["error feedback of what travels in fewer bits"] if len(self._targets) > len(subject.outer) else []
+            what += ["the momentum of the outer steps of islands"] if subject.outer else []
+            self.notes.append(f"{' and '.join(what)} begins anew: {why}")
 
     def _read(self, reader: CheckpointReader, rank: int) -> dict[str, torch.Tensor] | None:
         """Everything that is wanted, verified; None where some of it is not there in its size."""

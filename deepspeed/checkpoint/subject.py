@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,7 @@ class Subject:
         version: Of this package.
         token_schedule: How many tokens random-LTD keeps, or None.
         use_fp32_weights: Fill masters from saved masters, not from 16-bit values.
+        outer: Further private state of this rank, by name: the momentum of the outer steps of islands.
     """
 
     model: nn.Module
@@ -57,6 +58,7 @@ class Subject:
     version: str
     token_schedule: Any = None
     use_fp32_weights: bool = True
+    outer: Sequence[tuple[str, torch.Tensor]] = ()
 
     @property
     def torch_optimizer(self) -> torch.optim.Optimizer | None:

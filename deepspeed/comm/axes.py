@@ -135,21 +135,23 @@ def create_grid(
     device: torch.device | None = None,
     timeout: timedelta | None = None,
     by_nodes: bool = False,
+    islands: int = 1,
 ) -> Grid:
     """Makes the transports of a grid. Every rank of the default group must call it, in the same order.
 
     Args:
         shard_size: Ranks that share slices; a proper divisor of the number of ranks, and more than one.
-        group: The ranks of the grid; they must be all there are. None: the default group.
+        group: The ranks of the grid; they must be all there are, or one of the islands. None: the default group.
         device: Where the buffers live.
         timeout: As of :func:`deepspeed.comm.connect.create_transport`.
         by_nodes: Gather in two steps where the groups span nodes, see :func:`gathering_by_nodes`.
+        islands: How many such groups of consecutive ranks there are, each with a grid of its own.
 
     Raises:
         DeepSpeedConfigError: ``group`` has fewer ranks than there are, or nodes are cut.
     """
     everyone = create_transport(group, device=device, timeout=timeout)
-    if everyone.size != size_of():
+    if everyone.size * islands != size_of():
         raise DeepSpeedConfigError(
             f"zero_hpz_partition_size and mics_shard_size need data-parallel ranks that are all ranks: found "
             f"{everyone.size} data-parallel ranks of {size_of()}. Leave the mpu out, or the key"
@@ -157,7 +159,7 @@ def create_grid(
     mesh = grid_mesh(everyone.size, shard_size)
     others = stand_in()
     axes = {"gather": SHARD, "reduce": SHARD, "combine": REPLICATE}
-    made: dict[str, Transport] = _real_axes(everyone, mesh, device, timeout) if others is None else {}
+    made: dict[str, Transport] = _real_axes(everyone, mesh, islands, device, timeout) if others is None else {}
     if others is not None:
         made = {name: others.transport(device, mesh.group(everyone.rank, axis)) for name, axis in axes.items()}
         for transport in made.values():
@@ -224,10 +226,13 @@ def gathering_by_nodes(
 
 
 def _real_axes(
-    everyone: Transport, mesh: Mesh, device: torch.device | None, timeout: timedelta | None
+    everyone: Transport, mesh: Mesh, islands: int, device: torch.device | None, timeout: timedelta | None
 ) -> dict[str, Transport]:
     is_gloo = isinstance(everyone, GlooTransport)
-    sharing, same = mesh.groups(SHARD), mesh.groups(REPLICATE)
+    sharing, same = (
+        [[island * everyone.size + rank for rank in ranks] for island in range(islands) for ranks in mesh.groups(axis)]
+        for axis in (SHARD, REPLICATE)
+    )
     shard_group = _group_along(sharing, "the ranks that share slices", device, timeout)
     reduce_group = shard_group if is_gloo else _group_along(sharing, "their gradients", device, timeout)
     same_group = _group_along(same, "the ranks with the same slices", device, timeout)

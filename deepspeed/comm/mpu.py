@@ -33,6 +33,7 @@ class Standing:
         sequence_group: Torch process group of them; None where there is no sequence parallelism.
         model_size: Ranks that hold other parts of one copy of the model: tensor times pipe.
         tensor_rank: This rank's place among those that share a layer.
+        islands: How many groups like ``zero_group`` there are, of consecutive ranks, each of which trains by itself.
         mesh: The job's, for further axes; ``comm.groups.group_along`` has the groups where the mesh is not an mpu's
             own. Of an mpu that knows some ranks of the job only: that of these ranks.
     """
@@ -48,6 +49,7 @@ class Standing:
     model_size: int = 1
     tensor_rank: int = 0
     mesh: Mesh = Mesh()
+    islands: int = 1
 
 
 def standing(mpu: Any) -> Standing:

@@ -116,7 +116,9 @@ def _idle_codes(root: Root, findings: Findings) -> None:
     """What says how gradients are coded, where they are not."""
     section = root.communication_compression
     if section.gradients is None:
-        idle = [("communication_compression", name) for name, _ in _changed(section) if name != "weights"]
+        idle = [
+            ("communication_compression", name) for name, _ in _changed(section) if name not in ("weights", "islands")
+        ]
         _line(list(idle), "communication_compression.gradients is not given", findings)
 
 

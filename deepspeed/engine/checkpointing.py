@@ -46,6 +46,7 @@ class EngineCheckpoints:
         self._resume = resume
         self._sums_are_open = sums_are_open
         self._made_saver: Saver | None = None
+        self._writes_for_all = False
 
     def save_checkpoint(
         self,
@@ -82,6 +83,15 @@ class EngineCheckpoints:
             log_dist_once(
                 "save_checkpoint in the middle of gradient accumulation: gradients are not saved, so a resumed run "
                 "lacks those of the micro-batches since the last update and begins its accumulation anew"
+            )
+        if self._parts.islands is not None and not self._writes_for_all:
+            saver = self._saver
+            _ = saver.exchange  # which all ranks must make
+            return self._by_one_island(
+                "save_checkpoint",
+                lambda: self.save_checkpoint(
+                    save_dir, tag, client_state, save_latest, exclude_frozen_parameters, async_save=async_save
+                ),
             )
         subject = self._subject()
         settings = self._root.checkpoint
@@ -207,6 +217,14 @@ class EngineCheckpoints:
                 level=WARNING,
             )
             return False
+        if self._parts.islands is not None and not self._writes_for_all:
+            _ = self._saver.exchange  # which all ranks must make
+            return self._by_one_island(
+                "save_16bit_model",
+                lambda: self.save_16bit_model(
+                    save_dir, save_filename, exclude_frozen_parameters, max_shard_size=max_shard_size
+                ),
+            )
         self._runtime.leave_backward("save_16bit_model")
         self._runtime.refuse_away("save_16bit_model", "lp_params")
         subject = self._settled_subject()
@@ -281,6 +299,15 @@ class EngineCheckpoints:
         )
 
     # -- parts -------------------------------------------------------------------------------------------------------
+
+    def _by_one_island(self, what: str, save: Callable[[], bool]) -> bool:
+        """The islands meet; the first one writes, and its ranks are those that a later run finds."""
+        assert self._parts.islands is not None
+        self._writes_for_all = True
+        try:
+            return self._parts.islands.by_one(what, save) is not False
+        finally:
+            self._writes_for_all = False
 
     @property
     def _saver(self) -> Saver:

@@ -77,6 +77,9 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, nn.Modul
         self._efficiency = Efficiency(self._root, parts.model, parts.runtime, self._batches.train_batch_size())
         self.compression_scheduler = schedule_of(parts.model)
         self._updater: DeepSpeedZeroOptimizer | None = parts.make_optimizer(self.backward, self._before_update)
+        self._islands = parts.islands
+        if self._islands is not None and self._updater is not None:
+            self._islands.begin(self._updater, self._runtime.masters, self._runtime.ledger)
         self._scaling = LossScaling(self._updater.loss_scaler if self._updater is not None else None)
         self.optimizer = parts.public_optimizer(self._updater)
         self.basic_optimizer = parts.torch_optimizer
@@ -327,6 +330,8 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, nn.Modul
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
         self._efficiency.at(self.global_steps)
+        if self._islands is not None:
+            self._islands.after_update()
         if self._updater.overflow:
             self.skipped_steps += 1
         else:
@@ -486,6 +491,7 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, nn.Modul
             version=VERSION,
             token_schedule=self._efficiency.token_schedule,
             use_fp32_weights=self._root.zero_optimization.load_from_fp32_weights,
+            outer=self._islands.momenta if self._islands is not None else [],
         )
 
     def _resume_from(self, loaded: Loaded) -> None:
@@ -493,6 +499,8 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, nn.Modul
         for name, value in loaded.counters.items():
             setattr(self, name, value)
         self._batches.count_anew()
+        if self._islands is not None:
+            self._islands.restart()
         self._efficiency.at(self.global_steps)
         if self.compression_scheduler is not None:
             self.compression_scheduler.at(self.global_steps - self.skipped_steps)

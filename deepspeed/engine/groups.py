@@ -55,7 +55,12 @@ def create_groups(
                 f"{', '.join(map(repr, defined))} was defined for some; leave the key out"
             )
         grid = create_grid(
-            placement.shard_ranks, group=ranks.zero_group, device=device, timeout=timeout, by_nodes=by_nodes
+            placement.shard_ranks,
+            group=ranks.zero_group,
+            device=device,
+            timeout=timeout,
+            by_nodes=by_nodes,
+            islands=ranks.islands,
         )
         owners = grid.positions if placement.spread_master else grid.gather
         return Groups.of(BucketGroup(DATA, grid.gather, grid.reduce, owners, grid.combine, divisor))

@@ -26,6 +26,7 @@ from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.generation import generates, refuse_what_cannot_generate
 from deepspeed.engine.groups import create_groups, refuse_cut_tensors
 from deepspeed.engine.hybrid import DeepSpeedHybridEngine
+from deepspeed.engine.islands import settle_islands
 from deepspeed.engine.optimizers import choose_optimizer, group_indices, move_to_runs
 from deepspeed.engine.parts import Client, EngineParts
 from deepspeed.engine.pipeline import DualPipeVEngine, PipelineEngine
@@ -164,6 +165,9 @@ def _build_parts(client: Client, config: Any, distributed_port: int, dist_init_r
 
     local_rank = local_rank_of(client.args)
     device = _device(local_rank)
+    islands = settle_islands(root, ranks, client.model, device)
+    data = {"data_group": ranks.data_group, "data_size": ranks.data_size, "data_rank": ranks.data_rank}
+    ranks = ranks if islands is None else islands.inside
     placement = placement_of(root.zero_optimization, ranks.zero_size)
     precision = PrecisionPolicy.from_config(root, get_accelerator(), client.model)
     refuse_what_the_device_cannot(precision)
@@ -199,6 +203,7 @@ def _build_parts(client: Client, config: Any, distributed_port: int, dist_init_r
         feeds_back=any(group.feeds_back for group in groups),
         may_skip=precision.may_skip,
         sends_momentum=isinstance(torch_optimizer, ExchangesMomentum),
+        meets=islands is not None,
     )
     refuse_cut_tensors(torch_optimizer, client.model, groups, placement)
     mark_leaves(root, client.model)
@@ -226,7 +231,8 @@ def _build_parts(client: Client, config: Any, distributed_port: int, dist_init_r
         torch_optimizer=torch_optimizer,
         device=device,
         groups=groups,
-        standing=ranks,
+        standing=replace(ranks, **data),  # samples are dealt out over all islands
+        islands=islands,
         local_rank=local_rank,
         global_rank=comm.get_rank(),
         world_size=comm.get_world_size(),

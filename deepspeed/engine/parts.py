@@ -11,6 +11,7 @@ from torch import nn
 
 from deepspeed.comm.mpu import Standing
 from deepspeed.config import ParsedConfig
+from deepspeed.engine.islands import Archipelago
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.offload.homes import OffloadHomes
 from deepspeed.precision.policy import PrecisionPolicy, create_loss_scaler
@@ -53,6 +54,7 @@ class EngineParts:
     device: torch.device
     groups: Groups
     standing: Standing
+    islands: Archipelago | None
     local_rank: int
     global_rank: int
     world_size: int

@@ -40,7 +40,7 @@ def memory_rows(
         (Kind.GRADIENT, Home.DEVICE, 0, "0 between steps"),
         (Kind.GATHERED, Home.DEVICE, 0, "0 between steps"),
     ]
-    if runtime.placement.feeds_back or runtime.placement.sends_momentum:
+    if runtime.placement.meets or runtime.placement.feeds_back or runtime.placement.sends_momentum:
         rows.append((Kind.PRIVATE, Home.DEVICE, *formula.private()))
     for home in runtime.placement.homes[1:]:
         rows.append((Kind.COMPUTE, home, *formula.compute(home)))

@@ -124,7 +124,18 @@ class MemoryFormula:
         return total, f"{4 * states} x Psi" + (f" / {self._owners}" if self._placement.shard_master else "")
 
     def private(self) -> tuple[int, str]:
-        """Error feedback of gradients that travel in fewer bits, where more than one rank shares a bucket."""
+        """What each rank keeps for itself: error feedback, and the outer state of masters that meet other islands'."""
+        found = [entry for entry in (self._errors(), self._outer()) if entry[0]]
+        return sum(nbytes for nbytes, _ in found), " + ".join(text for _, text in found) or "0"
+
+    def _outer(self) -> tuple[int, str]:
+        if not self._placement.meets:
+            return 0, "0"
+        total = sum(2 * max(itemsize(bucket.dtype), 4) * self._owned(bucket) for bucket, _ in self._trained())
+        return total, f"8 x Psi / {self._owners}" if self._placement.shard_master else "8 x Psi"
+
+    def _errors(self) -> tuple[int, str]:
+        """Where more than one rank shares a bucket."""
         placement = self._placement
         if placement.sends_momentum:
             return self._momentum()

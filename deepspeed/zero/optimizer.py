@@ -234,6 +234,15 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         for master in self._masters:
             master.bucket.remember_values()
 
+    def publish_masters(self) -> None:
+        """Makes the compute parameters follow masters that were written. Every rank that shares them must call it."""
+        self._before_update()
+        publishing: list[Work] = []
+        for master in self._masters:
+            master.publish()
+            self._start_publish(master, publishing)
+        self._finish_publishing(publishing)
+
     def cut_runs(self, labels: Sequence[Sequence[Any]]) -> None:
         """Cuts runs until all parameters of a run have the same label. Every rank must call it.
 

@@ -87,6 +87,8 @@ class Placement:
         sends_momentum: Momenta travel instead of gradients (``zero.momentum``): each rank keeps, for itself, what that
             loses, and where masters are sharded the whole momentum.
         may_skip: It keeps it twice, as updates may be skipped, which leave it as it was.
+        meets: Masters meet those of other islands now and then: of each element, its owner keeps where that was and a
+            momentum, for itself.
     """
 
     stage: int
@@ -102,6 +104,7 @@ class Placement:
     feeds_back: bool = False
     may_skip: bool = False
     sends_momentum: bool = False
+    meets: bool = False
 
     @classmethod
     def of_stage(

@@ -5,7 +5,19 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from deepspeed.config.section import Section, key
-from deepspeed.config.types import AnyCase, Bool, Int
+from deepspeed.config.types import AnyCase, Bool, Float, Int
+
+
+class Islands(Section):
+    """Groups of neighbouring ranks that train alone and meet every so many updates (DiLoCo)."""
+
+    size: Int = key(1, "Ranks of an island; divides the data-parallel ranks.", unit="ranks", above=0)
+    sync_every: Int = key(100, "Updates between two meetings, skipped ones included.", unit="updates", above=0)
+    outer_lr: Float = key(0.7, "Learning rate of the outer step, SGD on the mean of what islands moved.", above=0)
+    outer_momentum: Float = key(0.9, "Nesterov's momentum of the outer step.", minimum=0, below=1)
+    wire: Annotated[Literal["fp32", "bf16", "int8", "int4"], AnyCase] = key(
+        "fp32", "How that mean travels between islands."
+    )
 
 
 class CommunicationCompression(Section):
@@ -42,4 +54,9 @@ class CommunicationCompression(Section):
     )
     start_step: Int = key(
         0, "Updates before gradients travel as codes; until then they travel as they are.", unit="steps", minimum=0
+    )
+    islands: Islands | None = key(
+        None,
+        "Train in islands that meet seldom. The other keys say how values travel inside an island.",
+        null_means="all ranks agree at every update",
     )
