@@ -175,6 +175,22 @@ def create_grid(
     return Grid(**made, positions=GridTransport(made["gather"], made["combine"], everyone))
 
 
+def island_groups(size: int, island_size: int, device: torch.device, timeout: timedelta) -> tuple[Any, Any]:
+    """The process group of this rank's island, and that of the ranks with its place on theirs. Every rank must call it.
+
+    Args:
+        size: All ranks of the job.
+        island_size: Consecutive ranks of one island; divides ``size``.
+        device: Where the buffers live.
+        timeout: As of :func:`deepspeed.comm.connect.create_transport`.
+    """
+    mesh = grid_mesh(size, island_size)
+    return (
+        _group_along(mesh.groups(SHARD), "islands", device, timeout),
+        _group_along(mesh.groups(REPLICATE), "meetings of islands", device, timeout),
+    )
+
+
 def gathering_by_nodes(
     plain: Transport,
     everyone: Transport,

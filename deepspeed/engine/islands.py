@@ -16,17 +16,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from deepspeed import comm
-from deepspeed.comm.axes import REPLICATE, SHARD, grid_mesh
+from deepspeed.comm.axes import island_groups
 from deepspeed.comm.codecs import Int4Codec, Int8Codec
 from deepspeed.comm.coded import coded
 from deepspeed.comm.connect import transport_over
 from deepspeed.comm.mpu import Standing
-from deepspeed.comm.new_groups import my_group
-from deepspeed.comm.store import backend_for
 from deepspeed.comm.transport import Reduction, Transport, transfer_key
 from deepspeed.config.sections.communication_compression import Islands
 from deepspeed.config.sections.root import Root
@@ -186,11 +183,7 @@ def settle_islands(root: Root, ranks: Standing, model: nn.Module, device: torch.
     if section.size == ranks.zero_size:
         log_dist("communication_compression.islands: one island of all ranks, which meets nobody")
         return None
-    mesh = grid_mesh(ranks.zero_size, section.size)
-    backend = backend_for(dist.group.WORLD, device)
-    timeout = comm.default_timeout()
-    island = my_group(mesh.groups(SHARD), backend=backend, timeout=timeout, why="islands")
-    across = my_group(mesh.groups(REPLICATE), backend=backend, timeout=timeout, why="meetings of islands")
+    island, across = island_groups(ranks.zero_size, section.size, device, comm.default_timeout())
     number, place = divmod(ranks.zero_rank, section.size)
     inside = replace(
         ranks,
