@@ -39,6 +39,7 @@ class InferenceSettings:
         config: All keys.
         dtype: In which the model computes.
         weight_bits: Width of the weights of linear layers: 4 or 8; None: as ``dtype``.
+        parts: Width of the weights of parts of the model, by part of their names, where the others stay as ``dtype``.
         zero: The section ``zero`` as written, for :func:`deepspeed.initialize`; None without one.
         checkpoint: Where weights are read from; None: the model has them.
         save_path: Folder for the weights as each rank has them; None: they are not written.
@@ -49,6 +50,7 @@ class InferenceSettings:
     config: DeepSpeedInferenceConfig
     dtype: torch.dtype
     weight_bits: int | None
+    parts: dict[str, Any]
     zero: dict[str, Any] | None
     checkpoint: str | dict[str, Any] | None
     save_path: str | None
@@ -87,12 +89,20 @@ def read_settings(config: Any, keywords: dict[str, Any]) -> InferenceSettings:
         config=read,
         dtype=_DTYPES[read.dtype],
         weight_bits=read.quant.weight.num_bits if read.dtype == "int8" else None,
+        parts=_parts(read) if read.dtype != "int8" else {},
         zero=dict(zero) if isinstance(zero, dict) and read.zero.stage else None,
         checkpoint=read.checkpoint if read.checkpoint is not None else read.checkpoint_config.checkpoint_dir,
         save_path=read.save_mp_checkpoint_path or read.checkpoint_config.save_mp_checkpoint_path,
         longest_prompt=read.max_out_tokens if "max_out_tokens" in read.model_fields_set else None,
         notices=(*findings.notices, *_effects(read)),
     )
+
+
+def _parts(read: DeepSpeedInferenceConfig) -> dict[str, Any]:
+    weight = read.quant.weight
+    if weight.post_init_quant:
+        return dict(weight.post_init_quant)
+    return {"": weight.quantized_initialization} if weight.quantized_initialization else {}
 
 
 def _move_old_names(data: dict[str, Any], findings: Findings) -> None:

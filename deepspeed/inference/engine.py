@@ -40,19 +40,22 @@ class InferenceEngine(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "module":
+            if name != "module":
+                return getattr(self.module, name)
+            if self._runner:
                 raise
-            return getattr(self.module, name)
+        raise CallOrderError("InferenceEngine: destroy() was called; call init_inference again")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward, without gradients."""
+        runner = self._runner[0] if self._runner else self.module
         with torch.no_grad():
             if self._times is None:
-                return self._runner[0](*args, **kwargs)
+                return runner(*args, **kwargs)
             device = get_accelerator()
             device.synchronize()
             start = time.perf_counter()
-            outputs = self._runner[0](*args, **kwargs)
+            outputs = runner(*args, **kwargs)
             device.synchronize()
             self._times.append((time.perf_counter() - start) * 1e3)
             return outputs
@@ -75,6 +78,8 @@ class InferenceEngine(nn.Module):
         if self._runner[0] is not self.module:
             # Ranks gather weights together, so one that is done goes on until all are.
             kwargs.setdefault("synced_gpus", True)
+        if self._config.enable_cuda_graph and get_accelerator().device_name() != "cpu":
+            kwargs.setdefault("cache_implementation", "static")
         with torch.no_grad():
             return self.module.generate(*args, **with_cache(kwargs))  # type: ignore[operator]
 

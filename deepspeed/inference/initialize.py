@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator.host_allocator import Trimmer
 from deepspeed.comm import groups
 from deepspeed.comm.mesh import TENSOR
 from deepspeed.engine import initialize
@@ -17,7 +18,7 @@ from deepspeed.inference.config import InferenceSettings, read_settings
 from deepspeed.inference.engine import InferenceEngine
 from deepspeed.inference.shares import save
 from deepspeed.inference.tensor import cut, job_mesh, tensor_size
-from deepspeed.linear.parts import quantize_parts
+from deepspeed.linear.parts import check_parts, quantize_parts
 from deepspeed.linear.quantize import quantize_model
 from deepspeed.logging import log_dist
 
@@ -40,8 +41,11 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> Infer
         DeepSpeedConfigError: With every problem of the configuration; nothing is changed then.
         NotYetSupportedError: A setting whose feature is missing, by name.
     """
+    if not isinstance(model, nn.Module):
+        raise DeepSpeedConfigError(f"init_inference(model=...): expected a torch.nn.Module, found {model!r}")
     settings = read_settings(config, kwargs)
     _refuse(settings)
+    check_parts(model, settings.parts)
     for line in settings.notices:
         log_dist(f"init_inference: {line}", ranks=[0])
     read = settings.config
@@ -49,6 +53,7 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> Infer
         _refuse_meta(model)
     if settings.zero is not None:
         return _with_zero(model, settings)
+    before = sum(parameter.nbytes for parameter in model.parameters())
     device = "cpu" if read.keep_module_on_host else get_accelerator().current_device_name()
     mesh = job_mesh(settings)
     made = None if mesh is None else cut(model, settings, mesh, torch.device(device))
@@ -58,6 +63,7 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> Infer
         save(model, settings.save_path, made, settings.dtype)
     _quantize(model, settings)
     model.to(device)
+    Trimmer().note(before, 0)  # the weights from before the cast would stay in the process otherwise
     return InferenceEngine(model, settings, mp_group=None if mesh is None else groups.group_along(TENSOR))
 
 
@@ -75,12 +81,10 @@ def _fill(model: nn.Module, settings: InferenceSettings) -> None:
 
 def _quantize(model: nn.Module, settings: InferenceSettings) -> None:
     """Quantised layers, in place."""
-    weight = settings.config.quant.weight
     if settings.weight_bits is not None:
         log_dist(f"init_inference: {quantize_model(model, bits=settings.weight_bits).line()}", ranks=[0])
-    elif weight.quantized_initialization or weight.post_init_quant:
-        parts = weight.post_init_quant or {"": weight.quantized_initialization}
-        for report in quantize_parts(model, parts):
+    elif settings.parts:
+        for report in quantize_parts(model, settings.parts):
             log_dist(f"init_inference: {report.line()}", ranks=[0])
 
 
@@ -112,6 +116,17 @@ def _refuse(settings: InferenceSettings) -> None:
         )
     if read.enable_cuda_graph and get_accelerator().device_name() == "cpu":
         log_dist("init_inference: enable_cuda_graph has no effect without a GPU", ranks=[0])
+    elif read.enable_cuda_graph:
+        if settings.zero is not None or tensor_size(settings) > 1:
+            raise DeepSpeedConfigError(
+                "init_inference: enable_cuda_graph beside zero or tensor_parallel.tp_size > 1: what travels between "
+                "ranks or from host memory cannot be captured; leave the key out"
+            )
+        log_dist(
+            "init_inference: enable_cuda_graph: generate keeps a static cache, whose steps Transformers compiles and "
+            "captures; forward runs as it is (engine.compile captures it with mode='reduce-overhead')",
+            ranks=[0],
+        )
     if read.injection_policy is not None and read.replace_with_kernel_inject:
         raise DeepSpeedConfigError(
             "init_inference: injection_policy says how layers are cut, replace_with_kernel_inject that they are "

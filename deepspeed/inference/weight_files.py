@@ -138,6 +138,8 @@ def _listed(description: Any, base: Path) -> WeightFiles:
             "the lists 'non_tp' and 'tp' as save_mp_checkpoint_path writes them; files that a training cut for "
             "several ranks are read by deepspeed.checkpoint, which writes whole ones"
         )
+    if wrong := [name for name in (*names[0], *names[1]) if not isinstance(name, str)]:
+        raise CheckpointError(f"init_inference: checkpoint: expected names of files, found {wrong[0]!r}")
     base = Path(description.get("base_dir") or base)
     found = WeightFiles(tuple(base / name for name in names[0]), tuple(base / name for name in names[1]))
     for path in (*found.whole, *found.parts):
@@ -181,6 +183,8 @@ def _safetensors(path: Path, is_part: bool) -> Iterator[Stored]:
 
 def _pickled(path: Path) -> Iterator[Stored]:
     found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"init_inference: {path} holds a {type(found).__name__}, no tensors by name")
     found = found.get("module", found)
     for name, values in found.items():
         if isinstance(values, torch.Tensor):

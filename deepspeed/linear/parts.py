@@ -11,6 +11,9 @@ from deepspeed.config.sections.quantization import WeightQuantization
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.linear.quantize import QuantizationReport, quantize_model
 from deepspeed.logging import log_dist
+from deepspeed.ops.packed_linear import packed_format
+
+_KEYS = {"num_bits", "group_size", "group_dim", "symmetric"}
 
 
 def quantize_as_configured(model: nn.Module, section: WeightQuantization | None) -> None:
@@ -51,14 +54,34 @@ def quantize_parts(model: nn.Module, parts: Mapping[str, Mapping[str, Any]]) -> 
     Raises:
         DeepSpeedConfigError: A layer has two of the parts in its name, or a setting has no format; nothing is changed.
     """
+    check_parts(model, parts)
+    return [
+        quantize_model(model, bits=asked.get("num_bits") or 8, group_size=_group_size(asked), only=(part,))
+        for part, asked in parts.items()
+    ]
+
+
+def check_parts(model: nn.Module, parts: Mapping[str, Mapping[str, Any]]) -> None:
+    """Whether :func:`quantize_parts` can do what it is asked for.
+
+    Raises:
+        DeepSpeedConfigError: It cannot.
+        ValueError: There is no such group size.
+    """
     for name, module in model.named_modules():
         meant = [part for part in parts if part in name]
         if len(meant) > 1 and isinstance(module, nn.Linear):
             raise DeepSpeedConfigError(
                 f"post_init_quant: the layer {name!r} is meant by {' and '.join(map(repr, meant))}; let one name it"
             )
+    names = [name for name, _ in model.named_parameters()]
     for part, asked in parts.items():
         where = f"post_init_quant.{part}" if part else "quantized_initialization"
+        if not isinstance(asked, Mapping) or (unknown := sorted(set(asked) - _KEYS)):
+            found = repr(asked) if not isinstance(asked, Mapping) else ", ".join(unknown)
+            raise DeepSpeedConfigError(f"{where}: expected an object with {', '.join(sorted(_KEYS))}; found {found}")
+        if not any(part in name for name in names):
+            raise DeepSpeedConfigError(f"{where}: no parameter of {type(model).__name__} has {part!r} in its name")
         if asked.get("symmetric"):
             raise DeepSpeedConfigError(f"{where}: symmetric true; only false works")
         if asked.get("num_bits") not in (None, 4, 8):
@@ -67,10 +90,8 @@ def quantize_parts(model: nn.Module, parts: Mapping[str, Mapping[str, Any]]) -> 
             raise DeepSpeedConfigError(
                 f"{where}: group_dim {asked['group_dim']}; groups lie along the input features, which is group_dim 1"
             )
-    return [
-        quantize_model(model, bits=asked.get("num_bits") or 8, group_size=_group_size(asked), only=(part,))
-        for part, asked in parts.items()
-    ]
+        if asked.get("num_bits") == 4:
+            packed_format(4, _group_size(asked))
 
 
 def _group_size(asked: Mapping[str, Any]) -> int:

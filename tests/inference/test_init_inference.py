@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import deepspeed
-from deepspeed.errors import CheckpointError, DeepSpeedConfigError
+from deepspeed.errors import CallOrderError, CheckpointError, DeepSpeedConfigError
 from tests.harness import run_ranks
 
 transformers = pytest.importorskip("transformers")
@@ -93,6 +93,9 @@ def test_the_callers_dict_stays_as_it_is_and_may_be_a_file(tmp_path):
         ({"dtype": "int5"}, {}, "dtype: expected"),
         ({"dtype": "int8", "quant": {"weight": {"num_bits": 3}}}, {}, "expected 4 or 8, found 3"),
         ({"quant": {"activation": {"num_bits": 8}}}, {}, "activations stay in 16 bits"),
+        ({"quant": {"weight": {"post_init_quant": {"q_proj": 4}}}}, {}, "expected an object with group_dim"),
+        ({"quant": {"weight": {"post_init_quant": {"q_proj": {"bits": 4}}}}}, {}, "found bits"),
+        ({"quant": {"weight": {"post_init_quant": {"lost": {}}}}}, {}, "no parameter of LlamaForCausalLM has 'lost'"),
         ({"zero": {"stage": 2}}, {}, "stage 3 alone saves memory"),
         ({"mp_size": 2, "tp": {"tp_size": 4}}, {}, "mp_size: 2, but tensor_parallel.tp_size is 4"),
         ({"injection_policy_tuple": ["o"], "injection_policy": {"A": "b"}}, {}, "give one of them"),
@@ -123,6 +126,11 @@ def test_a_model_on_meta_reads_files(tmp_path):
         (tmp_path / name).write_bytes(whole[: len(whole) // 2])
         with pytest.raises(CheckpointError, match="half.* cannot be read"):
             deepspeed.init_inference(make(), dtype="fp32", checkpoint=str(tmp_path / name))
+    torch.save([1], tmp_path / "list.pt")
+    with pytest.raises(CheckpointError, match="holds a list, no tensors by name"):
+        deepspeed.init_inference(make(), dtype="fp32", checkpoint=str(tmp_path / "list.pt"))
+    with pytest.raises(CheckpointError, match="expected names of files, found 3"):
+        deepspeed.init_inference(make(), dtype="fp32", checkpoint={"checkpoints": [3]})
     with pytest.raises(CheckpointError, match="there is no file"):
         deepspeed.init_inference(make(), dtype="fp32", checkpoint={"checkpoints": [str(tmp_path / "gone.pt")]})
     with pytest.raises(CheckpointError, match="tensors of LlamaForCausalLM are in none"):
@@ -140,6 +148,16 @@ def test_times_and_compile():
     assert len(times) == 2 and min(times) > 0 and engine.model_times() == []
     engine.compile(backend="eager")
     assert engine.is_compiled and torch.equal(tokens(engine), tokens(make()))
+
+
+def test_an_engine_that_was_destroyed_says_so():
+    engine = deepspeed.init_inference(make(), dtype="fp32")
+    engine.destroy()
+    for use in (engine, engine.generate):
+        with pytest.raises(CallOrderError, match="call init_inference again"):
+            use(**prompts())
+    with pytest.raises(DeepSpeedConfigError, match="expected a torch.nn.Module, found 'gpt2'"):
+        deepspeed.init_inference("gpt2")
 
 
 def on_two_ranks(family):
