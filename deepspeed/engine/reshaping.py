@@ -64,7 +64,8 @@ def reshape_model(
         offload_checkpoints(model)
     if ranks.sequence_size > 1 and mesh_is_ours:
         adopt_model(model, ranks.sequence_group, ranks.mesh, tiles.mode, tiles.evaluation)
-    prepare_expert_layers(model, device, data_first=root.use_data_before_expert_parallelism)
+    data_first, timed = root.use_data_before_expert_parallelism, root.wall_clock_breakdown
+    prepare_expert_layers(model, device, data_first=data_first, timed=timed)
     client = _with_new_parameters(client, adopt_dtensors(model, ranks.mesh, device))
     with left_alone(model):  # it is tried out before and after, each rank by itself
         tensor = cut_model(model, root.tensor_parallel, ranks.mesh, device)

@@ -13,8 +13,9 @@ are sharded, at the same place as the others, though it has no use for them.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ class Plan:
         received: Rows that come from each rank.
         arrived: By rank and expert of this rank: rows that come.
         transport: Between the ranks that share the experts.
+        waited: Seconds that the host waited for each exchange of rows so far, in order.
     """
 
     order: torch.Tensor
@@ -47,6 +49,7 @@ class Plan:
     received: tuple[int, ...]
     arrived: tuple[tuple[int, ...], ...]
     transport: Transport
+    waited: list[float] = field(default_factory=list)
 
     @property
     def is_whole(self) -> bool:
@@ -220,7 +223,9 @@ def _travel(rows: torch.Tensor, plan: Plan, back: bool) -> torch.Tensor:
     sent, received = (plan.received, plan.sent) if back else (plan.sent, plan.received)
     out = rows.new_empty(sum(received), *rows.shape[1:])
     label = "what experts made of tokens" if back else "tokens on their way to experts"
+    begun = time.perf_counter()
     plan.transport.all_to_all(rows.contiguous(), sent, out, received, label=label).wait()
+    plan.waited.append(time.perf_counter() - begun)
     return out
 
 

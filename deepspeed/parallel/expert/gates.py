@@ -240,6 +240,10 @@ def topkgating(
 
     ``drop_policy`` says which routes an expert keeps: ``"probs"`` the heaviest, ``"position"`` the first tokens.
     """
+    if not 1 <= k <= logits.shape[1]:
+        raise DeepSpeedConfigError(
+            f"topkgating(k={k}): the logits are of {logits.shape[1]} experts; choose 1 to {logits.shape[1]}"
+        )
     if drop_policy not in ("probs", "position"):
         raise DeepSpeedConfigError(
             f'topkgating(drop_policy={drop_policy!r}): expected "probs" (the heaviest routes stay) or "position" (the '

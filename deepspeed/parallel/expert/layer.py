@@ -42,7 +42,9 @@ class MOELayer(nn.Module):
         exp_counts: ``[E]`` int64: how many routes of this rank chose each expert in the last forward, before any is
             dropped.
         balance: Where the routes of the last forward went; None before the first.
-        time_moe: Milliseconds of the last forward, while ``wall_clock_breakdown``.
+        time_moe: Milliseconds of the host in the last forward, while ``wall_clock_breakdown``.
+        time_falltoall: Of these, in the exchange of tokens on their way to experts.
+        time_salltoall: And in that of what experts made of them.
     """
 
     def __init__(
@@ -94,6 +96,8 @@ class MOELayer(nn.Module):
         out = combine(results, routes.weights, plan).to(hidden.dtype).reshape(hidden.shape)
         if self.wall_clock_breakdown:
             self.time_moe = (time.perf_counter() - begun) * 1000
+            there, back = (*plan.waited[:2], 0.0, 0.0)[:2]  # none where one rank has all experts
+            self.time_falltoall, self.time_salltoall = there * 1000, back * 1000
         return out
 
     def _set_ep_group(self, ep_group: Any) -> None:

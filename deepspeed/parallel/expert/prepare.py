@@ -19,7 +19,9 @@ from deepspeed.zero.parts import say_part
 from deepspeed.zero.tiles import TilePart
 
 
-def prepare_expert_layers(model: nn.Module, device: torch.device, *, data_first: bool = False) -> None:
+def prepare_expert_layers(
+    model: nn.Module, device: torch.device, *, data_first: bool = False, timed: bool = False
+) -> None:
     """Makes the groups of the expert layers of ``model``, and says which expert is which.
 
     Every rank of the job must call it, with the same model.
@@ -28,6 +30,7 @@ def prepare_expert_layers(model: nn.Module, device: torch.device, *, data_first:
         model: Any model; one without such layers is left alone.
         device: Where it computes.
         data_first: ``use_data_before_expert_parallelism``.
+        timed: ``wall_clock_breakdown``: layers time themselves.
 
     Raises:
         DeepSpeedConfigError: The number of ranks cannot be cut as a layer wants it.
@@ -50,6 +53,8 @@ def prepare_expert_layers(model: nn.Module, device: torch.device, *, data_first:
             connect(data_first)
     for name, layer in layers.items():
         layer.connect(device)
+        if timed:
+            layer.wall_clock_breakdown = layer.gate.wall_clock_breakdown = True
         _name_experts(name, layer)
 
 

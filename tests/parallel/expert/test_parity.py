@@ -165,11 +165,13 @@ def test_two_ranks_equal_one_process() -> None:
 def _on_four() -> None:
     with pytest.raises(DeepSpeedConfigError, match="cut the groups of all parameters alike, but 'ep_size_2'"):
         engine_of(Net((2, 1)), 3, zero={**SHARDED, "zero_hpz_partition_size": 2})
+    with pytest.raises(DeepSpeedConfigError, match="cut the groups of all parameters alike, but 'ep_size_2'"):
+        engine_of(Net((2, 1)), 3, zero={**SHARDED, "mics_shard_size": 2})
     _all_cells(4, ON_FOUR[:1])
 
 
 def test_two_sizes_in_one_model_on_four_ranks() -> None:
-    """And hpZ is refused."""
+    """And hpZ and MiCS are refused."""
     run_ranks(_on_four, 4, timeout=200)
 
 
