@@ -285,8 +285,11 @@ class PipelineEngine(Interpreter, DeepSpeedEngine):
 
     def take_items(self) -> list[Any]:
         """See the class this one derives from."""
-        if self._agreed is None:  # a schedule that the program runs by itself
-            return self._items
+        if self._agreed is None:  # the program runs a schedule of its own
+            self._get_ready(
+                "_exec_schedule", self.micro_batches, "train", needs_labels=self.pipeline.loss_fn is not None
+            )
+        assert self._agreed is not None
         agreed, self._agreed, self.where = self._agreed, None, "pulling data"
         self._labels_travel = agreed()
         if not self._pulls_data:
