@@ -66,10 +66,15 @@ class Subject:
         return self.optimizer.optimizer if self.optimizer is not None else None
 
     def settle(self) -> None:
-        """Takes what users wrote into resident parameters into buckets and masters, so that it counts as the value."""
+        """Takes what users wrote into resident parameters into buckets and masters, so that it counts as the value.
+
+        Ranks whose weights differ come together; every rank must call it.
+        """
         self.runtime.places.take_back()
         if self.optimizer is not None:
             self.optimizer.carry_user_writes()
+            if self.optimizer.momentum is not None:
+                self.optimizer.momentum.synchronise()
         self.runtime.take_back_frozen()
 
     def sampler_state(self) -> dict[str, Any] | None:

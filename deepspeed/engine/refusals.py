@@ -11,6 +11,7 @@ from deepspeed.config.sections.root import Root
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.ops.flat import supports_flat_update, why_not_flat
 from deepspeed.ops.onebit.phases import ExchangesMomentum, mask_of
+from deepspeed.ops.onebit.zero_one import ZeroOneAdam
 from deepspeed.precision.policy import PrecisionPolicy
 from deepspeed.zero.placement import Home, Placement
 
@@ -68,6 +69,11 @@ def refuse_what_cannot_send_momentum(root: Root, placement: Placement, optimizer
         raise DeepSpeedConfigError(
             f"optimizer {name} with zero_optimization.stage 3: each rank needs the whole momentum at each step, more "
             "than stage 3 saves; use stage 0, 1 or 2, or another optimizer with communication_compression"
+        )
+    if placement.shard_master and isinstance(optimizer, ZeroOneAdam):
+        raise DeepSpeedConfigError(
+            f"optimizer {name} with zero_optimization.stage {placement.stage}: between exchanges each rank moves all "
+            "its weights by itself, for which it needs all masters and states; use stage 0, or OneBitAdam"
         )
     if placement.master_home is not Home.DEVICE:
         raise DeepSpeedConfigError(

@@ -17,17 +17,16 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.ops.muon import Muon
-from deepspeed.ops.onebit import OneBitAdam, OneBitLamb
+from deepspeed.ops.onebit import OneBitAdam, OneBitLamb, ZeroOneAdam
 
 #: Names taken in any case, spelt as messages spell them.
-_OWN_NAMES = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "OneBitAdam", "OneBitLamb", "SGD")
+_OWN_NAMES = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "OneBitAdam", "OneBitLamb", "SGD", "ZeroOneAdam")
 
 #: Known names without an implementation, and what to use instead.
 _MISSING = {
     "MuAdam": "Adam with a learning rate per param group",
     "MuAdamW": "AdamW with a learning rate per param group",
     "MuSGD": "SGD with a learning rate per param group",
-    "ZeroOneAdam": "AdamW",
 }
 
 _UNUSABLE = {
@@ -53,6 +52,7 @@ _WITHOUT_EFFECT: dict[Any, dict[str, Any]] = {
     },
     FusedLamb: {"max_grad_norm": 0},
     OneBitAdam: {"max_grad_norm": 0, "cuda_aware": None, "comm_backend_name": None},
+    ZeroOneAdam: {"max_grad_norm": 0, "cuda_aware": None, "comm_backend_name": None, "bias_correction": None},
     OneBitLamb: {"max_grad_norm": 0, "cuda_aware": None, "comm_backend_name": None, "bias_correction": None},
 }
 
@@ -118,6 +118,7 @@ def _choose(name: str, arguments: dict[str, Any], offload: bool) -> tuple[Callab
         "OneBitAdam": (OneBitAdam, OneBitAdam),
         "OneBitLamb": (OneBitLamb, OneBitLamb),
         "SGD": (torch.optim.SGD, torch.optim.SGD),
+        "ZeroOneAdam": (ZeroOneAdam, ZeroOneAdam),
     }
     if spelt in own:
         return own[spelt][offload], arguments

@@ -11,7 +11,7 @@ the parts that belong to the optimizer's state; these are what a checkpoint has.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -81,7 +81,7 @@ class BucketMomentum:
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._flags: list[bool] = []
         self._work: OneBitExchange | None = None
-        self._rounds = 0
+        self.rounds = 0
 
     def _buffer(self, numel: int, ledger: Ledger) -> FlatBuffer:
         made = FlatBuffer(numel, torch.float32, self.master.bucket.device, kind=Kind.PRIVATE, ledger=ledger)
@@ -109,7 +109,7 @@ class BucketMomentum:
             state = self._optimizer.state.get(run.param) or {}
             if "exp_avg" in state:
                 flat[lower + run.span.start : lower + run.span.stop] = state["exp_avg"].view(-1)
-        self._rounds += 1
+        self.rounds += 1
         owners = master.transport
         owners.all_gather(flat, key=self._key(owners.owner), label=f"the momentum of {master.bucket.label}").wait()
         for tensor in self._tensors:
@@ -117,31 +117,50 @@ class BucketMomentum:
             self.momentum.tensor[tensor.place] = flat[start : start + tensor.numel]
 
     def _key(self, owner: int) -> int:
-        return transfer_key(owner, self.master.bucket.index, _MOMENTUM, self._rounds)
+        return transfer_key(owner, self.master.bucket.index, _MOMENTUM, self.rounds)
 
     def _old(self) -> list[torch.Tensor | None]:
         """The momentum of each tensor of the message before this update; None: there was no update yet."""
         if self.momentum is not None:
             return [self.momentum.tensor[tensor.place] for tensor in self._tensors]
+        found = self.of_states("exp_avg")
+        return [found.get(tensor.tile) for tensor in self._tensors]
+
+    def of_states(self, key: str) -> dict[int, torch.Tensor]:
+        """Views of a per-element state by tile, where masters are not cut; without those that were never updated."""
         found: dict[int, torch.Tensor] = {}
         for run in self.master.runs:
             state = self._optimizer.state.get(run.param) or {}
-            if "exp_avg" in state:
+            if key in state:
                 for tile, start, _ in self.master.tile_spans(run.span):
                     offset = start - run.span.start
                     numel = self.master.layout.tiles[tile].numel
-                    found[tile] = state["exp_avg"].view(-1)[offset : offset + numel]
-        return [found.get(tensor.tile) for tensor in self._tensors]
+                    found[tile] = state[key].view(-1)[offset : offset + numel]
+        return found
+
+    def place_of(self, tile: int) -> slice | None:
+        """Where a tile lies in the message."""
+        return next((tensor.place for tensor in self._tensors if tensor.tile == tile), None)
 
     # -- one update ----------------------------------------------------------------------------------------------------
 
-    def start(self, gradient: torch.Tensor | None, factor: float, flags: list[bool]) -> None:
+    def start(
+        self,
+        gradient: torch.Tensor | None,
+        factor: float,
+        flags: list[bool],
+        *,
+        multiply: Sequence[float] | None = None,
+        add: Mapping[int, torch.Tensor] | None = None,
+    ) -> None:
         """Sends this rank's momentum.
 
         Args:
             gradient: 1-D, the whole bucket, this rank's own; None: it has none, which counts as zeros.
             factor: Multiplier of the gradient.
             flags: Per tile, whether any rank has a gradient of it; the others stay as they are.
+            multiply: By param group, what it is multiplied by before it travels.
+            add: By tile, what is added then.
         """
         device = self.master.bucket.device
         self._flags = flags
@@ -168,8 +187,41 @@ class BucketMomentum:
             coefficient = self._coefficient(tensor)
             if coefficient != 1.0:
                 part.mul_(coefficient)
+            if multiply is not None:
+                part.mul_(multiply[self.master.layout.tiles[tensor.tile].param_group])
+            if add is not None:
+                part.add_(add[tensor.tile])
+        self._launch(message)
+
+    def start_with(self, values: Mapping[int, torch.Tensor], flags: list[bool]) -> None:
+        """Sends something else.
+
+        Args:
+            values: By tile, 1-D.
+            flags: As of :meth:`start`, all of them True.
+        """
+        self._flags = flags
+        self._message = torch.zeros(self._padded, dtype=torch.float32, device=self.master.bucket.device)
+        for tensor in self._tensors:
+            if tensor.tile in values:
+                self._message[tensor.place] = values[tensor.tile]
+        self._launch(self._message)
+
+    def take(self) -> torch.Tensor:
+        """What has come, in the order of the message; it is given up."""
+        assert self._message is not None
+        message, self._message = self._message, None
+        return message
+
+    def divide(self, by: Sequence[float]) -> None:
+        """Divides what has come, by param group."""
+        assert self._message is not None
+        for tensor in self._tensors:
+            self._message[tensor.place].div_(by[self.master.layout.tiles[tensor.tile].param_group])
+
+    def _launch(self, message: torch.Tensor) -> None:
         self._apply_mask(message)
-        self._rounds += 1
+        self.rounds += 1
         label = f"the momentum of {self.master.bucket.label}"
         self._work = OneBitExchange(
             self._wire, message, self.numel, self._error, key=self._key(self._wire.owner), label=label
@@ -300,10 +352,10 @@ class MomentumExchange:
         speaks = self._groups.job.rank == 0
         optimizer.reminder.note(before, speaks=speaks)
         if optimizer.phase is not former:
-            log_dist(self._line(before + 1) if optimizer.phase is Phase.MOMENTUM else f"update {before + 1}: warm-up")
-        return optimizer.phase is Phase.MOMENTUM
+            log_dist(f"update {before + 1}: {type(optimizer).__name__}: {self._line(optimizer.phase)}")
+        return optimizer.phase is not Phase.WARM_UP
 
-    def _line(self, number: int) -> str:
+    def _line(self, phase: Phase) -> str:
         """What changes, in bits and bytes of this rank."""
         plain = coded = 0
         for bucket in self.buckets:
@@ -311,12 +363,16 @@ class MomentumExchange:
             if size > 1:
                 plain += 2 * 2 * bucket.numel * (size - 1) // size
                 coded += one_bit_nbytes(bucket.numel, size)
-        name = type(self._optimizer).__name__
+        if phase is Phase.WARM_UP:
+            return "gradients are reduced as they are"
         if not coded:
-            return f"update {number}: {name}: the variance stays as it is; nothing travels, as there is one data rank"
+            return "nothing travels, as there is one data rank"
+        what = (
+            "momentum travels" if phase is Phase.MOMENTUM else "ranks take steps of their own; what they moved travels"
+        )
         return (
-            f"update {number}: {name}: from now on the momentum travels in 1 bit for each element, {coded:,} bytes "
-            f"sent by each rank and update, {plain / coded:.1f} times fewer than gradients in 16 bits"
+            f"{what} in 1 bit for each element, {coded:,} bytes sent by each rank and exchange, {plain / coded:.1f} "
+            "times fewer than gradients in 16 bits"
         )
 
     def end(self) -> None:
@@ -370,6 +426,9 @@ class MomentumExchange:
         for bucket, own, _ in work:
             bucket.settle(clip, own)
         return norm
+
+    def synchronise(self) -> None:
+        """Brings ranks together whose weights differ, so that they can be saved; every rank must call it."""
 
     def _norm(self, buckets: Sequence[BucketMomentum]) -> float:
         """Over the job; each tensor counts once."""

@@ -19,10 +19,12 @@ from deepspeed.errors import CallOrderError, DivergenceError, NonFiniteError
 from deepspeed.logging import log_dist
 from deepspeed.ops.flat import FlatUpdate, flat_updater
 from deepspeed.ops.onebit.phases import ExchangesMomentum
+from deepspeed.ops.onebit.zero_one import ZeroOneAdam
 from deepspeed.ops.step_hooks import step_hooks
 from deepspeed.zero.base_optimizer import ZeROOptimizer
 from deepspeed.zero.gradients import GradientReducer
 from deepspeed.zero.group import Groups
+from deepspeed.zero.local_steps import LocalSteps
 from deepspeed.zero.masters import MasterBucket, MasterRun, segment_table, split_state
 from deepspeed.zero.momentum import MomentumExchange
 from deepspeed.zero.norm import norm_from_squares
@@ -115,7 +117,8 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         self._updater = None if self._flat is None else PieceUpdater(self._flat, optimizer, strategies)
         self.momentum: MomentumExchange | None = None
         if isinstance(optimizer, ExchangesMomentum):
-            self.momentum = MomentumExchange(optimizer, masters, groups, ledger)
+            kind = LocalSteps if isinstance(optimizer, ZeroOneAdam) else MomentumExchange
+            self.momentum = kind(optimizer, masters, groups, ledger)
         self._announce_update()
         self._needs_segments = callable(getattr(optimizer, "attach_segments", None))
         self._attach_segments()

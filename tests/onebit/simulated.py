@@ -206,3 +206,103 @@ class OneBitLamb(OneBitAdam):
             self.last[name] = min(max(factor, (1 - self.threshold) * last), (1 + self.threshold) * last)
             ratio = (self.average[name] or 1.0) * self.last[name]
         parameter.sub_(self.lr * ratio * update)
+
+
+class ZeroOneAdam:
+    """0/1 Adam, algorithm 1 of arXiv 2202.06009, with its policies of section 4; the variance is updated first."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        messages: list[Message],
+        *,
+        freeze: int,
+        kappa: int,
+        double_after: int,
+        most: int,
+        lr: float,
+        decay: float,
+        eps: float,
+        clip: float,
+    ) -> None:
+        self.messages, self.ranks = messages, messages[0].ranks
+        self.models = [copy.deepcopy(model).float() for _ in range(self.ranks)]
+        self.at = [dict(one.named_parameters()) for one in self.models]
+        self.lr, self.decay, self.eps, self.clip = lr, decay, eps, clip
+        self.freeze, self.double_after, self.most = freeze, double_after, most
+        self.v = {name: torch.zeros_like(p) for name, p in self.at[0].items()}
+        self.m = [{name: torch.zeros_like(p) for name, p in self.at[0].items()} for _ in range(self.ranks)]
+        self.u = [{name: torch.zeros_like(p) for name, p in self.at[0].items()} for _ in range(self.ranks)]
+        self.anchor = {name: p.detach().clone() for name, p in self.at[0].items()}
+        self.variance, number, gap_of = [], 1, 0
+        while number <= freeze:
+            self.variance.append(number)
+            number, gap_of = number + 2 ** (gap_of // kappa), gap_of + 1
+        self.count, self.gammas = 0, 0.0
+        self.exchanges: list[int] = []
+
+    def gradients(self, losses: Callable[[nn.Module, int], torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        found = []
+        for rank, model in enumerate(self.models):
+            model.zero_grad()
+            losses(model, rank).backward()
+            found.append({name: p.grad.clone() for name, p in self.at[rank].items()})
+        return found
+
+    @staticmethod
+    def norm_of(gradients: dict[str, torch.Tensor]) -> float:
+        return math.sqrt(sum(g.double().square().sum().item() for g in gradients.values()))
+
+    def factor(self, norm: float) -> float:
+        return min(1.0, self.clip / (norm + 1e-6)) if self.clip else 1.0
+
+    @torch.no_grad()
+    def step(self, by_rank: list[dict[str, torch.Tensor]]) -> None:
+        self.count += 1
+        beta, local = 0.9, self.count - self.freeze
+        clip, decodes = 1.0, False
+        if self.count in self.variance:
+            mean = {name: sum(g[name] for g in by_rank) / self.ranks for name in self.v}
+            clip = self.factor(self.norm_of(mean))
+            for name in self.v:
+                self.v[name] = 0.999 * self.v[name] + 0.001 * (clip * mean[name]).square()
+        elif local <= 0:
+            decodes = True
+        else:
+            clip = self.factor(math.sqrt(sum(self.norm_of(g) ** 2 for g in by_rank) / self.ranks))
+        gap = 1 if local <= 0 else min(self.most, 2 ** ((local - 1) // self.double_after))
+        before = [{name: m.clone() for name, m in one.items()} for one in self.m]
+        for rank in range(self.ranks):
+            for name in self.v:
+                self.m[rank][name] = beta * self.m[rank][name] + (1 - beta) * clip * by_rank[rank][name]
+                self.u[rank][name] = self.u[rank][name] + self.lr * self.m[rank][name]
+        self.gammas += self.lr
+        for name in self.anchor:
+            self.anchor[name] *= 1 - self.lr * self.decay
+        if local <= 0 or local % gap == 0:
+            self.exchanges.append(self.count)
+            self.exchange()
+            if decodes:
+                m = self.m[0]
+                gradient = {name: (m[name] - beta * before[0][name]) / (1 - beta) for name in m}
+                factor = self.factor(self.norm_of(gradient))
+                for name in m:
+                    right = beta * before[0][name] + (1 - beta) * factor * gradient[name]
+                    self.anchor[name] += self.lr * (m[name] - right) / (self.v[name].sqrt() + self.eps)
+                    for one in self.m:
+                        one[name] = right.clone()
+        for rank in range(self.ranks):
+            for name, parameter in self.at[rank].items():
+                parameter.copy_(self.anchor[name] - self.u[rank][name] / (self.v[name].sqrt() + self.eps))
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        for message in self.messages:
+            mine = [torch.cat([self.u[rank][name].reshape(-1) for name in message.names]) for rank in range(self.ranks)]
+            for name, part in zip(message.names, message.exchange(mine).split(message.numels), strict=True):
+                moved = part.view_as(self.v[name])
+                self.anchor[name] -= moved / (self.v[name].sqrt() + self.eps)
+                for rank in range(self.ranks):
+                    self.m[rank][name] = moved / self.gammas
+                    self.u[rank][name] = torch.zeros_like(moved)
+        self.gammas = 0.0

@@ -13,8 +13,8 @@ class Optimizer(Section):
 
     type: str | None = key(
         None,
-        "Name of the optimizer: Adam, AdamW, Adagrad, Lion, Lamb, Muon, OneBitAdam, OneBitLamb, SGD (any case), or an "
-        "elementwise class of torch.optim, spelt as there.",
+        "Name of the optimizer: Adam, AdamW, Adagrad, Lion, Lamb, Muon, OneBitAdam, OneBitLamb, ZeroOneAdam, SGD (any "
+        "case), or an elementwise class of torch.optim, spelt as there.",
         null_means="the client's optimizer, or none",
     )
     params: dict[str, Any] = key(None, "Arguments of the optimizer, listed per optimizer below.", factory=dict)
@@ -174,6 +174,28 @@ class OneBitLambParams(OneBitParams):
     factor_threshold: Float = key(0.1, "By how much of itself the factor may change in an update.", minimum=0)
 
 
+class ZeroOneAdamParams(OneBitParams):
+    """0/1 Adam: everything travels in 1 bit; the variance is updated ever more seldom, then ranks exchange so."""
+
+    bias_correction: Bool = key(False, "From Adam.", no_effect="the publication has none")
+    var_freeze_step: Int = key(
+        100000,
+        "Last update of the variance; usually the end of the learning rate's warm-up.",
+        unit="updates",
+        minimum=1,
+    )
+    var_update_scaler: Int = key(
+        16, "Updates of the variance after which the gap between them doubles.", unit="updates", minimum=1
+    )
+    local_step_scaler: Int = key(
+        32678,
+        "Updates after which the gap between exchanges doubles, once the variance is frozen.",
+        unit="updates",
+        minimum=1,
+    )
+    local_step_clipper: Int = key(16, "Largest gap between exchanges.", unit="updates", minimum=1)
+
+
 class MuonParams(Parameters):
     """Muon for matrices (two dimensions or more, name without embed and lm_head), Adam for the rest."""
 
@@ -279,6 +301,7 @@ OWN_OPTIMIZERS: dict[str, type[Parameters]] = {
     "OneBitAdam": OneBitAdamParams,
     "OneBitLamb": OneBitLambParams,
     "SGD": SGDParams,
+    "ZeroOneAdam": ZeroOneAdamParams,
 }
 TORCH_OPTIMIZERS: dict[str, type[Parameters]] = {
     "Adadelta": AdadeltaParams,
@@ -298,7 +321,6 @@ MISSING_OPTIMIZERS = {
     "MuAdam": "muP optimizers do not exist here yet; use Adam with per-group learning rates",
     "MuAdamW": "muP optimizers do not exist here yet; use AdamW with per-group learning rates",
     "MuSGD": "muP optimizers do not exist here yet; use SGD with per-group learning rates",
-    "ZeroOneAdam": "1-bit optimizers do not exist here yet; use AdamW",
 }
 
 

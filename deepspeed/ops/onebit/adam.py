@@ -109,7 +109,7 @@ class OneBitAdam(ElementwiseOptimizer):
         check_family(self, eps_inside_sqrt=eps_inside_sqrt, max_grad_norm=max_grad_norm, freeze_step=freeze_step)
         self.freeze_step = freeze_step
         self.phase = Phase.WARM_UP
-        self.reminder = Reminder(self, "1-bit Adam", freeze_step, "freeze_step")
+        self.reminder = Reminder(self, "1-bit Adam", freeze_step)
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,

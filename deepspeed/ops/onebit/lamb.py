@@ -109,7 +109,7 @@ class OneBitLamb(FusedLamb):
         self.factor_bounds = (factor_min, factor_max)
         self.factor_threshold = factor_threshold
         self.phase = Phase.WARM_UP
-        self.reminder = Reminder(self, "1-bit LAMB", freeze_step, "freeze_step")
+        self.reminder = Reminder(self, "1-bit LAMB", freeze_step)
 
     def begin_update(self, before: int) -> None:
         """See :class:`~deepspeed.ops.onebit.phases.ExchangesMomentum`; a collective as phases change."""

@@ -21,6 +21,7 @@ class Phase(Enum):
     """What an update does with the gradients of the ranks."""
 
     WARM_UP = "warm-up"  #: their mean, as every optimizer gets it
+    LOCAL = "local"  #: each rank's own, which stays its own until ranks come together
     MOMENTUM = "momentum"  #: each rank's own, whose momentum travels in one bit for each element
 
 
@@ -54,6 +55,12 @@ def refuse_step(optimizer: object) -> None:
     )
 
 
+_UNCOMPRESSED = (
+    "all %d updates were warm-up, so everything travelled uncompressed; compression begins after %d. Lower freeze_step "
+    "to 15-25 %% of the run's updates"
+)
+
+
 class Reminder:
     """Says at the end of a run that it never reached its compression phase.
 
@@ -61,12 +68,12 @@ class Reminder:
         optimizer: Whose run; the line comes when it is collected, or when the process ends.
         name: What to call it.
         freeze_step: Updates of the warm-up.
-        argument: What sets them.
+        line: What to say of the number of updates and of ``freeze_step``; None: that nothing was compressed.
     """
 
-    def __init__(self, optimizer: object, name: str, freeze_step: int, argument: str) -> None:
+    def __init__(self, optimizer: object, name: str, freeze_step: int, line: str | None = None) -> None:
         self._said: dict[str, Any] = {"updates": 0, "speaks": False}
-        self._end = weakref.finalize(optimizer, _remind, self._said, name, freeze_step, argument)
+        self._end = weakref.finalize(optimizer, _remind, self._said, name, freeze_step, line or _UNCOMPRESSED)
 
     def note(self, updates: int, *, speaks: bool) -> None:
         """Notes how many updates there were; ``speaks``: this rank says it."""
@@ -77,16 +84,9 @@ class Reminder:
         self._end()
 
 
-def _remind(said: dict[str, Any], name: str, freeze_step: int, argument: str) -> None:
+def _remind(said: dict[str, Any], name: str, freeze_step: int, line: str) -> None:
     if said["speaks"] and 0 < said["updates"] <= freeze_step:
-        logger.info(
-            "%s: all %d updates were warm-up, so everything travelled uncompressed; compression begins after %d. Lower "
-            "%s to 15-25 %% of the run's updates",
-            name,
-            said["updates"],
-            freeze_step,
-            argument,
-        )
+        logger.info("%s: %s", name, line % (said["updates"], freeze_step))
 
 
 def mask_of(group: dict[str, Any], numel: int, where: str) -> Tensor | None:

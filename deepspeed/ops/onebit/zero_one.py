@@ -1,0 +1,185 @@
+"""0/1 Adam."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from deepspeed.ops.base import ElementwiseOptimizer
+from deepspeed.ops.checks import check_hyperparameters
+from deepspeed.ops.chunks import Kernel, scratch
+from deepspeed.ops.onebit.adam import check_family
+from deepspeed.ops.onebit.phases import Phase, Reminder, refuse_step
+from deepspeed.ops.onebit.schedule import updates_of_variance
+from deepspeed.ops.rules import Rule
+
+TRAVELLED, LR_SUM = "lr_travelled", "lr_since_exchange"
+"""Keys of the param groups: by what the sum that has just come is to be divided, and that sum as it grows."""
+
+
+class ZeroOneRule:
+    """The steps of 0/1 Adam; what comes as gradient depends on the step.
+
+    Where all steps are exchanged it is the new momentum. Later it is this rank's own gradient, or, as ranks come
+    together, the mean of what they have moved. Weights are always ``anchor``, where all ranks stood when they last came
+    together, less ``moved / (sqrt(v) + eps)``; weight decay shrinks the anchor.
+
+    Args:
+        phase: See :class:`~deepspeed.ops.onebit.phases.Phase`.
+        comes_together: Ranks do in this step.
+    """
+
+    counts_steps = True
+
+    def __init__(self, phase: Phase, *, comes_together: bool) -> None:
+        self._phase = phase
+        self._comes_together = comes_together
+
+    def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
+        """Adam's, what was moved since ranks came together, and where that was."""
+        return {"exp_avg": 0.0, "exp_avg_sq": 0.0, "moved": 0.0, "anchor": 0.0}
+
+    def runs_lists_at_once(self, device: torch.device) -> bool:
+        """Never: the denominator would need a temporary copy of every tensor."""
+        return False
+
+    def kernel(self, group: dict[str, Any], step: float | Tensor, device: torch.device) -> Kernel:
+        """See :class:`~deepspeed.ops.rules.Rule`."""
+        lr, eps = float(group["lr"]), float(group["eps"])
+        shrink = 1 - lr * float(group["weight_decay"])
+        beta1, total = float(group["betas"][0]), float(group.get(TRAVELLED) or 1.0)
+
+        def update(params: list[Tensor], grads: list[Tensor], states: list[list[Tensor]]) -> None:
+            for param, grad, exp_avg, exp_avg_sq, moved, anchor in zip(params, grads, *states, strict=True):
+                denominator = scratch("one-bit", param.numel(), param.dtype, param.device)
+                torch.sqrt(exp_avg_sq, out=denominator).add_(eps)
+                if self._phase is Phase.MOMENTUM:
+                    exp_avg.copy_(grad)
+                    param.mul_(shrink).addcdiv_(exp_avg, denominator, value=-lr)
+                    anchor.copy_(param)
+                    continue
+                anchor.mul_(shrink)
+                if self._comes_together:
+                    torch.div(grad, total, out=exp_avg)
+                    anchor.addcdiv_(grad, denominator, value=-1)
+                    moved.zero_()
+                    param.copy_(anchor)
+                else:
+                    exp_avg.lerp_(grad, 1 - beta1)
+                    moved.add_(exp_avg, alpha=lr)
+                    torch.addcdiv(anchor, moved, denominator, value=-1, out=param)
+
+        return update
+
+
+class ZeroOneAdam(ElementwiseOptimizer):
+    """Adam whose every exchange is in one bit for each element, and whose ranks later exchange ever more seldom.
+
+    `0/1 Adam <https://arxiv.org/abs/2202.06009>`_. The variance is updated from exact mean gradients, ever more seldom,
+    until ``var_freeze_step``; meanwhile every step's movement is averaged by the compressed all-reduce. Then ranks
+    take steps of their own, and average what they have moved after ever more of them; in between their weights differ.
+    Weight decay is decoupled: no part of what travels. ZeRO stage 0 only. Without an engine it cannot step.
+
+    Where the publication updates the variance at the end of a step, it is here, as in Adam, updated before it is used:
+    at the first step it would be 0.
+
+    State beside Adam's: ``moved``, this rank's movement since ranks came together, times the root of the variance; and
+    ``anchor``, the weights of that moment.
+
+    Args:
+        params: Parameters or group dictionaries; ``exp_avg_mask`` as of :class:`~deepspeed.ops.onebit.OneBitAdam`.
+        deepspeed: The engine, as the original takes it; of no use here.
+        lr: Step size.
+        bias_correction: Of no use: the publication has none.
+        betas: Decay of the momentum and of the variance.
+        eps: Added to the root of the variance.
+        eps_inside_sqrt: Must be False.
+        weight_decay: Decoupled weight decay.
+        max_grad_norm: Must be 0; ``gradient_clipping`` clips: by the norm of the exact or of the decoded mean; where
+            steps are of the ranks' own, by the root of the mean square of the ranks' norms.
+        var_freeze_step: Last update that may update the variance.
+        var_update_scaler: After so many updates of the variance the gap between them doubles.
+        local_step_scaler: After so many updates of the ranks' own the gap between exchanges doubles.
+        local_step_clipper: Largest gap between exchanges.
+        amsgrad: Must be False.
+        cuda_aware: Of no use.
+        comm_backend_name: Of no use: the process group is the engine's.
+
+    Raises:
+        ValueError: A number is out of range, or something is asked for that does not exist.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        deepspeed: Any = None,
+        lr: float = 1e-3,
+        bias_correction: bool = False,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        var_freeze_step: int = 100000,
+        var_update_scaler: int = 16,
+        local_step_scaler: int = 32678,
+        local_step_clipper: int = 16,
+        amsgrad: bool = False,
+        cuda_aware: bool = False,
+        comm_backend_name: str = "nccl",
+    ) -> None:
+        check_hyperparameters(self, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
+        check_family(self, eps_inside_sqrt=eps_inside_sqrt, max_grad_norm=max_grad_norm, freeze_step=var_freeze_step)
+        for name, value in (
+            ("var_update_scaler", var_update_scaler),
+            ("local_step_scaler", local_step_scaler),
+            ("local_step_clipper", local_step_clipper),
+        ):
+            if value < 1:
+                raise ValueError(f"ZeroOneAdam: {name} must be at least 1, but is {value}")
+        self.var_freeze_step = var_freeze_step
+        self.local_step_scaler = local_step_scaler
+        self.local_step_clipper = local_step_clipper
+        self._variance = updates_of_variance(var_freeze_step, var_update_scaler)
+        self.phase = Phase.WARM_UP
+        self.updates_variance = False
+        self.comes_together = True
+        self.reminder = Reminder(
+            self,
+            "0/1 Adam",
+            var_freeze_step,
+            "all %d updates were before the variance is frozen, so ranks exchanged at each of them, in 1 bit; they "
+            "take steps of their own after %d. Lower var_freeze_step, usually to the end of the learning rate's "
+            "warm-up",
+        )
+        defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults)
+
+    def _kept_attributes(self) -> tuple[str, ...]:
+        own = ("var_freeze_step", "local_step_scaler", "local_step_clipper", "_variance")
+        return (*super()._kept_attributes(), *own, "phase", "updates_variance", "comes_together")
+
+    @property
+    def rule(self) -> Rule:
+        """The arithmetic of the announced update."""
+        return ZeroOneRule(self.phase, comes_together=self.comes_together)
+
+    def begin_update(self, before: int) -> None:
+        """See :class:`~deepspeed.ops.onebit.phases.ExchangesMomentum`."""
+        local = before - self.var_freeze_step
+        self.phase = Phase.MOMENTUM if local < 0 else Phase.LOCAL
+        self.updates_variance = before + 1 in self._variance
+        gap = min(self.local_step_clipper, 2 ** min(local // self.local_step_scaler, 30)) if local >= 0 else 1
+        self.comes_together = (local + 1) % gap == 0
+
+    def coefficient(self, name: str) -> float:
+        """See :class:`~deepspeed.ops.onebit.phases.ExchangesMomentum`; what is moved has the learning rate in it."""
+        return 1.0
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Refused: only an engine knows the other ranks."""
+        refuse_step(self)

@@ -1,0 +1,201 @@
+"""The exchanges of 0/1 Adam: of each step's movement, later of what ranks have moved in several steps of their own.
+
+See ``ops.onebit.zero_one`` for the arithmetic. What travels are movements, ``lr * momentum``, so errors are in their
+unit, whatever the learning rate does. Where the variance is to be updated, the exact mean of the gradients travels too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from deepspeed.comm.transport import LocalTransport, Reduction, transfer_key
+from deepspeed.ops.flat import FlatUpdate
+from deepspeed.ops.onebit.phases import Phase
+from deepspeed.ops.onebit.zero_one import LR_SUM, TRAVELLED, ZeroOneAdam
+from deepspeed.zero.gradient_bucket import GradientBucket
+from deepspeed.zero.momentum import BucketMomentum, MomentumExchange
+from deepspeed.zero.norm import squared_norm
+
+_MEAN = 3  # kind of transfer, as of an exchange of momenta, with which it shares the numbers
+
+_LEAST = 1e-12  # learning rate by which a movement is divided
+
+Work = Sequence[tuple[BucketMomentum, GradientBucket, list[bool], torch.Tensor]]
+
+
+class LocalSteps(MomentumExchange):
+    """The exchanges of an engine with 0/1 Adam, at ZeRO stage 0."""
+
+    def run(
+        self,
+        gradients: Sequence[GradientBucket],
+        used: list[list[bool]],
+        scale: float,
+        clip_grad: float,
+        epsilon: float,
+    ) -> float:
+        """See the class this one derives from; where no exchange is due, the norm is the mean square of the ranks'."""
+        self._grow()
+        optimizer = self.optimizer
+        self._open_states()
+        work = []
+        for bucket, own, flags in zip(self.buckets, gradients, used, strict=True):
+            if any(flags):
+                total, factor = own.take_own_sum()
+                flat = torch.zeros(bucket.master.layout.numel, device=bucket.master.bucket.device)
+                if total is not None:
+                    flat.copy_(total.tensor).mul_(factor / scale)
+                    total.free()
+                work.append((bucket, own, flags, flat))
+        if optimizer.updates_variance:
+            means = [self._mean(bucket, flat) for bucket, _, _, flat in work]
+            norm = self._root(
+                [self._counted(b, squared_norm(m).item()) for (b, *_), m in zip(work, means, strict=True)]
+            )
+            clip = self._clip(norm, clip_grad, epsilon)
+            for (bucket, _, flags, _), mean in zip(work, means, strict=True):
+                self._update_variance(bucket, flags, mean.mul_(clip))
+            self._exchange(work, clip, limit=0.0, epsilon=epsilon)
+            return norm
+        if optimizer.phase is Phase.MOMENTUM:
+            return self._exchange(work, 1.0, limit=clip_grad, epsilon=epsilon)
+        squares = []
+        for bucket, _, _, flat in work:
+            group = bucket.master.bucket.group
+            squares.append(squared_norm(flat).item() / group.reduce.size if group.counts else 0.0)
+        norm = self._root(squares)
+        self._step_alone(work, self._clip(norm, clip_grad, epsilon))
+        return norm
+
+    @property
+    def optimizer(self) -> ZeroOneAdam:
+        """Whose exchanges."""
+        assert isinstance(self._optimizer, ZeroOneAdam)
+        return self._optimizer
+
+    def _open_states(self) -> None:
+        """States that are missing, for weights that are the same everywhere."""
+        optimizer = self._optimizer
+        assert isinstance(optimizer, FlatUpdate)
+        for master in self._masters:
+            for run in master.runs:
+                state = optimizer.state[run.param]
+                if "anchor" not in state:
+                    group = optimizer.param_groups[run.span.param_group]
+                    optimizer.init_flat_state(group, run.param.data, state)
+                    state["anchor"].copy_(run.param.data)
+
+    def _mean(self, bucket: BucketMomentum, flat: torch.Tensor) -> torch.Tensor:
+        """The exact mean of everybody's gradients."""
+        wire = bucket.master.bucket.group.reduce
+        if isinstance(wire, LocalTransport):
+            return flat.clone()
+        mean = torch.empty_like(flat)
+        bucket.rounds += 1
+        key = transfer_key(wire.owner, bucket.master.bucket.index, _MEAN, bucket.rounds)
+        label = f"the mean gradients of {bucket.master.bucket.label}"
+        how = Reduction(scale=1.0 / wire.size, key=key, label=label, limit=flat.numel())
+        wire.all_reduce(flat.clone(), mean, how).wait()
+        return mean
+
+    def _counted(self, bucket: BucketMomentum, squares: float) -> float:
+        group = bucket.master.bucket.group
+        return squares if group.counts and group.place == 0 else 0.0
+
+    def _root(self, squares: Sequence[float]) -> float:
+        rows = self._groups.job.gather_small(
+            torch.tensor([sum(squares)], dtype=torch.float64), channel="step", label="the norm of the gradients"
+        )
+        return float(rows.sum().sqrt().item())
+
+    @staticmethod
+    def _clip(norm: float, limit: float, epsilon: float) -> float:
+        return min(1.0, limit / (norm + epsilon)) if limit > 0 else 1.0
+
+    def _update_variance(self, bucket: BucketMomentum, flags: list[bool], mean: torch.Tensor) -> None:
+        for run in bucket.master.runs:
+            variance = self._optimizer.state[run.param]["exp_avg_sq"]
+            beta = float(self._optimizer.param_groups[run.span.param_group]["betas"][1])
+            for tile, start, stop in bucket.master.tile_spans(run.span):
+                if flags[tile]:
+                    part = variance[start - run.span.start : stop - run.span.start]
+                    part.mul_(beta).addcmul_(mean[start:stop], mean[start:stop], value=1 - beta)
+
+    def _exchange(self, work: Work, factor: float, *, limit: float, epsilon: float) -> float:
+        """The movement of this one step travels, and its momentum is what has come, by the learning rate."""
+        # A rate of 0 moves nothing, but its momentum is to be known.
+        lrs = [max(float(group["lr"]), _LEAST) for group in self._optimizer.param_groups]
+        self._send(work, factor, lrs, moved=False)
+        for bucket, *_ in work:
+            bucket.divide(lrs)
+        norm = self._norm([bucket for bucket, *_ in work])
+        clip = self._clip(norm, limit, epsilon)
+        for bucket, own, *_ in work:
+            bucket.settle(clip, own)
+        return norm
+
+    def _send(self, work: Work, factor: float, lrs: Sequence[float], *, moved: bool) -> None:
+        before: BucketMomentum | None = None
+        for bucket, _, flags, flat in work:
+            bucket.start(flat, factor, flags, multiply=lrs, add=self._moved(bucket) if moved else None)
+            if before is not None:
+                before.finish()
+            before = bucket
+        if before is not None:
+            before.finish()
+
+    def _moved(self, bucket: BucketMomentum) -> dict[int, torch.Tensor]:
+        """By tile, what this rank has moved."""
+        return bucket.of_states("moved")
+
+    def _step_alone(self, work: Work, clip: float) -> None:
+        """A step of this rank's own; where ranks come together, what they have moved travels."""
+        lrs = []
+        for group in self._optimizer.param_groups:
+            lrs.append(float(group["lr"]))
+            group[LR_SUM] = float(group.get(LR_SUM) or 0.0) + lrs[-1]
+        if self.optimizer.comes_together:
+            self._send(work, clip, lrs, moved=True)
+            self._count_from_zero()
+            for bucket, own, *_ in work:
+                bucket.settle(1.0, own)
+            return
+        for bucket, own, _, flat in work:
+            made = own.new_result(bucket.master.flat.numel())
+            made.tensor.copy_(flat).mul_(clip)
+            own.sum.add_reduced(made)
+
+    def _count_from_zero(self) -> None:
+        for group in self._optimizer.param_groups:
+            group[TRAVELLED], group[LR_SUM] = group.get(LR_SUM) or 1.0, 0.0
+
+    @torch.no_grad()
+    def synchronise(self) -> None:
+        """Brings ranks together now, without a step, so that they have the same weights; every rank must call it."""
+        groups = self._optimizer.param_groups
+        if not any(float(group.get(LR_SUM) or 0.0) for group in groups):
+            return
+        everything = [[True] * len(bucket.master.layout.tiles) for bucket in self.buckets]
+        for bucket, flags in zip(self.buckets, everything, strict=True):
+            bucket.start_with(self._moved(bucket), flags)
+            bucket.finish()
+        self._count_from_zero()
+        for bucket in self.buckets:
+            message, master = bucket.take(), bucket.master
+            for run in master.runs:
+                state, group = self._optimizer.state[run.param], groups[run.span.param_group]
+                for tile, start, _ in master.tile_spans(run.span):
+                    place = bucket.place_of(tile)
+                    if place is None:
+                        continue
+                    part = slice(start - run.span.start, start - run.span.start + place.stop - place.start)
+                    moved = message[place]
+                    state["exp_avg"][part] = moved / float(group[TRAVELLED])
+                    denominator = state["exp_avg_sq"][part].sqrt().add_(float(group["eps"]))
+                    state["anchor"][part].addcdiv_(moved, denominator, value=-1)
+                    state["moved"][part] = 0.0
+                    run.param.data.view(-1)[part] = state["anchor"][part]
+            master.publish()
+            master.bucket.remember_values()

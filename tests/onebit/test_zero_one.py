@@ -1,0 +1,120 @@
+"""0/1 Adam step by step against the publication, in one process with as many workers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed.comm.counters import traffic
+from deepspeed.engine import DeepSpeedEngine
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.ops.onebit.schedule import updates_of_variance
+from tests.engine.support import rank, same_on_all_ranks, tower
+from tests.harness import run_ranks
+from tests.onebit import simulated
+from tests.onebit.test_adam import engine_with, losses, train
+
+STEPS, LR, EPS = 12, 0.003, 3e-3
+SCHEDULE = {"var_freeze_step": 4, "var_update_scaler": 1, "local_step_scaler": 2, "local_step_clipper": 3}
+
+
+def make(stage: int = 0, seed: int = 3, **settings: Any) -> DeepSpeedEngine:
+    params = {"lr": LR, "eps": EPS, "weight_decay": 0.1, **SCHEDULE}
+    section = {"optimizer": {"type": "ZeroOneAdam", "params": params}}
+    return engine_with(tower(seed=seed), stage, None, section, **settings)
+
+
+def cells() -> None:
+    ranks = torch.distributed.get_world_size()
+    for accumulation, clip in ((1, 0.0), (2, 0.05)):
+        engine = make(accumulation=accumulation, gradient_clipping=clip)
+        simulation = simulated.ZeroOneAdam(
+            tower(),
+            simulated.messages_of(engine, ranks),
+            freeze=4,
+            kappa=1,
+            double_after=2,
+            most=3,
+            lr=LR,
+            decay=0.1,
+            eps=EPS,
+            clip=clip,
+        )
+        assert simulation.variance == [1, 2, 4] == sorted(updates_of_variance(4, 1))
+        for step in range(STEPS):
+            traffic.reset()
+            train(engine, step, accumulation)
+            simulation.step(simulation.gradients(losses(step, accumulation)))
+            what = f"{ranks} ranks, accumulation {accumulation}, step {step}"
+            together = simulation.exchanges[-1] == step + 1
+            assert ranks == 1 or (traffic.asked["swap"].calls > 0) == together, what
+            for name, value in engine.iter_full("fp32"):
+                expected = simulation.at[rank()][name].detach()
+                torch.testing.assert_close(value, expected, rtol=2e-4, atol=2e-5, msg=lambda m, w=what: f"{w}: {m}")
+            values = [value.tolist() for _, value in engine.iter_full("param")]
+            assert same_on_all_ranks(values) == (together or ranks == 1), what
+        assert simulation.exchanges == [1, 2, 3, 4, 5, 6, 8, 10]
+        engine.destroy()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_equals_the_publication_step_by_step(ranks: int) -> None:
+    run_ranks(cells, ranks)
+
+
+def bf16() -> None:
+    engine = make(bf16={"enabled": True})
+    for step in range(8):
+        train(engine, step)
+    assert same_on_all_ranks([value.tolist() for _, value in engine.iter_full("param")])
+    train(engine, 8)
+    assert not same_on_all_ranks([value.tolist() for _, value in engine.iter_full("param")])
+
+
+def test_in_16_bits_ranks_come_together() -> None:
+    run_ranks(bf16, 2)
+
+
+def resume(folder: str) -> None:
+    """A save brings ranks together, so that what it has is the weights of all."""
+    for at in (3, 7, 10):
+        engine = make()
+        for step in range(at):
+            train(engine, step)
+        engine.save_checkpoint(f"{folder}/{at}")
+        assert same_on_all_ranks([value.tolist() for _, value in engine.iter_full("param")])
+        again = make(seed=8)
+        again.load_checkpoint(f"{folder}/{at}")
+        for step in range(at, STEPS + 1):
+            train(engine, step)
+            train(again, step)
+            expected, found = dict(engine.iter_full("fp32")), dict(again.iter_full("fp32"))
+            assert all(torch.equal(expected[name], found[name]) for name in expected), (at, step)
+        engine.destroy()
+        again.destroy()
+
+
+def elsewhere(folder: str) -> None:
+    engine = make(seed=8)
+    engine.load_checkpoint(f"{folder}/10")
+    for step in range(10, 13):
+        train(engine, step)
+    assert engine.global_steps == 13
+    assert same_on_all_ranks([value.tolist() for _, value in engine.iter_full("param")])
+
+
+def test_a_checkpoint_goes_on(tmp_path: Path) -> None:
+    run_ranks(resume, 2, str(tmp_path))
+    run_ranks(elsewhere, 3, str(tmp_path))
+
+
+def refused() -> None:
+    with pytest.raises(DeepSpeedConfigError, match="OneBitAdam"):
+        make(stage=1)
+
+
+def test_stages_that_cut_masters_are_refused() -> None:
+    run_ranks(refused, 1)
