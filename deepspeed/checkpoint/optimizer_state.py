@@ -20,7 +20,7 @@ from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer
 from deepspeed.zero.placement import Home
 from deepspeed.zero.update import first_state
 
-_NOT_HYPERPARAMETERS = frozenset({"params", "param_names"})
+_NOT_HYPERPARAMETERS = frozenset({"params", "param_names", "exp_avg_mask"})  # of masks the program's count
 
 
 class OptimizerFiller:

@@ -31,6 +31,7 @@ ENGINE_KEYS = frozenset(
 """Keys of the model-states file that are the engine's own and never returned as client state."""
 
 _CLIENT, _TRAINING = "client_state", "training"
+_LEFT_OUT = ("params", "exp_avg_mask")  # of a group: members are listed by name, a mask is the program's
 
 
 def shared_files(
@@ -166,7 +167,7 @@ def _training(
     groups = []
     member_names = listed.group_names(subject.num_groups)
     for members, group in zip(member_names, optimizer.param_groups if optimizer else [], strict=True):
-        groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": members})
+        groups.append({**{key: value for key, value in group.items() if key not in _LEFT_OUT}, "params": members})
     return {
         "counters": dict(subject.counters),
         "world_size": subject.dp_world_size,

@@ -253,15 +253,17 @@ class BucketMomentum:
 
     def _find_mask(self) -> torch.Tensor | None:
         """1 where momentum may be, as long as the message; None: everywhere."""
+        layout, groups = self.master.layout, self._optimizer.param_groups
+        if not any(group.get("exp_avg_mask") is not None for group in groups):
+            return None
         if self._mask is None:
-            layout, groups = self.master.layout, self._optimizer.param_groups
             self._mask = torch.ones(self._padded, device=self.master.bucket.device)
             for tensor in self._tensors:
                 tile = layout.tiles[tensor.tile]
                 mask = mask_of(groups[tile.param_group], tensor.numel, tile.name)
                 if mask is not None:
                     self._mask[tensor.place] = mask.to(self._mask)
-        return None if bool(self._mask.all()) else self._mask
+        return self._mask
 
     def sum_of_squares(self) -> float:
         """Of the gradient that the decoded momentum stands for."""

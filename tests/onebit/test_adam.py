@@ -196,7 +196,7 @@ class Sparse(nn.Module):
         return out + self.seldom(h).square().mean() if seldom else out
 
 
-def masked() -> None:
+def masked(folder: str) -> None:
     """Masked rows do not move, nor do parameters without a gradient; one used on one rank counts zeros on the other."""
     mask = torch.ones(10, 9)
     mask[5:] = 0
@@ -234,6 +234,9 @@ def masked() -> None:
                 put_back(simulation, errors, kept)
             for name, value in found.items():
                 torch.testing.assert_close(value, simulation.at[name].detach(), rtol=1e-4, atol=2e-5)
+        engine.save_checkpoint(f"{folder}/masked-{stage}")
+        engine.load_checkpoint(f"{folder}/masked-{stage}")  # the mask is the program's, not the checkpoint's
+        assert torch.equal(engine.optimizer.param_groups[0]["exp_avg_mask"], mask)
         engine.destroy()
 
 
@@ -260,8 +263,8 @@ def put_back(simulation: simulated.OneBitAdam, errors: list[Any], values: dict[s
         simulation.m[name].zero_()
 
 
-def test_masks_and_parameters_without_a_gradient() -> None:
-    run_ranks(masked, 2)
+def test_masks_and_parameters_without_a_gradient(tmp_path: Path) -> None:
+    run_ranks(masked, 2, str(tmp_path))
 
 
 def resume(folder: str, stages: tuple[int, ...]) -> None:

@@ -50,3 +50,25 @@ def test_stages_of_a_pipeline() -> None:
     zero, one = by_rank[0]
     for name in zero[1]:  # the ZeRO stage changes nothing
         torch.testing.assert_close(zero[1][name], one[1][name], rtol=1e-5, atol=1e-6)
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "OneBitLamb": {"freeze_step": 2},
+    "ZeroOneAdam": {"var_freeze_step": 2, "local_step_scaler": 1, "local_step_clipper": 2},
+}
+
+
+def others() -> None:
+    """The rest of the family on stages: ranks of a stage agree, both ends of a tie too, and the loss falls."""
+    for name, params in OTHERS.items():
+        section = {"type": name, "params": {"lr": 1e-2, "eps": 1e-3, **params}}
+        engine = engine_of(2, 0, COUNT, {"optimizer": section})
+        steps = train(engine, COUNT, 6)
+        assert same_on_all_ranks(steps) and steps[-1][0] < steps[0][0], (name, steps)
+        tied = {key: value.tolist() for key, value in weights(engine).items() if "embed" in key or "tied" in key}
+        assert tied and same_on_all_ranks(tied), name
+        engine.destroy()
+
+
+def test_the_rest_of_the_family_on_stages() -> None:
+    run_ranks(others, 4)

@@ -149,7 +149,11 @@ class OneBitLamb(FusedLamb):
         return {shared.index: shared.name for shared in self._attached().shared}
 
     def _find_scaling(self) -> None:
-        """What makes momenta of one size: the mean over tensors of their root mean square, by each one's own."""
+        """What makes momenta of one size: 1 by each one's root mean square.
+
+        In the publication it is the mean of these over all tensors that is divided. That is one factor on everything
+        that travels, so it cancels out; without it stages of a pipeline need not ask each other.
+        """
         table = self._attached()
         members = [param for group in self.param_groups for param in group["params"]]
         device = exchange_device(members, table.group)
@@ -165,12 +169,11 @@ class OneBitLamb(FusedLamb):
                     sums[1, segment.index] += segment.numel
         add_over_ranks(sums, table.group, "1-bit LAMB's sizes of momenta")
         roots = (sums[0] / sums[1].clamp(min=1)).sqrt()
-        mean = roots[roots > 0].mean().item() if bool((roots > 0).any()) else 0.0
         remembered = self._remembered()
         for index, name in self._names().items():
             one = remembered.setdefault(name, _Tensor())
             root = roots[index].item()
-            one.scaling = mean / root if root > 0 and mean > 0 else 1.0
+            one.scaling = 1.0 / root if root > 0 else 1.0
         self._remember(remembered)
 
     def _attached(self) -> SegmentTable:

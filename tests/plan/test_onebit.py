@@ -1,0 +1,26 @@
+"""A plan of a run with an optimizer that exchanges momenta: what ranks keep for it."""
+
+from __future__ import annotations
+
+import pytest
+
+import deepspeed
+from deepspeed.zero.placement import Home
+from deepspeed.zero.storage import Kind
+from tests.plan.cells import SHAPE
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_errors_and_momentum_are_in_the_plan(stage: int) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 10}},
+        "zero_optimization": {"stage": stage},
+    }
+    plan = deepspeed.plan(
+        SHAPE, config, nodes=1, devices_per_node=4, sequence_length=64, suggest=False, compare_checkpointing=False
+    )
+    kept = plan.rehearsed.kind_peaks[Kind.PRIVATE, Home.DEVICE]
+    errors = kept / (4 * 1.25) if stage == 0 else kept / (4 * 2.25)  # Psi + Psi / N, and Psi for the whole momentum
+    assert 0.9 * errors < plan.rehearsed.kind_peaks[Kind.COMPUTE, Home.DEVICE] / 2 < 1.1 * errors
