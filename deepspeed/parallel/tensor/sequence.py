@@ -42,6 +42,7 @@ class CutSequence:
     channel: Channel
     is_cut: bool = True
 
+    @torch.compiler.disable
     def split(self, values: torch.Tensor) -> torch.Tensor:
         """This rank's positions of what all ranks have; decides for the blocks that follow."""
         size = self.channel.size
@@ -60,6 +61,7 @@ class CutSequence:
             )
         return regions.split_sequence(values, self.channel, _DIM)
 
+    @torch.compiler.disable
     def gather(self, values: torch.Tensor, *, is_partial: bool) -> torch.Tensor:
         """All positions; ``is_partial``: for layers of which each rank has a part."""
         if not self.is_cut:
