@@ -174,7 +174,7 @@ def _older_section():
     return found
 
 
-def _sharded():
+def _sharded(folder):
     config = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
     section = {
         "sparse_pruning": technique({"schedule_offset": 0}, {"dense_ratio": 0.5}, ["rise"]),
@@ -186,11 +186,23 @@ def _sharded():
             model = tower(2)
         torch.manual_seed(7)
         init_compression(model, {"compression_training": section})
-        engine = engine_of(model, 3, compression_training=section)
+        engine = engine_of(
+            model,
+            3,
+            zero={"stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True},
+            compression_training=section,
+        )
         results.append(_losses(engine, 3))
         with pytest.raises(deepspeed.errors.CallOrderError, match="sharded over ranks"):
             deepspeed.compression.compress.redundancy_clean(engine, {"compression_training": section})
+        engine.save_16bit_model(folder, "model.bin")
+        engine.compression_scheduler.at(10)
+        expected = engine(inputs(9)).item()
         engine.destroy()
+        own = init_compression(tower(2), {"compression_training": section})
+        own.load_state_dict(torch.load(folder / "model.bin"))
+        clean = deepspeed.compression.redundancy_clean(own, {"compression_training": section})
+        assert clean(inputs(9)).item() == pytest.approx(expected, rel=1e-5)
     assert results[0] == results[1]
 
     with pytest.raises(DeepSpeedConfigError, match="call model = deepspeed.compression.init_compression"):
@@ -207,13 +219,13 @@ def _sharded():
     engine_of(clean, 0, optimizer=None, **ALL_ON).destroy()  # evaluated with the same file
 
 
-def _with_engines():
+def _with_engines(folder):
     moq = _older_section()
-    _sharded()
+    _sharded(folder)
     return moq
 
 
-def test_engines():
-    found = run_ranks(_with_engines, 2)[0]
+def test_engines(tmp_path):
+    found = run_ranks(_with_engines, 2, tmp_path)[0]
     losses, bits = found[0]
     assert bits == [4, 4] and losses == found[3][0]
