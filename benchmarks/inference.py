@@ -87,6 +87,8 @@ def work(name: str, shape: dict[str, int], rank: int, meeting: str) -> None:
     torch.set_num_threads(1)
     if name.startswith("tp2"):
         torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+    tiny = model_of({**shape, "hidden": 64, "inner": 64, "layers": 1}, transformers, torch)
+    tiny.generate(torch.ones(1, 4, dtype=torch.long), max_new_tokens=2, do_sample=False)  # what it imports when used
     before = resident()
     model, held = build(name, model_of(shape, transformers, torch), f"{meeting}-files")
     ids = torch.arange(3, 3 + shape["prompt"]).view(1, -1) % shape["vocabulary"]

@@ -27,6 +27,7 @@ from deepspeed.parallel.pipe.channel import WORD_NBYTES
 from deepspeed.parallel.sequence.sharing import sharing_of
 from deepspeed.plan import decoder
 from deepspeed.plan.actions import Act, actions_of_step, loss_of, received_inputs
+from deepspeed.plan.devices import in_words
 from deepspeed.plan.flow import Flow
 from deepspeed.plan.memory import Moment, Peak
 from deepspeed.plan.models import Inputs, Workload
@@ -138,6 +139,7 @@ class _Run:
                 flows = run_step(engine, inputs, self._steps)
             count.look()
             found = self._found(engine, parameters, trained, init_peak, flows)
+            found.notices += self._while_generating(engine)
             if other_setting is not None:
                 with self._own_errors_named():
                     self._add_other_activations(found, engine, inputs, other_setting)
@@ -162,6 +164,23 @@ class _Run:
             forward_flops=self._flops[True],
             backward_flops=self._flops[False],
         )
+
+    def _while_generating(self, engine: Any) -> list[str]:
+        """What ``hybrid_engine`` adds between steps: the whole model where it is pinned. Its cache is not known."""
+        section = self._part.config.get("hybrid_engine") or {}
+        sharded = [bucket for bucket in engine._runtime.buckets if bucket.is_sharded]
+        if not section.get("enabled") or not sharded:
+            return []
+        each = [bucket.layout.numel * bucket.dtype.itemsize for bucket in sharded]
+        if section.get("pin_parameters", True):
+            return [
+                f"hybrid_engine: while it generates a rank holds {in_words(sum(each))} more than between steps, all "
+                "that is sharded, beside the cache of keys and values"
+            ]
+        return [
+            f"hybrid_engine: while it generates layers are gathered for every token, {in_words(sum(each))} in all, "
+            f"{in_words(max(each))} the largest"
+        ]
 
     def _add_other_activations(
         self, found: Rehearsed, engine: Any, inputs: Inputs, other_setting: Callable[[], None]
@@ -385,6 +404,7 @@ def _own_place(error: Exception) -> str | None:
 
 _SIDE_EFFECTS = frozenset(
     {
+        "hybrid_engine",  # its steps are those of any engine
         "tensorboard",
         "wandb",
         "csv_monitor",
@@ -398,7 +418,7 @@ _SIDE_EFFECTS = frozenset(
         "log_level",
     }
 )
-"""Keys that write or log and do not change what a step holds or moves."""
+"""Keys that write, log or generate and do not change what a step holds or moves."""
 
 
 def _client_optimizer(config: dict[str, Any]) -> Any:

@@ -82,7 +82,16 @@ def every_way(stage, pins):
     assert "generate" not in vars(module)
 
 
-@pytest.mark.parametrize(("stage", "pins"), [(2, True), (3, True), (3, False)])
+@pytest.mark.parametrize(
+    ("stage", "pins"),
+    [
+        pytest.param(0, True, marks=pytest.mark.slow),
+        pytest.param(1, True, marks=pytest.mark.slow),
+        (2, True),
+        (3, True),
+        (3, False),
+    ],
+)
 def test_text_and_training(stage, pins):
     run_ranks(every_way, 2, stage, pins, timeout=300)
 

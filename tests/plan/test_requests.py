@@ -434,3 +434,20 @@ def test_activations_are_told_for_both_settings_of_checkpointing():
     assert any("has no gradient_checkpointing_disable" in notice for notice in made.notices)
     with pytest.raises(DeepSpeedConfigError, match="cannot enable it: no support for it"):
         plan(refuses_checkpointing(False), activation_checkpointing=True)
+
+
+def test_what_the_hybrid_engine_holds_while_it_generates():
+    config = {**CONFIG, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+    config["hybrid_engine"] = {"enabled": True}
+    made = plan(config=config, devices_per_node=4)
+    pinned = [notice for notice in made.notices if notice.startswith("hybrid_engine")]
+    whole = 2 * made.rehearsed.parameters
+    assert len(pinned) == 1 and "more than between steps" in pinned[0]
+    said = read_bytes(pinned[0].split(" holds ")[1].split(" more")[0], "it")
+    assert 0.95 * whole < said < 1.2 * whole
+    config["hybrid_engine"]["pin_parameters"] = False
+    made = plan(config=config, devices_per_node=4)
+    assert any("for every token" in notice for notice in made.notices)
+    config["zero_optimization"] = {"stage": 2}
+    made = plan(config=config, devices_per_node=4)
+    assert not any(notice.startswith("hybrid_engine") for notice in made.notices)

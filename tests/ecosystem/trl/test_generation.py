@@ -99,10 +99,10 @@ def _length(completions, **_others):
 
 
 @on_cpu_ranks
-def _policy_gradient(stage, lora, hybrid, folder):
-    """GRPO: generation and training take turns."""
+def _policy_gradient(kind, stage, lora, hybrid, folder):
+    """GRPO and RLOO: generation and training take turns."""
+    import trl
     from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
 
     from tests.ecosystem.trl.test_trainers import _lora
 
@@ -112,11 +112,11 @@ def _policy_gradient(stage, lora, hybrid, folder):
     if hybrid:
         config["hybrid_engine"] = {"enabled": True}
     given = runs.arguments(
-        GRPOConfig, folder, config, num_generations=2, max_completion_length=5,
+        getattr(trl, f"{kind}Config"), folder, config, num_generations=2, max_completion_length=5,
         beta=0.1, temperature=1.0,
     )  # fmt: skip
     prompts = Dataset.from_list([{"prompt": row["prompt"]} for row in runs.pairs(16)])
-    trainer = GRPOTrainer(
+    trainer = getattr(trl, f"{kind}Trainer")(
         trainer_runs.new_model(place), _length, args=given, train_dataset=prompts, processing_class=runs.tokenizer(),
         peft_config=_lora() if lora else None,
     )  # fmt: skip
@@ -129,18 +129,20 @@ def _policy_gradient(stage, lora, hybrid, folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("stage", "lora", "hybrid"),
+    ("kind", "stage", "lora", "hybrid"),
     [
-        (3, False, False),
-        (3, True, False),
-        (2, False, False),
-        (0, False, False),
-        (1, True, False),
-        (1, False, True),
-        (3, False, True),
-        (3, True, True),
+        ("GRPO", 3, False, False),
+        ("GRPO", 3, True, False),
+        ("GRPO", 2, False, False),
+        ("GRPO", 0, False, False),
+        ("GRPO", 1, True, False),
+        ("GRPO", 1, False, True),
+        ("GRPO", 3, False, True),
+        ("GRPO", 3, True, True),
+        ("RLOO", 1, False, False),
+        ("RLOO", 3, False, True),
     ],
 )
-def test_policy_gradient(stage, lora, hybrid, tmp_path):
+def test_policy_gradient(kind, stage, lora, hybrid, tmp_path):
     pytest.importorskip("trl")
-    run_ranks(_policy_gradient, 2, stage, lora, hybrid, str(tmp_path), timeout=180)
+    run_ranks(_policy_gradient, 2, kind, stage, lora, hybrid, str(tmp_path), timeout=180)
