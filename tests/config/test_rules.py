@@ -429,7 +429,6 @@ def test_presence_forms() -> None:
     assert read({"datastates_ckpt": False}).root.datastates_ckpt is None
     assert only_problem({"datastates_ckpt": True}).startswith("datastates_ckpt: ")
     assert read({"weight_quantization": {"enabled": False}}).notices == []
-    assert only_problem({"weight_quantization": {}}).startswith("weight_quantization.enabled: ")
 
 
 def test_zero_init_reads_only_its_sections() -> None:
