@@ -94,12 +94,22 @@ def _with_zero(model: nn.Module, settings: InferenceSettings) -> InferenceEngine
     _fill(model, settings)
     model.eval().requires_grad_(False).to(settings.dtype)
     _quantize(model, settings)
-    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": settings.zero}
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": _where_it_helps(settings.zero)}
     if settings.dtype != torch.float32:
         config["fp16" if settings.dtype == torch.float16 else "bf16"] = {"enabled": True}
     engine = initialize(model=model, config=config)[0]
     engine.eval()
     return InferenceEngine(engine.module, settings, runner=engine)
+
+
+def _where_it_helps(zero: dict[str, Any]) -> dict[str, Any]:
+    """Without a device weights are in host memory anyway; bringing them from there would only copy them."""
+    offload = zero.get("offload_param")
+    device = offload.get("device") if isinstance(offload, dict) else None
+    if device != "cpu" or get_accelerator().device_name() != "cpu":
+        return zero
+    log_dist("init_inference: zero.offload_param has no effect: the model computes in host memory", ranks=[0])
+    return {name: value for name, value in zero.items() if name != "offload_param"}
 
 
 def _refuse(settings: InferenceSettings) -> None:

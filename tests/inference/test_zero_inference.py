@@ -34,11 +34,22 @@ def prompt():
     return torch.arange(3, 19).view(2, 8)
 
 
+BITS = {8: {"num_bits": 8}, 4: {"num_bits": 4, "group_size": 64}}
+
+
 def engine_of(width, offload=None):
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 1}
     zero |= {"stage3_max_live_parameters": 1, "stage3_max_reuse_distance": 0}
     zero |= {"offload_param": offload} if offload else {}
-    return deepspeed.init_inference(make(), {**WIDTHS[width], "zero": zero})
+    if not offload or offload["device"] != "cpu":
+        return deepspeed.init_inference(make(), {**WIDTHS[width], "zero": zero})
+    # init_inference leaves out what only copies, so the engine itself is asked.
+    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": zero}
+    config |= {"weight_quantization": {"quantized_initialization": BITS[width]}} if width in BITS else {}
+    config |= {"hybrid_engine": {"enabled": True, "pin_parameters": False}}
+    engine = deepspeed.initialize(model=make().bfloat16(), config=config)[0]
+    engine.eval()
+    return engine
 
 
 class Moved:
@@ -90,9 +101,11 @@ def offloaded(device, path):
             plain = deepspeed.init_inference(make(), WIDTHS[width])
             expected = plain.generate(prompt(), max_new_tokens=4, min_new_tokens=4, do_sample=False)
             engine = engine_of(width, section)
-            assert torch.equal(engine(prompt()).logits, plain(prompt()).logits)
+            with torch.no_grad():
+                assert torch.equal(engine(prompt()).logits, plain(prompt()).logits)
             counter.nbytes = 0
-            engine(prompt())
+            with torch.no_grad():
+                engine(prompt())
             found[width] = counter.nbytes
             for cache in (None, "offloaded", "offloaded_static"):
                 more = {} if cache is None else {"cache_implementation": cache}
@@ -105,6 +118,19 @@ def offloaded(device, path):
             assert config.cache_implementation == "offloaded"
             engine.destroy()
         return found
+
+
+def on_the_host():
+    engine = engine_of("bf16", None)
+    left_out = deepspeed.init_inference(
+        make(), {"dtype": "bf16", "zero": {"stage": 3, "offload_param": {"device": "cpu"}}}
+    )
+    assert torch.equal(engine(prompt()).logits, left_out(prompt()).logits)
+    assert all(p.numel() for p in left_out.module.parameters()), "one rank, no device: nothing is copied"
+
+
+def test_offload_that_would_only_copy_is_left_out():
+    run_ranks(on_the_host, 1, timeout=60)
 
 
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
