@@ -1,0 +1,231 @@
+"""Whether compressed communication learns as well: the quickstart's GPT, one way and one seed at a time.
+
+    convergence.py run --way int8 --seed 0            one curve; repeat for other ways and seeds, in any order
+    convergence.py run --way all --seed 0 --steps 30  every way, to see that they run
+    convergence.py show                               the table, the verdicts, and the picture of all curves so far
+
+A curve is kept in ``--folder`` as soon as it is there, so the benchmark can be run in pieces and taken up again. Each
+way is compared with its own reference (Adam, or LAMB for 1-bit LAMB) of the same seed, by the loss on text that no way
+has trained on, in nats per byte. Goals: 0.01 for int8 and for 8-bit weights (qwZ), 0.02 for 1-bit Adam and int4, 0.03
+for 0/1 Adam and 1-bit LAMB. Signs without error feedback are a control: a benchmark that lets them pass measures
+nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE / "contest"), str(HERE.parent / "examples" / "quickstart")]
+
+GOALS = {"int8": 0.01, "qwz": 0.01, "int4": 0.02, "onebit-adam": 0.02, "zero-one-adam": 0.03, "onebit-lamb": 0.03}
+REFERENCES = {"onebit-lamb": "lamb"}  # of all others it is Adam
+CONTROLS = {"sign without feedback": 0.05}  # must be further away than that
+WARM = 0.15  # of the steps, before anything travels in one bit
+
+
+def settings(way: str, steps: int) -> dict[str, Any]:
+    """The part of the configuration that makes the way."""
+    warm = max(round(WARM * steps), 1)
+    adam: dict[str, Any] = {"type": "Adam", "params": {"lr": 1e-3, "betas": [0.9, 0.95]}}
+    stage, section, zero = 1, {}, {}
+    if way in ("int8", "int4"):
+        section = {"gradients": way}
+    elif way == "sign":
+        section = {"gradients": "sign", "start_step": warm}
+    elif way == "sign without feedback":
+        section = {"gradients": "sign", "start_step": warm, "error_feedback": False}
+    elif way == "qwz":
+        stage, zero = 3, {"zero_quantized_weights": True, "stage3_param_persistence_threshold": 0}
+    elif way == "lamb":
+        adam, stage = {"type": "Lamb", "params": {"lr": 4e-3}}, 0
+    elif way == "onebit-lamb":
+        adam, stage = {"type": "OneBitLamb", "params": {"lr": 4e-3, "freeze_step": warm}}, 0
+    elif way == "onebit-adam":
+        adam["type"], stage = "OneBitAdam", 0
+        adam["params"]["freeze_step"] = warm
+    elif way == "zero-one-adam":
+        adam["type"], stage = "ZeroOneAdam", 0
+        adam["params"] |= {"var_freeze_step": warm, "local_step_scaler": max(steps // 3, 1)}
+    elif way != "adam":
+        raise SystemExit(f"no way {way!r}; there are {', '.join(WAYS)}")
+    return {
+        "optimizer": adam,
+        "zero_optimization": {"stage": stage, **zero},
+        "communication_compression": section,
+    }
+
+
+WAYS = (
+    *("adam", "int8", "qwz", "int4", "sign", "sign without feedback", "onebit-adam", "zero-one-adam"),
+    *("lamb", "onebit-lamb"),
+)
+
+
+def train(way: str, seed: int, steps: int, batch: int, width: int, depth: int) -> None:
+    """One rank."""
+    import torch
+    from train import CONTEXT, GPT, Text
+
+    import deepspeed
+    import deepspeed.comm as dist
+
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    text = Text(Path(sysconfig.get_paths()["stdlib"]))
+    held_out = len(text) * 9 // 10  # what lies behind is for validation
+    model = GPT(width=width, depth=depth, heads=width // 32)
+    schedule = {"total_num_steps": steps, "warmup_num_steps": max(steps // 50, 1), "warmup_type": "linear"}
+    engine = deepspeed.initialize(
+        model=model,
+        config={
+            "train_micro_batch_size_per_gpu": batch,
+            "gradient_clipping": 1.0,
+            "scheduler": {"type": "WarmupCosineLR", "params": {**schedule, "cos_min_ratio": 0.1}},
+            **settings(way, steps),
+        },
+    )[0]
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    dice = torch.Generator().manual_seed(1000 * seed + rank)
+
+    def rows(first: int, last: int, count: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        found = [text[int(i)] for i in torch.randint(first, last, (count,), generator=generator)]
+        return torch.stack([seen for seen, _ in found]), torch.stack([wanted for _, wanted in found])
+
+    @torch.no_grad()
+    def validation() -> float:
+        engine.eval()
+        fixed = torch.Generator().manual_seed(7 + rank)
+        total = sum(engine(*rows(held_out, len(text), batch, fixed)).item() for _ in range(16)) / 16
+        engine.train()
+        mean = torch.tensor([total])
+        dist.all_reduce(mean)
+        return mean.item() / ranks
+
+    curve: list[tuple[int, float, float]] = []
+    begun, recent = time.perf_counter(), 0.0
+    for step in range(1, steps + 1):
+        loss = engine(*rows(0, held_out, batch, dice))
+        engine.backward(loss)
+        engine.step()
+        recent = loss.item() if not recent else 0.95 * recent + 0.05 * loss.item()
+        if step % max(steps // 30, 1) == 0 or step == steps:
+            curve.append((step, recent, validation()))
+    if rank == 0:
+        minutes = (time.perf_counter() - begun) / 60
+        size = {"steps": steps, "batch": batch, "width": width, "depth": depth, "context": CONTEXT, "ranks": ranks}
+        print(
+            "RESULT " + json.dumps({"way": way, "seed": seed, **size, "curve": curve, "minutes": minutes}), flush=True
+        )
+    engine.destroy()
+
+
+def run(options: argparse.Namespace) -> None:
+    import links
+
+    ways = WAYS if options.way == "all" else (options.way,)
+    for way in ways:
+        told = {name: getattr(options, name) for name in ("seed", "steps", "batch", "width", "depth")} | {"way": way}
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        started = []
+        for rank in range(options.ranks):
+            environment = links.environment(rank, options.ranks, port, shaped=False)
+            words = [sys.executable, __file__, "rank", "--told", json.dumps(told)]
+            paths = {**os.environ, **environment, "PYTHONPATH": str(HERE.parent)}
+            pipe: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            started.append(subprocess.Popen(words, env=paths, **pipe))
+        said = [process.communicate()[0] for process in started]
+        found = [line for line in said[0].splitlines() if line.startswith("RESULT ")]
+        if not found:
+            print(f"{way}, seed {options.seed}: no result\n{said[0][-1500:]}")
+            continue
+        result = json.loads(found[0].removeprefix("RESULT "))
+        options.folder.mkdir(parents=True, exist_ok=True)
+        (options.folder / f"{way.replace(' ', '-')}-{options.seed}.json").write_text(json.dumps(result))
+        last = result["curve"][-1][2]
+        print(f"{way}, seed {options.seed}: {last:.4f} nats per byte, {result['minutes']:.1f} minutes", flush=True)
+
+
+def show(options: argparse.Namespace) -> None:
+    results = [json.loads(path.read_text()) for path in sorted(options.folder.glob("*.json"))]
+    by = {(found["way"], found["seed"]): found for found in results}
+    size = {name: results[0][name] for name in ("steps", "batch", "width", "depth", "ranks")} if results else {}
+    print(", ".join(f"{name} {value}" for name, value in size.items()))
+    print("way                     seeds   loss     worse than its reference, by seed      goal    verdict")
+    for way in WAYS:
+        runs = {seed: found for (name, seed), found in by.items() if name == way}
+        if not runs:
+            continue
+        reference = REFERENCES.get(way, "adam")
+        gaps = {
+            seed: found["curve"][-1][2] - by[reference, seed]["curve"][-1][2]
+            for seed, found in runs.items()
+            if (reference, seed) in by and reference != way
+        }
+        mean = sum(found["curve"][-1][2] for found in runs.values()) / len(runs)
+        listed, goal, verdict = ", ".join(f"{gap:+.4f}" for gap in gaps.values()), "", ""
+        if gaps and way in GOALS:
+            worst = sum(gaps.values()) / len(gaps)
+            goal, verdict = f"{GOALS[way]:.2f}", "holds" if worst <= GOALS[way] else "FAILS"
+        if gaps and way in CONTROLS:
+            least = min(gaps.values())
+            is_apart = not least <= CONTROLS[way]  # NaN is apart too
+            goal, verdict = f"> {CONTROLS[way]:.2f}", "fails, as it must" if is_apart else "THE CONTROL PASSES"
+        print(f"{way:24}{len(runs):5}  {mean:7.4f}  {listed:38} {goal:7} {verdict}")
+    if results:
+        picture(results, options.folder / "convergence.png")
+
+
+def picture(results: list[dict[str, Any]], path: Path) -> None:
+    """All curves of the validation loss."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5))
+    for number, way in enumerate(WAYS):
+        for found in (result for result in results if result["way"] == way):
+            steps, _, losses = zip(*found["curve"], strict=True)
+            label = way if found["seed"] == min(r["seed"] for r in results if r["way"] == way) else None
+            axes.plot(steps, losses, color=f"C{number}", linewidth=1, label=label)
+    axes.set_xlabel("step")
+    axes.set_ylabel("validation loss, nats per byte")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    print(f"curves: {path}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=("run", "show", "rank"))
+    parser.add_argument("--way", default="all", help="one of: all, " + ", ".join(WAYS))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--batch", type=int, default=4, help="sequences of a rank and step")
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--depth", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--folder", type=Path, default=HERE / "results" / "convergence")
+    parser.add_argument("--told", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.command == "rank":
+        train(**json.loads(options.told))
+    else:
+        {"run": run, "show": show}[options.command](options)
+
+
+if __name__ == "__main__":
+    main()
