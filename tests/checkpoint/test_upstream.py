@@ -17,7 +17,7 @@ from deepspeed.checkpoint.directory import Format, find
 from deepspeed.checkpoint.source import Wanted
 from deepspeed.checkpoint.upstream.walks import stage_1_and_2, stage_3
 from deepspeed.errors import CheckpointError
-from tests.checkpoint.fixtures.make import FIXTURES
+from tests.checkpoint.fixtures.make import FIXTURES, PIPELINES
 from tests.checkpoint.training import fragments, joined
 from tests.checkpoint.upstream_run import build, train
 from tests.harness import assert_states_equal, run_ranks
@@ -213,8 +213,6 @@ def test_other_parallelism_is_refused(unpack):
     folder = unpack("2-stage2-bf16") / "tag"
     (folder / "mp_rank_01_model_states.pt").write_bytes(b"")
     assert "model-parallel" in refused_here(folder.parent)
-    (folder / "mp_rank_01_model_states.pt").rename(folder / "layer_00-model_states.pt")
-    assert "pipeline" in refused_here(folder.parent)
 
 
 class Harm:
@@ -310,8 +308,8 @@ def test_what_the_original_package_writes_now(name, tmp_path):
 
 
 def test_fixtures_are_small():
-    assert sum(path.stat().st_size for path in HERE.glob("*.zip")) < 300_000
+    assert sum(path.stat().st_size for path in HERE.glob("*.zip")) < 450_000
 
 
 def test_fixtures_are_those_of_the_script():
-    assert {path.stem for path in HERE.glob("*.zip")} == set(FIXTURES)
+    assert {path.stem for path in HERE.glob("*.zip")} == {*FIXTURES, *PIPELINES}

@@ -108,7 +108,7 @@ def test_quickstart_in_short(launcher, environment, tmp_path):
     _check_report(shown, tmp_path / "out")
     weights = ["--weights", str(tmp_path / "out" / "model.safetensors"), "--sample", "10"]
     written = run([sys.executable, str(QUICKSTART / "generate.py"), *weights], environment, tmp_path)
-    rows = dict(re.findall(r"^ *(fp32|bf16|int8|int4) +([\d.]+) +\d+ +[\d.]+ *$", written, re.MULTILINE))
+    rows = dict(re.findall(r"^ *(fp32|bf16|int8|int4) +([\d.]+) +\d+ +[\d.]+ x +[\d.]+ *$", written, re.MULTILINE))
     sizes = [float(rows[name]) for name in ("fp32", "bf16", "int8", "int4")]
     assert sizes == sorted(sizes, reverse=True) and sizes[2] < 0.28 * sizes[0]
 
