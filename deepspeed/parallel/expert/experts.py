@@ -14,6 +14,9 @@ from deepspeed.zero.construction.modules import shard_built
 from deepspeed.zero.holder import address_of
 from deepspeed.zero.leaf import set_z3_leaf_module
 
+_MARKS = ("tensor_model_parallel", "model_parallel", "partition_dim", "partition_stride")
+"""What programs write on parameters that they cut over tensor-parallel ranks."""
+
 
 class Experts(nn.Module):
     """Copies of one module, each of which sees the tokens that were sent to it.
@@ -34,6 +37,11 @@ class Experts(nn.Module):
         self.deepspeed_experts = nn.ModuleList(
             copy.deepcopy(expert) if is_shared_by_all else _copy(expert) for _ in range(num_local_experts)
         )
+        for made in self.deepspeed_experts:
+            for old, new in zip(expert.parameters(), made.parameters(), strict=True):
+                for mark in _MARKS:  # deepcopy leaves attributes of parameters behind
+                    if hasattr(old, mark):
+                        setattr(new, mark, getattr(old, mark))
         for parameter in self.deepspeed_experts.parameters():
             parameter.allreduce = False  # type: ignore[attr-defined]
             parameter.group_name = expert_group_name or "ep_size_1"  # type: ignore[attr-defined]
