@@ -18,13 +18,13 @@ from deepspeed.engine.accessors import ConfigAccessors
 from deepspeed.engine.batches import Batches
 from deepspeed.engine.checkpointing import EngineCheckpoints
 from deepspeed.engine.compiling import EngineCompile, gathers_between_pieces
-from deepspeed.engine.compressing import schedule_of
 from deepspeed.engine.efficiency import Efficiency, EfficiencyAccess
 from deepspeed.engine.flops import ProfiledStep
 from deepspeed.engine.forwarded import forwarded
 from deepspeed.engine.loading import EngineLoading
 from deepspeed.engine.loss_scaling import LossScaling
 from deepspeed.engine.mismatch import explain_mismatch
+from deepspeed.engine.model_compression import schedule_of
 from deepspeed.engine.offloading import EngineOffload
 from deepspeed.engine.parts import EngineParts
 from deepspeed.engine.progress import ProgressLog, StepFacts

@@ -18,15 +18,15 @@ from deepspeed.config.sections.root import Root
 from deepspeed.data.batching.loading import get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed
 from deepspeed.engine.alike import model_lines
 from deepspeed.engine.arguments import config_source, local_rank_of
+from deepspeed.engine.communication_compression import with_codecs
 from deepspeed.engine.compiling import gathers_between_pieces, refuse_whole_graphs
-from deepspeed.engine.compressing import refuse_what_is_not_compressed
-from deepspeed.engine.compression import with_codecs
 from deepspeed.engine.efficiency import refuse_what_the_model_cannot
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.generation import generates, refuse_what_cannot_generate
 from deepspeed.engine.groups import create_groups, refuse_cut_tensors
 from deepspeed.engine.hybrid import DeepSpeedHybridEngine
 from deepspeed.engine.islands import settle_islands
+from deepspeed.engine.model_compression import refuse_what_is_not_compressed
 from deepspeed.engine.optimizers import choose_optimizer, group_indices, move_to_runs
 from deepspeed.engine.parts import Client, EngineParts
 from deepspeed.engine.pipeline import DualPipeVEngine, PipelineEngine

@@ -13,7 +13,7 @@ from deepspeed.comm.connect import shared_transport
 from deepspeed.comm.mpu import Standing
 from deepspeed.comm.transport import Transport
 from deepspeed.config.sections.root import Root
-from deepspeed.engine.compressing import quantize_in_training
+from deepspeed.engine.model_compression import quantize_in_training
 from deepspeed.engine.optimizers import exchange_parameters
 from deepspeed.engine.parts import Client
 from deepspeed.errors import DeepSpeedConfigError
