@@ -22,6 +22,8 @@ import tempfile
 import time
 from typing import Any
 
+from contest.turns import dismiss, take_turn
+
 LOCAL = ("ours", "ours-drop", "loop", "grouped", "masked", "dense")
 PEER = ("upstream", "upstream-drop")
 RIVALS = {"ours": ("upstream", "loop", "grouped", "masked"), "ours-drop": ("upstream-drop",)}
@@ -179,28 +181,11 @@ class Contestant:
 
     def turn(self) -> tuple[float, float]:
         """One forward and backward: the slowest rank's wall and processor seconds."""
-        for process in self.processes:
-            assert process.stdin is not None
-            process.stdin.write("go\n")
-            process.stdin.flush()
-        rows = []
-        for process in self.processes:
-            line = ""
-            while not line.startswith("["):
-                assert process.stdout is not None
-                line = process.stdout.readline()
-                if not line:
-                    raise SystemExit(f"a contestant ended: {process.args}")
-            rows.append(json.loads(line))
+        rows = take_turn(self.processes)
         return max(row[0] for row in rows), max(row[1] for row in rows)
 
     def leave(self) -> None:
-        for process in self.processes:
-            assert process.stdin is not None
-            process.stdin.write("\n")
-            process.stdin.close()
-        for process in self.processes:
-            process.wait()
+        dismiss(self.processes)
 
 
 def contest(shape: dict[str, int], names: list[str], options: argparse.Namespace) -> None:

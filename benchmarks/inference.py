@@ -32,6 +32,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from contest.turns import dismiss, take_turn
+
 ROOT = Path(__file__).resolve().parents[1]
 FOUR = {"weight": {"num_bits": 4}}
 WAYS: dict[str, dict[str, Any]] = {
@@ -186,30 +188,12 @@ class Contestant:
 
     def turn(self) -> tuple[float, float, str, int, int]:
         """One generate: the slowest rank's seconds; digest; the largest rank's bytes."""
-        for process in self.processes:
-            assert process.stdin is not None
-            process.stdin.write("go\n")
-            process.stdin.flush()
-        rows = []
-        for process in self.processes:
-            line = ""
-            while not line.startswith("["):
-                assert process.stdout is not None
-                line = process.stdout.readline()
-                if not line:
-                    raise SystemExit(f"a contestant ended: {process.args}; {Path(self.log.name).read_text()[-2000:]}")
-                line = line if line.startswith("[") and line.rstrip().endswith("]") and line[1].isdigit() else ""
-            rows.append(json.loads(line))
+        rows = take_turn(self.processes, lambda: Path(self.log.name).read_text()[-2000:])
         wall, cpu, held, grown = (max(row[column] for row in rows) for column in (0, 1, 3, 4))
         return wall, cpu, rows[0][2], held, grown
 
     def leave(self) -> None:
-        for process in self.processes:
-            assert process.stdin is not None
-            process.stdin.write("\n")
-            process.stdin.close()
-        for process in self.processes:
-            process.wait()
+        dismiss(self.processes)
         self.log.close()
 
 
