@@ -12,6 +12,7 @@ from torch import Tensor
 from deepspeed.ops.chunks import run_in_chunks
 from deepspeed.ops.flat import RuleUpdate, current_step, init_state
 from deepspeed.ops.rules import Rule
+from deepspeed.uncompiled import torchs
 
 
 class ElementwiseOptimizer(torch.optim.Optimizer):
@@ -46,7 +47,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         """
         if isinstance(param_group, dict) and param_group.get("amsgrad"):
             raise ValueError(f"{type(self).__name__} has no AMSGrad variant; remove amsgrad=True or use torch.optim's")
-        super().add_param_group(param_group)
+        torchs(super().add_param_group)(param_group)
 
     def init_flat_state(self, param_group: dict[str, Any], master: Tensor, state: dict[str, Any]) -> None:
         """See :class:`~deepspeed.ops.flat.FlatUpdate`."""
@@ -91,7 +92,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads like torch, but keeps the dtype of saved fp32 state, which torch casts to the parameter's."""
-        super().load_state_dict(state_dict)
+        torchs(super().load_state_dict)(state_dict)
         keep_saved_dtypes(self, state_dict)
 
 

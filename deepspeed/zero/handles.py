@@ -9,8 +9,7 @@ handles whose gradients have arrived may be freed again.
 What is saved inside are bare views; memory that they see is left to them (``FlatBuffer.free``).
 
 In a model that ``torch.compile`` cut into pieces the hooks also run between the pieces, where the compiler follows
-every Python function. They are kept out of it: those called for every saved tensor by a mark on their code, which costs
-nothing, and what they call once in a while (a gather) with everything below it.
+every Python function. They are kept out of it, and what they call once in a while (a gather) with everything below it.
 """
 
 from __future__ import annotations
@@ -18,12 +17,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd import graph
 
 from deepspeed.errors import CallOrderError
+from deepspeed.uncompiled import uncompiled
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.storage import storage_key
 
@@ -33,7 +34,7 @@ class Handle:
 
     __slots__ = ("_on_death", "bucket", "offset", "size", "stride", "tile", "version")
 
-    @torch.compiler.disable(recursive=False)
+    @partial(uncompiled, recursive=False)
     def __init__(self, bucket: Bucket, tensor: torch.Tensor, on_death: Callable[[Bucket], None]) -> None:
         self.bucket = bucket
         self.offset = int(tensor.storage_offset())
@@ -54,7 +55,7 @@ class Handle:
                 "wrote into it. Call backward before that, or run the forward again"
             )
 
-    @torch.compiler.disable(recursive=False)
+    @partial(uncompiled, recursive=False)
     def __del__(self) -> None:
         self.bucket.live_handles -= 1
         if self.bucket.live_handles == 0:
@@ -66,7 +67,7 @@ class SavedTensorHooks:
 
     Args:
         buckets: The sharded buckets.
-        demand: Makes a bucket FULL.
+        demand: Makes a bucket FULL; out of graphs, as ``on_death``.
         on_death: Called when the last live handle of a bucket dies.
     """
 
@@ -76,8 +77,8 @@ class SavedTensorHooks:
         self._by_storage = {bucket.full.storage_key: bucket for bucket in buckets}
         for bucket in buckets:
             bucket.full.on_move = self._follow
-        self._demand = torch.compiler.disable(demand)
-        self._on_death = torch.compiler.disable(on_death)
+        self._demand = demand
+        self._on_death = on_death
         _alive.add(self)
 
     def _follow(self, old_key: int, new_key: int) -> None:
@@ -120,14 +121,14 @@ class SavedTensorHooks:
             if are_ours:
                 torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
 
-    @torch.compiler.disable(recursive=False)
+    @partial(uncompiled, recursive=False)
     def _pack(self, tensor: torch.Tensor) -> Any:
         if tensor.layout is not torch.strided:
             return tensor
         bucket = self._by_storage.get(tensor.untyped_storage()._cdata)  # storage_key, without another function
         return tensor if bucket is None else Handle(bucket, tensor, self._on_death)
 
-    @torch.compiler.disable(recursive=False)
+    @partial(uncompiled, recursive=False)
     def _unpack(self, packed: Any) -> torch.Tensor:
         if not isinstance(packed, Handle):
             return packed

@@ -15,16 +15,17 @@ backward and the update *pause* the forwards around them; what gathers next open
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from deepspeed.uncompiled import uncompiled
 from deepspeed.zero.bucket import Bucket, State
 from deepspeed.zero.handles import SavedTensorHooks
 from deepspeed.zero.holder import Gatherer
@@ -53,7 +54,7 @@ class _ScopeHook:
     def __init__(self, run: Callable[[Any], None]) -> None:
         self._run = run
 
-    @torch.compiler.disable(reason=NOT_IN_A_GRAPH)
+    @partial(uncompiled, reason=NOT_IN_A_GRAPH)
     def __call__(self, *args: Any) -> None:
         self._run(args[-1])
 
@@ -119,9 +120,9 @@ class ForwardHooks:
         self.remove()
         if self._buckets:
             for number, (module, buckets) in enumerate(self._by_module.items()):
-                self._hook(module, functools.partial(self._enter, number, buckets), self._leave)
+                self._hook(module, partial(self._enter, number, buckets), self._leave)
             for number, module in enumerate(self._entries, start=len(self._by_module)):
-                self._hook(module, functools.partial(self._enter_entry, number), self._leave_entry)
+                self._hook(module, partial(self._enter_entry, number), self._leave_entry)
 
     def _hook(self, module: nn.Module, enter: Callable[[Any], None], leave: Callable[[Any], None]) -> None:
         # First of all: the user's own hooks find the module's parameters full.
@@ -325,6 +326,7 @@ class ForwardHooks:
 
     # -- freeing during backward -------------------------------------------------------------------------------------
 
+    @uncompiled
     def _last_handle_died(self, bucket: Bucket) -> None:
         if self._in_backward():
             self._free_if_done(bucket)

@@ -21,6 +21,7 @@ from deepspeed.ops.flat import FlatUpdate, flat_updater
 from deepspeed.ops.onebit.phases import ExchangesMomentum
 from deepspeed.ops.onebit.zero_one import ZeroOneAdam
 from deepspeed.ops.step_hooks import step_hooks
+from deepspeed.uncompiled import torchs
 from deepspeed.zero.base_optimizer import ZeROOptimizer
 from deepspeed.zero.gradients import GradientReducer
 from deepspeed.zero.group import Groups
@@ -190,7 +191,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """State of this rank's runs; for a file that other world sizes can read, save a checkpoint."""
         return {
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": torchs(self.optimizer.state_dict)(),
             "loss_scaler": self.loss_scaler.state_dict() if self.loss_scaler is not None else None,
             "masters": [master.flat.clone() for master in self._masters],
             "skipped_in_a_row": self._skipped_in_a_row,

@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from deepspeed.comm.agreement import END_OF_SEGMENT, Agreement
+from deepspeed.uncompiled import uncompiled
 from deepspeed.zero.bucket import Bucket, State
 from deepspeed.zero.learned_order import LearnedOrder
 
@@ -226,6 +227,7 @@ class GatherSchedule:
 
     # -- gathers -----------------------------------------------------------------------------------------------------
 
+    @uncompiled
     def demand(self, bucket: Bucket) -> None:
         """Returns when ``bucket`` is FULL, with the next ones of the order on their way."""
         if self._leaf_of and self.kind == "backward":

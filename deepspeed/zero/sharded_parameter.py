@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch._C import DisableTorchFunctionSubclass
 
 from deepspeed.errors import ShardedAccessError
 from deepspeed.logging import warn_once
+from deepspeed.uncompiled import uncompiled
 from deepspeed.zero.holder import Address, address_of
 from deepspeed.zero.untouched import is_untouched
 
@@ -134,7 +136,7 @@ class ShardedParameter(torch.nn.Parameter):
     """The class of a parameter while it is sharded. Never instantiated: parameters are turned into it."""
 
     @classmethod
-    @torch.compiler.disable(reason=NOT_IN_A_GRAPH)  # neither in the graph nor, being Python, compiled by itself
+    @partial(uncompiled, reason=NOT_IN_A_GRAPH)  # neither in the graph nor, being Python, compiled by itself
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -190,7 +192,7 @@ class ShardedData(torch.Tensor):
     """What ``parameter.data`` is while the parameter is sharded: empty, and no more to be computed on."""
 
     @classmethod
-    @torch.compiler.disable(reason=NOT_IN_A_GRAPH)
+    @partial(uncompiled, reason=NOT_IN_A_GRAPH)
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -17,6 +17,7 @@ from deepspeed.ops.chunks import default_chunk_numel, scratch
 from deepspeed.ops.exchange import add_over_ranks, exchange_device
 from deepspeed.ops.lamb.blocks import BLOCK_NUMEL, BlockMap, block_squares, multiply_blocks
 from deepspeed.ops.segments import Segment, SegmentTable
+from deepspeed.uncompiled import torchs
 
 
 class FusedLamb(torch.optim.Optimizer):
@@ -98,7 +99,7 @@ class FusedLamb(torch.optim.Optimizer):
         """
         if isinstance(param_group, dict) and param_group.get("amsgrad"):
             raise ValueError("FusedLamb has no AMSGrad variant; remove amsgrad=True")
-        super().add_param_group(param_group)
+        torchs(super().add_param_group)(param_group)
 
     def attach_segments(self, table: SegmentTable) -> None:
         """Says which tensors the parameters (1-D runs) hold. Call again after the runs have changed.
@@ -124,7 +125,7 @@ class FusedLamb(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads like torch, but keeps fp32 state of 16-bit parameters."""
-        super().load_state_dict(state_dict)
+        torchs(super().load_state_dict)(state_dict)
         keep_saved_dtypes(self, state_dict)
 
     @torch.no_grad()

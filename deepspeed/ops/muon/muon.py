@@ -16,6 +16,7 @@ from deepspeed.ops.muon.fragments import FragmentExchange
 from deepspeed.ops.muon.newton_schulz import METHODS, orthogonalize
 from deepspeed.ops.rules import AdamRule
 from deepspeed.ops.segments import SegmentTable
+from deepspeed.uncompiled import torchs
 
 _MATRIX_LR = 0.02
 _ADAM_LR = 3e-4
@@ -102,7 +103,7 @@ class Muon(torch.optim.Optimizer):
         """Adds a group; without ``use_muon`` it becomes up to two, matrices first."""
         if "use_muon" in param_group:
             use_muon = bool(param_group["use_muon"])
-            super().add_param_group({**self._part_defaults[use_muon], **param_group})
+            torchs(super().add_param_group)({**self._part_defaults[use_muon], **param_group})
             return
         params = param_group["params"]
         params = [params] if isinstance(params, Tensor) else list(params)
@@ -143,7 +144,7 @@ class Muon(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads like torch, but keeps fp32 state of 16-bit parameters."""
-        super().load_state_dict(state_dict)
+        torchs(super().load_state_dict)(state_dict)
         keep_saved_dtypes(self, state_dict)
 
     @torch.no_grad()

@@ -18,6 +18,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import DivergenceError
 from deepspeed.logging import log_dist
 from deepspeed.parallel.tensor.channel import Channel
+from deepspeed.uncompiled import uncompiled
 
 _NAMES = 24  # arguments that are told apart; further ones count together
 _WORDS = 1 << 16  # 8-byte words that are weighted one by one; longer tensors repeat the weights
@@ -39,7 +40,7 @@ class BatchCheck:
         """Compares before every forward of ``model`` from now on."""
         model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
 
-    @torch.compiler.disable
+    @uncompiled
     def _before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         found = {name: self._print_of(value) for name, value in _leaves(args, kwargs)}
         names = list(found)

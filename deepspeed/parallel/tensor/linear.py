@@ -22,6 +22,7 @@ from deepspeed.parallel.tensor import regions
 from deepspeed.parallel.tensor.channel import Channel
 from deepspeed.parallel.tensor.entrance import Entrance
 from deepspeed.parallel.tensor.split import Split
+from deepspeed.uncompiled import uncompiled
 
 
 class Sequence(Protocol):
@@ -139,7 +140,7 @@ def _for_autocast(kind: str, *tensors: torch.Tensor | None) -> tuple[torch.Tenso
     return tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors)
 
 
-@torch.compiler.disable
+@uncompiled
 def _column(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cut: CutLinear) -> torch.Tensor:
     kind = values.device.type
     if cut.holders is not None:
@@ -157,7 +158,7 @@ def _column(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     return regions.gather(out, cut.channel, cut.split, f"the output of {cut.name}") if cut.is_gathered else out
 
 
-@torch.compiler.disable
+@uncompiled
 def _row(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cut: CutLinear) -> torch.Tensor:
     kind = values.device.type
     if cut.is_gathered:

@@ -17,6 +17,7 @@ from deepspeed.parallel.tensor.layout import LayerCut, ParameterCut
 from deepspeed.parallel.tensor.linear import ColumnConv1D, ColumnLinear, CutLinear, RowConv1D, RowLinear
 from deepspeed.parallel.tensor.rules import Way, is_transposed
 from deepspeed.parallel.tensor.vocabulary import CutEmbedding, VocabularyEmbedding, WidthEmbedding
+from deepspeed.uncompiled import uncompiled
 from deepspeed.zero.access.gathered import GatheredBlock
 from deepspeed.zero.construction.provisional import shard_parameters
 from deepspeed.zero.describe import CUT, put_in_group
@@ -175,7 +176,7 @@ def _with_summed_gradients(module: nn.Module, channel: Channel, name: str) -> Ca
     """A forward that sees the module's own parameters through the entrance of a cut region."""
     original = module.forward
 
-    @torch.compiler.disable
+    @uncompiled
     def forward(*args: Any, **kwargs: Any) -> Any:
         own = {key: value for key, value in module._parameters.items() if value is not None}
         for key, value in own.items():

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from deepspeed.parallel.tensor.channel import Channel, Pending
 from deepspeed.parallel.tensor.split import Split, widths
+from deepspeed.uncompiled import uncompiled
 
 
 class Shared:
@@ -88,7 +89,7 @@ class _EnterShared(torch.autograd.Function):
         return ctx.shared.settle(gradient, ctx.shape), None
 
 
-@torch.compiler.disable
+@uncompiled
 def enter_shared(values: torch.Tensor, shared: Shared) -> torch.Tensor:
     """``values`` for layers that add their gradients to ``shared``."""
     return _EnterShared.apply(values, shared)
@@ -107,7 +108,7 @@ class _Enter(torch.autograd.Function):
         return ctx.channel.sum(owned, ctx.label), None, None
 
 
-@torch.compiler.disable
+@uncompiled
 def enter(values: torch.Tensor, channel: Channel, label: str = "the gradient of an input") -> torch.Tensor:
     """``values``, equal on all ranks, for code of which each rank has a part: the gradient is summed over the ranks."""
     if not (torch.is_grad_enabled() and values.requires_grad):
@@ -126,7 +127,7 @@ class _Leave(torch.autograd.Function):
         return gradient, None, None
 
 
-@torch.compiler.disable
+@uncompiled
 def leave(values: torch.Tensor, channel: Channel, label: str = "the sum of an output") -> torch.Tensor:
     """The sum over the ranks of ``values``, which code continues with that is the same on all ranks."""
     return _Leave.apply(values, channel, label)
@@ -145,7 +146,7 @@ class _Gather(torch.autograd.Function):
         return mine_of(gradient, ctx.split, ctx.channel.rank), None, None, None
 
 
-@torch.compiler.disable
+@uncompiled
 def gather(values: torch.Tensor, channel: Channel, split: Split, label: str = "a gathered output") -> torch.Tensor:
     """All of what each rank has a part of, along the last dimension; code that is the same on all ranks goes on."""
     return _Gather.apply(values, channel, split, label)
@@ -164,7 +165,7 @@ class _Slice(torch.autograd.Function):
         return join(parts, ctx.split), None, None, None
 
 
-@torch.compiler.disable
+@uncompiled
 def slice_of(
     values: torch.Tensor, channel: Channel, split: Split, label: str = "the gradient of a sliced input"
 ) -> torch.Tensor:
@@ -184,7 +185,7 @@ class _Scatter(torch.autograd.Function):
         return gather_along(gradient, ctx.channel, ctx.dim, ctx.label), None, None, None
 
 
-@torch.compiler.disable
+@uncompiled
 def split_sequence(values: torch.Tensor, channel: Channel, dim: int) -> torch.Tensor:
     """This rank's part along ``dim`` of what all ranks have, for code that works on parts from here on."""
     return _Scatter.apply(values, channel, dim, "the gradient of a cut sequence")
@@ -204,7 +205,7 @@ class _GatherSequence(torch.autograd.Function):
         return gradient.chunk(ctx.channel.size, ctx.dim)[ctx.channel.rank].contiguous(), None, None, None
 
 
-@torch.compiler.disable
+@uncompiled
 def gather_sequence(values: torch.Tensor, channel: Channel, dim: int, *, is_partial: bool) -> torch.Tensor:
     """All of a sequence of which each rank has a part along ``dim``.
 
@@ -229,7 +230,7 @@ class _LeaveSequence(torch.autograd.Function):
         return gather_along(gradient, ctx.channel, ctx.dim, "the gradient of a sum"), None, None
 
 
-@torch.compiler.disable
+@uncompiled
 def leave_sequence(values: torch.Tensor, channel: Channel, dim: int) -> torch.Tensor:
     """This rank's part along ``dim`` of the sum of ``values`` over the ranks."""
     return _LeaveSequence.apply(values, channel, dim)

@@ -23,6 +23,7 @@ from deepspeed.parallel.tensor.layout import Layout, block_of
 from deepspeed.parallel.tensor.linear import CutLinear
 from deepspeed.parallel.tensor.making import sum_own_gradients
 from deepspeed.parallel.tensor.rules import Way
+from deepspeed.uncompiled import uncompiled
 
 _KEY = "tensor_parallel.sequence_parallel_norms"
 _ARGUMENTS = ("hidden_states", "x", "input")
@@ -42,7 +43,7 @@ class CutSequence:
     channel: Channel
     is_cut: bool = True
 
-    @torch.compiler.disable
+    @uncompiled
     def split(self, values: torch.Tensor) -> torch.Tensor:
         """This rank's positions of what all ranks have; decides for the blocks that follow."""
         size = self.channel.size
@@ -61,7 +62,7 @@ class CutSequence:
             )
         return regions.split_sequence(values, self.channel, _DIM)
 
-    @torch.compiler.disable
+    @uncompiled
     def gather(self, values: torch.Tensor, *, is_partial: bool) -> torch.Tensor:
         """All positions; ``is_partial``: for layers of which each rank has a part."""
         if not self.is_cut:

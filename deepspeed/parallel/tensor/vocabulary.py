@@ -13,6 +13,7 @@ from torch.nn import functional as F  # noqa: N812
 from deepspeed.parallel.tensor import regions
 from deepspeed.parallel.tensor.channel import Channel
 from deepspeed.parallel.tensor.split import Split, even
+from deepspeed.uncompiled import uncompiled
 
 
 @dataclass
@@ -41,7 +42,7 @@ class VocabularyEmbedding(nn.Embedding):
 
     tensor_cut: CutEmbedding
 
-    @torch.compiler.disable
+    @uncompiled
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Ids of the whole vocabulary, any shape, to ``(..., width)``."""
         cut = self.tensor_cut
@@ -62,7 +63,7 @@ class WidthEmbedding(nn.Embedding):
 
     tensor_cut: CutEmbedding
 
-    @torch.compiler.disable
+    @uncompiled
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Ids, any shape, to ``(..., width)``."""
         cut = self.tensor_cut
