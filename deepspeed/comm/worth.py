@@ -10,6 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from deepspeed.comm.codec import CHUNK, Codec, coded_nbytes
+
+LAUNCH = 5e-6
+"""Seconds that a device takes at least to begin a kernel; codecs are many small ones, see :class:`CodecWork`."""
+
 
 @dataclass(frozen=True)
 class Link:
@@ -74,6 +79,59 @@ def exchange_seconds(numel: int, ranks: int, link: Link, way: Way, *, whole: boo
         whole: All get the sum; otherwise the owner of a slice does.
     """
     halves = 2 if whole else 1
-    encoded = numel * (1 + (1 / ranks if whole else 0))
-    processor = (encoded * way.encode + halves * numel * way.decode) * 1e-9
+    processor = codec_seconds(numel, ranks, way, whole=whole)
     return sent_bytes(numel, ranks, way, whole=whole) / link.rate + halves * (ranks - 1) * link.delay + processor
+
+
+@dataclass(frozen=True)
+class CodecWork:
+    """What a codec does to encode and to decode.
+
+    Attributes:
+        nanoseconds: Of one core of a CPU, per element; as ``benchmarks/compression.py codec`` measures them.
+        kernels: Started on a device per chunk of ``comm.codec.CHUNK`` elements.
+        nbytes: That these read and write in the device's memory, per element.
+    """
+
+    nanoseconds: tuple[float, float]
+    kernels: tuple[int, int]
+    nbytes: tuple[float, float]
+
+
+WORK = {
+    "sign": CodecWork((3.2, 0.8), (26, 12), (82.0, 42.0)),
+    "int8": CodecWork((1.9, 0.5), (14, 3), (70.0, 25.0)),
+    "int4": CodecWork((4.2, 1.2), (30, 7), (118.0, 30.0)),
+    "1-bit": CodecWork((3.2, 0.8), (26, 12), (82.0, 42.0)),  # as signs
+}
+"""By name of the codec, each as it is used by default: signs and int4 with error feedback, int8 without."""
+
+
+def bits_of(codec: Codec) -> float:
+    """Bits that an element of a long buffer takes, scales included."""
+    return 8 * coded_nbytes(codec, CHUNK) / CHUNK
+
+
+def way_on(codec: Codec, work: CodecWork, memory_bandwidth: float | None) -> Way:
+    """How elements travel as codes, and how long making them takes.
+
+    Args:
+        codec: Which.
+        work: What it does.
+        memory_bandwidth: Bytes per second of the device that makes them; None: one core of a CPU. On a device it is an
+            estimate: kernels begin one after the other, and each reads and writes its operands.
+    """
+    if memory_bandwidth is None:
+        return Way(codec.name, bits_of(codec), *work.nanoseconds)
+    each = [
+        1e9 * (kernels * LAUNCH / CHUNK + (nbytes / memory_bandwidth if memory_bandwidth else 0.0))
+        for kernels, nbytes in zip(work.kernels, work.nbytes, strict=True)
+    ]
+    return Way(codec.name, bits_of(codec), each[0], each[1])
+
+
+def codec_seconds(numel: int, ranks: int, way: Way, *, whole: bool) -> float:
+    """Seconds that a rank encodes and decodes for one reduction; see :func:`exchange_seconds`."""
+    halves = 2 if whole else 1
+    encoded = numel * (1 + (1 / ranks if whole else 0))
+    return (encoded * way.encode + halves * numel * way.decode) * 1e-9

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from deepspeed.comm.codec import CHUNK, Codec, coded_nbytes
+from deepspeed.comm.codec import Codec
 from deepspeed.comm.codecs import BlockCodec, Int4Codec, Int8Codec, SignCodec
 from deepspeed.comm.coded import CodedTransport
+from deepspeed.comm.worth import bits_of
 from deepspeed.config.sections.communication_compression import CommunicationCompression
 from deepspeed.config.sections.root import Root
 from deepspeed.engine import probe
@@ -62,6 +63,11 @@ def gradient_codec(section: CommunicationCompression) -> Codec | None:
     return _codec(section.gradients, section)
 
 
+def default_codec(name: str) -> Codec:
+    """The codec of gradients of that name where nothing else is asked for."""
+    return _codec(name, CommunicationCompression())
+
+
 def _codec(name: str, section: CommunicationCompression) -> Codec:
     feeds_back = name != "int8" if section.error_feedback is None else section.error_feedback
     return _CODECS[name](section.block or _BLOCKS[name], feeds_back=feeds_back)
@@ -82,11 +88,6 @@ def _measured_codec(
     measured = f"the sum of {probe.NUMEL / 2**20:.0f}Mi elements takes {1e3 * plain:.3g} ms plain, {listed}"
     best = min(range(len(codecs)), key=lambda index: others[index])
     return (codecs[best] if others[best] * _MARGIN < plain else None), measured
-
-
-def bits_of(codec: Codec) -> float:
-    """Bits that an element of a long buffer takes, scales included."""
-    return 8 * coded_nbytes(codec, CHUNK) / CHUNK
 
 
 def wire_bits(root: Root, precision: PrecisionPolicy) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.comm.codec import Codec
 from deepspeed.comm.counters import traffic
 from deepspeed.comm.mesh import DATA, PIPE, SEQUENCE, Mesh
 from deepspeed.engine.initialize import initialize
@@ -27,6 +28,7 @@ from deepspeed.parallel.pipe.channel import WORD_NBYTES
 from deepspeed.parallel.sequence.sharing import sharing_of
 from deepspeed.plan import decoder
 from deepspeed.plan.actions import Act, actions_of_step, loss_of, received_inputs
+from deepspeed.plan.codes import GradientSum, gradient_codec, gradient_sums
 from deepspeed.plan.devices import in_words
 from deepspeed.plan.flow import Flow
 from deepspeed.plan.memory import Moment, Peak
@@ -60,6 +62,10 @@ class Rehearsed:
         forward_flops: Of them, those of one forward.
         backward_flops: Those of one backward.
         members: By axis of the books, the ranks along it.
+        sums: Of gradients, of a whole step.
+        codec: How gradients travel, or momenta in their place; None: as they are.
+        sends_momentum: It is momenta.
+        may_skip: An update may be skipped.
         init_peak: Highest sum on the device while the engine was built.
         other_activations: Bytes that forward keeps with the other setting of activation checkpointing; None: not known.
         notices: Why it is not known.
@@ -78,6 +84,10 @@ class Rehearsed:
     forward_flops: int = 0
     backward_flops: int = 0
     members: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    sums: list[GradientSum] = field(default_factory=list)
+    codec: Codec | None = None
+    sends_momentum: bool = False
+    may_skip: bool = False
     other_activations: int | None = None
     notices: list[str] = field(default_factory=list)
 
@@ -163,6 +173,10 @@ class _Run:
             init_peak=init_peak,
             forward_flops=self._flops[True],
             backward_flops=self._flops[False],
+            sums=gradient_sums(engine, self._part.rank, self._part.mesh.world_size, self._part.accumulation_steps),
+            codec=gradient_codec(engine),
+            sends_momentum=engine._parts.placement.sends_momentum,
+            may_skip=engine._parts.placement.may_skip,
         )
 
     def _while_generating(self, engine: Any) -> list[str]:

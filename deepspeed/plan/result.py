@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed.comm.mesh import Mesh
+from deepspeed.engine.communication_compression import default_codec
+from deepspeed.plan.codes import NAMES, CodedCost, coded_costs
 from deepspeed.plan.devices import Machine
 from deepspeed.plan.kinds import RankKind
 from deepspeed.plan.models import ModelSource
@@ -163,6 +165,20 @@ class Plan:
         return travels(part.rehearsed.flow, self.machine, self.mesh, part.kind.rank, part.rehearsed.members)
 
     @cached_property
+    def coded_costs(self) -> list[CodedCost]:
+        """What gradients cost as they are and as codes, of the heaviest rank; empty where nothing is known to travel.
+
+        Of what the configuration asks for, that is the second; without, all codecs are there.
+        """
+        found = self.rehearsed
+        asked = [] if found.codec is None else [found.codec]
+        others = [default_codec(name) for name in NAMES if not any(codec.name == name for codec in asked)]
+        codecs = asked if found.sends_momentum else [*asked, *others]
+        return coded_costs(
+            found.sums, self.machine, native=self.request.kind != "cpu", may_skip=found.may_skip, codecs=codecs
+        )
+
+    @cached_property
     def idle(self) -> Idle | None:
         """How long stages wait for each other; None without stages, rates, or a plan of all of them."""
         flops = self.machine.device.flops
@@ -237,6 +253,18 @@ class Plan:
                 for t in self.travels
             },
             "sent": {name: {"calls": calls, "bytes": nbytes} for name, (calls, nbytes) in found.flow.ran.items()},
+            "gradients": [
+                {
+                    "as": cost.name,
+                    "bits": cost.bits,
+                    "sent_bytes": cost.nbytes,
+                    "link_seconds": cost.link_seconds,
+                    "codec_seconds": cost.codec_seconds,
+                    "error_feedback_bytes": cost.kept,
+                    "pays": cost.seconds < self.coded_costs[0].seconds,
+                }
+                for cost in self.coded_costs
+            ],
             "flops": found.flow.flops,
             "bytes_to_host": found.flow.down,
             "bytes_to_device": found.flow.up,

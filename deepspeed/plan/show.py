@@ -40,7 +40,15 @@ def plan_text(plan: Plan, width: int) -> str:
         plan: The plan.
         width: Columns.
     """
-    parts = [_headline(plan), _memory(plan), _stages(plan), _collectives(plan), _times(plan), _verdict(plan)]
+    parts = [
+        _headline(plan),
+        _memory(plan),
+        _stages(plan),
+        _collectives(plan),
+        _codes(plan),
+        _times(plan),
+        _verdict(plan),
+    ]
     return as_text([part for part in parts if part is not None], width)
 
 
@@ -168,6 +176,42 @@ def _collectives(plan: Plan) -> Table | None:
     for row in rows:
         table.add_row(row.title, f"{row.calls:,}", in_words(row.nbytes), in_words(row.inside), in_words(row.between))
     return table
+
+
+def _codes(plan: Plan) -> Table | None:
+    """What gradients cost as they are and as codes, where codes are asked for or a network lies between ranks."""
+    costs, found = plan.coded_costs, plan.rehearsed
+    section = plan.config.get("communication_compression") or {}
+    if not costs or (plan.machine.nodes == 1 and found.codec is None and section.get("gradients") is None):
+        return None
+    table = Table(title="Gradients as codes: one rank in one step", title_justify="left")
+    for heading in ("", "bits", "sent", "on the links", "codec", "together", "pays", "error feedback"):
+        table.add_column(heading, justify="right" if heading else "left")
+    plain = costs[0]
+    for cost in costs:
+        asked = found.codec is not None and cost.name == found.codec.name
+        is_plain = cost is plain
+        table.add_row(
+            "as they are" if is_plain else f"{cost.name} (this plan)" if asked else cost.name,
+            f"{cost.bits:.2f}",
+            in_words(cost.nbytes),
+            _seconds(cost.link_seconds),
+            "" if is_plain else _seconds(cost.codec_seconds),
+            _seconds(cost.seconds),
+            "" if is_plain else "yes" if cost.seconds < plain.seconds else "no",
+            in_words(cost.kept) if cost.kept else "",
+        )
+    best = min(costs, key=lambda cost: cost.seconds)
+    spared = _seconds(plain.seconds - best.seconds)
+    verdict = "None pays on these links." if best is plain else f"{best.name} spares most, {spared} a step."
+    how = "of one core, as measured" if plan.request.kind == "cpu" else "estimated from kernels and their bytes"
+    table.caption = f"{verdict} Nothing hides behind computation here. Times of codecs: {how}."
+    table.caption_justify = "left"
+    return table
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.3f} s" if seconds >= 0.1 else f"{1e3 * seconds:,.2f} ms"
 
 
 def _times(plan: Plan) -> Table | None:

@@ -1,0 +1,188 @@
+"""What gradients cost as they are and as codes: bytes, codec time, and whether that pays on the machine's links.
+
+The sums of a step are read from the engine that was rehearsed; how long each way takes is ``comm.worth``'s arithmetic
+on the links that it crosses. A sum in the backend's own collectives costs the network what a node does not hold, once
+for all its devices (``plan.times``); codes go straight to their owners, so each device sends all of its own. Where
+several devices of a node share a network, codes therefore have that much more to make good.
+
+Nothing is taken to hide anything, on either side.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed.comm.codec import Codec
+from deepspeed.comm.codecs import WholeSignCodec
+from deepspeed.comm.worth import WORK, bits_of, codec_seconds, way_on
+from deepspeed.engine.communication_compression import wire_bits
+from deepspeed.plan.devices import Machine
+from deepspeed.zero.placement import private_numel
+
+NAMES = ("int8", "int4", "sign")
+"""Codecs of gradients that are compared with what a configuration asks for."""
+
+
+@dataclass(frozen=True)
+class GradientSum:
+    """Sums over ranks that a step makes of some of a rank's gradients.
+
+    Attributes:
+        numel: Elements.
+        members: The ranks whose gradients are summed, the planned one among them.
+        rank: The planned one.
+        whole: All get the sum; otherwise the owner of a slice does.
+        bits: Of an element that travels as it is.
+        times: How often in a step.
+        kept: Elements of the error that a rank keeps where codes feed back.
+    """
+
+    numel: int
+    members: tuple[int, ...]
+    rank: int
+    whole: bool
+    bits: int
+    times: int
+    kept: int
+
+
+@dataclass(frozen=True)
+class CodedCost:
+    """One way for gradients to travel, of one rank in one step.
+
+    Attributes:
+        name: ``plain`` or a codec's.
+        bits: Of an element; of ``plain``, as it is.
+        nbytes: Sent.
+        link_seconds: On the links, at least.
+        codec_seconds: To encode and decode.
+        kept: Bytes of error feedback.
+    """
+
+    name: str
+    bits: float
+    nbytes: int
+    link_seconds: float
+    codec_seconds: float
+    kept: int
+
+    @property
+    def seconds(self) -> float:
+        """Of both, one after the other."""
+        return self.link_seconds + self.codec_seconds
+
+
+def gradient_sums(engine: Any, rank: int, ranks: int, micro_batches: int) -> list[GradientSum]:
+    """The sums that an engine makes of gradients in a step, those of alike buckets together.
+
+    Args:
+        engine: The engine.
+        rank: The one that it plays.
+        ranks: Of the job.
+        micro_batches: Of a step.
+    """
+    parts, policy = engine._parts, engine._runtime.reducer.policy
+    bits = wire_bits(parts.parsed.root, parts.precision)
+    times = micro_batches if policy.every_micro_batch else 1
+    found: Counter[tuple[tuple[int, ...], bool, int, int]] = Counter()
+    kept: Counter[tuple[tuple[int, ...], bool, int, int]] = Counter()
+    for gradients in engine._runtime.reducer.buckets:
+        group, layout = gradients.bucket.group, gradients.bucket.layout
+        if group.reduce.size > 1:
+            key = (group.reduce.ranks or tuple(range(ranks)), not policy.to_owner, bits, times)
+            found[key] += layout.numel
+            kept[key] += private_numel(layout, to_owner=policy.to_owner, spread=group.is_spread)
+        if group.copies > 1:
+            # Sums of slices, in fp32.
+            found[group.combine.ranks, not group.is_spread, 32, times if group.is_spread else 1] += layout.slice_numel
+    return [GradientSum(found[key], key[0], rank, *key[1:], kept[key]) for key in found]
+
+
+def gradient_codec(engine: Any) -> Codec | None:
+    """How an engine's gradients travel, or the momenta in their place; None: as they are."""
+    if engine._parts.placement.sends_momentum:
+        return WholeSignCodec()
+    return next((group.reduce_codec for group in engine._parts.groups if group.reduce_codec is not None), None)
+
+
+def coded_costs(
+    sums: Sequence[GradientSum], machine: Machine, *, native: bool, may_skip: bool, codecs: Sequence[Codec]
+) -> list[CodedCost]:
+    """What each way costs a rank in a step, plain first; empty where nothing travels, or over links of unknown speed.
+
+    Args:
+        sums: Of the step.
+        machine: Its links, and what encodes.
+        native: Sums that travel as they are, by the backend's own collectives, not by gloo.
+        may_skip: What codes lose is kept twice.
+        codecs: The other ways; of others than ``comm.worth.WORK`` has, nothing is said.
+    """
+    sums = [one for one in sums if len(one.members) > 1]
+    if not sums or not all(_knows_links(one, machine) for one in sums):
+        return []
+    bandwidth = machine.device.memory_bandwidth if native else None
+    plain = [_plain(one, machine, native=native) for one in sums]
+    bits = sum(one.bits * one.numel for one in sums) / sum(one.numel for one in sums)
+    rows = [CodedCost("plain", bits, sum(row[0] for row in plain), sum(row[1] for row in plain), 0.0, 0)]
+    for codec in (codec for codec in codecs if codec.name in WORK):
+        way = way_on(codec, WORK[codec.name], bandwidth)
+        moved = [_coded(one, bits_of(codec), machine, native=native) for one in sums]
+        codec_time = sum(one.times * codec_seconds(one.numel, len(one.members), way, whole=one.whole) for one in sums)
+        kept = sum(one.kept for one in sums) * (8 if may_skip else 4) if codec.feeds_back else 0
+        sent, seconds = sum(row[0] for row in moved), sum(row[1] for row in moved)
+        rows.append(CodedCost(codec.name, way.bits, sent, seconds, codec_time, kept))
+    return rows
+
+
+def _plain(one: GradientSum, machine: Machine, *, native: bool) -> tuple[int, float]:
+    """Bytes and seconds of a sum of elements as they are."""
+    if native:
+        halves = [_by_ring(one, one.bits, machine)] * (2 if one.whole else 1)
+    else:
+        # gloo: the second half carries fp32 sums; two ranks exchange everything once.
+        back = one.bits if len(one.members) == 2 else 32
+        halves = [_to_all(one, bits, machine) for bits in ((one.bits, back) if one.whole else (one.bits,))]
+    return _total(one, halves)
+
+
+def _coded(one: GradientSum, bits: float, machine: Machine, *, native: bool) -> tuple[int, float]:
+    """The same as codes."""
+    halves = [_to_all(one, bits, machine)]
+    if one.whole:
+        halves.append(_by_ring(one, bits, machine) if native else _to_all(one, bits, machine))
+    return _total(one, halves)
+
+
+def _total(one: GradientSum, halves: Sequence[tuple[float, float]]) -> tuple[int, float]:
+    return round(one.times * sum(nbytes for nbytes, _ in halves)), one.times * sum(seconds for _, seconds in halves)
+
+
+def _to_all(one: GradientSum, bits: float, machine: Machine) -> tuple[float, float]:
+    """Each rank sends every other one its slice: bytes, seconds on the slower of the links."""
+    each = one.numel * bits / 8 / len(one.members)
+    node = one.rank // machine.devices_per_node
+    near = sum(member // machine.devices_per_node == node for member in one.members) - 1
+    far = len(one.members) - 1 - near
+    return each * (near + far), _longest(each * near, each * far, machine)
+
+
+def _by_ring(one: GradientSum, bits: float, machine: Machine) -> tuple[float, float]:
+    """Half of an all-reduce by the backend, which crosses the network once for all devices of a node."""
+    on_node = Counter(member // machine.devices_per_node for member in one.members)
+    nodes, devices = len(on_node), max(on_node.values())
+    nbytes = one.numel * bits / 8
+    inside, between = nbytes * (devices - 1) / devices, nbytes * (nodes - 1) / nodes / devices
+    return nbytes * (len(one.members) - 1) / len(one.members), _longest(inside, between, machine)
+
+
+def _longest(inside: float, between: float, machine: Machine) -> float:
+    link, network = machine.device.link, machine.network
+    return max(inside / link if inside else 0.0, between / network if between else 0.0)
+
+
+def _knows_links(one: GradientSum, machine: Machine) -> bool:
+    on_node = Counter(member // machine.devices_per_node for member in one.members)
+    return machine.network > 0 and (max(on_node.values()) == 1 or machine.device.link > 0)
