@@ -14,6 +14,8 @@ the tokens shows whose text is the same. Ratios are medians over the ratios of s
 - ``tp2-*``: two ranks share every layer.
 - ``host-*``, ``file-*``: ZeRO-Inference, weights in host memory or files, one layer in use.
 - ``accelerate-host``, ``accelerate-file``: Accelerate's offload, as ``device_map`` dispatches it, in bf16.
+- ``cold-*``: from files as on a machine whose memory is too small for the model: ours with direct access, and on both
+  sides the system drops what it has cached of the files before every forward. ``file`` finds them in the page cache.
 """
 
 from __future__ import annotations
@@ -54,6 +56,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "file-int8": {"dtype": "int8", "zero": "nvme"},
     "file-int4": {"dtype": "int8", "quant": FOUR, "zero": "nvme"},
     "accelerate-file": {},
+    "cold-bf16": {"dtype": "bf16", "zero": "nvme"},
+    "cold-accelerate": {},
 }
 # (faster or equal, beside, what is asked of the ratio of tokens per second)
 GOALS = (
@@ -65,6 +69,7 @@ GOALS = (
     ("tp2-bf16", "bf16", None),
     ("host-bf16", "accelerate-host", 1.0),
     ("file-bf16", "accelerate-file", 1.0),
+    ("cold-bf16", "cold-accelerate", 1.0),
     ("file-int8", "file-bf16", None),
     ("file-int4", "file-bf16", None),
 )
@@ -93,6 +98,9 @@ def work(name: str, shape: dict[str, int], rank: int, meeting: str) -> None:
     tiny.generate(torch.ones(1, 4, dtype=torch.long), max_new_tokens=2, do_sample=False)  # what it imports when used
     before = resident()
     model, held = build(name, model_of(shape, transformers, torch), f"{meeting}-files")
+    if name.startswith("cold"):
+        forgetful = getattr(model, "module", model)
+        forgetful.register_forward_pre_hook(lambda *_: drop_cached(f"{meeting}-files"), prepend=True)  # before it reads
     ids = torch.arange(3, 3 + shape["prompt"]).view(1, -1) % shape["vocabulary"]
     how = {"max_new_tokens": shape["new"], "min_new_tokens": shape["new"], "do_sample": False}
     for line in sys.stdin:
@@ -104,6 +112,16 @@ def work(name: str, shape: dict[str, int], rank: int, meeting: str) -> None:
         seconds = time.perf_counter() - wall, time.process_time() - cpu
         digest = hashlib.sha1(bytes(str(tokens.tolist()), "ascii")).hexdigest()[:6]
         print(json.dumps([*seconds, digest, held, resident() - before]), flush=True)
+
+
+def drop_cached(folder: str) -> None:
+    """The page cache forgets the files below ``folder``."""
+    for path in Path(folder).rglob("*"):
+        if path.is_file():
+            handle = os.open(path, os.O_RDONLY)
+            os.fdatasync(handle)  # what is not written yet is kept
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(handle)
 
 
 def model_of(shape: dict[str, int], transformers: Any, torch: Any) -> Any:
@@ -138,7 +156,7 @@ def build(name: str, model: Any, folder: str) -> tuple[Any, int]:
     if name.startswith("plain"):
         made: Any = model if name == "plain-fp32" else model.to(torch.bfloat16)
         return made, nbytes(made)
-    if name.startswith("accelerate"):
+    if "accelerate" in name:
         import accelerate
 
         model.to(torch.bfloat16)
@@ -151,7 +169,9 @@ def build(name: str, model: Any, folder: str) -> tuple[Any, int]:
         return model, nbytes(model)
     way = dict(WAYS[name])
     if (device := way.pop("zero", None)) is not None:
-        offload = {"device": device} | ({"nvme_path": folder, "max_in_cpu": 0} if device == "nvme" else {})
+        offload: dict[str, Any] = {"device": device}
+        if device == "nvme":
+            offload |= {"nvme_path": folder, "max_in_cpu": 0} | ({"page_cache": False} if "cold" in name else {})
         way["zero"] = {"stage": 3, "offload_param": offload}
     made = deepspeed.init_inference(model, way)
     if device is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.host_allocator import keep_freed_memory
 from deepspeed.comm.job_mesh import JobMesh
+from deepspeed.comm.place import ranks_per_node
 from deepspeed.config import ParsedConfig, parse
 from deepspeed.config.compared import compared_values
 from deepspeed.config.sections.root import Root
@@ -208,7 +210,15 @@ def _build_parts(client: Client, config: Any, distributed_port: int, dist_init_r
     refuse_cut_tensors(torch_optimizer, client.model, groups, placement)
     mark_leaves(root, client.model)
     make_sparse(root, client.model)
-    homes = open_homes(root, placement, device, rank=comm.get_rank(), state_itemsizes=state_itemsizes(torch_optimizer))
+    homes = open_homes(
+        root,
+        placement,
+        device,
+        rank=comm.get_rank(),
+        ranks_here=ranks_per_node(os.environ, comm.get_world_size(), get_accelerator().device_count()),
+        state_itemsizes=state_itemsizes(torch_optimizer),
+        is_trained=torch_optimizer is not None,
+    )
     runtime = build_runtime(
         client.model,
         runtime_options(root, placement, precision, device, torch_optimizer, homes),

@@ -32,11 +32,13 @@ class IoSettings:
         block_size: Bytes of one request, rounded up to pages.
         queue_depth: Requests in flight.
         threads: Threads that have requests in flight, each ``queue_depth`` of them.
+        direct: Pass the page cache by where the file system can do that.
     """
 
     block_size: int = 1 << 20
     queue_depth: int = 8
     threads: int = 1
+    direct: bool = True
 
 
 class Transfer:
@@ -81,7 +83,7 @@ class BlockFile:
             self.handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise OffloadError(f"{path}: cannot be made ({error.strerror}); check nvme_path") from error
-        self._direct = self._open_direct()
+        self._direct = self._open_direct() if settings.direct else None
 
     def __del__(self) -> None:  # of an engine that nobody destroyed; pending requests would keep this object
         self.close()
@@ -136,6 +138,11 @@ class BlockFile:
         mapped = mmap.mmap(self.handle, nbytes, flags=mmap.MAP_SHARED, offset=offset)
         with torch.inference_mode(False):
             return torch.frombuffer(mapped, dtype=dtype, count=numel)
+
+    def expect(self, offset: int, nbytes: int) -> None:
+        """Tells the system that these bytes are used soon through the page cache; it reads what is not there."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self.handle, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
     def read(self, buffer: torch.Tensor, offset: int) -> Transfer:
         """Starts to fill a page-aligned uint8 tensor of whole pages from ``offset`` (a multiple of the page size)."""

@@ -4,6 +4,9 @@ Every tensor made here is a mapping of its part of the file, so that checkpoints
 users can read and write it at any time as any other tensor. The hot path does not go through the mapping: it reads and
 writes the file directly. Both views agree because they are used in turn: the kernel writes mapped changes back before a
 direct read, and drops cached pages after a direct write.
+
+Where :mod:`deepspeed.offload.page_cache` chooses the cache and the model computes in host memory, the mapping is the
+only way: it is copied from, or used where it lies.
 """
 
 from __future__ import annotations
@@ -11,16 +14,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from deepspeed.comm.transport import Work
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.transport import DoneWork, Work
 from deepspeed.errors import OffloadError
 from deepspeed.logging import log_dist
 from deepspeed.offload.disk import open_file, open_folder
 from deepspeed.offload.file_io import BlockFile, IoSettings, Transfer
+from deepspeed.offload.page_cache import CachePolicy
 from deepspeed.offload.pinned import PAGE, host_device, page_buffer, round_to_pages
 from deepspeed.offload.run_directory import RunDirectory
 from deepspeed.offload.streams import CopyDone, CopyStream
@@ -42,6 +47,7 @@ class FileSettings:
         io: Requests.
         pin: Lock the buffers' pages.
         zeros_are_written: Zeros are written into new files; False leaves it to the file system, which reads them so.
+        cache: When the page cache is used.
     """
 
     parent: str
@@ -50,6 +56,7 @@ class FileSettings:
     io: IoSettings
     pin: bool
     zeros_are_written: bool = True
+    cache: CachePolicy = CachePolicy()
 
 
 class FileMemory(Memory):
@@ -88,12 +95,18 @@ class FileMemory(Memory):
         self._writing: deque[tuple[int, torch.Tensor, Transfer]] = deque()
         self._ahead: dict[int, tuple[torch.Tensor, Transfer]] = {}
         self._buffer_nbytes = 0
+        self._is_mapped = False  # used through the mappings alone
         self._ledger: Ledger | None = None
 
     @property
     def tensor_device(self) -> torch.device:
         """Mapped tensors are host tensors."""
         return host_device()
+
+    @property
+    def lends(self) -> bool:
+        """See the class this one derives from; only what nobody updates, as an update may come while it is lent."""
+        return self._is_mapped and not self._settings.cache.is_trained
 
     @property
     def file(self) -> BlockFile:
@@ -121,9 +134,12 @@ class FileMemory(Memory):
     def _create(self, tensors: Sequence[tuple[int, int]], ledger: Ledger) -> None:
         settings = self._settings
         nbytes = sum(round_to_pages(numel * itemsize) for numel, itemsize in tensors)
-        self._buffer_nbytes = round_to_pages(self._buffer_bytes(tensors))
+        cached, why = settings.cache.choose(nbytes)
+        self._is_mapped = cached and get_accelerator().shares_host_memory(self.device)
+        self._buffer_nbytes = 0 if self._is_mapped else round_to_pages(self._buffer_bytes(tensors))
         self._directory = open_folder(settings.parent, rank=settings.rank, purpose=settings.purpose)
-        self._file = open_file(self._directory.path / f"{settings.purpose}.bin", settings.io)
+        path = self._directory.path / f"{settings.purpose}.bin"
+        self._file = open_file(path, replace(settings.io, direct=not cached))
         self._file.grow(nbytes)
         self._reserved = nbytes
         self.staging_bytes = self._buffer_count * self._buffer_nbytes
@@ -133,8 +149,8 @@ class FileMemory(Memory):
             ledger.claim(buffer)
         access = "direct access" if self._file.is_direct else "access through the page cache"
         log_dist(
-            f"offload: {settings.purpose} in {self._directory.path} ({nbytes:,} bytes on this rank, {access}); "
-            "other ranks have folders of their own beside it"
+            f"offload: {settings.purpose} in {self._directory.path} ({nbytes:,} bytes on this rank, {access}"
+            f"{f': {why}' if why else ''}); other ranks have folders of their own beside it"
         )
 
     def empty(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
@@ -178,6 +194,9 @@ class FileMemory(Memory):
         base, offset = self.locate(tensor)
         if base in self._ahead:
             return
+        if self._is_mapped:
+            self.file.expect(offset, tensor.numel() * tensor.element_size())
+            return
         self._await_writes(base)
         buffer = self._free_buffer(wait=False)
         if buffer is not None:
@@ -189,6 +208,10 @@ class FileMemory(Memory):
     def read(self, source: torch.Tensor, target: torch.Tensor) -> Work:
         """See the class this one derives from."""
         base, offset = self.locate(source)
+        if self._is_mapped:
+            if storage_key(target) != base:
+                target.copy_(source)
+            return DoneWork()
         if base not in self._ahead:
             self._await_writes(base)
             buffer = self._free_buffer(wait=True)
@@ -224,7 +247,8 @@ class FileMemory(Memory):
         end = (target.storage_offset() + target.numel()) * target.element_size()
         ends_tensor = end == target.untyped_storage().nbytes()
         self._drop_ahead(base)
-        if offset % PAGE or (nbytes % PAGE and not ends_tensor):  # would overwrite neighbours in its pages
+        shares_pages = offset % PAGE or (nbytes % PAGE and not ends_tensor)  # with neighbours, who would be overwritten
+        if self._is_mapped or shares_pages:
             self._await_writes(base)
             target.copy_(source)
             return

@@ -17,6 +17,7 @@ from deepspeed.offload.file_io import IoSettings
 from deepspeed.offload.file_update import FileUpdate
 from deepspeed.offload.files import BufferSize, FileMemory, FileSettings
 from deepspeed.offload.host import HostLanding, HostMemory, HostUpdate, StagingPool
+from deepspeed.offload.page_cache import CachePolicy
 from deepspeed.offload.pinned import may_pin
 from deepspeed.offload.streams import CopyStream
 from deepspeed.zero.landing import Landing
@@ -79,7 +80,14 @@ class OffloadHomes:
 
 
 def open_homes(
-    root: Root, placement: Placement, device: torch.device, *, rank: int, state_itemsizes: Sequence[int]
+    root: Root,
+    placement: Placement,
+    device: torch.device,
+    *,
+    rank: int,
+    ranks_here: int,
+    state_itemsizes: Sequence[int],
+    is_trained: bool,
 ) -> OffloadHomes:
     """Opens the homes that ``placement`` uses. Files are made when the runtime says what they will hold.
 
@@ -88,7 +96,9 @@ def open_homes(
         placement: What it asks for.
         device: Where the model computes.
         rank: Global rank, for the names of folders.
+        ranks_here: Ranks on this host.
         state_itemsizes: Bytes per element of every optimizer state.
+        is_trained: There is an optimizer.
     """
     zero = root.zero_optimization
     optimizer, param = zero.offload_optimizer, zero.offload_param
@@ -105,7 +115,8 @@ def open_homes(
         piece = _whole_pieces(zero.sub_group_size)
         strategies[Home.HOST] = HostUpdate(piece_numel=piece, pin=pin_masters, up=up)
     if param is not None and placement.param_home is Home.FILE:
-        params[Home.FILE] = _param_files(root, param, device, rank=rank, pin=pin_params, up=up)
+        cache = CachePolicy(param.page_cache, is_trained, ranks_here)
+        params[Home.FILE] = _param_files(root, param, device, rank=rank, pin=pin_params, up=up, cache=cache)
     if optimizer is not None and placement.master_home is Home.FILE:
         memory, strategy = _master_files(
             root, optimizer, device, rank=rank, pin=pin_masters, up=up, tensors=1 + len(state_itemsizes)
@@ -130,7 +141,14 @@ def _io_settings(root: Root) -> IoSettings:
 
 
 def _param_files(
-    root: Root, section: OffloadParam, device: torch.device, *, rank: int, pin: bool, up: CopyStream
+    root: Root,
+    section: OffloadParam,
+    device: torch.device,
+    *,
+    rank: int,
+    pin: bool,
+    up: CopyStream,
+    cache: CachePolicy,
 ) -> FileMemory:
     assert section.nvme_path is not None
 
@@ -144,7 +162,7 @@ def _param_files(
             )
         return largest * itemsize
 
-    settings = FileSettings(str(section.nvme_path), "parameters", rank, _io_settings(root), pin)
+    settings = FileSettings(str(section.nvme_path), "parameters", rank, _io_settings(root), pin, cache=cache)
     return FileMemory(device, settings, buffer_count=section.buffer_count, buffer_bytes=buffer_bytes, up=up)
 
 

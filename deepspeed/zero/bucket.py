@@ -34,7 +34,7 @@ from deepspeed.zero.holder import Holder, State, set_address
 from deepspeed.zero.layout import BucketLayout, Fragment
 from deepspeed.zero.placement import Home
 from deepspeed.zero.sharded_parameter import mark_full, mark_sharded, remember_class
-from deepspeed.zero.storage import FlatBuffer, Kind, Ledger, Memory
+from deepspeed.zero.storage import FlatBuffer, Kind, Ledger, LentBuffer, Memory
 
 T = TypeVar("T")
 _GATHER = 0
@@ -87,22 +87,26 @@ class Bucket(Holder):
         self._work: Work | None = None
         self._read: Work = DoneWork()
         self._gathers = self._publishes = 0
-        self.full = FlatBuffer(
-            layout.numel,
-            dtype,
-            device,
-            kind=Kind.GATHERED if is_sharded else Kind.COMPUTE,
-            ledger=ledger,
-            allocate=not is_sharded,
-        )
+        if is_sharded:
+            ledger.add(Kind.COMPUTE, memory.home, layout.slice_numel * dtype.itemsize)
+            self.shard = memory.empty(layout.slice_numel, dtype, f"the parameters {self.label}")
+            ledger.claim(self.shard)
+        if is_sharded and memory.lends and self.transport.size == 1:
+            self.full: FlatBuffer = LentBuffer(self.shard)
+        else:
+            self.full = FlatBuffer(
+                layout.numel,
+                dtype,
+                device,
+                kind=Kind.GATHERED if is_sharded else Kind.COMPUTE,
+                ledger=ledger,
+                allocate=not is_sharded,
+            )
         self._views = self.full.views(layout.starts, [tile.shape for tile in layout.tiles])
         self._empties = [torch.empty(0, dtype=dtype, device=device) for _ in params] if is_sharded else []
         self._shapes = [_shape_only(tile.shape, dtype, device) for tile in layout.tiles if is_sharded]
         self._placeholders = self._empties
         if is_sharded:
-            ledger.add(Kind.COMPUTE, memory.home, layout.slice_numel * dtype.itemsize)
-            self.shard = memory.empty(layout.slice_numel, dtype, f"the parameters {self.label}")
-            ledger.claim(self.shard)
             self.full.guard(self._views)
         else:
             self.shard = self.transport.my_slice(self.full.tensor)

@@ -112,6 +112,11 @@ class Memory:
         """Device of the tensors that are kept here."""
         return self.device
 
+    @property
+    def lends(self) -> bool:
+        """Whether tensors of this home can serve, where they lie, for whole parameters on the device."""
+        return False
+
     def empty(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
         """A 1-D tensor of this home, not initialised; ``label`` names it in messages."""
         with torch.inference_mode(False):
@@ -140,7 +145,7 @@ class Memory:
 
         Args:
             source: 1-D, made by :meth:`empty`, whole.
-            target: 1-D on the device, same dtype and length.
+            target: 1-D on the device, same dtype and length; or ``source`` itself, of a home that lends.
 
         Returns:
             Device work issued in :meth:`ordered` may use ``target`` at once, other work after ``wait``.
@@ -288,6 +293,35 @@ class FlatBuffer:
         if was_free:
             self.free()
         return made
+
+
+class LentBuffer(FlatBuffer):
+    """A full buffer that is the only slice of a bucket where it lies, in a home that lends: nothing comes or goes.
+
+    Args:
+        tensor: The slice.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self._storage = tensor.untyped_storage()
+        self.nbytes = 0
+        self.is_allocated = False
+
+    def grow(self) -> None:
+        """See the class this one derives from."""
+        self.is_allocated = True
+
+    def free(self) -> None:
+        """See the class this one derives from. Views that others have stay valid."""
+        self.is_allocated = False
+
+    def guard(self, views: Sequence[torch.Tensor]) -> None:
+        """See the class this one derives from."""
+
+    def forget(self) -> None:
+        """See the class this one derives from."""
+        self.is_allocated = False
 
 
 def storage_key(tensor: torch.Tensor) -> int:

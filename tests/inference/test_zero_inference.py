@@ -92,11 +92,10 @@ def test_fewer_bytes_are_gathered():
         assert_shares(found)
 
 
-def offloaded(device, path):
+def offloaded(section):
     with pytest.MonkeyPatch.context() as patch:
         found = {}
         counter = Moved(patch)
-        section = {"device": device} | ({"nvme_path": path, "max_in_cpu": 0} if device == "nvme" else {})
         for width in WIDTHS:
             plain = deepspeed.init_inference(make(), WIDTHS[width])
             expected = plain.generate(prompt(), max_new_tokens=4, min_new_tokens=4, do_sample=False)
@@ -133,6 +132,9 @@ def test_offload_that_would_only_copy_is_left_out():
     run_ranks(on_the_host, 1, timeout=60)
 
 
-@pytest.mark.parametrize("device", ["cpu", "nvme"])
-def test_fewer_bytes_come_from_host_and_files(device, tmp_path):
-    assert_shares(run_ranks(offloaded, 1, device, str(tmp_path), timeout=120)[0])
+@pytest.mark.parametrize("home", ["host", "file", "cached file"])
+def test_fewer_bytes_come_from_host_and_files(home, tmp_path):
+    section = {"device": "cpu"}
+    if home != "host":
+        section = {"device": "nvme", "nvme_path": str(tmp_path), "max_in_cpu": 0, "page_cache": home == "cached file"}
+    assert_shares(run_ranks(offloaded, 1, section, timeout=120)[0])

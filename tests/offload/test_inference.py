@@ -113,12 +113,22 @@ def generate(section: dict[str, Any] | None) -> tuple[list[int], list[int], int,
 def test_same_tokens_within_a_budget(ranks: int, device: str, tmp_path: Any) -> None:
     section = {"device": device}
     if device == "nvme":
-        section |= {"nvme_path": str(tmp_path), "max_in_cpu": 0, "buffer_count": 3}
+        section |= {"nvme_path": str(tmp_path), "max_in_cpu": 0, "buffer_count": 3, "page_cache": False}
     for unsharded, tokens, whole, budget, peak, live in run_ranks(generate, ranks, section):
         assert tokens == unsharded and len(set(tokens)) > 3
         assert whole > 2 * budget, "the model must not fit"
         assert 0 < peak <= budget
         assert live == 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_lies_in_the_page_cache_is_used_there(ranks: int, tmp_path: Any) -> None:
+    section = {"device": "nvme", "nvme_path": str(tmp_path), "max_in_cpu": 0}
+    for unsharded, tokens, _, budget, peak, live in run_ranks(generate, ranks, section):
+        assert tokens == unsharded
+        assert peak == 0 if ranks == 1 else 0 < peak <= budget, "one rank copies nothing"
+        assert live == 0
+    assert not list(tmp_path.iterdir())
 
 
 def too_large(section: dict[str, Any] | None) -> None:

@@ -25,6 +25,13 @@ class OffloadParam(Section):
         1_000_000_000, "Elements that may stay in host memory (device nvme).", unit="elements", minimum=0
     )
     pin_memory: Bool = key(True, "Page-locked host memory, for faster copies to the device.")
+    page_cache: Bool | None = key(
+        None,
+        "Files are used through the system's page cache, so that what fits into free memory comes at its speed; false: "
+        "direct access (device nvme).",
+        null_means="without an optimizer, when free memory is larger than the files of this host and an eighth of the "
+        "machine's",
+    )
 
 
 class OffloadOptimizer(Section):
