@@ -63,7 +63,14 @@ def reshape_model(
     if tiles.offload_checkpoints:
         offload_checkpoints(model)
     if ranks.sequence_size > 1 and mesh_is_ours:
-        adopt_model(model, ranks.sequence_group, ranks.mesh, tiles.mode, tiles.evaluation)
+        adopt_model(
+            model,
+            ranks.sequence_group,
+            ranks.mesh,
+            tiles.mode,
+            tiles.evaluation,
+            recompute_exchange=tiles.recompute_exchange,
+        )
     data_first, timed = root.use_data_before_expert_parallelism, root.wall_clock_breakdown
     prepare_expert_layers(model, device, data_first=data_first, timed=timed)
     client = _with_new_parameters(client, adopt_dtensors(model, ranks.mesh, device))

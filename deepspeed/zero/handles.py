@@ -150,3 +150,20 @@ def bucket_of(tensor: torch.Tensor) -> Bucket | None:
         return None
     found = (hooks.bucket_of(tensor) for hooks in _alive)
     return next((bucket for bucket in found if bucket is not None), None)
+
+
+def handing_on() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
+    """What hooks on saved tensors that are installed now must do with what is not theirs: pack and unpack it so.
+
+    None: they must not be installed, as there are others, which are not of a sharded model, or a transform forbids it.
+    """
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        return None
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if top is None:
+        return _same, _same
+    return top if isinstance(getattr(top[0], "__self__", None), SavedTensorHooks) else None
+
+
+def _same(value: Any) -> Any:
+    return value

@@ -32,6 +32,12 @@ class SequenceParallel(Section):
         '"loss", likewise, but with labels only the loss is returned, by tiles where tiled_loss is set; '
         '"whole", every rank computes its own, which is needed where not all ranks that share sequences evaluate.',
     )
+    recompute_exchange: Bool = key(
+        False,
+        "Keep attention's result once for backward, by tokens, instead of by heads too, and exchange it once more "
+        "there: a ninth exchange per layer and step for one activation of a layer's size less. In mode "
+        '"ulysses", for layers that are not checkpointed; of packed documents and sliding windows both are kept.',
+    )
     tiled_mlp: Bool = key(
         False,
         "Compute the MLPs of a Transformers model tile by tile along the sequence, again in backward; also without "

@@ -11,6 +11,7 @@ from torch import nn
 
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.sequence.exchange import exchange
+from deepspeed.parallel.sequence.kept_once import KeptOnce
 from deepspeed.parallel.sequence.shares import one_after_another, shares_of_heads
 from deepspeed.parallel.sequence.wire import wire_of
 
@@ -30,6 +31,8 @@ class DistributedAttention(nn.Module):
         sp_stream: A stream for the exchanges, so that they run beside the projections. Each starts when its input is
             there: at the event ``done_event`` of the tensor where it has one, else behind the current stream.
         num_kv_heads: Checked against the key, where given.
+        recompute_exchange: Keep the result once for backward, as the layer behind has it, and exchange it once more
+            there (ours, not upstream's); see ``KeptOnce``. It must then not be changed in place.
     """
 
     def __init__(
@@ -40,8 +43,11 @@ class DistributedAttention(nn.Module):
         gather_idx: int = 0,
         sp_stream: Any = None,
         num_kv_heads: int | None = None,
+        *,
+        recompute_exchange: bool = False,
     ) -> None:
         super().__init__()
+        self.recompute_exchange = recompute_exchange
         self.local_attn = local_attention
         self.spg = sequence_process_group
         self.scatter_idx = scatter_idx
@@ -92,9 +98,14 @@ class DistributedAttention(nn.Module):
         )
         if rotary_pos_emb is not None:
             query, key = (rotated(x, *rotary_pos_emb, tokens) for x in (query, key))
-        context = self.local_attn(query, key, value, *args, **kwargs)
+        once = KeptOnce() if self.recompute_exchange and wire.size > 1 else None
+        with nullcontext() if once is None else once.attending():
+            context = self.local_attn(query, key, value, *args, **kwargs)
         with self._beside(context):
-            return exchange(context, self.spg, tokens, self.scatter_idx, back=True, heads=shares.query).contiguous()
+            out = exchange(context, self.spg, tokens, self.scatter_idx, back=True, heads=shares.query).contiguous()
+        if once is not None:
+            once.became(context, out, lambda result: self._in(result, tokens, shares.query))
+        return out
 
     def _token_axis(self, query: torch.Tensor, batch_axis: int) -> int:
         if query.dim() != 4 or batch_axis not in (0, 1):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from deepspeed.comm.transport import Transport
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.sequence.shares import Share, in_equal_parts, length_of, one_after_another
 from deepspeed.parallel.sequence.wire import wire_of
+
+_LABEL = "the exchange of heads and tokens (sequence parallel)"
 
 
 def exchange(
@@ -44,8 +47,8 @@ def exchange(
         lengths: By rank, its tokens; None: equally many. Needed on the way back where they are not.
 
     Returns:
-        A tensor of the same dtype and number of axes. In memory the gathered axis comes first: ``contiguous()`` where
-        somebody views it otherwise.
+        A tensor of the same dtype and number of axes. Gathered tokens come first in memory (``contiguous()`` where
+        somebody views it otherwise); gathered heads come behind tokens, the other axes as they are.
 
     Raises:
         DeepSpeedConfigError: The sizes do not fit ``x``; before anything moves.
@@ -58,65 +61,111 @@ def exchange(
         tokens = list(lengths)
     if heads is None:
         heads = in_equal_parts(x.size(head_axis) * (wire.size if back else 1), wire.size)
-    along_sequence = one_after_another(tokens)
-    mine = (along_sequence, heads) if back else (heads, along_sequence)
-    cut_axis, gathered_axis = (sequence_axis, head_axis) if back else (head_axis, sequence_axis)
-    _check(x, wire, cut_axis, gathered_axis, *mine)
+    move = _Move(wire, sequence_axis, head_axis, back, one_after_another(tokens), tuple(heads))
+    _check(x, move)
     if wire.size == 1:
         return x
-    moved: torch.Tensor = _Exchange.apply(x, wire, cut_axis, gathered_axis, tuple(mine[0]), tuple(mine[1]))
+    moved: torch.Tensor = _Exchange.apply(x, move)
     return moved
+
+
+@dataclass(frozen=True)
+class _Move:
+    """What an exchange does with its tensor; by rank, the tokens on its one side and the heads on its other."""
+
+    wire: Transport
+    sequence_axis: int
+    head_axis: int
+    back: bool
+    tokens: tuple[Share, ...]
+    heads: tuple[Share, ...]
+
+    def reverse(self) -> _Move:
+        return replace(self, back=not self.back)
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        wire: Transport,
-        cut_axis: int,
-        gathered_axis: int,
-        cut: tuple[Share, ...],
-        gathered: tuple[Share, ...],
-    ) -> torch.Tensor:
-        ctx.arguments = wire, gathered_axis, cut_axis, gathered, cut
-        return _moved(x, *(wire, cut_axis, gathered_axis, cut, gathered))
+    def forward(ctx: Any, x: torch.Tensor, move: _Move) -> torch.Tensor:
+        ctx.move = move
+        return _moved(x, move)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:  # type: ignore[override]
-        return _moved(gradients[0], *ctx.arguments), None, None, None, None, None
+        return _moved(gradients[0], ctx.move.reverse()), None
 
 
-def _moved(
-    x: torch.Tensor,
-    wire: Transport,
-    cut_axis: int,
-    gathered_axis: int,
-    cut: tuple[Share, ...],
-    gathered: tuple[Share, ...],
-) -> torch.Tensor:
-    """Sends to rank r its share of ``cut_axis``; puts what rank r sends to its share of ``gathered_axis``.
+def _moved(x: torch.Tensor, move: _Move) -> torch.Tensor:
+    """Each element is copied once: heads are cut on the way out, or put together on the way in.
 
-    Shares of the gathered axis that coincide are added, in the order of ranks. In memory the gathered axis comes first,
-    so that what arrives is in place.
+    What travels has its tokens first. So tokens that come are in place, and those that leave are a range of memory if
+    they were first (one sequence, or an axis of tokens in front); else there is one more copy.
     """
-    x = x.movedim(gathered_axis, 0)
-    after = cut_axis + (cut_axis < gathered_axis)  # the cut axis, now that the other one is in front
+    return _heads_together(x, move) if move.back else _heads_apart(x, move)
+
+
+def _heads_apart(x: torch.Tensor, move: _Move) -> torch.Tensor:
+    """Sends to rank r its heads; gathers the tokens, which come first in memory."""
+    wire, x = move.wire, x.movedim(move.sequence_axis, 0)
+    after = move.head_axis + (move.head_axis < move.sequence_axis)  # where heads are, now that tokens are in front
+    row = math.prod(_with(x, after, 1))  # per head
+    sent = [length_of(share) * row for share in move.heads]
+    source = x.new_empty(sum(sent))
+    for share, place in zip(move.heads, source.split(sent), strict=True):
+        part = _at(x, after, share)
+        place.view(part.shape).copy_(part)
+    shape = _with(x, after, length_of(move.heads[wire.rank]))
+    received = [length_of(share) * math.prod(shape[1:]) for share in move.tokens]
+    shape[0] = move.tokens[-1][1]
+    shape.insert(move.sequence_axis, shape.pop(0))
+    axes = list(range(len(shape)))
+    axes.insert(0, axes.pop(move.sequence_axis))
+    out = _laid_out(x, shape, axes)
+    arrived = out.movedim(move.sequence_axis, 0).view(-1)
+    wire.all_to_all(source, sent, arrived, received, label=_LABEL).wait()
+    return out
+
+
+def _heads_together(x: torch.Tensor, move: _Move) -> torch.Tensor:
+    """Sends to rank r its tokens; gathers the heads, adding those that several ranks have in the order of the ranks."""
+    wire, axes = move.wire, list(range(x.dim()))
+    if move.head_axis < move.sequence_axis:  # in memory heads come behind tokens, as layers have them
+        axes.insert(move.sequence_axis, axes.pop(move.head_axis))
+    x = x.movedim(move.sequence_axis, 0).contiguous()
+    after = move.head_axis + (move.head_axis < move.sequence_axis)
+    sent = [length_of(share) * math.prod(x.shape[1:]) for share in move.tokens]
+    shape = _with(x, after, 1)
+    shape[0] = length_of(move.tokens[wire.rank])
+    received = [length_of(share) * math.prod(shape) for share in move.heads]
+    arrived = x.new_empty(sum(received))
+    wire.all_to_all(x.view(-1), sent, arrived, received, label=_LABEL).wait()
+    shape[after] = move.heads[-1][1]
+    shape.insert(move.sequence_axis, shape.pop(0))
+    coincide = sum(map(length_of, move.heads)) != move.heads[-1][1]
+    out = _laid_out(x, shape, axes)
+    if coincide:
+        out.zero_()
+    for share, part in zip(move.heads, arrived.split(received), strict=True):
+        place = _at(out, move.head_axis, share).movedim(move.sequence_axis, 0)
+        part = part.view(place.shape)
+        place.add_(part) if coincide else place.copy_(part)
+    return out
+
+
+def _laid_out(x: torch.Tensor, shape: list[int], axes: list[int]) -> torch.Tensor:
+    """Memory of its own, no view, whose axes lie in this order."""
+    strides, stride = [0] * len(shape), 1
+    for axis in reversed(axes):
+        strides[axis] = stride
+        stride *= max(shape[axis], 1)
+    return torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
+
+
+def _with(x: torch.Tensor, axis: int, length: int) -> list[int]:
+    """The shape with one axis of another length."""
     shape = list(x.shape)
-    shape[after] = length_of(cut[wire.rank])
-    row = math.prod(shape[1:])
-    received = [length_of(share) * row for share in gathered]
-    sent = [x.numel() // x.size(after) * length_of(share) for share in cut]
-    source = torch.cat([_at(x, after, share).reshape(-1) for share in cut])
-    arrived = source.new_empty(sum(received))
-    label = "the exchange of heads and tokens (sequence parallel)"
-    wire.all_to_all(source, sent, arrived, received, label=label).wait()
-    if sum(length_of(share) for share in gathered) == gathered[-1][1]:
-        return arrived.view(-1, *shape[1:]).movedim(0, gathered_axis)
-    out = source.new_zeros((gathered[-1][1], *shape[1:]))
-    for share, part in zip(gathered, arrived.split(received), strict=True):
-        _at(out, 0, share).add_(part.view(-1, *shape[1:]))
-    return out.movedim(0, gathered_axis)
+    shape[axis] = length
+    return shape
 
 
 def _at(x: torch.Tensor, axis: int, share: Share) -> torch.Tensor:
@@ -132,19 +181,17 @@ def _even(length: int, ranks: int) -> list[int]:
     return [length // ranks] * ranks
 
 
-def _check(
-    x: torch.Tensor,
-    wire: Transport,
-    cut_axis: int,
-    gathered_axis: int,
-    cut: Sequence[Share],
-    gathered: Sequence[Share],
-) -> None:
-    found = x.size(cut_axis), x.size(gathered_axis)
-    expected = cut[-1][1], length_of(gathered[wire.rank])
-    if len(cut) != wire.size or len(gathered) != wire.size or found != expected or cut_axis == gathered_axis:
+def _check(x: torch.Tensor, move: _Move) -> None:
+    rank, ranks = move.wire.rank, move.wire.size
+    known = len(move.tokens) == ranks == len(move.heads) and move.sequence_axis != move.head_axis
+    whole, own = (move.tokens, move.heads) if move.back else (move.heads, move.tokens)
+    axes = move.sequence_axis, move.head_axis
+    cut, gathered = axes if move.back else axes[::-1]
+    expected = whole[-1][1], length_of(own[rank]) if rank < len(own) else 0
+    found = x.size(cut), x.size(gathered)
+    if not known or found != expected:
         raise DeepSpeedConfigError(
-            f"sequence parallel: a tensor of shape {tuple(x.shape)} was to be cut along axis {cut_axis} and gathered "
-            f"along axis {gathered_axis} among {wire.size} ranks; expected {expected[0]} and {expected[1]} elements "
+            f"sequence parallel: a tensor of shape {tuple(x.shape)} was to be cut along axis {cut} and gathered "
+            f"along axis {gathered} among {ranks} ranks; expected {expected[0]} and {expected[1]} elements "
             f"there, found {found[0]} and {found[1]}"
         )

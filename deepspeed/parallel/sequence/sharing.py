@@ -31,6 +31,7 @@ class Sharing:
         disable_in_eval: In evaluation the model is left to itself, with whole sequences on each rank.
         heads_group: The ranks among which heads are divided inside attention; None: keys and values go round instead.
         ring_group: The ranks around which keys and values go; None: they do not.
+        recompute_exchange: Attention's result is kept once for backward; see ``KeptOnce``.
     """
 
     model: weakref.ref[nn.Module]
@@ -39,6 +40,7 @@ class Sharing:
     disable_in_eval: bool
     heads_group: Any
     ring_group: Any = None
+    recompute_exchange: bool = False
     _evaluates: bool = False
     _is_left_alone: bool = False
     _gathered: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)

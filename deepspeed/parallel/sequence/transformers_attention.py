@@ -6,6 +6,7 @@ exchange. The mask function goes with it: it recognises masks instead of buildin
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from deepspeed.comm.world import rank_in, size_of
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.sequence.attend import attend
 from deepspeed.parallel.sequence.exchange import exchange
+from deepspeed.parallel.sequence.kept_once import KeptOnce
 from deepspeed.parallel.sequence.ring import ring_attention
 from deepspeed.parallel.sequence.shares import length_of, shares_of_heads
 from deepspeed.parallel.sequence.sharing import Sharing, registered, registered_by
@@ -100,22 +102,27 @@ def attention(
     if kwargs.get("s_aux") is not None:  # one number per head
         start, end = shares.query[rank_in(group)]
         kwargs["s_aux"] = kwargs["s_aux"][start:end]
-    if sharing.core == "sdpa":
-        _refuse_sinks(module, kwargs)
-        out = attend(
-            *inside,
-            documents=sharing.documents(positions, padding, query.size(0)),
-            is_causal=seen.is_causal,
-            window=seen.window,
-            scale=scaling,
-            dropout=dropout,
-        ).transpose(1, 2)
-    else:
-        out = _by_core(
-            sharing, module, inside, seen, positions, padding, {"scaling": scaling, "dropout": dropout, **kwargs}
-        )
-        out = out.reshape(*out.shape[:2], length_of(shares.query[rank_in(group)]), -1)
-    return exchange(out, group, 1, 2, back=True, heads=shares.query), None
+    once = KeptOnce() if sharing.recompute_exchange else None
+    with nullcontext() if once is None else once.attending():
+        if sharing.core == "sdpa":
+            _refuse_sinks(module, kwargs)
+            out = attend(
+                *inside,
+                documents=sharing.documents(positions, padding, query.size(0)),
+                is_causal=seen.is_causal,
+                window=seen.window,
+                scale=scaling,
+                dropout=dropout,
+            ).transpose(1, 2)
+        else:
+            out = _by_core(
+                sharing, module, inside, seen, positions, padding, {"scaling": scaling, "dropout": dropout, **kwargs}
+            )
+            out = out.reshape(*out.shape[:2], length_of(shares.query[rank_in(group)]), -1)
+    whole = exchange(out, group, 1, 2, back=True, heads=shares.query)
+    if once is not None:
+        once.became(out, whole, lambda result: exchange(result, group, 1, 2, heads=shares.query))
+    return whole, None
 
 
 class _Seen:

@@ -100,7 +100,15 @@ def _check_by_name(name: Any, core: str | None, ranks: int) -> None:
     shares_of_heads(heads, getattr(text, "num_key_value_heads", None) or heads, ranks)
 
 
-def adopt_model(model: nn.Module, group: Any, mesh: Mesh, mode: str, evaluation: str = "whole") -> None:
+def adopt_model(
+    model: nn.Module,
+    group: Any,
+    mesh: Mesh,
+    mode: str,
+    evaluation: str = "whole",
+    *,
+    recompute_exchange: bool = False,
+) -> None:
     """Shares the sequences of a Transformers model that ``initialize`` got, in the way that the configuration says.
 
     Every rank of the job must call it. A model that was not registered is registered here; one of no Transformers class
@@ -112,15 +120,26 @@ def adopt_model(model: nn.Module, group: Any, mesh: Mesh, mode: str, evaluation:
         mesh: Of the job.
         mode: ``sequence_parallel.mode``.
         evaluation: ``sequence_parallel.evaluation``.
+        recompute_exchange: ``sequence_parallel.recompute_exchange``.
 
     Raises:
         DeepSpeedConfigError: The model cannot be shared in this way.
     """
+    if recompute_exchange and mode != "ulysses":
+        raise DeepSpeedConfigError(
+            f'sequence_parallel.recompute_exchange with mode "{mode}": attention round the ranks keeps its result in '
+            'another order of tokens; set recompute_exchange to false, or mode to "ulysses"'
+        )
     if sharing_of(model) is None and not hasattr(model, "set_attn_implementation"):
         if mode != "ulysses":
             raise DeepSpeedConfigError(
                 f'sequence_parallel.mode "{mode}": {type(model).__name__} is no Transformers model, so its own code '
                 "says how it attends (deepspeed.sequence.ring_attention); leave the key out"
+            )
+        if recompute_exchange:
+            raise DeepSpeedConfigError(
+                f"sequence_parallel.recompute_exchange: {type(model).__name__} is no Transformers model; give its "
+                "DistributedAttention recompute_exchange=True, and leave the key out"
             )
         return
     if sharing_of(model) is None:
@@ -129,6 +148,7 @@ def adopt_model(model: nn.Module, group: Any, mesh: Mesh, mode: str, evaluation:
     found = sharing_of(model)
     assert found is not None
     ranks = mesh.size(SEQUENCE)
+    found.recompute_exchange = recompute_exchange
     found.heads_group, found.ring_group = _groups_of_mode(model, group, mesh, mode)
     if found.disable_in_eval and evaluation != "whole":
         share_evaluation(model, found, keeps_logits=evaluation == "logits")
