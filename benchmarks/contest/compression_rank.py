@@ -1,9 +1,9 @@
-"""One rank of ``benchmarks/compression.py``: trains a model whose gradients travel in one way; says what it took."""
+"""One rank of ``benchmarks/compression.py``: trains models whose gradients travel in different ways, a step of each in
+turn, and says what each took."""
 
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import sys
 import time
@@ -35,7 +35,6 @@ def ddp(told: dict[str, Any]) -> Callable[[int], None]:
     """torch's DDP in bf16 with fp32 masters left out: its hook is what is compared."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-    dist.init_process_group("gloo")
     model = nn.parallel.DistributedDataParallel(model_of(told["millions"]))
 
     def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP wants types, not their names, or none
@@ -52,11 +51,10 @@ def ddp(told: dict[str, Any]) -> Callable[[int], None]:
     return step
 
 
-def ours(told: dict[str, Any]) -> Callable[[int], None]:
-    """This project; the way is None, or one of communication_compression.gradients."""
+def ours(told: dict[str, Any], way: str) -> Callable[[int], None]:
+    """This project; the way is "plain", or one of communication_compression.gradients."""
     import deepspeed
 
-    section = {} if told["way"] == "plain" else {"gradients": told["way"], "start_step": told.get("start_step", 0)}
     engine = deepspeed.initialize(
         model=model_of(told["millions"]),
         config={
@@ -65,7 +63,7 @@ def ours(told: dict[str, Any]) -> Callable[[int], None]:
             "zero_optimization": {"stage": told["stage"]},
             "communication_data_type": "bf16",
             "gradient_clipping": 0.0,
-            "communication_compression": section,
+            "communication_compression": {} if way == "plain" else {"gradients": way},
         },
     )[0]
 
@@ -76,40 +74,62 @@ def ours(told: dict[str, Any]) -> Callable[[int], None]:
     return step
 
 
+class Contestant:
+    """One way, and what its steps took."""
+
+    def __init__(self, step: Callable[[int], None], warm: int) -> None:
+        self._step = step
+        self.took: list[float] = []
+        self.processor = self.sent = self.booked = 0.0
+        for number in range(warm):
+            step(number)
+        self._number = warm
+
+    def run(self) -> None:
+        """One step, after all ranks have come here."""
+        from deepspeed.comm.counters import traffic
+
+        def figures() -> tuple[float, ...]:
+            booked = sum(tally.nbytes for tally in traffic.ran.values())
+            return time.perf_counter(), time.process_time(), sent_bytes(), booked
+
+        dist.barrier()
+        before = figures()
+        self._step(self._number)
+        self._number += 1
+        wall, *more = (now - then for now, then in zip(figures(), before, strict=True))
+        self.took.append(wall)
+        self.processor, self.sent, self.booked = (
+            total + one for total, one in zip((self.processor, self.sent, self.booked), more, strict=True)
+        )
+
+    def result(self) -> dict[str, float]:
+        """Seconds and bytes of a step."""
+        steps = len(self.took)
+        return {
+            "median": statistics.median(self.took),
+            "fastest": min(self.took),
+            "processor": self.processor / steps,
+            "sent": self.sent / steps,
+            "booked": self.booked / steps,
+        }
+
+
 def main() -> None:
     told = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     if told.get("throttle"):
         throttle_transport(told["throttle"])
-    step = (ddp if told["kind"] == "ddp" else ours)(told)
-    from deepspeed.comm.counters import traffic
-
-    for number in range(told["warm"]):
-        step(number)
+    dist.init_process_group("gloo")
+    contestants = {}
+    for way, warm in told["ways"].items():
+        # One after the other: what is warmed up (auto chooses then) is not disturbed by the others.
+        contestants[way] = Contestant(ddp(told) if way == "ddp" else ours(told, way), warm)
+    for _ in range(told["steps"]):
+        for contestant in contestants.values():
+            contestant.run()
     dist.barrier()
-    took, before, booked = [], sent_bytes(), sum(tally.nbytes for tally in traffic.ran.values())
-    processor = time.process_time()
-    for number in range(told["steps"]):
-        begun = time.perf_counter()
-        step(told["warm"] + number)
-        took.append(time.perf_counter() - begun)
-    processor = time.process_time() - processor
-    dist.barrier()
-    booked = sum(tally.nbytes for tally in traffic.ran.values()) - booked
-    print(
-        "RESULT "
-        + json.dumps(
-            {
-                "rank": int(os.environ["RANK"]),
-                "median": statistics.median(took),
-                "fastest": min(took),
-                "processor": processor / told["steps"],
-                "sent": (sent_bytes() - before) / told["steps"],
-                "booked": booked / told["steps"],
-            }
-        ),
-        flush=True,
-    )
+    print("RESULT " + json.dumps({way: one.result() for way, one in contestants.items()}), flush=True)
     dist.destroy_process_group()
 
 
