@@ -117,7 +117,9 @@ def _idle_codes(root: Root, findings: Findings) -> None:
     section = root.communication_compression
     if section.gradients is None:
         idle = [
-            ("communication_compression", name) for name, _ in _changed(section) if name not in ("weights", "islands")
+            ("communication_compression", name)
+            for name, _ in _changed(section)
+            if name not in ("weights", "warm_up", "islands")  # warm_up: the optimizer decides, see the engine
         ]
         _line(list(idle), "communication_compression.gradients is not given", findings)
 

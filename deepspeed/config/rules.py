@@ -78,6 +78,10 @@ def _codes(root: Root, findings: Findings) -> None:
     at: Path = ("communication_compression",)
     if section.block is not None and section.block & (section.block - 1):
         findings.problem((*at, "block"), f"expected a power of 2 from 8 to 262144, found {section.block}")
+    if section.warm_up is not None and section.gradients == "auto":
+        findings.problem(
+            (*at, "warm_up"), 'with gradients "auto" what is measured says how they travel; keep one of them'
+        )
     if section.weights is not None and zero.stage < 3:
         findings.problem(
             (*at, "weights"),

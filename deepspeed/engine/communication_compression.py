@@ -26,7 +26,9 @@ _MARGIN = 1.1
 """By how much codes must be faster alone to be tried: what is closer than that is noise."""
 
 
-def with_codecs(groups: Groups, root: Root, precision: PrecisionPolicy, device: torch.device) -> Groups:
+def with_codecs(
+    groups: Groups, root: Root, precision: PrecisionPolicy, device: torch.device, *, sends_momentum: bool
+) -> Groups:
     """The groups as ``communication_compression`` wants them. Every rank must call it.
 
     Args:
@@ -34,17 +36,25 @@ def with_codecs(groups: Groups, root: Root, precision: PrecisionPolicy, device: 
         root: The configuration.
         precision: Dtypes of what travels as it is.
         device: Where gradients are.
+        sends_momentum: The optimizer exchanges gradients in its warm-up only.
     """
     section = root.communication_compression
     reduce, measured = gradient_codec(section), ""
     if section.gradients == "auto":
         reduce, measured = _measured_codec(groups, root, precision, device)
     gather = Int8Codec() if section.weights is not None else None
+    early = _early_codec(section, sends_momentum=sends_momentum)
+    if sends_momentum and early is not None:
+        log_dist(
+            f"communication_compression: in the warm-up gradients travel as {early.name} codes: "
+            f"{bits_of(early):.2f} bits an element instead of {wire_bits(root, precision)}"
+        )
+        return groups.coded(gather, early)
     if reduce is None and gather is None:
         if measured:
             log_dist(f"communication_compression: gradients travel as they are: {measured}")
         return groups
-    coded = groups.coded(gather, reduce)
+    coded = groups.coded(gather, reduce, early=early)
     said = [_gradients_line(section, reduce, coded, wire_bits(root, precision))] if reduce is not None else []
     if measured:
         said.append(measured)
@@ -61,6 +71,19 @@ def gradient_codec(section: CommunicationCompression) -> Codec | None:
     if section.gradients is None or section.gradients == "auto":
         return None
     return _codec(section.gradients, section)
+
+
+def _early_codec(section: CommunicationCompression, *, sends_momentum: bool) -> Codec | None:
+    """How gradients travel before those updates that ``gradients`` is for."""
+    if section.warm_up is None:
+        return None
+    if not sends_momentum and not (section.gradients and section.start_step):
+        log_dist(
+            f'communication_compression.warm_up "{section.warm_up}" has no effect: gradients travel in one way from '
+            "the first update on; give gradients and start_step"
+        )
+        return None
+    return _CODECS[section.warm_up](_BLOCKS[section.warm_up], feeds_back=False)
 
 
 def default_codec(name: str) -> Codec:
@@ -106,6 +129,7 @@ def _gradients_line(section: CommunicationCompression, codec: Codec, groups: Gro
         phase = f"in turn with plain ones until update {until}, and then if that is faster"
         return f"gradients travel as {codec.name} codes ({bits:.2f} bits an element instead of {plain_bits}) {phase}"
     phase = f"from update {section.start_step + 1} on" if section.start_step else "from the first update on"
+    phase += f", until then as {section.warm_up}" if section.start_step and section.warm_up else ""
     exact = ""
     if any(group.spans_parts for group in groups):
         exact = "; between copies in other parts of the model they travel as they are"

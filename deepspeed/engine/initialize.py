@@ -198,13 +198,14 @@ def _build_parts(client: Client, config: Any, distributed_port: int, dist_init_r
         divisor=gradient_divisor(root, ranks),
         copies=copies,
     )
-    groups = with_codecs(groups, root, precision, device)
+    sends_momentum = isinstance(torch_optimizer, ExchangesMomentum)
+    groups = with_codecs(groups, root, precision, device, sends_momentum=sends_momentum)
     groups = use_zero_plus_plus(groups, root.zero_optimization)
     placement = replace(
         placement,
         feeds_back=any(group.feeds_back for group in groups),
         may_skip=precision.may_skip,
-        sends_momentum=isinstance(torch_optimizer, ExchangesMomentum),
+        sends_momentum=sends_momentum,
         meets=islands is not None,
     )
     refuse_cut_tensors(torch_optimizer, client.model, groups, placement)

@@ -83,7 +83,13 @@ def refuse_what_cannot_send_momentum(root: Root, placement: Placement, optimizer
     if root.communication_compression.gradients is not None:
         raise DeepSpeedConfigError(
             f"optimizer {name} with communication_compression.gradients: this optimizer exchanges momenta instead of "
-            "gradients; leave the key out, or use AdamW with it"
+            "gradients; leave the key out, or use AdamW with it. How those of its warm-up travel is what "
+            "communication_compression.warm_up says"
+        )
+    if root.communication_compression.warm_up is not None and isinstance(optimizer, ZeroOneAdam):
+        raise DeepSpeedConfigError(
+            f"optimizer {name} with communication_compression.warm_up: its variance is updated from exact mean "
+            "gradients, and nothing else of gradients travels; leave the key out"
         )
     for number, group in enumerate(optimizer.param_groups):
         if group.get("non_freeze"):

@@ -89,7 +89,7 @@ def _reduction(root: Root, placement: Placement, precision: PrecisionPolicy) -> 
         overlap=root.zero_optimization.overlap_comm is not False,
         allow_unused=root.zero_optimization.ignore_unused_parameters,
         may_skip=precision.may_skip,
-        codes_from=root.communication_compression.start_step,
+        codes_from=root.communication_compression.start_step if root.communication_compression.gradients else 0,
         is_trial=root.communication_compression.gradients == "auto",
         forget_every=steps_until_reset(root.zero_optimization),
     )

@@ -38,6 +38,7 @@ def use_zero_plus_plus(groups: Groups, zero: ZeroOptimization) -> Groups:
         weights or present.gather_codec,
         gradients or present.reduce_codec,
         frozen=weights or frozen or present.frozen_codec,
+        early=present.early_codec,
     )
 
 

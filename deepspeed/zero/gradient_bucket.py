@@ -64,7 +64,7 @@ class GradientBucket:
         repeats: Gradients arrive more than once in a backward.
         private: What reductions have lost of this rank's gradients so far, 1-D fp32, times the loss scale as gradients
             are; None where they lose nothing, or it is not kept.
-        is_coded: Reductions are those of a group that has codecs; otherwise they are exact there too.
+        is_coded: Reductions are as ``reduce_codec`` of their group says; otherwise as ``early_codec`` does.
     """
 
     def __init__(
@@ -304,7 +304,7 @@ class GradientBucket:
         self._rounds += 1
         if self._undo is not None and self.is_coded:
             self._undo.keep()
-        wire = self._group.gradient_wire if self.is_coded else self._group.reduce
+        wire = self._group.gradient_wire if self.is_coded else self._group.early_gradient_wire
         reduce = wire.reduce_scatter if self._policy.to_owner else wire.all_reduce
         is_result = self.sum.reduced is None and not self._narrows and self._group.combine is None
         squares = self.sum.fresh_squares(wanted=is_result)
@@ -317,8 +317,8 @@ class GradientBucket:
                 label=f"the reduction of the gradients of {self.bucket.label}",
                 limit=self._policy.bucket_numel,
                 visit=None if squares is None else squares.add,
-                error=self._residual,
-                rows=self._rows,
+                error=self._residual if self.is_coded else None,
+                rows=self._rows if self.is_coded else None,
             ),
         )
         self._transfer = _Transfer(work, source, incoming)
@@ -376,7 +376,7 @@ class GradientBucket:
         """Sends the partial sum to the ranks with the same slice; nothing to do where there is none."""
         if self.sum.partial is None:
             return
-        transport = self._group.combine_wire if self.is_coded else self._group.combine
+        transport = self._group.combine_wire if self.is_coded else self._group.early_combine_wire
         to_owner = self._group.is_spread
         assert transport is not None and self._transfer is None
         partial = self.sum.take_partial()
@@ -392,8 +392,8 @@ class GradientBucket:
                 key=transfer_key(transport.owner, self._number_among_copies, _REDUCTION, self._rounds),
                 label=f"the sum of the gradients of {self.bucket.label} over all groups",
                 limit=self._policy.bucket_numel,
-                error=self._combine_residual,
-                rows=self._combine_rows,
+                error=self._combine_residual if self.is_coded else None,
+                rows=self._combine_rows if self.is_coded else None,
             ),
         )
         self._transfer = _Transfer(work, partial, incoming)

@@ -166,7 +166,7 @@ class GradientReducer:
         if not self.is_coded and self._has_codecs and self._hooks and not self.policy.is_trial:
             log_dist(
                 f"training ends before update {self.policy.codes_from + 1}, from which on gradients were to travel as "
-                "codes (communication_compression.start_step): all have travelled as they are"
+                "communication_compression.gradients says (start_step): none has"
             )
         for hook in self._hooks.values():
             hook.remove()

@@ -38,6 +38,7 @@ class BucketGroup:
             several stages of a pipeline): sums over them wait for the update, and whoever edits one copy must edit all.
         gather_codec: How parameters travel that are gathered for their uses; None: as they are.
         frozen_codec: The same of parameters that were frozen when their buckets were made.
+        early_codec: How gradients travel until the updates that ``reduce_codec`` is for; None: as they are.
         reduce_codec: How gradients travel, between the ranks that share slices and then between those with the same
             slices; None: as they are.
     """
@@ -53,6 +54,7 @@ class BucketGroup:
     spans_parts: bool = False
     gather_codec: Codec | None = None
     frozen_codec: Codec | None = None
+    early_codec: Codec | None = None
     reduce_codec: Codec | None = None
 
     @classmethod
@@ -80,14 +82,23 @@ class BucketGroup:
         return coded(self.reduce, self.reduce_codec)
 
     @cached_property
-    def combine_wire(self) -> Transport | None:
-        """Carries sums between the ranks that hold the same slices; it need not be exact.
+    def early_gradient_wire(self) -> Transport:
+        """The same in early updates."""
+        return coded(self.reduce, self.early_codec)
 
-        What ranks with other parts of the model have too is combined as it is: they need not share a layout.
-        """
-        if self.combine is None or self.spans_parts:
-            return self.combine
-        return coded(self.combine, self.reduce_codec)
+    @cached_property
+    def combine_wire(self) -> Transport | None:
+        """Carries sums between the ranks that hold the same slices; it need not be exact."""
+        return self._between_copies(self.reduce_codec)
+
+    @cached_property
+    def early_combine_wire(self) -> Transport | None:
+        """The same in early updates."""
+        return self._between_copies(self.early_codec)
+
+    def _between_copies(self, codec: Codec | None) -> Transport | None:
+        # What ranks with other parts of the model have too is combined as it is: they need not share a layout.
+        return self.combine if self.combine is None or self.spans_parts else coded(self.combine, codec)
 
     @property
     def feeds_back(self) -> bool:
@@ -172,15 +183,28 @@ class Groups:
         peers = groups[0].reduce.peers
         return cls({group.name: group for group in groups}, peers, peers)
 
-    def coded(self, gather: Codec | None, reduce: Codec | None, *, frozen: Codec | None = None) -> Groups:
+    def coded(
+        self,
+        gather: Codec | None,
+        reduce: Codec | None,
+        *,
+        frozen: Codec | None = None,
+        early: Codec | None = None,
+    ) -> Groups:
         """The same groups with codecs; every rank must call it. Makes a number for the engine anew.
 
         Args:
             gather: How sharded parameters travel to where they are used; None: as they are.
             reduce: How gradients travel; None: as they are.
+            early: The same in updates before those that travel so; None: as they are.
             frozen: The same as ``gather`` of parameters that are frozen from the start; None: as others are.
         """
-        codecs = {"gather_codec": gather, "frozen_codec": frozen or gather, "reduce_codec": reduce}
+        codecs = {
+            "gather_codec": gather,
+            "frozen_codec": frozen or gather,
+            "reduce_codec": reduce,
+            "early_codec": early,
+        }
         named = {group.name: replace(group, **codecs) for group in self}  # type: ignore[arg-type]
         return replace(self, by_name=named)
 

@@ -92,6 +92,34 @@ def test_codes_begin_at_their_step() -> None:
     run_ranks(phases, 2)
 
 
+def early_codes() -> None:
+    """Until start_step they travel as warm_up says, bit for bit as with that codec from the start."""
+    both = {"gradients": "sign", "start_step": 2, "warm_up": "int8"}
+    for stage in (0, 2):
+        with Lines() as lines:
+            engine, first = compressed(stage, both), compressed(stage, {"gradients": "int8"})
+        assert rank() or any("until then as int8" in line for line in lines.said)
+        for step in range(3):
+            with counted() as traffic:
+                run_step(engine, step)
+                moved = traffic.asked["swap"].nbytes
+            run_step(first, step)
+            ours, theirs = weights(engine), weights(first)
+            assert all(torch.equal(ours[name], theirs[name]) for name in theirs) is (step < 2)
+            lost = torch.cat([gradients.private.tensor for gradients in engine._runtime.reducer.buckets])
+            assert bool(lost.any()) is (step == 2)  # what int8 loses is not kept
+            codec = SignCodec(2048) if step == 2 else Int8Codec()
+            buckets = engine._runtime.reducer.buckets
+            codes = sum(coded_nbytes(codec, one.bucket.layout.slice_numel) for one in buckets)
+            assert codes <= moved <= 1.01 * codes + 8 * sum(one._rows.nbytes for one in buckets)
+        engine.destroy()
+        first.destroy()
+
+
+def test_early_updates_may_have_another_codec() -> None:
+    run_ranks(early_codes, 2)
+
+
 def weights_too() -> None:
     engine = compressed(3, {"weights": "int8", "gradients": "int8"})
     assert engine._runtime.reducer.buckets[0].private is None  # int8 goes without
@@ -124,6 +152,7 @@ def test_contradictions_are_refused_by_name() -> None:
     at = "communication_compression"
     assert "stage 3 only" in only_problem({at: {"weights": "int8"}, "zero_optimization": {"stage": 2}})
     assert "power of 2" in only_problem({at: {"gradients": "sign", "block": 96}})
+    assert "keep one" in only_problem({at: {"gradients": "auto", "warm_up": "int8"}})
     zero = {"stage": 3, "zero_quantized_gradients": True}
     found = problems({at: {"gradients": "int4"}, "zero_optimization": zero})
     assert any(f"{at}.gradients: says the same as zero_optimization.zero_quantized_gradients" in one for one in found)

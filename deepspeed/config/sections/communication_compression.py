@@ -55,6 +55,12 @@ class CommunicationCompression(Section):
     start_step: Int = key(
         0, "Updates before gradients travel as codes; until then they travel as they are.", unit="steps", minimum=0
     )
+    warm_up: Annotated[Literal["int8", "int4"] | None, AnyCase] = key(
+        None,
+        "How gradients travel before start_step, and in the warm-up of OneBitAdam and OneBitLamb; without error "
+        "feedback.",
+        null_means="as they are",
+    )
     islands: Islands | None = key(
         None,
         "Train in islands that meet seldom. The other keys say how values travel inside an island.",
