@@ -6,6 +6,11 @@ and once back, and every token adds up what its experts made of it. Nothing is p
 ranks a layer sends about ``k S M (1 - 1 / ep)`` elements each way, whatever the capacity, and ranks may have any number
 of tokens, none included.
 
+**Rows are touched little.** Forward they are written four times: gathered from the tokens, put in the order of experts,
+put in that of ranks, and summed by token with their weights in one pass (``embedding_bag``); the first two of these are
+one where this rank has all experts. Backward likewise, and once for the gradient of the weights. Rows for this rank's
+own experts come first in every buffer, so that the others' are in one piece and travel while these are being copied.
+
 **Ranks must take part alike.** A rank whose experts get no row still has a backward with two exchanges: the graph of
 what comes back hangs on an anchor, and that of no rows on the rows themselves. It also gathers its experts where they
 are sharded, at the same place as the others, though it has no use for them.
@@ -13,6 +18,7 @@ are sharded, at the same place as the others, though it has no use for them.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +28,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from deepspeed.comm import within_backward
-from deepspeed.comm.transport import LocalTransport, Transport
+from deepspeed.comm.transport import LocalTransport, Transport, Work
 
 
 @dataclass(frozen=True)
@@ -30,12 +36,13 @@ class Plan:
     """How the routes of one forward travel.
 
     Attributes:
-        order: ``[R]`` int64: the number, in the flattened ``[k, S]``, of each kept route, sorted by expert.
+        order: ``[R]`` int64: the number, in the flattened ``[k, S]``, of each kept route: those to this rank's experts
+            first, behind them those to the other ranks in order, each sorted by expert.
         num_choices: k.
         num_tokens: S.
         mine: Kept routes of this rank to each expert of all.
-        sent: Rows that go to each rank.
-        received: Rows that come from each rank.
+        sent: Rows that go to each rank; to this one 0, as its own stay.
+        received: Rows that come from each rank; from this one 0.
         arrived: By rank and expert of this rank: rows that come.
         transport: Between the ranks that share the experts.
         waited: Seconds that the host waited for each exchange of rows so far, in order.
@@ -52,19 +59,46 @@ class Plan:
     waited: list[float] = field(default_factory=list)
 
     @property
-    def is_whole(self) -> bool:
-        """Whether no route was dropped."""
-        return len(self.order) == self.num_choices * self.num_tokens
-
-    @property
-    def num_local_experts(self) -> int:
-        """Experts of this rank."""
-        return len(self.arrived[0])
+    def num_own(self) -> int:
+        """Routes of this rank to its own experts."""
+        return len(self.order) - sum(self.sent)
 
     @property
     def load(self) -> list[int]:
         """Rows of each expert of this rank."""
         return [sum(column) for column in zip(*self.arrived, strict=True)]
+
+    def wait(self, work: Work) -> None:
+        """Waits for an exchange of rows, and notes how long."""
+        begun = time.perf_counter()
+        work.wait()
+        self.waited.append(time.perf_counter() - begun)
+
+    @functools.cached_property
+    def tokens(self) -> torch.Tensor:
+        """``[R]`` int64: whose row each kept route takes."""
+        return self.order if self.num_choices == 1 else self.order % max(self.num_tokens, 1)
+
+    @functools.cached_property
+    def by_token(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The kept routes of each token in the order of its choices: three int64 tensors, found without a wait.
+
+        ``[R]`` their places in ``order``, ``[R]`` their numbers in the flattened ``[k, S]``, and ``[S]`` where those of
+        each token begin in both.
+        """
+        routes, kept = self.num_choices * self.num_tokens, len(self.order)
+        place = self.order.new_full((routes,), -1)
+        place[self.order] = torch.arange(kept, device=place.device)
+        place = place.view(self.num_choices, self.num_tokens).t().reshape(-1)
+        number = torch.arange(routes, device=place.device)
+        number = number.view(self.num_choices, self.num_tokens).t().reshape(-1)
+        if kept == routes:
+            return place, number, torch.arange(0, routes, self.num_choices, device=place.device)
+        is_kept = place >= 0
+        end = is_kept.cumsum(0)
+        target = torch.where(is_kept, end - 1, kept)  # all that are dropped go to one place behind the others
+        places, numbers = (x.new_empty(kept + 1).scatter_(0, target, x)[:kept] for x in (place, number))
+        return places, numbers, (end - is_kept.long()).view(self.num_tokens, self.num_choices)[:, 0].contiguous()
 
 
 def plan_routes(indices: torch.Tensor, num_experts: int, transport: Transport | None = None) -> Plan:
@@ -79,28 +113,31 @@ def plan_routes(indices: torch.Tensor, num_experts: int, transport: Transport | 
     choices, tokens = indices.shape
     flat = indices.reshape(-1).long()
     counts = torch.bincount(flat.clamp(min=-1) + 1, minlength=num_experts + 1)
-    order = flat.argsort(stable=True)
     if transport.size == 1:
+        order = flat.argsort(stable=True)
         dropped, *mine = counts.tolist() if not counts.is_meta else (0, *_evenly(flat.numel(), num_experts))
-        return Plan(
-            order[dropped:], choices, tokens, tuple(mine), (sum(mine),), (sum(mine),), (tuple(mine),), transport
-        )
+        return Plan(order[dropped:], choices, tokens, tuple(mine), (0,), (0,), (tuple(mine),), transport)
     # The counts of this rank and those that come, in one wait of the host.
     told = torch.empty_like(counts[1:])
     local = num_experts // transport.size
     rows = [local] * transport.size
-    transport.all_to_all(counts[1:].contiguous(), rows, told, rows, label="how many tokens go to each expert").wait()
+    work = transport.all_to_all(counts[1:].contiguous(), rows, told, rows, label="how many tokens go to each expert")
+    order = flat.argsort(stable=True)
+    work.wait()
+    first = transport.rank * local
     if counts.is_meta:
         even = _evenly(flat.numel(), num_experts)
-        first = transport.rank * local
         dropped, numbers = 0, [*even, *even[first : first + local] * transport.size]
     else:
         dropped, *numbers = torch.cat((counts, told)).tolist()
     mine, theirs = numbers[:num_experts], numbers[num_experts:]
-    arrived = tuple(tuple(theirs[first : first + local]) for first in range(0, num_experts, local))
-    sent = tuple(sum(mine[first : first + local]) for first in range(0, num_experts, local))
-    received = tuple(map(sum, arrived))
-    return Plan(order[dropped:], choices, tokens, tuple(mine), sent, received, arrived, transport)
+    arrived = tuple(tuple(theirs[begin : begin + local]) for begin in range(0, num_experts, local))
+    begin, own = dropped + sum(mine[:first]), sum(mine[first : first + local])
+    order = torch.cat((order[begin : begin + own], order[dropped:begin], order[begin + own :]))
+    sent = [sum(mine[begin : begin + local]) for begin in range(0, num_experts, local)]
+    received = [sum(of_rank) for of_rank in arrived]
+    sent[transport.rank] = received[transport.rank] = 0
+    return Plan(order, choices, tokens, tuple(mine), tuple(sent), tuple(received), arrived, transport)
 
 
 def _evenly(routes: int, num_experts: int) -> list[int]:
@@ -108,149 +145,201 @@ def _evenly(routes: int, num_experts: int) -> list[int]:
     return [routes // num_experts + (expert < routes % num_experts) for expert in range(num_experts)]
 
 
-Run = Callable[[torch.Tensor, Sequence[int]], torch.Tensor | Sequence[torch.Tensor]]
-"""Experts: from their rows ``[n, M]``, sorted by expert, and how many each has (0 is allowed), to what they make of
-these: one tensor, or one per expert."""
+Run = Callable[[Any], torch.Tensor | Sequence[torch.Tensor]]
+"""Experts: from their rows, as :func:`dispatch` hands them over, to what they make of these: one tensor, or one per
+expert."""
 
 
-def dispatch(x: torch.Tensor, plan: Plan, run: Run, needed: Sequence[torch.Tensor] = ()) -> torch.Tensor:
-    """Sends the rows of ``x`` to their experts, and brings back what these make of them, route by route.
+def dispatch(
+    x: torch.Tensor,
+    weights: torch.Tensor | None,
+    plan: Plan,
+    run: Run,
+    needed: Sequence[torch.Tensor] = (),
+    *,
+    in_pieces: bool = True,
+) -> torch.Tensor:
+    """Sends the rows of ``x`` to their experts, and adds up for each token, in fp32, what comes back.
 
     Args:
         x: ``[S, M]``, the tokens of this rank.
+        weights: ``[k, S]`` factor of every route; None: 1.
         plan: Their routes.
         run: The experts of this rank.
         needed: Parameters that their backward needs where they have rows. Every rank asks for them before the exchanges
             of its backward: where they are sharded, all ranks then gather them in one order.
+        in_pieces: ``run`` gets a list of the rows ``[n, M]`` of each expert (0 are allowed); else one tensor with all
+            of them, sorted by expert.
 
     Returns:
-        ``[R, M']``: the result of each kept route, in the order of ``plan``.
+        ``[S, M']`` in the dtype of what the experts return; zeros for a token without a route.
     """
-    rows = _Pick.apply(x, plan)
-    if plan.transport.size == 1:
-        return _joined(run(rows, plan.load), rows)
-    rows = _Exchange.apply(rows, None, plan, False)
-    results = run(_by_expert(rows, plan), plan.load)
-    # Who computed nothing cannot know what the others' experts return, so the dtype on the way is settled here.
-    is_cast = torch.is_autocast_enabled(x.device.type)
-    on_the_way = torch.get_autocast_dtype(x.device.type) if is_cast else x.dtype
+    rows = _ToExperts.apply(x, plan, in_pieces)
+    results = run(list(rows) if in_pieces else rows)
+    results = (results,) if isinstance(results, torch.Tensor) else tuple(results)
+    is_alone = plan.transport.size == 1
     # Requires a gradient where anything may, so that all ranks have the same two exchanges in their backward.
-    anchor = torch.empty(0, device=x.device, requires_grad=torch.is_grad_enabled())
-    if torch.is_grad_enabled():
+    anchor = torch.empty(0, device=x.device, requires_grad=torch.is_grad_enabled() and not is_alone)
+    if anchor.requires_grad:
         within_backward.note(uneven=True)
-    return _Exchange.apply(_by_rank(results, rows, plan).to(on_the_way), anchor, plan, True, *needed)
+    dtype = _dtype_of(results, x) if is_alone else _dtype_on_the_way(x)
+    out: torch.Tensor = _FromExperts.apply(plan, dtype, weights, anchor, len(results), *results, *needed)
+    return out
 
 
-def combine(results: torch.Tensor, weights: torch.Tensor | None, plan: Plan) -> torch.Tensor:
-    """Adds up, in fp32, what came back for each token.
-
-    Args:
-        results: ``[R, M]``, as of :func:`dispatch`.
-        weights: ``[k, S]`` factor of every route; None: 1.
-        plan: The routes.
-
-    Returns:
-        ``[S, M]`` in the dtype of ``results``; zeros for a token without a route.
-    """
-    values = results
-    if weights is not None:
-        values = results * weights.reshape(-1)[plan.order, None].to(torch.promote_types(results.dtype, weights.dtype))
-    if plan.num_choices == 1:
-        return _Put.apply(values, plan).to(results.dtype)
-    wide = values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
-    shape = (plan.num_choices, plan.num_tokens, results.shape[1])
-    return _Put.apply(wide, plan).view(shape).sum(dim=0).to(results.dtype)
+def _dtype_of(results: Sequence[torch.Tensor], x: torch.Tensor) -> torch.dtype:
+    found = [result.dtype for result in results if len(result)]
+    return functools.reduce(torch.promote_types, found) if found else x.dtype
 
 
-# -- the pieces: rows by route, by rank, by expert ---------------------------------------------------------------------
+def _dtype_on_the_way(x: torch.Tensor) -> torch.dtype:
+    """Who computed nothing cannot know what the others' experts return, so it is settled here."""
+    is_cast = torch.is_autocast_enabled(x.device.type)
+    return torch.get_autocast_dtype(x.device.type) if is_cast else x.dtype
 
 
-class _Pick(torch.autograd.Function):
-    """The row of every kept route; its backward adds the routes of a token in their order, on every device alike."""
+# -- the two ways, forward and backward --------------------------------------------------------------------------------
+
+
+class _ToExperts(torch.autograd.Function):
+    """The row of every kept route, at its expert; backward adds up, for each token, the gradients of its routes."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, plan: Plan, in_pieces: bool) -> Any:
         ctx.plan = plan
-        token = plan.order if plan.num_choices == 1 else plan.order % max(plan.num_tokens, 1)
-        return x.index_select(0, token)
+
+        def fill(routes: slice, out: torch.Tensor) -> None:
+            torch.index_select(x, 0, plan.tokens[routes], out=out)
+
+        rows = _there(plan, x.new_empty(len(plan.order), x.shape[1]), fill)
+        return rows.split(plan.load) if in_pieces else rows
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return _summed(_back(ctx.plan, gradients, gradients[0].dtype), None, ctx.plan), None, None
+
+
+class _FromExperts(torch.autograd.Function):
+    """What the experts returned, added up for each token. ``anchor`` only gives the result a graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        plan: Plan,
+        dtype: torch.dtype,
+        weights: torch.Tensor | None,
+        anchor: torch.Tensor,
+        num_results: int,
+        *tensors: torch.Tensor,
+    ) -> torch.Tensor:
+        results, needed = tensors[:num_results], tensors[num_results:]
+        rows = _back(plan, results, dtype)
+        ctx.plan, ctx.dtypes, ctx.num_needed = plan, [result.dtype for result in results], len(needed)
+        ctx.save_for_backward(weights, rows if ctx.needs_input_grad[2] else None, *needed)
+        return _summed(rows, weights, plan)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         plan: Plan = ctx.plan
-        return _laid_out(gradient, plan).view(plan.num_choices, plan.num_tokens, gradient.shape[1]).sum(dim=0), None
+        weights, results, *_ = ctx.saved_tensors  # gathers what is needed, if it is sharded
+        factors = None if weights is None else weights.reshape(-1)[plan.order, None]
+        products = []
+
+        def fill(routes: slice, out: torch.Tensor) -> None:
+            torch.index_select(gradient, 0, plan.tokens[routes], out=out)
+            if results is not None:
+                wide = torch.promote_types(out.dtype, weights.dtype)
+                products.append((routes, (out.to(wide) * results[routes]).sum(dim=1).to(weights.dtype)))
+            if factors is not None:
+                out.mul_(factors[routes])
+
+        rows = _there(plan, gradient.new_empty(len(plan.order), gradient.shape[1]), fill)
+        for_weights = None
+        if results is not None:
+            for_weights = weights.new_zeros(weights.shape)
+            for routes, product in products:
+                for_weights.view(-1)[plan.order[routes]] = product
+        pieces = (rows,) if len(ctx.dtypes) == 1 else rows.split(plan.load)
+        back = (piece.to(dtype) for piece, dtype in zip(pieces, ctx.dtypes, strict=True))
+        return None, None, for_weights, None, None, *back, *(None for _ in range(ctx.num_needed))
 
 
-class _Put(torch.autograd.Function):
-    """Every kept route's row at the place of the route, zeros elsewhere."""
-
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, plan: Plan) -> torch.Tensor:
-        ctx.plan = plan
-        return _laid_out(values, plan)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient.index_select(0, ctx.plan.order), None
+# -- the pieces: rows in the order of routes and of experts ------------------------------------------------------------
 
 
-def _laid_out(values: torch.Tensor, plan: Plan) -> torch.Tensor:
-    shape = (plan.num_choices * plan.num_tokens, *values.shape[1:])
-    out = values.new_empty(shape) if plan.is_whole else values.new_zeros(shape)
-    return out.index_copy_(0, plan.order, values)
+def _there(plan: Plan, rows: torch.Tensor, fill: Callable[[slice, torch.Tensor], None]) -> torch.Tensor:
+    """Fills ``rows``, which are in the order of ``plan``, and takes them to their experts.
 
+    Args:
+        plan: The routes.
+        rows: ``[R, M]``, empty.
+        fill: Writes the rows of some routes.
 
-class _Exchange(torch.autograd.Function):
-    """Rows to other ranks; the gradient takes the way back. ``anchor`` only gives the result a graph."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, anchor: torch.Tensor | None, plan: Plan, back: bool, *needed: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.plan, ctx.back = plan, back
-        ctx.save_for_backward(*needed)
-        return _travel(rows, plan, back)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        needed = ctx.saved_tensors  # gathers them, if they are sharded
-        return _travel(gradient, ctx.plan, not ctx.back), *(None for _ in range(3 + len(needed)))
-
-
-def _travel(rows: torch.Tensor, plan: Plan, back: bool) -> torch.Tensor:
-    sent, received = (plan.received, plan.sent) if back else (plan.sent, plan.received)
-    out = rows.new_empty(sum(received), *rows.shape[1:])
-    label = "what experts made of tokens" if back else "tokens on their way to experts"
-    begun = time.perf_counter()
-    plan.transport.all_to_all(rows.contiguous(), sent, out, received, label=label).wait()
-    plan.waited.append(time.perf_counter() - begun)
-    return out
-
-
-def _by_expert(rows: torch.Tensor, plan: Plan) -> torch.Tensor:
-    """From rows in the order of the ranks they came from to the order of experts."""
-    if plan.num_local_experts == 1 or len(rows) == 0:
+    Returns:
+        The rows of this rank's experts, sorted by expert, then by the rank they came from.
+    """
+    own = slice(plan.num_own)
+    if plan.transport.size == 1:
+        fill(own, rows)
         return rows
-    pieces = rows.split([number for of_rank in plan.arrived for number in of_rank])
-    return torch.cat([piece for expert in range(plan.num_local_experts) for piece in pieces[expert :: len(plan.load)]])
+    others = slice(plan.num_own, None)
+    fill(others, rows[others])
+    arriving = rows.new_empty(sum(plan.received), rows.shape[1])
+    label = "tokens on their way to experts"
+    work = plan.transport.all_to_all(rows[others], plan.sent, arriving, plan.received, label=label)
+    fill(own, rows[own])  # while the others travel
+    plan.wait(work)
+    me = plan.transport.rank
+    of_others = arriving.split([n for rank, counts in enumerate(plan.arrived) if rank != me for n in counts])
+    experts = len(plan.load)
+    pieces = [*of_others[: me * experts], *rows[own].split(plan.arrived[me]), *of_others[me * experts :]]
+    return torch.cat([piece for expert in range(experts) for piece in pieces[expert::experts]])
 
 
-def _by_rank(results: torch.Tensor | Sequence[torch.Tensor], rows: torch.Tensor, plan: Plan) -> torch.Tensor:
-    """From what the experts return to one tensor in the order of the ranks that wait for it."""
-    if plan.num_local_experts == 1 or len(rows) == 0:
-        return _joined(results, rows)
-    if isinstance(results, torch.Tensor):
-        results = results.split(plan.load)
-    pieces = [result.split([of_rank[expert] for of_rank in plan.arrived]) for expert, result in enumerate(results)]
-    return _joined([piece[rank] for rank in range(plan.transport.size) for piece in pieces], rows)
+def _back(plan: Plan, results: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Takes rows of this rank's experts, sorted as they came, to the routes they belong to.
+
+    Args:
+        plan: The routes.
+        results: The rows of each expert, or one tensor with all of them.
+        dtype: In which they travel.
+
+    Returns:
+        ``[R, M']`` in the order of ``plan``.
+    """
+    if plan.transport.size == 1:
+        return _joined(results, dtype)
+    if len(results) != len(plan.load):
+        results = results[0].split(plan.load)
+    width = next((result.shape[1] for result in results if len(result)), results[0].shape[1])
+    pieces = [result.split([counts[e] for counts in plan.arrived]) for e, result in enumerate(results)]
+    by_rank = [[of_expert[rank] for of_expert in pieces] for rank in range(plan.transport.size)]
+    own = by_rank.pop(plan.transport.rank)
+    leaving = _joined([piece for of_rank in by_rank for piece in of_rank], dtype)
+    rows = leaving.new_empty(len(plan.order), width)
+    label = "what experts made of tokens"
+    work = plan.transport.all_to_all(leaving, plan.received, rows[plan.num_own :], plan.sent, label=label)
+    if plan.num_own:
+        torch.cat([piece.to(dtype) for piece in own if len(piece)], out=rows[: plan.num_own])  # while the others travel
+    plan.wait(work)
+    return rows
 
 
-def _joined(results: torch.Tensor | Sequence[torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
-    """The results one after the other; where there are none, of no rows, which keeps the graph."""
-    if isinstance(results, torch.Tensor):
-        return results
-    if len(rows) == 0:
-        return rows
-    return results[0] if len(results) == 1 else torch.cat([result for result in results if len(result)])
+def _joined(pieces: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    filled = [piece.to(dtype) for piece in pieces if len(piece)] or [pieces[0].to(dtype)]
+    return filled[0].contiguous() if len(filled) == 1 else torch.cat(filled)
+
+
+def _summed(rows: torch.Tensor, weights: torch.Tensor | None, plan: Plan) -> torch.Tensor:
+    """``[S, M]``: the rows of each token, times the weights of its routes, in one pass and always in one order."""
+    if not len(rows):
+        return rows.new_zeros(plan.num_tokens, rows.shape[1])
+    places, numbers, begins = plan.by_token
+    factors, wide = None, rows
+    if weights is not None:
+        wide = rows.to(torch.promote_types(rows.dtype, weights.dtype))
+        factors = weights.reshape(-1)[numbers].to(wide.dtype)
+    summed: torch.Tensor = torch.embedding_bag(wide, places, begins, False, 0, False, factors)[0]
+    return summed.to(rows.dtype)

@@ -47,19 +47,22 @@ class Experts(nn.Module):
             parameter.group_name = expert_group_name or "ep_size_1"  # type: ignore[attr-defined]
         set_z3_leaf_module(self, True)
 
-    def forward(self, inputs: torch.Tensor, load: Sequence[int] | None = None) -> Any:
+    def forward(self, inputs: torch.Tensor | Sequence[torch.Tensor]) -> Any:
         """Runs every expert.
 
         Args:
-            inputs: ``[n, M]`` sorted by expert, with ``load``; or one whose second dimension is that of the experts.
-            load: Rows of each expert. One without rows is not run.
+            inputs: The rows ``[n, M]`` of each expert, of which one without rows is not run; or one tensor whose second
+                dimension is that of the experts.
 
         Returns:
-            One result per expert with ``load``, else a tensor in the form of ``inputs``.
+            One result per expert, or a tensor in the form of ``inputs``.
         """
-        chunks = inputs.chunk(self.num_local_experts, dim=1) if load is None else inputs.split(list(load))
-        results = [self._run(*pair) for pair in zip(self.deepspeed_experts, chunks, strict=True)]
-        return torch.cat(results, dim=1) if load is None else results
+        if isinstance(inputs, torch.Tensor):
+            return torch.cat(self._run_each(inputs.chunk(self.num_local_experts, dim=1)), dim=1)
+        return self._run_each(inputs)
+
+    def _run_each(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [self._run(*pair) for pair in zip(self.deepspeed_experts, inputs, strict=True)]
 
     @staticmethod
     def _run(expert: nn.Module, rows: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from deepspeed.comm.transport import Transport
 from deepspeed.comm.world import is_initialized
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.expert.balance import Balance
-from deepspeed.parallel.expert.dispatch import combine, dispatch, plan_routes
+from deepspeed.parallel.expert.dispatch import dispatch, plan_routes
 from deepspeed.parallel.expert.experts import Experts, first_of
 from deepspeed.parallel.expert.gate import TopKGate, check_policy
 from deepspeed.zero.describe import in_group
@@ -92,8 +92,8 @@ class MOELayer(nn.Module):
         plan = plan_routes(routes.indices, routes.num_experts, self._connected(x.device))
         self.balance = Balance.of(plan)
         # One of them: the layer is a leaf, whose parameters are gathered together.
-        results = dispatch(x, plan, self.experts, list(self.experts.parameters())[:1])
-        out = combine(results, routes.weights, plan).to(hidden.dtype).reshape(hidden.shape)
+        out = dispatch(x, routes.weights, plan, self.experts, list(self.experts.parameters())[:1])
+        out = out.to(hidden.dtype).reshape(hidden.shape)
         if self.wall_clock_breakdown:
             self.time_moe = (time.perf_counter() - begun) * 1000
             there, back = (*plan.waited[:2], 0.0, 0.0)[:2]  # none where one rank has all experts

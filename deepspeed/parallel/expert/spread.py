@@ -8,7 +8,6 @@ that tokens travel to where their experts are.
 from __future__ import annotations
 
 import types
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +16,8 @@ from torch import nn
 
 from deepspeed.comm.expert_groups import connect_experts
 from deepspeed.parallel.expert.balance import Balance
-from deepspeed.parallel.expert.dispatch import Plan, combine, dispatch, plan_routes
-from deepspeed.parallel.expert.stacked import Stack, run_stacked
+from deepspeed.parallel.expert.dispatch import Plan, dispatch, plan_routes
+from deepspeed.parallel.expert.stacked import Stack, StackedExperts
 from deepspeed.zero.holder import full_shape
 
 _STATE = "_ds_spread"
@@ -97,8 +96,7 @@ def _forward(
     index = index.reshape(len(x), -1)
     index = index.masked_fill(index >= state.num_experts, -1)  # how some routers say "nowhere"
     plan = _plan(state, index.t(), x)
-    results = dispatch(x, plan, lambda rows, load: _run(self, rows, load), list(self.parameters()))
-    out = combine(results, weights.reshape(len(x), -1).t(), plan)
+    out = _dispatch(self, x, weights.reshape(len(x), -1).t(), plan)
     return out.to(hidden_states.dtype).reshape(hidden_states.shape)
 
 
@@ -108,8 +106,7 @@ def _forward_all(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
     experts = torch.arange(state.num_experts, device=x.device).repeat_interleave(len(x) // state.num_experts)
     index = torch.where((x.detach() != 0).any(dim=1), experts, -1)
-    plan = _plan(state, index[None], x)
-    return combine(dispatch(x, plan, lambda rows, load: _run(self, rows, load), list(self.parameters())), None, plan)
+    return _dispatch(self, x, None, _plan(state, index[None], x))
 
 
 def _plan(state: Spread, indices: torch.Tensor, x: torch.Tensor) -> Plan:
@@ -119,15 +116,21 @@ def _plan(state: Spread, indices: torch.Tensor, x: torch.Tensor) -> Plan:
     return plan
 
 
-def _run(module: Any, rows: torch.Tensor, load: Sequence[int]) -> torch.Tensor | Sequence[torch.Tensor]:
+def _dispatch(module: Any, x: torch.Tensor, weights: torch.Tensor | None, plan: Plan) -> torch.Tensor:
+    experts, needed = _experts_of(module), list(module.parameters())
+    if module.__dict__[_STATE].grouped and experts.uses_grouped:
+        return dispatch(x, weights, plan, lambda rows: experts.run_grouped(rows, plan.load), needed, in_pieces=False)
+    return dispatch(x, weights, plan, experts.run_each, needed)
+
+
+def _experts_of(module: Any) -> StackedExperts:
     own = module._parameters
     is_transposed = bool(getattr(module, "is_transposed", True))
     first = "gate_up_proj" if own.get("gate_up_proj") is not None else "up_proj"
     up = Stack(getattr(module, first), getattr(module, f"{first}_bias", None), is_transposed)
     down = Stack(module.down_proj, getattr(module, "down_proj_bias", None), is_transposed)
     after = module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
-    grouped = module.__dict__[_STATE].grouped
-    return run_stacked(rows, load, up, _between(module, first == "gate_up_proj"), down, after, grouped=grouped)
+    return StackedExperts(up, _between(module, first == "gate_up_proj"), down, after)
 
 
 def _between(module: Any, has_gate: bool) -> Any:

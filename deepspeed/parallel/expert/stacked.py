@@ -59,47 +59,50 @@ class Stack:
         return product if self.bias is None else product + self.bias[experts]
 
 
-def run_stacked(
-    rows: torch.Tensor,
-    load: Sequence[int],
-    up: Stack,
-    between: Rowwise,
-    down: Stack,
-    after: Rowwise | None = None,
-    *,
-    grouped: bool = True,
-) -> torch.Tensor | Sequence[torch.Tensor]:
-    """What experts of two products make of their rows.
+@dataclass(frozen=True)
+class StackedExperts:
+    """Experts of two products each.
 
-    Args:
-        rows: ``[n, M]`` sorted by expert.
-        load: Rows of each expert.
+    Attributes:
         up: The first product.
         between: From its result to the input of the second one: activation, and gate if there is one.
         down: The second product.
         after: What follows it; None: nothing.
-        grouped: Use grouped products where they are faster.
-
-    Returns:
-        ``[n, M]``, or the pieces of it by expert.
     """
-    if grouped and len(rows) and uses_grouped(up.weight, down.weight):
+
+    up: Stack
+    between: Rowwise
+    down: Stack
+    after: Rowwise | None = None
+
+    def run_each(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What each expert makes of its rows ``[n, M]``; none without rows is run."""
+        results = []
+        for expert, own in enumerate(rows):
+            if len(own):
+                result = self.down.of(expert, self.between(self.up.of(expert, own)))
+                results.append(result if self.after is None else self.after(result))
+            else:
+                results.append(own)
+        return results
+
+    def run_grouped(self, rows: torch.Tensor, load: Sequence[int]) -> torch.Tensor:
+        """What the experts make of ``rows`` ``[n, M]``, sorted by expert; ``load`` says how many each has."""
+        if not len(rows):
+            return rows
         counts = torch.tensor(load, device=rows.device)
         ends = counts.cumsum(0).to(torch.int32)
-        has_bias = up.bias is not None or down.bias is not None
+        has_bias = self.up.bias is not None or self.down.bias is not None
         experts = None
         if has_bias:
             experts = torch.arange(len(load), device=rows.device).repeat_interleave(counts, output_size=len(rows))
-        result = down.grouped(between(up.grouped(rows, ends, experts)), ends, experts)
-        return result if after is None else after(result)
-    results = []
-    for expert, own in enumerate(rows.split(list(load))):
-        if len(own):
-            result = down.of(expert, between(up.of(expert, own)))
-            results.append(result if after is None else after(result))
-        else:
-            results.append(own)
-    return results
+        result = self.down.grouped(self.between(self.up.grouped(rows, ends, experts)), ends, experts)
+        return result if self.after is None else self.after(result)
+
+    @property
+    def uses_grouped(self) -> bool:
+        """Whether :meth:`run_grouped` is the faster way, and fits."""
+        return uses_grouped(self.up.weight, self.down.weight)
 
 
 def uses_grouped(*weights: torch.Tensor) -> bool:

@@ -1,0 +1,103 @@
+"""Rows on their way: their sum and gradients beside the formula, and how often they are written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from deepspeed.comm.connect import shared_transport
+from deepspeed.comm.transport import Transport
+from deepspeed.parallel.expert.dispatch import dispatch, plan_routes
+from tests.engine.support import rank
+from tests.harness import run_ranks
+
+M, EXPERTS = 5, 4
+
+
+class Rows(TorchDispatchMode):
+    """Counts the rows of M elements that operations write, whatever they are for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        first = found[0] if isinstance(found, (tuple, list)) else found
+        writes = not func.is_view and "empty" not in func.name() and "detach" not in func.name()
+        if writes and isinstance(first, torch.Tensor) and first.dim() == 2 and first.shape[1] == M:
+            self.written += len(first)
+        return found
+
+
+def _experts(rows: Sequence[torch.Tensor], first: int, counter: Rows) -> list[torch.Tensor]:
+    """Expert e multiplies by e + 2; what that writes is not the dispatch's."""
+    counter.written -= 2 * sum(map(len, rows))  # and as much in backward
+    return [own * (first + number + 2) if len(own) else own for number, own in enumerate(rows)]
+
+
+def _cell(transport: Transport | None, k: int, tokens: int, share_dropped: float, in_pieces: bool) -> None:
+    draws = torch.Generator().manual_seed(10 * k + tokens + rank())
+    x = torch.randn(tokens, M, generator=draws, dtype=torch.float64, requires_grad=True)
+    weights = torch.rand(k, tokens, generator=draws, dtype=torch.float64).requires_grad_()
+    # No two choices of a token are equal, as routers choose.
+    indices = torch.rand(tokens, EXPERTS, generator=draws).argsort(dim=1)[:, :k].t().contiguous()
+    indices = indices.masked_fill(torch.rand(k, tokens, generator=draws) < share_dropped, -1)
+    size, place = (1, 0) if transport is None else (transport.size, transport.rank)
+    plan = plan_routes(indices, EXPERTS, transport)
+    first = place * EXPERTS // size
+    counter = Rows()
+
+    def run(rows: Any) -> Any:
+        made = _experts(rows if in_pieces else rows.split(plan.load), first, counter)
+        if in_pieces:
+            return made
+        counter.written -= 2 * sum(plan.load)  # the cat, and the split's backward
+        return torch.cat(made)
+
+    with counter:
+        out = dispatch(x, weights, plan, run, in_pieces=in_pieces)
+    forward, counter.written = counter.written, 0
+    gradient = torch.randn(tokens, M, generator=draws, dtype=torch.float64)
+    with counter:
+        found = torch.autograd.grad(out, (x, weights), gradient)
+    factors = torch.where(indices >= 0, weights * (indices + 2), 0.0)
+    expected = factors.sum(dim=0)[:, None] * x
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(found, torch.autograd.grad(expected, (x, weights), gradient))
+    routes, arrived = len(plan.order), sum(plan.load)
+    # Each way: gathered, sorted by expert (where others' come between), sorted by route, summed. Backward also the
+    # products with the weights and for their gradient.
+    each_way = routes + arrived * (2 if size > 1 else 1) + tokens
+    assert forward + counter.written <= 2 * each_way + 2 * routes, (k, size, share_dropped, in_pieces)
+
+
+def _cells(ep_size: int) -> None:
+    transport = shared_transport(device=torch.device("cpu")) if ep_size > 1 else None
+    for k in (1, 2, 4):
+        for share in (0.0, 0.4, 1.0):
+            for in_pieces in (True, False):
+                _cell(transport, k, 9 * rank() if k == 2 else 7 + 3 * rank(), share, in_pieces)
+
+
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_rows_reach_their_experts_and_are_written_as_seldom_as_can_be(ep_size: int) -> None:
+    run_ranks(_cells, ep_size, ep_size)
+
+
+def _low_precision() -> None:
+    """What a token's experts return is added up in fp32, in bf16 too."""
+    x = torch.ones(1, M, dtype=torch.bfloat16)
+    plan = plan_routes(torch.arange(4)[:, None], 4)
+    weights = torch.tensor([[1.0], [1 / 512], [1 / 512], [1 / 512]])  # in bf16 1 + 1 / 512 would be 1
+    out = dispatch(x, weights, plan, list)
+    assert out.dtype == torch.bfloat16
+    assert out[0, 0].item() == torch.tensor(1 + 3 / 512).bfloat16().item() != 1.0
+
+
+def test_sums_are_wide() -> None:
+    run_ranks(_low_precision, 1)
