@@ -12,6 +12,7 @@ from torch.nn import functional
 
 import deepspeed
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from deepspeed.sequence import mean_loss
 from tests.ecosystem.support import needs_transformers
@@ -239,11 +240,42 @@ def test_what_cannot_be_shared_is_refused():
     run_ranks(_refuses, 2)
 
 
+class Inside(nn.Module):
+    """A program's own module around Transformers models."""
+
+    def __init__(self, *models):
+        super().__init__()
+        self.models = nn.ModuleList(models)
+
+    def forward(self, **inputs):
+        return self.models[0](**inputs)
+
+
+def _refuses_what_would_be_left_alone():
+    config = {"train_micro_batch_size_per_gpu": 2, "sequence_parallel_size": 2}
+    for model, words in (
+        (Inside(llama(), llama()), r"holds 2 Transformers models \('models.0', 'models.1'\); say whose"),
+        (nn.Sequential(*llama().model.layers), r"'0.self_attn' \(LlamaAttention\) .* no part of one of its models"),
+        (
+            PipelineModule.from_transformers(llama(), num_stages=1),
+            r"'2.part.self_attn' \(LlamaAttention\) .* without stages",
+        ),
+    ):
+        with pytest.raises(DeepSpeedConfigError, match=words):
+            deepspeed.initialize(model=model, config=config)
+
+
+def test_no_attention_is_left_to_this_ranks_tokens_in_silence():
+    run_ranks(_refuses_what_would_be_left_alone, 2)
+
+
 def _modes(cells):
     """By configuration alone, in every mode, the gradients are those of whole sequences."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    for mode, stage, heads, key_heads, make in cells:
+    for number, (mode, stage, heads, key_heads, make) in enumerate(cells):
         whole, expected, model = BATCHES[make](3), llama(heads, key_heads), llama(heads, key_heads)
+        if number == 0:  # inside a module of one's own
+            expected, model = Inside(expected), Inside(model)
         labels = whole["shift_labels"]
         (_loss(expected, whole).sum() / (labels != -100).sum()).backward()
         config = {

@@ -15,7 +15,7 @@ from torch import nn
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.ops.sparse_attention.transformers_models import own_configurations
 from deepspeed.parallel.sequence.mixing import refuse_mixing_layers
-from deepspeed.parallel.sequence.sharing import NAME, Sharing, registered, remember
+from deepspeed.parallel.sequence.sharing import NAME, Sharing, registered, remember, sharing_of
 from deepspeed.parallel.sequence.transformers_attention import attention, mask
 
 
@@ -62,6 +62,42 @@ def share_sequences(model: nn.Module, group: Any, *, core: str | None = None, di
     sharing = Sharing(weakref.ref(model), group, core, disable_in_eval, heads_group=group)
     remember(model, sharing)
     model.register_forward_pre_hook(_check_inputs, with_kwargs=True)
+
+
+def sequence_model_in(model: nn.Module) -> nn.Module:
+    """The Transformers model whose sequences ranks share: ``model``, or the one inside it; ``model`` if there is none.
+
+    Raises:
+        DeepSpeedConfigError: There are several and none was registered, or there are Transformers layers without the
+            model that they are from. Left alone, they would attend to this rank's tokens only.
+    """
+    if sharing_of(model) is not None or hasattr(model, "set_attn_implementation"):
+        return model
+    inside: dict[str, nn.Module] = {}
+    loose: list[str] = []
+    for name, module in model.named_modules():
+        if any(name.startswith(f"{outer}.") for outer in inside):
+            continue
+        if sharing_of(module) is not None:
+            return module
+        if hasattr(module, "set_attn_implementation"):
+            inside[name] = module
+        elif hasattr(getattr(module, "config", None), "_attn_implementation"):
+            loose.append(f"{name!r} ({type(module).__name__})")
+    what = f"sequence parallel for {type(model).__name__}"
+    if loose:
+        raise DeepSpeedConfigError(
+            f"{what}: {loose[0]} takes its attention from Transformers, but is no part of one of its models here, so "
+            "it would attend to this rank's tokens only. Give initialize the whole model, without stages, or leave "
+            "sequence_parallel_size out"
+        )
+    if len(inside) > 1:
+        raise DeepSpeedConfigError(
+            f"{what}: it holds {len(inside)} Transformers models ({', '.join(map(repr, inside))}); say whose sequences "
+            "are shared by UlyssesSPAttentionHF.register_with_transformers(model_name_or_path=<that one>, ...) before "
+            "initialize"
+        )
+    return next(iter(inside.values()), model)
 
 
 def core_of(config: Any, core: str | None, what: str) -> str:

@@ -19,7 +19,7 @@ from deepspeed.parallel.sequence import state
 from deepspeed.parallel.sequence.evaluation import share_evaluation
 from deepspeed.parallel.sequence.shares import shares_of_heads
 from deepspeed.parallel.sequence.sharing import sharing_of
-from deepspeed.parallel.sequence.transformers_models import core_of, share_sequences
+from deepspeed.parallel.sequence.transformers_models import core_of, sequence_model_in, share_sequences
 
 
 class UlyssesSPAttentionHF:
@@ -111,8 +111,8 @@ def adopt_model(
 ) -> None:
     """Shares the sequences of a Transformers model that ``initialize`` got, in the way that the configuration says.
 
-    Every rank of the job must call it. A model that was not registered is registered here; one of no Transformers class
-    is left to its own code.
+    Every rank of the job must call it. A model that was not registered is registered here, also one inside a module of
+    one's own; what has no Transformers model in it is left to its own code.
 
     Args:
         model: The model.
@@ -130,6 +130,7 @@ def adopt_model(
             f'sequence_parallel.recompute_exchange with mode "{mode}": attention round the ranks keeps its result in '
             'another order of tokens; set recompute_exchange to false, or mode to "ulysses"'
         )
+    model = sequence_model_in(model)
     if sharing_of(model) is None and not hasattr(model, "set_attn_implementation"):
         if mode != "ulysses":
             raise DeepSpeedConfigError(
