@@ -5,23 +5,24 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from deepspeed.config.sections.data_efficiency import RandomLtd
 from deepspeed.config.sections.root import Root
-from deepspeed.data.curriculum.scheduler import CurriculumScheduler, settings_of
-from deepspeed.dropping.convert import attach
-from deepspeed.dropping.layers import rows_of
-from deepspeed.dropping.theta import ProgressiveLayerDrop
-from deepspeed.dropping.token_schedule import RandomLTDScheduler
-from deepspeed.dropping.tokens import RandomLayerTokenDrop, TokenDrop
+from deepspeed.engine.rooms import DROPPING, is_loaded, is_pipeline
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.logging import log_dist
-from deepspeed.parallel.pipe.module import PipelineModule
 from deepspeed.zero.owners import Owners
 from deepspeed.zero.runtime import ZeroRuntime
+
+if TYPE_CHECKING:
+    from deepspeed.data.curriculum.scheduler import CurriculumScheduler
+    from deepspeed.dropping.layers import LayerDrop
+    from deepspeed.dropping.theta import ProgressiveLayerDrop
+    from deepspeed.dropping.token_schedule import RandomLTDScheduler
+    from deepspeed.dropping.tokens import TokenDrop
 
 SEQUENCE_LENGTH = "curriculum_seqlen"
 
@@ -32,7 +33,7 @@ def refuse_what_the_model_cannot(root: Root, model: nn.Module) -> None:
     Raises:
         DeepSpeedConfigError: It does not.
     """
-    if isinstance(model, PipelineModule):
+    if is_pipeline(model):
         _refuse_in_a_pipeline(root)
         return
     if _hands_over_lengths(root):
@@ -50,7 +51,9 @@ def refuse_what_the_model_cannot(root: Root, model: nn.Module) -> None:
                 "name; see to it that something cuts the inputs, or all training is at full length",
                 level=logging.WARNING,
             )
-    if _drops_layers(root) and not rows_of(model):
+    if _drops_layers(root) and not _rows_of(model):
+        from deepspeed.dropping.theta import ProgressiveLayerDrop
+
         missing = [name for name in ProgressiveLayerDrop().get_state() if not _takes(model, name)]
         if missing:
             raise DeepSpeedConfigError(
@@ -91,6 +94,15 @@ def _random_ltd(root: Root) -> RandomLtd | None:
     return section.data_routing.random_ltd if section.data_routing.random_ltd.enabled else None
 
 
+def _rows_of(model: nn.Module) -> list[tuple[LayerDrop, list[nn.Module]]]:
+    """The rows of blocks that ``progressive_layer_drop`` has made of layers of the model."""
+    if not is_loaded(DROPPING):
+        return []
+    from deepspeed.dropping.layers import rows_of
+
+    return rows_of(model)
+
+
 def _takes(model: nn.Module, name: str, *, by_name: bool = False) -> bool:
     parameters = inspect.signature(model.forward).parameters
     any_name = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -114,22 +126,29 @@ class Efficiency:
     def __init__(self, root: Root, model: nn.Module, runtime: ZeroRuntime, global_batch_size: int) -> None:
         self._schedule = runtime.schedule
         # A pipeline's function for batches (set_batch_fn) cuts them instead.
-        self._hands_over_lengths = _hands_over_lengths(root) and not isinstance(model, PipelineModule)
+        self._hands_over_lengths = _hands_over_lengths(root) and not is_pipeline(model)
         self.curriculum: CurriculumScheduler | None = None
         if root.curriculum_learning is not None and root.curriculum_learning.enabled:
+            from deepspeed.data.curriculum.scheduler import CurriculumScheduler, settings_of
+
             self.curriculum = CurriculumScheduler(settings_of(root.curriculum_learning))
         self.layer_drop: ProgressiveLayerDrop | None = None
-        self._rows = []
+        self._rows: list[tuple[LayerDrop, Owners]] = []
         if _drops_layers(root):
+            from deepspeed.dropping.theta import ProgressiveLayerDrop
+
             section = root.progressive_layer_drop
             assert section is not None
             self.layer_drop = ProgressiveLayerDrop(section.theta, section.gamma)
-            self._rows = [(drop, Owners(model, runtime.buckets, blocks)) for drop, blocks in rows_of(model)]
+            self._rows = [(drop, Owners(model, runtime.buckets, blocks)) for drop, blocks in _rows_of(model)]
         self._model = model
         self._random_ltd = _random_ltd(root)
         self._tokens: TokenDrop | None = None  # once layers have been converted
         self.token_schedule: RandomLTDScheduler | None = None
         if self._random_ltd is not None:
+            from deepspeed.dropping.token_schedule import RandomLTDScheduler
+            from deepspeed.dropping.tokens import RandomLayerTokenDrop
+
             settings = self._random_ltd.model_dump()
             self.token_schedule = RandomLTDScheduler({**settings, "global_batch_size": global_batch_size})
             if any(isinstance(layer, RandomLayerTokenDrop) for layer in model.modules()):
@@ -155,6 +174,9 @@ class Efficiency:
                 "random_ltd_initialize: enable data_efficiency, data_efficiency.data_routing and its random_ltd in the "
                 "configuration"
             )
+        from deepspeed.dropping.convert import attach
+        from deepspeed.dropping.tokens import TokenDrop
+
         is_first = self._random_ltd.hidden_state_order == "seq_batch_dim"
         self._tokens = TokenDrop(mask_name=self._random_ltd.model_mask_name, sequence_first=is_first)
         attach(self._model, self._random_ltd.random_ltd_layer_id or [], self._tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -31,10 +31,10 @@ from deepspeed.engine.progress import ProgressLog, StepFacts
 from deepspeed.engine.queries import EngineQueries
 from deepspeed.engine.reminders import MissingStep, watch_other_optimizers
 from deepspeed.engine.reports import memory_rows, precision_rows, state_text, summary
+from deepspeed.engine.rooms import EXPERT, is_loaded
 from deepspeed.engine.roots import check_loss, paired_roots
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.logging import log_dist, log_dist_once
-from deepspeed.parallel.expert.loads import expert_events
 from deepspeed.profiling.timer import ThroughputTimer
 from deepspeed.release import VERSION
 from deepspeed.zero.access.whole_buckets import iter_full
@@ -341,6 +341,14 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, nn.Modul
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step(**(lr_kwargs or {}))
 
+    def _expert_events(self) -> Sequence[tuple[str, float]]:
+        """The loads of expert layers, for the monitors."""
+        if not is_loaded(EXPERT):
+            return ()
+        from deepspeed.parallel.expert.loads import expert_events
+
+        return expert_events(self.module)
+
     def _report_step(self) -> None:
         if self._profiled is not None:  # before the times of this update are set to zero
             self._profiled.after_update(self.global_steps)
@@ -356,7 +364,7 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, nn.Modul
                 lr=self.get_lr(),
                 norm=self.get_global_grad_norm(),
                 loss_scale=float(scaler.loss_scale) if scaler is not None else None,
-                more=expert_events(self.module) if self.monitor.writes else (),
+                more=self._expert_events() if self.monitor.writes else (),
             )
         )
 

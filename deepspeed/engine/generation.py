@@ -9,9 +9,9 @@ from torch import nn
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.config.sections.root import Root
+from deepspeed.engine.rooms import is_pipeline
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist_once
-from deepspeed.parallel.pipe.module import PipelineModule
 
 _ON_HOST = {"offloaded": None, "offloaded_static": "static"}
 """Transformers' caches that keep keys and values in host memory, with what they are where the model computes there."""
@@ -30,7 +30,7 @@ def refuse_what_cannot_generate(root: Root, model: nn.Module) -> None:
     """
     if not generates(root):
         return
-    if isinstance(model, PipelineModule):
+    if is_pipeline(model):
         raise DeepSpeedConfigError(
             "hybrid_engine.enabled: a pipeline does not generate; leave the section out, or the PipelineModule"
         )

@@ -17,7 +17,6 @@ from deepspeed.comm.place import ranks_per_node
 from deepspeed.config import ParsedConfig, parse
 from deepspeed.config.compared import compared_values
 from deepspeed.config.sections.root import Root
-from deepspeed.data.batching.loading import get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed
 from deepspeed.engine.alike import model_lines
 from deepspeed.engine.arguments import config_source, local_rank_of
 from deepspeed.engine.communication_compression import with_codecs
@@ -26,12 +25,10 @@ from deepspeed.engine.efficiency import refuse_what_the_model_cannot
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.generation import generates, refuse_what_cannot_generate
 from deepspeed.engine.groups import create_groups, refuse_cut_tensors
-from deepspeed.engine.hybrid import DeepSpeedHybridEngine
 from deepspeed.engine.islands import settle_islands
 from deepspeed.engine.model_compression import refuse_what_is_not_compressed
 from deepspeed.engine.optimizers import choose_optimizer, group_indices, move_to_runs
 from deepspeed.engine.parts import Client, EngineParts
-from deepspeed.engine.pipeline import DualPipeVEngine, PipelineEngine
 from deepspeed.engine.refusals import (
     refuse_shards_of_nothing,
     refuse_state_before_cutting,
@@ -40,7 +37,8 @@ from deepspeed.engine.refusals import (
     refuse_what_is_no_model,
     refuse_what_the_device_cannot,
 )
-from deepspeed.engine.reshaping import make_sparse, mark_leaves, reshape_model, spread_buffers
+from deepspeed.engine.reshaping import is_cut, make_sparse, mark_leaves, reshape_model, spread_buffers
+from deepspeed.engine.rooms import SEQUENCE, TENSOR, is_loaded, is_pipeline
 from deepspeed.engine.runtime_options import gathers_by_nodes, gradient_divisor, runtime_options
 from deepspeed.engine.zero_plus_plus import use_zero_plus_plus
 from deepspeed.errors import DeepSpeedConfigError
@@ -48,11 +46,6 @@ from deepspeed.logging import log_dist, set_log_level_from_string
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.offload.homes import open_homes, placement_of
 from deepspeed.ops.onebit.phases import ExchangesMomentum
-from deepspeed.parallel.pipe.dualpipev import DualPipeVModule
-from deepspeed.parallel.pipe.module import PipelineModule
-from deepspeed.parallel.sequence.ulysses import with_all_data_ranks
-from deepspeed.parallel.tensor.cutting import is_cut
-from deepspeed.parallel.tensor.request import merged
 from deepspeed.precision.policy import PrecisionPolicy, dtype_of_name
 from deepspeed.zero.build import build_runtime
 from deepspeed.zero.construction.modules import suspended
@@ -120,12 +113,7 @@ def initialize(
         parts = _build_parts(client, config_source(args, config, config_params), distributed_port, dist_init_required)
         engine = _engine_class(model, parts.parsed.root)(parts)
         if training_data is not None and batches_by_tokens(engine):
-            loader, scheduler, _ = get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
-                training_data, engine
-            )
-            engine.training_dataloader, engine.lr_scheduler = loader, scheduler
-            if isinstance(engine, PipelineEngine):
-                engine.set_dataloader(loader)
+            _batch_by_tokens(engine, training_data)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -147,7 +135,7 @@ def _build_parts(client: Client, config: Any, distributed_port: int, dist_init_r
             )
         comm.init_distributed(distributed_port=distributed_port)
     job_mesh = JobMesh(client.mpu, client.mesh_param, client.model, comm.default_timeout())
-    parsed = _parse_alike(with_all_data_ranks(config, client.mpu), job_mesh, client)
+    parsed = _parse_alike(_with_all_data_ranks(config, client.mpu), job_mesh, client)
     root = parsed.root
     if not is_cut(client.model):
         refuse_state_before_cutting(client.optimizer, max(root.tensor_parallel.autotp_size, job_mesh.cut_over))
@@ -253,8 +241,8 @@ def _build_parts(client: Client, config: Any, distributed_port: int, dist_init_r
 def _parse_alike(config: Any, job_mesh: JobMesh, client: Client) -> ParsedConfig:
     """Reads the configuration, and sees to it that all ranks have the same one."""
     try:
-        parsed = parse(config, dp_world_size=lambda root: job_mesh.data_size(merged(root, client.model, client.mpu)))
-        parsed = replace(parsed, root=merged(parsed.root, client.model, client.mpu))
+        parsed = parse(config, dp_world_size=lambda root: job_mesh.data_size(_merged(root, client)))
+        parsed = replace(parsed, root=_merged(parsed.root, client))
     except DeepSpeedConfigError as error:
         comm.check_same_config(error, job_mesh.decides_together)  # raises it here, and a word about it on the others
         raise
@@ -271,12 +259,46 @@ def _device(local_rank: int) -> torch.device:
     return torch.device(accelerator.device_name(local_rank))
 
 
+def _with_all_data_ranks(config: Any, mpu: Any) -> Any:
+    """The configuration as it is meant where the mpu is that of ``deepspeed.sequence``."""
+    if mpu is None or not is_loaded(SEQUENCE):
+        return config
+    from deepspeed.parallel.sequence.ulysses import with_all_data_ranks
+
+    return with_all_data_ranks(config, mpu)
+
+
+def _merged(root: Root, client: Client) -> Root:
+    """The configuration together with what ``tp_model_init`` was told about the model."""
+    if not is_loaded(TENSOR):
+        return root
+    from deepspeed.parallel.tensor.request import merged
+
+    return merged(root, client.model, client.mpu)
+
+
 def _engine_class(model: torch.nn.Module, root: Root) -> type[DeepSpeedEngine]:
-    if isinstance(model, DualPipeVModule):
-        return DualPipeVEngine
-    if isinstance(model, PipelineModule):
-        return PipelineEngine
-    return DeepSpeedHybridEngine if generates(root) else DeepSpeedEngine
+    if is_pipeline(model):
+        from deepspeed.engine.pipeline import DualPipeVEngine, PipelineEngine
+        from deepspeed.parallel.pipe.dualpipev import DualPipeVModule
+
+        return DualPipeVEngine if isinstance(model, DualPipeVModule) else PipelineEngine
+    if generates(root):
+        from deepspeed.engine.hybrid import DeepSpeedHybridEngine
+
+        return DeepSpeedHybridEngine
+    return DeepSpeedEngine
+
+
+def _batch_by_tokens(engine: DeepSpeedEngine, training_data: Any) -> None:
+    """Gives the engine the loader of batches of about as many tokens each, and the rates that go with their sizes."""
+    from deepspeed.data.batching.loading import get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed
+    from deepspeed.engine.pipeline import PipelineEngine
+
+    loader, scheduler, _ = get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(training_data, engine)
+    engine.training_dataloader, engine.lr_scheduler = loader, scheduler
+    if isinstance(engine, PipelineEngine):
+        engine.set_dataloader(loader)
 
 
 def batches_by_tokens(engine: DeepSpeedEngine) -> bool:

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 from torch import nn
 
-from deepspeed.compression.installing import compress, techniques_on
-from deepspeed.compression.scheduler import compression_scheduler
-from deepspeed.compression.settings import is_on
 from deepspeed.config.sections.compression import CompressionTraining
 from deepspeed.config.sections.quantization import QuantizeTraining
 from deepspeed.config.sections.root import Root
+from deepspeed.engine.rooms import COMPRESSION, is_loaded, is_pipeline
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
-from deepspeed.parallel.pipe.module import PipelineModule
+
+if TYPE_CHECKING:
+    from deepspeed.compression.scheduler import compression_scheduler
 
 
 def is_compressed(model: nn.Module) -> bool:
     """Whether ``init_compression`` has prepared the model."""
+    if not is_loaded(COMPRESSION):
+        return False
+    from deepspeed.compression.installing import techniques_on
+
     return any(techniques_on(module) is not None for module in model.modules())
 
 
@@ -30,7 +35,7 @@ def refuse_what_is_not_compressed(root: Root, model: nn.Module) -> None:
     """
     older = root.quantize_training is not None and root.quantize_training.enabled
     prepared = is_compressed(model)
-    if is_on(root.compression_training) and not prepared:
+    if _is_on(root.compression_training) and not prepared:
         if not hasattr(model, "compression_report"):
             raise DeepSpeedConfigError(
                 "compression_training: its techniques are on, but the model is not prepared for them; call "
@@ -40,7 +45,7 @@ def refuse_what_is_not_compressed(root: Root, model: nn.Module) -> None:
             "compression_training: redundancy_clean has finished this model, so nothing of the section acts",
             level=logging.WARNING,
         )
-    if older and (prepared or isinstance(model, PipelineModule)):
+    if older and (prepared or is_pipeline(model)):
         why = "the model is prepared by init_compression already" if prepared else "the model is a PipelineModule"
         raise DeepSpeedConfigError(
             f"quantize_training.enabled: {why}; say it by compression_training.weight_quantization instead"
@@ -56,6 +61,8 @@ def quantize_in_training(section: QuantizeTraining | None, model: nn.Module) -> 
     """``quantize_training``: every weight of the model with bits that fall, as by ``compression_training``."""
     if section is None or not section.enabled:
         return
+    from deepspeed.compression.installing import compress
+
     shared = {
         "enabled": True,
         "schedule_offset": section.quantize_schedule.schedule_offset,
@@ -77,4 +84,16 @@ def quantize_in_training(section: QuantizeTraining | None, model: nn.Module) -> 
 
 def schedule_of(model: nn.Module) -> compression_scheduler | None:
     """The schedule of a prepared model; None for any other."""
-    return compression_scheduler(model) if is_compressed(model) else None
+    if not is_compressed(model):
+        return None
+    from deepspeed.compression.scheduler import compression_scheduler
+
+    return compression_scheduler(model)
+
+
+def _is_on(section: CompressionTraining | None) -> bool:
+    if section is None:
+        return False
+    from deepspeed.compression.settings import is_on
+
+    return is_on(section)

@@ -17,7 +17,6 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 from deepspeed.ops.build import build_optimizer
 from deepspeed.ops.elementwise import Kind, is_elementwise
-from deepspeed.ops.muon import set_optimizer_flags
 from deepspeed.zero.masters import MasterBucket, MasterRun
 from deepspeed.zero.placement import Placement
 
@@ -99,6 +98,8 @@ def choose_optimizer(
     elif root.optimizer is not None and root.optimizer.type is not None:
         groups = model_parameter_groups(model, model_parameters)
         if root.optimizer.type == "Muon":
+            from deepspeed.ops.muon import set_optimizer_flags
+
             set_optimizer_flags(root, model)
         chosen = (
             build_optimizer(

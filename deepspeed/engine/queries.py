@@ -9,7 +9,7 @@ import torch
 from deepspeed.comm import groups
 from deepspeed.comm.mesh import OTHER_PARTS
 from deepspeed.engine.parts import EngineParts
-from deepspeed.parallel.expert.prepare import expert_layers
+from deepspeed.engine.rooms import EXPERT, is_loaded
 from deepspeed.precision.policy import PrecisionPolicy
 
 
@@ -108,6 +108,10 @@ class EngineQueries:
     @property
     def moe_layers(self) -> list[Any]:
         """The expert layers, in the order of the model."""
+        if not is_loaded(EXPERT):
+            return []
+        from deepspeed.parallel.expert.prepare import expert_layers
+
         return [layer for _, layer in expert_layers(self._parts.model)]
 
     @property

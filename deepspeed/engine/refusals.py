@@ -11,7 +11,6 @@ from deepspeed.config.sections.root import Root
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.ops.flat import supports_flat_update, why_not_flat
 from deepspeed.ops.onebit.phases import ExchangesMomentum, mask_of
-from deepspeed.ops.onebit.zero_one import ZeroOneAdam
 from deepspeed.precision.policy import PrecisionPolicy
 from deepspeed.zero.placement import Home, Placement
 
@@ -64,6 +63,8 @@ def refuse_what_cannot_send_momentum(root: Root, placement: Placement, optimizer
     """What an optimizer of the 1-bit family cannot be combined with."""
     if not isinstance(optimizer, ExchangesMomentum):
         return
+    from deepspeed.ops.onebit import ZeroOneAdam
+
     name = type(optimizer).__name__
     if placement.shard_params:
         raise DeepSpeedConfigError(

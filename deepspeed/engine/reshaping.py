@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -16,17 +18,9 @@ from deepspeed.config.sections.root import Root
 from deepspeed.engine.model_compression import quantize_in_training
 from deepspeed.engine.optimizers import exchange_parameters
 from deepspeed.engine.parts import Client
+from deepspeed.engine.rooms import EXPERT, LINEAR, SEQUENCE, TENSOR, is_loaded
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.linear.bases import shared_bases
-from deepspeed.linear.parts import quantize_as_configured
 from deepspeed.logging import log_dist
-from deepspeed.parallel.expert.prepare import prepare_expert_layers
-from deepspeed.parallel.sequence.offloaded import offload_checkpoints
-from deepspeed.parallel.sequence.sharing import left_alone
-from deepspeed.parallel.sequence.tiled_models import tile_model
-from deepspeed.parallel.sequence.ulysses import adopt_model
-from deepspeed.parallel.tensor.cutting import cut_model
-from deepspeed.parallel.tensor.dtensors import adopt_dtensors
 from deepspeed.zero.leaf import mark_leaf_modules
 from deepspeed.zero.storage import distinct
 
@@ -52,35 +46,108 @@ def reshape_model(
     quantize_in_training(root.quantize_training, client.model)
     client = _spread_experts(root, client, ranks, device)
     model = client.model
-    tiles = root.sequence_parallel
-    tile_model(
-        model,
-        mlp=tiles.tiled_mlp,
-        loss=tiles.tiled_loss,
-        tokens=tiles.tile_tokens,
-        in_evaluation=tiles.evaluation == "loss",
-    )
-    if tiles.offload_checkpoints:
+    _share_sequences(root, model, ranks, mesh_is_ours=mesh_is_ours)
+    _prepare_experts(root, model, device)
+    client, counts = _cut_tensors(root, client, ranks, device)
+    _quantize(root, model)
+    settle: Callable[[torch.device], None] | None = getattr(model, "settle", None)
+    if callable(settle):
+        settle(device)
+    return client, {**counts, **_shared_bases(model, ranks.data_size)}
+
+
+def _share_sequences(root: Root, model: nn.Module, ranks: Standing, *, mesh_is_ours: bool) -> None:
+    """What the section ``sequence_parallel`` makes of a model."""
+    section = root.sequence_parallel
+    if section.tiled_mlp or section.tiled_loss:
+        from deepspeed.parallel.sequence.tiled_models import tile_model
+
+        tile_model(
+            model,
+            mlp=section.tiled_mlp,
+            loss=section.tiled_loss,
+            tokens=section.tile_tokens,
+            in_evaluation=section.evaluation == "loss",
+        )
+    if section.offload_checkpoints:
+        from deepspeed.parallel.sequence.offloaded import offload_checkpoints
+
         offload_checkpoints(model)
     if ranks.sequence_size > 1 and mesh_is_ours:
+        from deepspeed.parallel.sequence.ulysses import adopt_model
+
         adopt_model(
             model,
             ranks.sequence_group,
             ranks.mesh,
-            tiles.mode,
-            tiles.evaluation,
-            recompute_exchange=tiles.recompute_exchange,
+            section.mode,
+            section.evaluation,
+            recompute_exchange=section.recompute_exchange,
         )
-    data_first, timed = root.use_data_before_expert_parallelism, root.wall_clock_breakdown
-    prepare_expert_layers(model, device, data_first=data_first, timed=timed)
+
+
+def _prepare_experts(root: Root, model: nn.Module, device: torch.device) -> None:
+    """Connects expert layers, and modules of the program's own that want to know the groups."""
+    wants_groups = any(hasattr(type(module), "set_deepspeed_parallelism") for module in model.modules())
+    is_stage = getattr(model, "is_part_of_model", False)  # the others may have some, and all make the groups together
+    if is_loaded(EXPERT) or wants_groups or is_stage:
+        from deepspeed.parallel.expert.prepare import prepare_expert_layers
+
+        data_first, timed = root.use_data_before_expert_parallelism, root.wall_clock_breakdown
+        prepare_expert_layers(model, device, data_first=data_first, timed=timed)
+
+
+def is_cut(model: nn.Module) -> bool:
+    """Whether the layers of the model are cut over ranks already."""
+    if not is_loaded(TENSOR):
+        return False
+    from deepspeed.parallel.tensor import cutting
+
+    return cutting.is_cut(model)
+
+
+def _cut_tensors(
+    root: Root, client: Client, ranks: Standing, device: torch.device
+) -> tuple[Client, Mapping[str, bool]]:
+    """Cuts layers over ranks, or takes a model that was cut; with the groups whose parameters several ranks have."""
+    model = client.model
+    if not (root.tensor_parallel.autotp_size > 1 or is_cut(model) or _may_have_dtensors()):
+        return client, {}
+    from deepspeed.parallel.tensor.cutting import cut_model
+    from deepspeed.parallel.tensor.dtensors import adopt_dtensors
+
     client = _with_new_parameters(client, adopt_dtensors(model, ranks.mesh, device))
-    with left_alone(model):  # it is tried out before and after, each rank by itself
+    with _each_rank_by_itself(model):  # it is tried out before and after
         tensor = cut_model(model, root.tensor_parallel, ranks.mesh, device)
-    quantize_as_configured(model, root.weight_quantization)
-    settle: Callable[[torch.device], None] | None = getattr(model, "settle", None)
-    if callable(settle):
-        settle(device)
-    return client, ({} if tensor is None else tensor.counts) | shared_bases(model, ranks.data_size)
+    return client, {} if tensor is None else tensor.counts
+
+
+def _may_have_dtensors() -> bool:
+    return "torch.distributed.tensor" in sys.modules
+
+
+def _each_rank_by_itself(model: nn.Module) -> AbstractContextManager[None]:
+    """Within it no rank waits for those that share its sequences."""
+    if not is_loaded(SEQUENCE):
+        return nullcontext()
+    from deepspeed.parallel.sequence.sharing import left_alone
+
+    return left_alone(model)
+
+
+def _quantize(root: Root, model: nn.Module) -> None:
+    if root.weight_quantization is not None and root.weight_quantization.enabled:
+        from deepspeed.linear.parts import quantize_as_configured
+
+        quantize_as_configured(model, root.weight_quantization)
+
+
+def _shared_bases(model: nn.Module, ranks: int) -> Mapping[str, bool]:
+    if not is_loaded(LINEAR):
+        return {}
+    from deepspeed.linear.bases import shared_bases
+
+    return shared_bases(model, ranks)
 
 
 def _spread_experts(root: Root, client: Client, ranks: Standing, device: torch.device) -> Client:

@@ -11,13 +11,7 @@ from typing import Any
 import torch
 
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
-from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
-from deepspeed.ops.adagrad.adagrad import Adagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from deepspeed.ops.lamb import FusedLamb
-from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
-from deepspeed.ops.muon import Muon
-from deepspeed.ops.onebit import OneBitAdam, OneBitLamb, ZeroOneAdam
 
 #: Names taken in any case, spelt as messages spell them.
 _OWN_NAMES = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "OneBitAdam", "OneBitLamb", "SGD", "ZeroOneAdam")
@@ -34,15 +28,14 @@ _UNUSABLE = {
     "SparseAdam": "it needs sparse gradients, and gradients travel in flat buffers",
 }
 
-#: What one kind of an optimizer takes and the other need not: the value at which it changes nothing.
-_WITHOUT_EFFECT: dict[Any, dict[str, Any]] = {
-    FusedAdam: {"fp32_optimizer_states": True},
-    FusedLion: {"fp32_optimizer_states": True},
-    Adagrad: {"fp32_optimizer_states": True, "amsgrad": False},
-    torch.optim.Adagrad: {"fp32_optimizer_states": True, "amsgrad": False},
-    DeepSpeedCPUAdam: {"set_grad_none": None},
-    DeepSpeedCPULion: {"set_grad_none": None},
-    DeepSpeedCPUAdagrad: {
+#: What one class takes and the other of its kind need not: the value at which it changes nothing.
+_WITHOUT_EFFECT: dict[str, dict[str, Any]] = {
+    "FusedAdam": {"fp32_optimizer_states": True},
+    "FusedLion": {"fp32_optimizer_states": True},
+    "Adagrad": {"fp32_optimizer_states": True, "amsgrad": False},
+    "DeepSpeedCPUAdam": {"set_grad_none": None},
+    "DeepSpeedCPULion": {"set_grad_none": None},
+    "DeepSpeedCPUAdagrad": {
         "lr_decay": 0,
         "initial_accumulator_value": 0,
         "maximize": False,
@@ -50,10 +43,10 @@ _WITHOUT_EFFECT: dict[Any, dict[str, Any]] = {
         "foreach": None,
         "fused": None,
     },
-    FusedLamb: {"max_grad_norm": 0},
-    OneBitAdam: {"max_grad_norm": 0, "cuda_aware": None, "comm_backend_name": None},
-    ZeroOneAdam: {"max_grad_norm": 0, "cuda_aware": None, "comm_backend_name": None, "bias_correction": None},
-    OneBitLamb: {"max_grad_norm": 0, "cuda_aware": None, "comm_backend_name": None, "bias_correction": None},
+    "FusedLamb": {"max_grad_norm": 0},
+    "OneBitAdam": {"max_grad_norm": 0, "cuda_aware": None, "comm_backend_name": None},
+    "ZeroOneAdam": {"max_grad_norm": 0, "cuda_aware": None, "comm_backend_name": None, "bias_correction": None},
+    "OneBitLamb": {"max_grad_norm": 0, "cuda_aware": None, "comm_backend_name": None, "bias_correction": None},
 }
 
 #: Settings of :data:`_WITHOUT_EFFECT` that choose an implementation, not a result: any value may be dropped.
@@ -87,7 +80,7 @@ def build_optimizer(
     problems = _problems(name, factory, arguments)
     if problems:
         raise DeepSpeedConfigError("\n".join(problems), tuple(problems))
-    dropped = _WITHOUT_EFFECT.get(_class_of(factory), {})
+    dropped = _WITHOUT_EFFECT.get(_class_of(factory).__name__, {})
     accepted = {
         key: tuple(value) if isinstance(value, list) else value  # betas, etas, ...: JSON knows no tuples
         for key, value in arguments.items()
@@ -108,20 +101,8 @@ def _choose(name: str, arguments: dict[str, Any], offload: bool) -> tuple[Callab
         raise NotYetSupportedError(f"optimizer.type: {spelt} is not available here; use {_MISSING[spelt]}")
     if spelt in ("Adam", "AdamW"):
         return _choose_adam(spelt, arguments, offload)
-    # Where its own step runs, not the flat update, the state must be there before.
-    adagrad = torch.optim.Adagrad if arguments.get("differentiable") else Adagrad
-    own: dict[str, tuple[Any, Any]] = {  # on the device, on the host
-        "Adagrad": (adagrad, DeepSpeedCPUAdagrad),
-        "Lamb": (FusedLamb, FusedLamb),
-        "Lion": (FusedLion, DeepSpeedCPULion),
-        "Muon": (Muon, Muon),
-        "OneBitAdam": (OneBitAdam, OneBitAdam),
-        "OneBitLamb": (OneBitLamb, OneBitLamb),
-        "SGD": (torch.optim.SGD, torch.optim.SGD),
-        "ZeroOneAdam": (ZeroOneAdam, ZeroOneAdam),
-    }
-    if spelt in own:
-        return own[spelt][offload], arguments
+    if spelt in _OWN_NAMES:
+        return _own_class(spelt, arguments, offload), arguments
     if spelt in _UNUSABLE:
         raise DeepSpeedConfigError(f"optimizer.type: {spelt} cannot be used: {_UNUSABLE[spelt]}")
     found = getattr(torch.optim, spelt, None)
@@ -131,6 +112,34 @@ def _choose(name: str, arguments: dict[str, Any], offload: bool) -> tuple[Callab
     raise DeepSpeedConfigError(
         f"optimizer.type: {name!r} is unknown{_closest(name, names)}; known are {', '.join(names)}"
     )
+
+
+def _own_class(name: str, arguments: dict[str, Any], offload: bool) -> Any:
+    """The class for one of our names; only the module of that one is loaded."""
+    if name == "Adagrad":
+        from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+        from deepspeed.ops.adagrad.adagrad import Adagrad
+
+        # Where its own step runs, not the flat update, the state must be there before.
+        on_device = torch.optim.Adagrad if arguments.get("differentiable") else Adagrad
+        return DeepSpeedCPUAdagrad if offload else on_device
+    if name == "Lamb":
+        from deepspeed.ops.lamb import FusedLamb
+
+        return FusedLamb
+    if name == "Lion":
+        from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+
+        return DeepSpeedCPULion if offload else FusedLion
+    if name == "Muon":
+        from deepspeed.ops.muon import Muon
+
+        return Muon
+    if name == "SGD":
+        return torch.optim.SGD
+    from deepspeed.ops import onebit
+
+    return getattr(onebit, name)
 
 
 def _choose_adam(spelt: str, arguments: dict[str, Any], offload: bool) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -147,7 +156,7 @@ def _problems(name: str, factory: Callable[..., Any], arguments: dict[str, Any])
     cls = _class_of(factory)
     # The first is the parameters; what the factory fixes is not for the config.
     accepted = [key for key in list(inspect.signature(cls).parameters)[1:] if key not in ("adam_w_mode", "adamw_mode")]
-    neutral = _WITHOUT_EFFECT.get(cls, {})
+    neutral = _WITHOUT_EFFECT.get(cls.__name__, {})
     problems = []
     for key, value in arguments.items():
         where = f"optimizer.params.{key}"

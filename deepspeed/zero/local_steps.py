@@ -15,8 +15,11 @@ from deepspeed.ops.flat import FlatUpdate
 from deepspeed.ops.onebit.phases import Phase
 from deepspeed.ops.onebit.zero_one import LR_SUM, TRAVELLED, ZeroOneAdam
 from deepspeed.zero.gradient_bucket import GradientBucket
+from deepspeed.zero.group import Groups
+from deepspeed.zero.masters import MasterBucket
 from deepspeed.zero.momentum import BucketMomentum, MomentumExchange
 from deepspeed.zero.norm import squared_norm
+from deepspeed.zero.storage import Ledger
 
 _MEAN = 3  # kind of transfer, as of an exchange of momenta, with which it shares the numbers
 
@@ -199,3 +202,11 @@ class LocalSteps(MomentumExchange):
                     run.param.data.view(-1)[part] = state["anchor"][part]
             master.publish()
             master.bucket.remember_values()
+
+
+def exchange_for(
+    optimizer: torch.optim.Optimizer, masters: list[MasterBucket], groups: Groups, ledger: Ledger
+) -> MomentumExchange:
+    """What sends the momenta of an optimizer of the 1-bit family; arguments as of :class:`MomentumExchange`."""
+    kind = LocalSteps if isinstance(optimizer, ZeroOneAdam) else MomentumExchange
+    return kind(optimizer, masters, groups, ledger)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,19 +19,19 @@ from deepspeed.errors import CallOrderError, DivergenceError, NonFiniteError
 from deepspeed.logging import log_dist
 from deepspeed.ops.flat import FlatUpdate, flat_updater
 from deepspeed.ops.onebit.phases import ExchangesMomentum
-from deepspeed.ops.onebit.zero_one import ZeroOneAdam
 from deepspeed.ops.step_hooks import step_hooks
 from deepspeed.uncompiled import torchs
 from deepspeed.zero.base_optimizer import ZeROOptimizer
 from deepspeed.zero.gradients import GradientReducer
 from deepspeed.zero.group import Groups
-from deepspeed.zero.local_steps import LocalSteps
 from deepspeed.zero.masters import MasterBucket, MasterRun, segment_table, split_state
-from deepspeed.zero.momentum import MomentumExchange
 from deepspeed.zero.norm import norm_from_squares
 from deepspeed.zero.placement import Home, Placement
 from deepspeed.zero.storage import Kind, Ledger, storage_key
 from deepspeed.zero.update import PieceUpdater, UpdateStrategy
+
+if TYPE_CHECKING:
+    from deepspeed.zero.momentum import MomentumExchange
 
 _FLAGS_PER_NUMBER = 48  # bits of an exact integer in fp64
 _NAME = 240  # bytes of a parameter's name that travel
@@ -118,8 +118,9 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         self._updater = None if self._flat is None else PieceUpdater(self._flat, optimizer, strategies)
         self.momentum: MomentumExchange | None = None
         if isinstance(optimizer, ExchangesMomentum):
-            kind = LocalSteps if isinstance(optimizer, ZeroOneAdam) else MomentumExchange
-            self.momentum = kind(optimizer, masters, groups, ledger)
+            from deepspeed.zero.local_steps import exchange_for  # few train with it, and it is a room by itself
+
+            self.momentum = exchange_for(optimizer, masters, groups, ledger)
         self._announce_update()
         self._needs_segments = callable(getattr(optimizer, "attach_segments", None))
         self._attach_segments()

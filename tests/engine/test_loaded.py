@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
 
 import pytest
+
+from deepspeed.engine import rooms
 
 PLAIN = """
 import json, sys, torch, deepspeed
@@ -32,6 +35,24 @@ print("loaded:" + json.dumps(sorted(sys.modules)))
 # Loading it takes torch longer than all else that initialize does; only what compiles needs it.
 COMPILER = ("torch._dynamo", "torch._inductor", "sympy")
 
+# What few models need: the engine loads it when the configuration or the model asks for it.
+ROOMS = (
+    *rooms.ROOMS,
+    "deepspeed.engine.hybrid",
+    "deepspeed.engine.pipeline",
+    "deepspeed.data",
+    "deepspeed.ops.lamb",
+    "deepspeed.ops.lion",
+    "deepspeed.ops.muon",
+    "deepspeed.ops.onebit.adam",
+    "deepspeed.ops.sparse_attention",
+    "deepspeed.activation_checkpointing",
+    "deepspeed.inference",
+    "deepspeed.plan",
+    "deepspeed.zero.momentum",
+    "rich",
+)
+
 
 @pytest.mark.parametrize("stage", (0, 1, 2, 3))
 def test_a_plain_model_loads_no_more_than_it_needs(stage):
@@ -41,4 +62,11 @@ def test_a_plain_model_loads_no_more_than_it_needs(stage):
     line = next(line for line in done.stdout.splitlines() if line.startswith("loaded:"))
     loaded = json.loads(line.removeprefix("loaded:"))
     assert "deepspeed.zero.runtime" in loaded
-    assert [name for name in loaded if name.startswith(COMPILER)] == []
+    extra = [name for name in loaded for room in (*COMPILER, *ROOMS) if f"{name}.".startswith(f"{room}.")]
+    assert extra == []
+
+
+def test_the_rooms_exist():
+    """What the test above and the engine know by name is there to be loaded."""
+    missing = [name for name in (*COMPILER, *ROOMS) if importlib.util.find_spec(name) is None]
+    assert missing == []

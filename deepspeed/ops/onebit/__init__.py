@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from deepspeed.ops.onebit.adam import OneBitAdam
-from deepspeed.ops.onebit.lamb import OneBitLamb
-from deepspeed.ops.onebit.zero_one import ZeroOneAdam
+from deepspeed.lazy import lazy_names
 
-__all__ = ["OneBitAdam", "OneBitLamb", "ZeroOneAdam"]
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "OneBitAdam": "deepspeed.ops.onebit.adam",
+        "OneBitLamb": "deepspeed.ops.onebit.lamb",
+        "ZeroOneAdam": "deepspeed.ops.onebit.zero_one",
+    },
+    submodules=["adam", "lamb", "phases", "zero_one"],
+)
