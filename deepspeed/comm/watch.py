@@ -186,7 +186,7 @@ class Watch:
     def _look_for(self, keys: list[str], timeout: timedelta) -> None:
         begun, limit = time.monotonic(), timeout.total_seconds()
         while not self.store.check(keys):
-            if self._is_in_vain():
+            if self.is_in_vain():
                 raise RuntimeError("other ranks went another way")
             waited = time.monotonic() - begun
             if waited >= limit:
@@ -194,7 +194,8 @@ class Watch:
             # A tenth late at most, and few questions to the one store of many ranks that wait for long.
             time.sleep(min(max(0.1 * waited, 0.001), _PERIOD))
 
-    def _is_in_vain(self) -> bool:
+    def is_in_vain(self) -> bool:
+        """Whether it is known why no wait can end well."""
         return any(said is not None for said in (self._verdict, self._farewell, self._failure))
 
     def tell_failure(self, text: str) -> None:
@@ -213,10 +214,10 @@ class Watch:
             self._verdict = self._look(awaited)
         except RuntimeError:
             return False  # the store went with the rank that held it; the waiting thread sees the broken connection
-        if self._is_in_vain():
+        if self.is_in_vain():
             for abort in list(self.aborts.values()):
                 abort()
-        return not self._is_in_vain()
+        return not self.is_in_vain()
 
     def _look(self, awaited: Awaited) -> str | None:
         """Posts what this rank waits for; returns the verdict if some ranks and this one wait in vain."""
@@ -293,7 +294,7 @@ class Watch:
         if patience is None:
             self._patience = 0.0  # what is broken stays broken; later waits need not be patient too
         gone = ""
-        while not self._is_in_vain():
+        while not self.is_in_vain():
             try:
                 if self.store.check([self._key(_VERDICT)]):
                     self._verdict = self._read(_VERDICT)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from deepspeed.comm.gloo import GlooTransport
 from deepspeed.comm.mesh import TENSOR, Mesh
 from deepspeed.comm.new_groups import my_group
 from deepspeed.comm.relay import catch_up
+from deepspeed.comm.same_host import SameHostSums, same_host_sums
 from deepspeed.comm.store import backend_for
 from deepspeed.comm.transport import Piece, Reduction, Transport, transfer_key
 from deepspeed.comm.world import rank_in, stand_in
@@ -27,15 +28,22 @@ _SUM = 1  # kind of transfer, see transfer_key
 _GATHER = 0
 
 
-class Pending:
+class Pending(Protocol):
     """A sum on its way."""
+
+    def wait(self) -> torch.Tensor:
+        """The sum, 1-D; may be called again."""
+
+
+class _Travelling:
+    """A transfer whose result is known beforehand."""
 
     def __init__(self, work: Any, result: torch.Tensor) -> None:
         self._work = work
         self._result = result
 
     def wait(self) -> torch.Tensor:
-        """The sum, 1-D; may be called again."""
+        """See :class:`Pending`."""
         self._work.wait()
         return self._result
 
@@ -70,14 +78,16 @@ class Channel:
 
     Args:
         transport: Over these ranks.
+        sums: What sums where they are all on one host; None: the transport.
 
     Attributes:
         rank: This rank's place among them.
         size: How many they are.
     """
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, sums: SameHostSums | None = None) -> None:
         self._transport = transport
+        self._sums = sums
         self.rank = transport.rank
         self.size = transport.size
         self._count = 0
@@ -90,6 +100,21 @@ class Channel:
         """For small exchanges and first values."""
         return self._transport
 
+    def place(self, rows: int, width: int, like: torch.Tensor) -> torch.Tensor:
+        """Memory to compute a summand in, which need not be copied then.
+
+        Args:
+            rows: Of the summand.
+            width: Of the summand.
+            like: Has its dtype and device.
+
+        Returns:
+            2-D, with any values; for the very next :meth:`start_sum` only.
+        """
+        if self._sums is not None and self._sums.serves(rows * width, like.dtype):
+            return self._sums.place(rows * width, like.dtype).view(rows, width)
+        return like.new_empty((rows, width))
+
     def start_sum(self, values: torch.Tensor, label: str) -> Pending:
         """Begins to sum ``values`` over the ranks.
 
@@ -101,8 +126,10 @@ class Channel:
             What to wait for; the result is 1-D, in the dtype of ``values``.
         """
         flat = values.view(-1)
+        if self._sums is not None and self._sums.serves(flat.numel(), flat.dtype):
+            return self._sums.start(flat, label)
         if isinstance(self._transport, GlooTransport):
-            return Pending(_GlooSum(self._transport, flat, label), flat)
+            return _Travelling(_GlooSum(self._transport, flat, label), flat)
         numel = flat.numel()
         # Two ranks exchange all they have; more of them reduce slices, which must be of equal length.
         if self.size > 2 and numel % self.size:
@@ -112,7 +139,7 @@ class Channel:
         in_place = self._transport.needs_one_order or (self.size == 2 and flat.dtype == torch.float32)
         out = flat if in_place or self.size == 1 else torch.empty_like(flat)
         how = Reduction(1.0, self._key(_SUM), label, max(flat.numel() * self.size, 1))
-        return Pending(self._transport.all_reduce(flat, out, how), out[:numel])
+        return _Travelling(self._transport.all_reduce(flat, out, how), out[:numel])
 
     def sum(self, values: torch.Tensor, label: str) -> torch.Tensor:
         """The sum of ``values`` over the ranks, in their shape; ``values`` may be overwritten."""
@@ -178,4 +205,4 @@ def over(transport: Transport) -> Channel:
     """A channel over a transport that nothing else uses."""
     transport.axis = TENSOR
     transport.owner = transport.next_owner()
-    return Channel(transport)
+    return Channel(transport, same_host_sums(transport))

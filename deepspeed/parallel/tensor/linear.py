@@ -10,6 +10,7 @@ its parameters and its hooks, and is still an ``nn.Linear`` for whoever asks.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,6 +24,8 @@ from deepspeed.parallel.tensor.channel import Channel
 from deepspeed.parallel.tensor.entrance import Entrance
 from deepspeed.parallel.tensor.split import Split
 from deepspeed.uncompiled import uncompiled
+
+_AS_IT_IS = nullcontext()
 
 
 class Sequence(Protocol):
@@ -112,9 +115,15 @@ class _Row(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(values, weight)
         ctx.is_transposed = cut.is_transposed
-        product = F.linear(values, weight.t() if cut.is_transposed else weight)
-        total = cut.channel.sum(product, f"the output of {cut.name}")
-        return total if bias is None else total.add_(bias)
+        rows = weight if cut.is_transposed else weight.t()
+        flat = values.reshape(-1, values.shape[-1])
+        product = cut.channel.place(flat.shape[0], rows.shape[1], flat)
+        if bias is not None and cut.channel.rank == 0:  # one of the summands has it
+            torch.addmm(bias, flat, rows, out=product)
+        else:
+            torch.mm(flat, rows, out=product)
+        total = cut.channel.start_sum(product, f"the output of {cut.name}").wait()
+        return total.view(*values.shape[:-1], rows.shape[1])
 
     @staticmethod
     @once_differentiable
@@ -132,12 +141,13 @@ class _Row(torch.autograd.Function):
         return of_input, of_weight, of_bias, None
 
 
-def _for_autocast(kind: str, *tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """Operands as ``torch.autocast`` would give them to a linear layer."""
-    if not torch.is_autocast_enabled(kind):
-        return tensors
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors)
+def _autocast_dtype(kind: str) -> torch.dtype | None:
+    """What ``torch.autocast`` would let a linear layer compute in; None: it is off."""
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def _as(dtype: torch.dtype, *tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+    return [None if tensor is None else tensor.to(dtype) for tensor in tensors]
 
 
 @uncompiled
@@ -147,13 +157,14 @@ def _column(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
         weight = regions.enter(weight, cut.holders, f"the gradient of the weight of {cut.name}")
         if bias is not None:
             bias = regions.enter(bias, cut.holders, f"the gradient of the bias of {cut.name}")
-    weight, bias = _for_autocast(kind, weight, bias)  # type: ignore[assignment]
-    dtype = weight.dtype if torch.is_autocast_enabled(kind) else None
+    dtype = _autocast_dtype(kind)
+    if dtype is not None:
+        weight, bias = _as(dtype, weight, bias)  # type: ignore[assignment]
     if cut.sequence is not None and cut.sequence.is_cut:  # the gather before the region sums the gradient
         entered, shared = values if dtype is None else values.to(dtype), None
     else:
         entered, shared = cut.entrance.enter(values, dtype, cut.name)
-    with torch.autocast(kind, enabled=False):
+    with torch.autocast(kind, enabled=False) if dtype is not None else _AS_IT_IS:
         out = _Column.apply(entered, weight, bias, shared, cut.is_transposed)
     return regions.gather(out, cut.channel, cut.split, f"the output of {cut.name}") if cut.is_gathered else out
 
@@ -168,7 +179,10 @@ def _row(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, 
         if bias is None:
             return product
         return product + regions.enter(bias, cut.channel, f"the gradient of the bias of {cut.name}")
-    values, weight, bias = _for_autocast(kind, values, weight, bias)  # type: ignore[assignment]
+    dtype = _autocast_dtype(kind)
+    if dtype is None:
+        return _Row.apply(values, weight, bias, cut)
+    values, weight, bias = _as(dtype, values, weight, bias)  # type: ignore[assignment]
     with torch.autocast(kind, enabled=False):
         return _Row.apply(values, weight, bias, cut)
 

@@ -56,14 +56,16 @@ class Shared:
         if self.is_open:
             self.is_open = False
             self._on_backward(self)
-        if self._sum is None:
-            self._sum = gradient @ weight
-        else:
-            self._sum.addmm_(gradient, weight)
-        self._arrived += 1
-        if self._arrived < self.users:
+        if self._arrived + 1 < self.users:
+            self._arrived += 1
+            self._sum = gradient @ weight if self._sum is None else self._sum.addmm_(gradient, weight)
             return None
-        values, self._sum, self._arrived = self._sum, None, 0
+        earlier, self._sum, self._arrived = self._sum, None, 0
+        values = self.channel.place(gradient.shape[0], weight.shape[1], gradient)
+        if earlier is None:
+            torch.mm(gradient, weight, out=values)
+        else:
+            torch.addmm(earlier, gradient, weight, out=values)
         return self.channel.start_sum(values, self._label)
 
     def settle(self, gradient: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:
