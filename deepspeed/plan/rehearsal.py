@@ -24,7 +24,8 @@ from deepspeed.engine.initialize import initialize
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
 from deepspeed.ops.muon import Muon
 from deepspeed.parallel.expert.prepare import expert_layers
-from deepspeed.parallel.pipe.channel import WORD_NBYTES
+from deepspeed.parallel.pipe.channel import Form
+from deepspeed.parallel.pipe.values import slots_of, taken_apart
 from deepspeed.parallel.sequence.sharing import sharing_of
 from deepspeed.plan import decoder
 from deepspeed.plan.actions import Act, actions_of_step, loss_of, received_inputs
@@ -317,9 +318,10 @@ class _Run:
         return [middle, rest]
 
     def _sent(self, tensor: torch.Tensor) -> None:
-        nbytes = WORD_NBYTES + tensor.numel() * tensor.element_size()
+        form = Form(slots_of(taken_apart(tensor)[0]), packs=self._part.kind == "cpu")
+        nbytes, transfers = form.cost
         traffic.record_asked("send", nbytes, PIPE)
-        traffic.record_ran("send", nbytes, PIPE, 2)
+        traffic.record_ran("send", nbytes, PIPE, transfers)
 
     def _extended(self, flows: list[Flow]) -> Flow:
         """The flow of all micro-batches: all but the last are alike."""

@@ -104,15 +104,15 @@ def test_one_rank_of_each_stage_that_may_be_the_heaviest():
     assert [part.kind.stage for part in plan.parts] == [0, 1, 4] and plan.mesh == Mesh((("pipe", 5), ("data", 2)))
     assert sorted(stage for part in plan.parts for stage in part.layers) == list(range(5))
     in_flight = {stage: number for part in plan.parts for stage, number in part.in_flight.items()}
-    assert in_flight == {stage: 5 - stage for stage in range(5)}
+    assert in_flight == {stage: 5 - stage + (stage < 4) for stage in range(5)}
     assert plan.device_bytes == max(part.rehearsed.peaks[Home.DEVICE].nbytes for part in plan.parts)
     whole = _planned(Cell(1, accumulation=8), pipe=1)
     assert plan.parameters == whole.parameters and not whole.to_dict().get("stages")
-    # In-flight micro-batches are really there: the second stage keeps 4 of them, and all 8 under GPipe.
+    # In-flight micro-batches are really there: the second stage keeps 5 of them, and all 8 under GPipe.
     more = _planned(Cell(1, accumulation=8), pipe=5, schedule="gpipe", rank=3).rehearsed
     second = plan.parts[1].rehearsed
     kept = more.peaks[Home.DEVICE].nbytes - second.peaks[Home.DEVICE].nbytes
-    assert kept == pytest.approx(4 * second.activations, rel=0.2)
+    assert kept == pytest.approx(3 * second.activations, rel=0.25)
 
 
 def test_a_long_step_is_like_a_short_one_with_more_in_the_middle():

@@ -1,20 +1,22 @@
 """What crosses from one stage to the next: any nested value, numbered, without shapes that were agreed beforehand.
 
 A *channel* carries one kind of message (activations, gradients) in one direction between two stages, in the order of
-the schedule. A message is a *word* of four numbers (the micro-batch, whether the description has changed, its length,
-whether old room is flushed), the description where it has changed, and the tensors, byte by byte from where they lie.
+the schedule. A message is a *word* (its micro-batch, the length of the description where that has changed, how many
+messages the sender has taken that came the other way), the description where it has changed, and the tensors. Small
+tensors lie in one packet with the word; others travel one by one, byte by byte from where they lie.
 
-Receives are posted one message ahead, the tensors' too: into room of the last message's shapes, as soon as two messages
-in a row had the same. If the next one turns out otherwise, its sender fills that room with nothing of value before the
-tensors, since a posted receive cannot be taken back. Both sides know from the messages so far whether room is posted.
-Sends never block; what they carry is kept until it has left.
+Receives are posted ahead: packets and words two messages, as no computation should wait for that work, other tensors
+one, as their room is large. What is posted is what messages looked like two messages ago, if those before had the same
+form; the rest of a message that turns out otherwise goes along afterwards, and the posted room is filled with nothing
+of value, since a posted receive cannot be taken back. Both sides know from the messages so far what is posted. Sends
+never block; what they carry is kept until it has left.
 """
 
 from __future__ import annotations
 
 import pickle
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -27,19 +29,28 @@ from deepspeed.errors import PipelineError
 from deepspeed.parallel.pipe.values import Slot, put_together, slots_of, taken_apart
 
 ACTIVATIONS, GRADIENTS = "activations", "gradients"
-_WORD = 4
-WORD_NBYTES = _WORD * torch.int64.itemsize
-"""Bytes of what goes before the tensors of each message."""
+WORDS, DESCRIPTIONS, TENSORS = range(3)  # what may be on its way side by side
+_WORD = 3
+_WORD_NBYTES = _WORD * torch.int64.itemsize
+_ALIGNED = 16  # bytes; the largest element
+_PACKET = 1 << 16  # bytes up to which copying costs less than a transfer more
+_AHEAD = 2
 
 
 class Wire(Protocol):
-    """Sends and receives 1-D byte tensors between two stages, in order; each returns a work with ``wait``."""
+    """Sends and receives 1-D byte tensors between two stages, in order; each returns a work with ``wait``.
 
-    def send(self, tensor: torch.Tensor, *, on_host: bool) -> Any:
-        """Starts a send. ``on_host``: the tensor lies on the host, wherever the model computes."""
+    ``what`` is one of WORDS and DESCRIPTIONS, which lie on the host wherever the model computes, and TENSORS.
+    """
 
-    def receive(self, tensor: torch.Tensor, *, on_host: bool) -> Any:
+    def send(self, tensor: torch.Tensor, what: int) -> Any:
+        """Starts a send."""
+
+    def receive(self, tensor: torch.Tensor, what: int) -> Any:
         """Starts a receive."""
+
+    def has_left(self, work: Any, what: int) -> bool:
+        """Whether a send of a message that has been taken is over on the device too."""
 
 
 @dataclass(frozen=True)
@@ -78,16 +89,103 @@ class Route:
         )
 
 
-class Outgoing:
-    """The sending end of a channel."""
+class Form:
+    """How the tensors of a message lie on the way.
 
-    def __init__(self, route: Route, wire: Wire) -> None:
+    Args:
+        slots: Theirs.
+        packs: Small ones may lie in one packet with the word.
+
+    Attributes:
+        slots: As given.
+        is_packed: They do.
+        nbytes: Bytes of the packet.
+    """
+
+    def __init__(self, slots: Sequence[Slot], *, packs: bool) -> None:
+        self.slots = tuple(slots)
+        self._starts: list[int] = []
+        self._strides = [torch.empty(slot.shape, device="meta").stride() for slot in self.slots]
+        self.nbytes = _WORD_NBYTES
+        for slot in self.slots:
+            self._starts.append(-(-self.nbytes // _ALIGNED) * _ALIGNED)
+            self.nbytes = self._starts[-1] + slot.nbytes
+        self.is_packed = packs and self.nbytes <= _PACKET
+
+    @property
+    def cost(self) -> tuple[int, int]:
+        """Bytes and transfers of a message like the one before it."""
+        if self.is_packed:
+            return self.nbytes, 1
+        sizes = [slot.nbytes for slot in self.slots]
+        return _WORD_NBYTES + sum(sizes), 1 + sum(nbytes > 0 for nbytes in sizes)
+
+    def put(self, packet: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+        """Copies tensors into a packet."""
+        for start, slot, tensor in zip(self._starts, self.slots, tensors, strict=True):
+            packet[start : start + slot.nbytes].copy_(as_bytes(tensor))
+
+    def taken_from(self, packet: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors of a packet, where they lie; each may be written to without the others' knowledge."""
+        return [
+            torch.empty(0, dtype=slot.dtype).set_(
+                packet.untyped_storage(), start // slot.dtype.itemsize, slot.shape, strides
+            )
+            for start, slot, strides in zip(self._starts, self.slots, self._strides, strict=True)
+        ]
+
+
+class _Expected:
+    """What is posted for the next messages, as both ends of a channel know it."""
+
+    def __init__(self) -> None:
+        self.form: Form | None = None  # of the latest message
+        self._next: deque[Form | None] = deque([None] * _AHEAD)
+
+    def of(self, number: int) -> Form | None:
+        """The form whose packet, or word, is posted for the message after ``number`` others."""
+        return self._next[number]
+
+    def has_room(self) -> bool:
+        """Tensors that are not packed are posted for the next message."""
+        return self._next[0] is not None and self._next[0] is self.form and not self.form.is_packed
+
+    def message(self, form: Form | None) -> None:
+        """Another message is there; ``form`` if it is not that of the one before."""
+        self._next.popleft()
+        self._next.append(self.form if form is None else None)
+        self.form = form or self.form
+
+
+@dataclass
+class _Leaving:
+    """A message that has been started."""
+
+    ticket: tuple[str, int]
+    micro_batch: int
+    works: list[tuple[Any, int]]
+    kept: list[torch.Tensor]
+
+
+class Outgoing:
+    """The sending end of a channel.
+
+    Args:
+        route: Between whom.
+        wire: Over what.
+        packs: As of :class:`Form`; equal on both sides.
+        taken: How many messages have been taken that came the other way.
+    """
+
+    def __init__(self, route: Route, wire: Wire, *, packs: bool, taken: Callable[[], int]) -> None:
         self._route = route
         self._wire = wire
+        self._packs = packs
+        self._taken = taken
         self._text = b""
-        self._slots: list[Slot] = []
-        self._room_is_posted = False
-        self._leaving: deque[tuple[tuple[str, int], int, list[Any], list[torch.Tensor]]] = deque()
+        self._expected = _Expected()
+        self._leaving: deque[_Leaving] = deque()
+        self._left = 0
 
     def send(self, micro_batch: int, value: Any) -> None:
         """Starts a message; does not block.
@@ -96,48 +194,71 @@ class Outgoing:
             micro_batch: Its number.
             value: Any nesting; tensors must not be written to until they have left.
         """
-        self._let_go()
         description, tensors = taken_apart(value)
         text = pickle.dumps(description)
-        changed = text != self._text
-        flushes = changed and self._room_is_posted
-        word = torch.tensor([micro_batch, int(changed), len(text) if changed else 0, int(flushes)])
-        sent: list[tuple[torch.Tensor, bool]] = [(word.view(torch.uint8), True)]
-        if changed:
-            sent.append((torch.frombuffer(bytearray(text), dtype=torch.uint8), True))
-        if flushes:
+        is_new = text != self._text
+        posted, has_room = self._expected.of(0), self._expected.has_room()
+        before = self._expected.form
+        self._text = text
+        self._expected.message(Form(slots_of(description), packs=self._packs) if is_new else None)
+        form = self._expected.form
+        assert form is not None
+        packet = torch.empty(posted.nbytes if posted and posted.is_packed else _WORD_NBYTES, dtype=torch.uint8)
+        packet[:_WORD_NBYTES].view(torch.int64).copy_(
+            torch.tensor([micro_batch, len(text) if is_new else 0, self._taken()])
+        )
+        sent = [(packet, WORDS)]
+        if is_new:
+            sent.append((torch.frombuffer(bytearray(text), dtype=torch.uint8), DESCRIPTIONS))
+        if is_new and has_room:
+            assert before is not None
             device = tensors[0].device if tensors else torch.device("cpu")
-            sent += [(torch.zeros(slot.nbytes, dtype=torch.uint8, device=device), False) for slot in self._slots]
-        sent += [(as_bytes(tensor), False) for tensor in tensors]
-        self._text, self._room_is_posted = text, not changed
-        self._slots = slots_of(description) if changed else self._slots
+            sent += [(torch.zeros(slot.nbytes, dtype=torch.uint8, device=device), TENSORS) for slot in before.slots]
+        if form.is_packed and posted is form:
+            form.put(packet, tensors)
+        elif form.is_packed:
+            later = torch.empty(form.nbytes, dtype=torch.uint8)
+            form.put(later, tensors)
+            sent.append((later, TENSORS))
+        else:
+            sent += [(as_bytes(tensor), TENSORS) for tensor in tensors]
         ticket = self._route.issue()
-        works = [self._wire.send(tensor, on_host=on_host) for tensor, on_host in sent if tensor.numel()]
+        works = [(self._wire.send(tensor, what), what) for tensor, what in sent if tensor.numel()]
         nbytes = sum(tensor.numel() for tensor, _ in sent)
         traffic.record_asked("send", nbytes, PIPE)
         traffic.record_ran("send", nbytes, PIPE, len(works))
-        self._leaving.append((ticket, micro_batch, works, [tensor for tensor, _ in sent]))
+        self._leaving.append(_Leaving(ticket, micro_batch, works, [tensor for tensor, _ in sent]))
 
-    def _let_go(self) -> None:
-        while self._leaving and all(work.is_completed() for work in self._leaving[0][2]):
-            self._leaving.popleft()
+    @property
+    def kept(self) -> int:
+        """Messages that may not have left yet."""
+        return len(self._leaving)
+
+    def let_go(self, taken: int) -> None:
+        """Keeps nothing of the first ``taken`` messages, which are known to have been taken."""
+        while self._left < taken and all(self._wire.has_left(*each) for each in self._leaving[0].works):
+            self._wait_for_oldest()
 
     def drain(self) -> None:
         """Waits until everything has left."""
         while self._leaving:
-            ticket, micro_batch, works, _ = self._leaving[0]
-            for work in works:
-                self._route.guard(work, ticket, micro_batch)
-            self._leaving.popleft()
+            self._wait_for_oldest()
+
+    def _wait_for_oldest(self) -> None:
+        oldest = self._leaving[0]
+        for work, _ in oldest.works:
+            self._route.guard(work, oldest.ticket, oldest.micro_batch)
+        self._leaving.popleft()
+        self._left += 1
 
 
 @dataclass
 class _Posted:
     """A receive that has been started."""
 
-    ticket: tuple[str, int]
-    word: torch.Tensor
+    packet: torch.Tensor
     work: Any
+    form: Form | None  # what the packet has room for, beside the word
     room: list[torch.Tensor] = field(default_factory=list)
     works: list[Any] = field(default_factory=list)
 
@@ -145,40 +266,52 @@ class _Posted:
 class Incoming:
     """The receiving end of a channel.
 
+    Args:
+        route: Between whom.
+        wire: Over what.
+        device: Where the model computes.
+        packs: As of :class:`Form`; equal on both sides.
+        let_go: Told how many of this rank's messages the other way have been taken.
+
     Attributes:
         expected: Messages that are still to be received in this step.
+        taken: Messages that have been received since the beginning.
     """
 
-    def __init__(self, route: Route, wire: Wire, device: torch.device) -> None:
+    def __init__(
+        self, route: Route, wire: Wire, device: torch.device, *, packs: bool, let_go: Callable[[int], None]
+    ) -> None:
         self._route = route
         self._wire = wire
         self._device = device
+        self._packs = packs
+        self._let_go = let_go
         self._description: Any = None
-        self._slots: list[Slot] = []
-        self._posts_room = False
-        self._posted: _Posted | None = None
-        self.expected = 0
+        self._known = _Expected()
+        self._posted: deque[_Posted] = deque()
+        self.expected = self.taken = 0
 
     def expect(self, count: int) -> None:
-        """Says how many messages a step has, and posts the first receive."""
+        """Says how many messages a step has, and posts the first receives."""
         self.expected = count
         self._post()
 
     def _post(self) -> None:
-        if self._posted is not None or self.expected == 0:
-            return
-        word = torch.empty(_WORD, dtype=torch.int64)
-        work = self._wire.receive(word.view(torch.uint8), on_host=True)
-        self._posted = _Posted(self._route.issue(), word, work)
-        if self._posts_room:
-            self._make_room(self._posted)
+        while len(self._posted) < min(_AHEAD, self.expected):
+            form = self._known.of(len(self._posted))
+            form = form if form is not None and form.is_packed else None
+            packet = torch.empty(form.nbytes if form else _WORD_NBYTES, dtype=torch.uint8)
+            self._posted.append(_Posted(packet, self._wire.receive(packet, WORDS), form))
+        if self._posted and self._known.has_room() and not self._posted[0].room:
+            assert self._known.form is not None
+            self._make_room(self._posted[0], self._known.form)
 
-    def _make_room(self, posted: _Posted) -> None:
-        posted.room = [slot.empty(self._device) for slot in self._slots]
-        posted.works = [self._wire.receive(as_bytes(room), on_host=False) for room in posted.room if room.numel()]
+    def _make_room(self, posted: _Posted, form: Form) -> None:
+        posted.room = [slot.empty(self._device) for slot in form.slots]
+        posted.works = [self._wire.receive(as_bytes(room), TENSORS) for room in posted.room if room.numel()]
 
     def take(self, micro_batch: int) -> Any:
-        """Waits for the next message and posts the receive of the one after it.
+        """Waits for the next message, with receives of those after it posted.
 
         Args:
             micro_batch: The number that it must have.
@@ -186,37 +319,55 @@ class Incoming:
         Raises:
             PipelineError: It has another one.
         """
-        if self._posted is None:
-            self.expected = max(self.expected, 1)  # a schedule that nobody has counted
-            self._post()
-        posted, self._posted = self._posted, None
-        assert posted is not None
-        wait: Callable[[Any], None] = lambda work: self._route.guard(work, posted.ticket, micro_batch)  # noqa: E731
-        wait(posted.work)
-        number, changed, length, flushes = posted.word.tolist()
+        self.expected = max(self.expected, 1)  # a schedule that nobody has counted
+        self._post()
+        ticket = self._route.issue()
+        posted = self._posted.popleft()
+        self._wait(posted.work, ticket, micro_batch)
+        number, length, taken = posted.packet[:_WORD_NBYTES].view(torch.int64).tolist()
         if number != micro_batch:
             raise PipelineError(
                 f"stage {self._route.target} expected {self._route.label(micro_batch)}, and micro-batch {number} came: "
                 "the stages do not follow the same schedule, or have different numbers of micro-batches"
             )
-        if changed:
-            text = torch.empty(length, dtype=torch.uint8)
-            wait(self._wire.receive(text, on_host=True))
-            if flushes:
-                for work in posted.works:
-                    wait(work)
-            self._description = pickle.loads(text.numpy().tobytes())
-            self._slots = slots_of(self._description)
-        if changed or not self._posts_room:
-            self._make_room(posted)
-        self._posts_room = not changed
-        for work in posted.works:
-            wait(work)
-        for slot, tensor in zip(self._slots, posted.room, strict=True):
+        room = self._rest(posted, length, ticket, micro_batch)
+        for slot, tensor in zip(self._known.form.slots, room, strict=True):  # type: ignore[union-attr]
             tensor.requires_grad_(slot.requires_grad)
         self.expected -= 1
-        self._post()
-        return put_together(self._description, posted.room)
+        self.taken += 1
+        if self._known.has_room():
+            self._post()
+        self._let_go(taken)
+        return put_together(self._description, room)
+
+    def _rest(self, posted: _Posted, length: int, ticket: tuple[str, int], micro_batch: int) -> list[torch.Tensor]:
+        """The tensors of a message whose word has come."""
+        if length:
+            text = torch.empty(length, dtype=torch.uint8)
+            self._wait(self._wire.receive(text, DESCRIPTIONS), ticket, micro_batch)
+            for work in posted.works:  # nothing of value
+                self._wait(work, ticket, micro_batch)
+            posted.room, posted.works = [], []
+            self._description = pickle.loads(text.numpy().tobytes())
+            self._known.message(Form(slots_of(self._description), packs=self._packs))
+        else:
+            self._known.message(None)
+        form = self._known.form
+        assert form is not None
+        if form.is_packed:
+            packet = posted.packet
+            if posted.form is not form:
+                packet = torch.empty(form.nbytes, dtype=torch.uint8)
+                self._wait(self._wire.receive(packet, TENSORS), ticket, micro_batch)
+            return form.taken_from(packet)
+        if not posted.room:
+            self._make_room(posted, form)
+        for work in posted.works:
+            self._wait(work, ticket, micro_batch)
+        return posted.room
+
+    def _wait(self, work: Any, ticket: tuple[str, int], micro_batch: int) -> None:
+        self._route.guard(work, ticket, micro_batch)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

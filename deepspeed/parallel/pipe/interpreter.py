@@ -1,8 +1,8 @@
 """Runs a schedule: one method per instruction, on the buffers of one stage.
 
 What an instruction computes is the engine's business (``compute_*``); what is here is where values come from, where
-they go and when they are let go of. Receives are posted before the step begins and after each one that has come; sends
-are started and left alone until the step ends.
+they go and when they are let go of. Receives are posted before the step begins and ahead of those that are waited for;
+sends are started and left alone, until the other side has said that it has them or the step ends.
 """
 
 from __future__ import annotations

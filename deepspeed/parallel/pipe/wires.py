@@ -14,11 +14,12 @@ from deepspeed.comm.new_groups import my_group
 from deepspeed.comm.party import Party, party_of
 from deepspeed.comm.store import backend_for
 from deepspeed.comm.world import rank_in
-from deepspeed.parallel.pipe.channel import ACTIVATIONS, GRADIENTS, Incoming, Outgoing, Route
+from deepspeed.parallel.pipe.channel import ACTIVATIONS, GRADIENTS, TENSORS, Incoming, Outgoing, Route
 
 _TAGS = (1 << 30) + (1 << 28)  # above those of transports
 _OWNERS = 8
 _KINDS = (ACTIVATIONS, GRADIENTS)
+_OTHER = {ACTIVATIONS: GRADIENTS, GRADIENTS: ACTIVATIONS}
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,14 @@ class _Tagged:
     peer: int
     tag: int
 
-    def send(self, tensor: torch.Tensor, *, on_host: bool) -> Any:
-        return self.group.send([tensor], self.peer, self.tag + on_host)
+    def send(self, tensor: torch.Tensor, what: int) -> Any:
+        return self.group.send([tensor], self.peer, self.tag + what)
 
-    def receive(self, tensor: torch.Tensor, *, on_host: bool) -> Any:
-        return self.group.recv([tensor], self.peer, self.tag + on_host)
+    def receive(self, tensor: torch.Tensor, what: int) -> Any:
+        return self.group.recv([tensor], self.peer, self.tag + what)
+
+    def has_left(self, work: Any, what: int) -> bool:
+        return True
 
 
 @dataclass(frozen=True)
@@ -44,11 +48,14 @@ class _Ordered:
     host: _Tagged
     peer: int
 
-    def send(self, tensor: torch.Tensor, *, on_host: bool) -> Any:
-        return self.host.send(tensor, on_host=True) if on_host else self.group.send([tensor], self.peer, 0)
+    def send(self, tensor: torch.Tensor, what: int) -> Any:
+        return self.group.send([tensor], self.peer, 0) if what == TENSORS else self.host.send(tensor, what)
 
-    def receive(self, tensor: torch.Tensor, *, on_host: bool) -> Any:
-        return self.host.receive(tensor, on_host=True) if on_host else self.group.recv([tensor], self.peer, 0)
+    def receive(self, tensor: torch.Tensor, what: int) -> Any:
+        return self.group.recv([tensor], self.peer, 0) if what == TENSORS else self.host.receive(tensor, what)
+
+    def has_left(self, work: Any, what: int) -> bool:
+        return what != TENSORS or bool(work.is_completed())
 
 
 class StageWires:
@@ -82,6 +89,8 @@ class StageWires:
                 for upwards in (True, False):
                     why = f"{kind} between stages, {'up' if upwards else 'down'}"
                     self._native[kind, upwards] = my_group(pipes, backend=backend, timeout=timeout, why=why)
+        # Copying into a packet is worth it where tensors are on the host and travel as words do.
+        self._packs = not self._native and device.type == "cpu"
 
     @property
     def watch(self) -> Any:
@@ -92,15 +101,36 @@ class StageWires:
         """The channel that carries ``kind`` to another stage."""
         if (kind, stage) not in self._out:
             route, wire = self._connect(kind, self.stage, stage)
-            self._out[kind, stage] = Outgoing(route, wire)
+            self._out[kind, stage] = Outgoing(
+                route, wire, packs=self._packs, taken=lambda: self._taken_from(_OTHER[kind], stage)
+            )
         return self._out[kind, stage]
 
     def incoming(self, kind: str, stage: int) -> Incoming:
         """The channel that carries ``kind`` from another stage."""
         if (kind, stage) not in self._in:
             route, wire = self._connect(kind, stage, self.stage)
-            self._in[kind, stage] = Incoming(route, wire, self._device)
+            self._in[kind, stage] = Incoming(
+                route,
+                wire,
+                self._device,
+                packs=self._packs,
+                let_go=lambda taken: self._have_been_taken(_OTHER[kind], stage, taken),
+            )
         return self._in[kind, stage]
+
+    def _taken_from(self, kind: str, stage: int) -> int:
+        known = self._in.get((kind, stage))
+        return 0 if known is None else known.taken
+
+    def _have_been_taken(self, kind: str, stage: int, count: int) -> None:
+        if (known := self._out.get((kind, stage))) is not None:
+            known.let_go(count)
+
+    @property
+    def kept(self) -> int:
+        """Messages of this rank that may not have left yet."""
+        return sum(channel.kept for channel in self._out.values())
 
     def drain(self) -> None:
         """Waits until everything sent has left."""
@@ -114,7 +144,7 @@ class StageWires:
         places = dist.get_process_group_ranks(self._host)
         place = places.index(self._ranks[peer])
         number = self._owner % _OWNERS * len(_KINDS) + _KINDS.index(kind)
-        tagged = _Tagged(self._host, place, _TAGS + 2 * number)
+        tagged = _Tagged(self._host, place, _TAGS + 3 * number)
         if not self._native:
             return route, tagged
         return route, _Ordered(self._native[kind, source < target], tagged, place)

@@ -61,7 +61,7 @@ def most_held(schedule: Schedule, stage: int) -> float:
     group = -(-m // max(1, m // p))
     return {
         "gpipe": m,
-        "1f1b": min(p - stage, m),
+        "1f1b": min(p - stage + (stage < p - 1), m),  # one more than published
         "interleaved": min((2 * (p - 1 - stage) + (v - 1) * group + 1) / v, m),
         "zb-h1": min(p - 1 - stage + (v - 1) * group + 1 + stage, v * m) / v,
         "zbv": min(p, m),
@@ -128,8 +128,9 @@ def test_the_times_to_reach(name, most):
 
 def test_transfers_delay_only_what_waits_for_them():
     slow = replace(TIMES, transfer=10)
-    # 1F1B fills and drains through p - 1 transfers each way; in between they hide, but for the pairs that stages form.
-    assert simulate(make_schedule("gpipe", 4, 8), slow).makespan == 1320 + 6 * 10
+    # Filling and draining goes through p - 1 transfers each way; in between they hide.
+    for name in ("gpipe", "1f1b"):
+        assert simulate(make_schedule(name, 4, 8), slow).makespan == 1320 + 6 * 10
     assert simulate(make_schedule("1f1b", 1, 8), slow).makespan == 8 * 120
     # The two chunks at the bottom of a V lie on one stage: nothing is transferred between them.
     assert simulate(make_inference((0, 0), 1), slow).makespan == 40

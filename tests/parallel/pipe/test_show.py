@@ -23,7 +23,7 @@ def test_one_schedule_is_shown_step_by_step(capsys):
     command = ["--schedule", "1f1b", "--stages", "2", "--micro-batches", "3", "--backward", "40", "--weight", "20"]
     assert show.main([*command, "--instructions", "1"]) == 0
     out = capsys.readouterr().out
-    assert "stage  0 01.a2b.c" in out and "stage  1 .0a1b2c." in out
+    assert "stage  0 012a.b.c" in out and "stage  1 .0a1b2c." in out
     assert "RecvActivation(buffer_id=0, micro_batch=2, chunk=1, peer=0)" in out and "OptimizerStep()" in out
 
 

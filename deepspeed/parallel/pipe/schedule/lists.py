@@ -58,8 +58,12 @@ def gpipe(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Acti
 
 
 def one_f_one_b(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Action]:
-    """A forward and a backward in turn, as soon as backwards come (Narayanan et al. 2021)."""
-    return _in_turn(stage, stages, micro_batches, chunks, ahead=stages - 1 - stage)
+    """A forward and a backward in turn, as soon as backwards come (Narayanan et al. 2021).
+
+    All stages but the last are one forward further ahead than published. So what a stage waits for is on its way while
+    it computes something else, and transfers cost time when the pipeline fills and drains, not for every micro-batch.
+    """
+    return _in_turn(stage, stages, micro_batches, chunks, ahead=stages - 1 - stage + (stage < stages - 1))
 
 
 def interleaved(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Action]:
