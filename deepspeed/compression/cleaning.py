@@ -14,6 +14,7 @@ from deepspeed.compression.packing import WIDEST, Levels, Packed
 from deepspeed.compression.removal import Remover
 from deepspeed.compression.report import compressed_layers
 from deepspeed.compression.settings import kind_of_class, section_of
+from deepspeed.compression.snip import SCORES as SNIP_SCORES
 from deepspeed.compression.techniques import Kind, Techniques
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.logging import log_dist
@@ -133,7 +134,8 @@ def _plain_bytes(model: nn.Module, layers: list[tuple[str, nn.Module, Techniques
     for _, module, techniques in layers:
         own = {name for pruning in techniques.prunings.values() for name in (pruning.buffer, pruning.scores)}
         added |= {id(value) for name, value in (*module._parameters.items(), *module._buffers.items()) if name in own}
-        added |= {id(value) for value in (getattr(module, INPUT, None) or nn.Module()).buffers()}
+        for extra in (INPUT, SNIP_SCORES):
+            added |= {id(value) for value in (getattr(module, extra, None) or nn.Module()).buffers()}
     return sum(_size(each) for each in (*model.parameters(), *model.buffers()) if id(each) not in added)
 
 
@@ -174,6 +176,7 @@ def _bake(module: Any, techniques: Techniques, baked: dict[int, nn.Parameter]) -
     for pruning in techniques.prunings.values():
         module._buffers.pop(pruning.buffer, None)
         module._parameters.pop(pruning.scores, None)
+        module._modules.pop(SNIP_SCORES, None)
     module.__class__ = techniques.original_class
     del module.__dict__["compression"]
     return levels

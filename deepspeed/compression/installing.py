@@ -21,6 +21,8 @@ from deepspeed.compression.basic_layer import (
 from deepspeed.compression.report import announce
 from deepspeed.compression.settings import PRUNED, Selection, kind_of, section_of, select
 from deepspeed.compression.sizes import Users, shape_of
+from deepspeed.compression.snip import SCORES as SNIP_SCORES
+from deepspeed.compression.snip import SnipPlan, SnipScores
 from deepspeed.compression.students import student_initialization
 from deepspeed.compression.techniques import Kind, Pruning, Techniques, WeightRounding
 from deepspeed.compression.widths import WidthSchedule
@@ -159,7 +161,9 @@ def _round_input(module: nn.Module, name: str, selection: Selection) -> None:
 def _prune(users: Users, name: str, selection: Selection) -> None:
     kind, shared = PRUNED[selection.technique], selection.shared
     heads = getattr(shared, "num_heads", None)
-    pruning = Pruning(kind, shared.method, selection.params.dense_ratio, shared.schedule_offset, heads)
+    plan = SnipPlan.of(shared) if selection.is_snip else None
+    share = selection.params.dense_ratio if plan is None else plan.share
+    pruning = Pruning(kind, shared.method, share, shared.schedule_offset, heads, plan)
     modules: list[Any] = [users.modules[user] for user in users.of(name)]
     techniques = [
         _techniques(module, user) for module, user in zip(modules, users.of(name), strict=True)
@@ -171,12 +175,29 @@ def _prune(users: Users, name: str, selection: Selection) -> None:
             mask = masks.largest(masks.norms(weight, kind, heads), pruning.share)
         for module in modules:
             module.register_buffer(pruning.buffer, mask)
+    elif plan is not None:
+        if SNIP_SCORES in first._modules:
+            return  # a tied layer of the group has brought it
+        _prepare_scores(modules, techniques[0].is_transposed, plan, pruning.buffer)
     else:
         scores = nn.Parameter(_scores(first, kind, heads))
         for module in modules:
             module.register_parameter(pruning.scores, scores)
     for technique in techniques:
         technique.prunings[kind] = pruning
+
+
+def _prepare_scores(modules: list[Any], is_transposed: bool, plan: SnipPlan, buffer: str) -> None:
+    """Scores for blocks, and a mask that keeps everything until the first pruning."""
+    rows, columns = shape_of(modules[0])
+    device = modules[0].weight.device
+    scores = SnipScores(rows // plan.block[0], columns // plan.block[1], device)
+    shape = tuple(getattr(modules[0].weight, "ds_shape", modules[0].weight.shape))
+    for module in modules:
+        module.add_module(SNIP_SCORES, scores)
+        module.register_buffer(
+            buffer, torch.ones(shape[::-1] if is_transposed else shape, dtype=torch.bool, device=device)
+        )
 
 
 def _scores(module: Any, kind: Kind, heads: int | None) -> torch.Tensor:

@@ -11,6 +11,7 @@ from torch import nn
 
 from deepspeed.compression.masks import kept_count
 from deepspeed.compression.settings import PRUNED, Selection
+from deepspeed.compression.snip import SnipPlan
 from deepspeed.compression.techniques import Techniques
 from deepspeed.logging import log_dist
 
@@ -61,7 +62,7 @@ def compression_state(model: nn.Module) -> list[LayerState]:
 
 def _kept(module: Any, techniques: Techniques, kind: Any) -> float:
     pruning = techniques.prunings[kind]
-    if pruning.method == "l1":
+    if pruning.has_mask:
         return float(getattr(module, pruning.buffer).float().mean())
     scores = getattr(module, pruning.scores)
     total = getattr(scores, "ds_numel", scores.numel())
@@ -80,6 +81,12 @@ def announce(model: nn.Module, selections: list[Selection]) -> None:
 def _plan(selection: Selection) -> str:
     shared, params = selection.shared, selection.params
     begin = f"from update {shared.schedule_offset:,} on"
+    if selection.is_snip:
+        plan = SnipPlan.of(shared)
+        return (
+            f"{plan.share:g} of the weights kept by snip_momentum in blocks of {shared.block_pattern}, by "
+            f"{plan.prunings} prunings {begin}"
+        )
     if selection.technique in PRUNED:
         return f"{params.dense_ratio:g} of {_WHAT[selection.technique]} kept by {shared.method} {begin}"
     if selection.technique == "activation_quantization":

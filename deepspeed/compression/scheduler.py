@@ -7,6 +7,8 @@ from typing import Any
 from torch import nn
 
 from deepspeed.compression.report import changes, compressed_layers, compression_state
+from deepspeed.compression.snip import SnipPruner
+from deepspeed.compression.techniques import Techniques
 from deepspeed.logging import log_dist
 
 
@@ -26,8 +28,17 @@ class compression_scheduler:  # noqa: N801 - a published name
         self._layers = list(compressed_layers(model))
         self._state = compression_state(model)
         self._marks: list[object] = []
+        self._snip = _snip_of(self._layers)
         self.training_steps = -1
         self.at(0)
+
+    def before_update(self) -> None:
+        """After the last backward and before the update, for techniques that go by gradients. Every rank must call it.
+
+        The engine does so; a loop of one's own needs it for the method ``snip_momentum``.
+        """
+        if self._snip is not None and not self._snip.plan.is_over(self.training_steps):
+            self._snip.look()
 
     def step(self, step_zero_check: bool = False) -> None:
         """After an update.
@@ -35,7 +46,13 @@ class compression_scheduler:  # noqa: N801 - a published name
         Args:
             step_zero_check: True: no update, only see to it that what acts from the beginning does.
         """
-        self.at(self.training_steps + (not step_zero_check))
+        steps = self.training_steps + (not step_zero_check)
+        pruned = None
+        if self._snip is not None and not step_zero_check and not self._snip.plan.is_over(self.training_steps):
+            pruned = self._snip.after_update(steps)
+        self.at(steps)
+        if pruned is not None:
+            log_dist(pruned)
 
     def at(self, training_steps: int) -> None:
         """Goes to what acts after so many updates, and says what is new."""
@@ -57,6 +74,12 @@ class compression_scheduler:  # noqa: N801 - a published name
         for line in changes(self._state, state, training_steps):
             log_dist(line)
         self._state = state
+
+
+def _snip_of(layers: list[tuple[nn.Module, Techniques]]) -> SnipPruner | None:
+    found = [(module, pruning) for module, techniques in layers if (pruning := techniques.prunings.get("sparse"))]
+    plan = found[0][1].plan if found else None
+    return None if plan is None else SnipPruner(plan, [module for module, _ in found])
 
 
 def _is_rounded(module: Any) -> bool:

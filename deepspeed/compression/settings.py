@@ -12,7 +12,7 @@ from torch import nn
 
 from deepspeed.compression.techniques import Kind
 from deepspeed.config import ParsedConfig, Root, parse
-from deepspeed.config.sections.compression import CompressionTraining, Group
+from deepspeed.config.sections.compression import CompressionTraining, Group, PruningGroup
 from deepspeed.errors import DeepSpeedConfigError
 
 SECTION = "compression_training"
@@ -82,6 +82,11 @@ class Selection:
     matches: list[Match] = field(default_factory=list)
 
     @property
+    def is_snip(self) -> bool:
+        """Whether its layers are pruned by SNIP with momentum, which compares them with each other."""
+        return is_snip(self.technique, self.shared)
+
+    @property
     def names(self) -> list[str]:
         """All layers of the group."""
         return [name for match in self.matches for name in match.names]
@@ -130,9 +135,11 @@ def select(model: nn.Module, section: CompressionTraining) -> list[Selection]:
     found = []
     for technique, settings in techniques_of(section):
         taken: dict[str, str] = {}
-        for group_name, group in settings.different_groups.items():
+        for group_name, group in _groups_of(technique, settings).items():
             selection = Selection(technique, group_name, settings.shared_parameters, group.params)
             selection.matches = _matches(modules, selection, group)
+            if selection.is_snip:
+                selection.matches = _without_excluded(selection)
             for name in selection.names:
                 if name in taken:
                     raise DeepSpeedConfigError(
@@ -143,6 +150,34 @@ def select(model: nn.Module, section: CompressionTraining) -> list[Selection]:
                 taken[name] = group_name
             found.append(selection)
     return found
+
+
+def is_snip(technique: str, shared: Any) -> bool:
+    """Whether a technique's shared settings say SNIP with momentum."""
+    return technique == "sparse_pruning" and shared.method == "snip_momentum"
+
+
+def _groups_of(technique: str, settings: Any) -> dict[str, Any]:
+    """The groups of a technique; SNIP takes all layers where none are named."""
+    groups: dict[str, Any] = settings.different_groups
+    return groups or ({"all": PruningGroup()} if is_snip(technique, settings.shared_parameters) else {})
+
+
+def _without_excluded(selection: Selection) -> list[Match]:
+    """The matches without ``excluded_modules``, which are patterns too."""
+    where = f"{SECTION}.{selection.technique}.shared_parameters.excluded_modules"
+    excluded = [_compiled(pattern, where) for pattern in selection.shared.excluded_modules]
+    names = [[name for name in match.names if not any(e.search(name) for e in excluded)] for match in selection.matches]
+    if not any(names):
+        raise DeepSpeedConfigError(f"{where}: leaves no layer of the group {selection.group!r}; name fewer")
+    return [Match(kept, []) for kept in names]
+
+
+def _compiled(pattern: str, where: str) -> re.Pattern[str]:
+    try:
+        return re.compile(".*" if pattern == "*" else pattern)
+    except re.error as error:
+        raise DeepSpeedConfigError(f"{where}: {pattern!r} is no regular expression: {error}") from error
 
 
 def _matches(modules: dict[str, nn.Module], selection: Selection, group: Group) -> list[Match]:
@@ -170,10 +205,7 @@ def _matches(modules: dict[str, nn.Module], selection: Selection, group: Group) 
 
 
 def _fitting(modules: dict[str, nn.Module], pattern: str, where: str, kinds: tuple[str, ...]) -> list[str]:
-    try:
-        expression = re.compile(".*" if pattern == "*" else pattern)
-    except re.error as error:
-        raise DeepSpeedConfigError(f"{where}: {pattern!r} is no regular expression: {error}") from error
+    expression = _compiled(pattern, where)
     fitting = [name for name in modules if expression.search(name)]
     names = [name for name in fitting if kind_of(modules[name]) in kinds]
     if names:

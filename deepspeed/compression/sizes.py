@@ -10,6 +10,7 @@ from torch import nn
 
 from deepspeed.compression.basic_layer import Conv1DLayer_Compress
 from deepspeed.compression.settings import Selection, kind_of
+from deepspeed.compression.snip import SnipPlan
 from deepspeed.errors import DeepSpeedConfigError
 
 
@@ -60,6 +61,19 @@ class Users:
                 raise DeepSpeedConfigError(
                     f"compression_training.weight_quantization.shared_parameters.quantize_groups: {groups} does not "
                     f"divide the {rows * columns:,} weights of {name}"
+                )
+        if selection.is_snip:
+            plan = SnipPlan.of(selection.shared)
+            if not plan.fits(rows, columns):
+                raise DeepSpeedConfigError(
+                    f"compression_training.sparse_pruning.shared_parameters.block_pattern: the weight of {name}, "
+                    f"{rows} x {columns}, does not consist of blocks of {selection.shared.block_pattern}; take another "
+                    "pattern, or name the layer in excluded_modules"
+                )
+            if not self.modules[name].weight.requires_grad:
+                raise DeepSpeedConfigError(
+                    f"compression_training.sparse_pruning: {name} is frozen, and snip_momentum goes by gradients; name "
+                    "the layer in excluded_modules, or use the method l1"
                 )
         if selection.technique == "head_pruning":
             heads = selection.shared.num_heads

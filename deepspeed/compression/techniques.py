@@ -11,6 +11,7 @@ from torch import nn
 
 from deepspeed.compression import masks
 from deepspeed.compression.rounding import Rounded, round_groups, straight_through
+from deepspeed.compression.snip import SnipPlan
 from deepspeed.compression.widths import Width, WidthSchedule
 
 Kind = Literal["sparse", "row", "head", "channel"]
@@ -45,10 +46,11 @@ class Pruning:
 
     Attributes:
         kind: What is pruned.
-        method: ``l1`` or ``topk``.
+        method: ``l1``, ``topk`` or ``snip_momentum``.
         share: What is kept.
         offset: Updates before which nothing is pruned.
         heads: Number of heads, for the kind ``head``.
+        plan: Of ``snip_momentum``.
     """
 
     kind: Kind
@@ -56,10 +58,16 @@ class Pruning:
     share: float
     offset: int
     heads: int | None = None
+    plan: SnipPlan | None = None
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether the mask is a buffer; otherwise it comes from scores that are trained."""
+        return self.method != "topk"
 
     @property
     def buffer(self) -> str:
-        """The layer's name for the mask of ``l1``."""
+        """The layer's name for the mask."""
         return f"{self.kind}_pruning_mask"
 
     @property
@@ -147,7 +155,7 @@ class Techniques:
     def mask(self, layer: nn.Module, kind: Kind) -> torch.Tensor:
         """1 for what is kept: of the weight's shape, or one number per row, head or channel."""
         pruning = self.prunings[kind]
-        if pruning.method == "l1":
+        if pruning.has_mask:
             mask = getattr(layer, pruning.buffer)
             assert isinstance(mask, torch.Tensor)
             return mask

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
-from deepspeed.config.findings import Findings, Path
-from deepspeed.config.sections.compression import CompressionTraining, LayerReduction
+from deepspeed.config.findings import Findings, Path, dotted
+from deepspeed.config.sections.compression import CompressionTraining, LayerReduction, SparsePruning
 from deepspeed.config.sections.root import Root
 
 AT: Path = ("compression_training",)
@@ -18,6 +19,7 @@ _REQUIRED = {
     "head_pruning": ("dense_ratio",),
 }
 """What each group's ``params`` must hold, by technique."""
+_OF_SNIP = {"block_pattern", "dense_ratio", "schedule_offset_stride", "schedule_offset_end", "excluded_modules"}
 LEAST_LEVELS = 3
 """From so many bits on codes are levels between two ends; below, they are signs."""
 
@@ -33,26 +35,55 @@ def check_compression(root: Root, findings: Findings) -> None:
         technique = getattr(section, name)
         if technique is None or not technique.shared_parameters.enabled:
             continue
-        if not technique.different_groups:
+        by_snip = name == "sparse_pruning" and technique.shared_parameters.method == "snip_momentum"
+        if not technique.different_groups and not by_snip:
             findings.problem((*AT, name, "different_groups"), "is required once the technique is enabled, and missing")
         for group, settings in technique.different_groups.items():
             at: Path = (*AT, name, "different_groups", group)
             for key in required:
-                if getattr(settings.params, key) is None:
+                if getattr(settings.params, key) is None and not by_snip:
                     findings.problem((*at, "params", key), "is required, and missing")
             if not settings.modules:
                 findings.problem((*at, "modules"), "expected at least one part of a name, found none")
     _widths(section, findings)
     sparse = section.sparse_pruning
-    if sparse is not None and sparse.shared_parameters.enabled and sparse.shared_parameters.method == "snip_momentum":
-        findings.problem(
-            (*AT, "sparse_pruning", "shared_parameters", "method"),
-            'pruning by SNIP momentum does not exist here yet; set it to "topk", whose scores are trained with the '
-            'model, or to "l1"',
-        )
+    if sparse is not None and sparse.shared_parameters.enabled:
+        _sparse(sparse, findings)
     heads = section.head_pruning
     if heads is not None and heads.shared_parameters.enabled and heads.shared_parameters.num_heads is None:
         findings.problem((*AT, "head_pruning", "shared_parameters", "num_heads"), "is required, and missing")
+
+
+def _sparse(section: SparsePruning, findings: Findings) -> None:
+    at: Path = (*AT, "sparse_pruning", "shared_parameters")
+    shared = section.shared_parameters
+    if shared.method != "snip_momentum":
+        if idle := sorted(shared.model_fields_set & _OF_SNIP):
+            findings.notice(f"{dotted(at)}: {', '.join(idle)} act with the method snip_momentum alone")
+        return
+    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", shared.block_pattern):
+        findings.problem((*at, "block_pattern"), f"expected ROWSxCOLUMNS, such as 4x1, found {shared.block_pattern!r}")
+    if shared.schedule_offset < 1:
+        findings.problem((*at, "schedule_offset"), "0: scores come from updates, so at least 1 must be made before")
+    end = shared.schedule_offset_end
+    if end is not None and end < shared.schedule_offset:
+        findings.problem(
+            (*at, "schedule_offset_end"),
+            f"{end} is before schedule_offset {shared.schedule_offset}",
+            (*at, "schedule_offset"),
+        )
+    for name, group in section.different_groups.items():
+        if group.params.dense_ratio not in (None, shared.dense_ratio):
+            findings.problem(
+                (*AT, "sparse_pruning", "different_groups", name, "params", "dense_ratio"),
+                f"{group.params.dense_ratio:g}: snip_momentum compares all layers with each other, so there is one "
+                "shared_parameters.dense_ratio; leave this one out",
+            )
+        if group.related_modules:
+            findings.problem(
+                (*AT, "sparse_pruning", "different_groups", name, "related_modules"),
+                "blocks of weights cannot be removed from other layers; leave the key out",
+            )
 
 
 def _layers(section: LayerReduction, findings: Findings) -> None:

@@ -326,6 +326,8 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, nn.Modul
 
     def _update(self, lr_kwargs: dict[str, Any] | None) -> None:
         assert self._updater is not None
+        if self.compression_scheduler is not None:
+            self.compression_scheduler.before_update()
         self._updater.step()
         self.global_steps += 1
         self.global_samples += self.train_batch_size()

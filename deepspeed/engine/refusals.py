@@ -92,6 +92,12 @@ def refuse_what_cannot_send_momentum(root: Root, placement: Placement, optimizer
             f"optimizer {name} with communication_compression.warm_up: its variance is updated from exact mean "
             "gradients, and nothing else of gradients travels; leave the key out"
         )
+    sparse = root.compression_training.sparse_pruning if root.compression_training is not None else None
+    if sparse is not None and sparse.shared_parameters.enabled and sparse.shared_parameters.method == "snip_momentum":
+        raise DeepSpeedConfigError(
+            f"optimizer {name} with compression_training.sparse_pruning by snip_momentum: gradients differ between "
+            "ranks under it, so these would prune different weights; use the method topk, or AdamW"
+        )
     for number, group in enumerate(optimizer.param_groups):
         if group.get("non_freeze"):
             raise DeepSpeedConfigError(

@@ -111,10 +111,6 @@ FEATURES: tuple[Feature, ...] = (
         },
     ),
     Feature(
-        "pruning by SNIP momentum",
-        'Use the method "topk", whose scores are trained with the model.',
-    ),
-    Feature(
         "quantisation paced by eigenvalues",
         "Bits fall by quantize_training.quantize_schedule or quantization_period alone.",
         keys=(switch("quantize_training.eigenvalue.enabled"), switch("eigenvalue.enabled")),

@@ -37,8 +37,8 @@ def test_values_that_contradict_each_other():
     assert "different_groups" in problems(row_pruning={"shared_parameters": shared})
     assert "params.dense_ratio: is required" in problems(row_pruning=technique({}, {}, ["a"]))
     assert "num_heads" in problems(head_pruning=technique({}, {"dense_ratio": 0.5}, ["a"]))
-    assert "SNIP momentum does not exist here" in problems(
-        sparse_pruning=technique({"method": "snip_momentum"}, {"dense_ratio": 0.5}, ["a"])
+    assert "6 is before schedule_offset 1000" in problems(
+        sparse_pruning=technique({"method": "snip_momentum", "schedule_offset_end": 6}, {"dense_ratio": 0.1}, ["a"])
     )
     widths = {"start_bits": 4, "target_bits": 8}
     assert "4 is less than target_bits 8" in problems(weight_quantization=technique({}, widths, ["a"]))

@@ -8,8 +8,6 @@ from deepspeed.config.section import Section, key
 from deepspeed.config.sections.quantization import MixedQuantize, QuantType
 from deepspeed.config.types import AnyCase, Bool, Float, Int, IntList, TextList
 
-_SNIP = "only snip_momentum reads it, which does not exist here"
-
 
 class LayerReduction(Section):
     """A student with fewer layers than its teacher."""
@@ -62,13 +60,24 @@ class SparsePruningShared(Shared):
     """Shared settings of sparse pruning."""
 
     method: Annotated[Literal["l1", "topk", "snip_momentum"], AnyCase] = key(
-        "l1", "l1 keeps what is largest at first, for good; topk what has the largest scores, which are trained."
+        "l1",
+        "l1 keeps what is largest at first, for good; topk what has the largest scores, which are trained; "
+        "snip_momentum blocks of all layers together whose weights times gradients have mattered most, with a density "
+        "that falls from 1.",
     )
-    block_pattern: str = key("4x1", "Block.", no_effect=_SNIP)
-    dense_ratio: Float = key(0.1, "Share kept.", above=0, below=1, no_effect=_SNIP)
-    schedule_offset_stride: Int = key(1, "Steps between prunings.", unit="steps", above=0, no_effect=_SNIP)
-    schedule_offset_end: Int | None = key(None, "Last step.", unit="steps", minimum=0, no_effect=_SNIP)
-    excluded_modules: TextList = key(None, "Modules left alone.", factory=list, no_effect=_SNIP)
+    block_pattern: str = key("4x1", "Outputs x inputs of a block (snip_momentum).")
+    dense_ratio: Float = key(0.1, "Share kept in the end, of all layers together (snip_momentum).", above=0, below=1)
+    schedule_offset_stride: Int = key(1, "Steps between prunings (snip_momentum).", unit="steps", above=0)
+    schedule_offset_end: Int | None = key(
+        None,
+        "Step after which nothing more is pruned (snip_momentum).",
+        unit="steps",
+        minimum=0,
+        null_means="schedule_offset, so that all is pruned at once",
+    )
+    excluded_modules: TextList = key(
+        None, "As modules of a group: layers that stay whole (snip_momentum).", factory=list
+    )
 
 
 class StructuredPruningShared(Shared):

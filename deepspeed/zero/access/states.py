@@ -274,6 +274,27 @@ def safe_get_full_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
 
 
 @torch.no_grad()
+def safe_get_full_sensitivity(param: torch.nn.Parameter) -> torch.Tensor | None:
+    """``|master weight x reduced gradient|`` of every element, whole, without the loss scale; one gather.
+
+    Valid and called as :func:`safe_get_full_grad`.
+    """
+    with untouched():
+        found = _trained(param)
+        if found is None:
+            return None
+        _carry_writes(found)
+        gradients = found.runtime.gradients_of(found.bucket)
+        mine = found.gradient()
+        used = int(gradients is not None and gradients.used[found.address.tile])
+        told = _agree(found, "safe_get_full_sensitivity", (used,))
+        if mine is None or not any(flag for (flag,) in told):
+            return None
+        product = (found.mine(found.master.flat).to(mine.device).float() * mine).abs_()
+        return _unscaled(_whole(found, product, "weight times gradient"), found.loss_scale)
+
+
+@torch.no_grad()
 def safe_set_full_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
     """Replaces the reduced gradient of a parameter, whole and without the loss scale; the next update uses it.
 

@@ -1,0 +1,194 @@
+"""Pruning by SNIP with momentum: what matters to the loss is kept, and density falls while the model trains.
+
+The score of a weight is ``|w g|``, by how much the loss would change without it (SNIP, arXiv 1810.02340), summed over
+updates with a momentum as Intel's Neural Compressor has it: ``score = 0.9 score + |w g|``. Weights go in blocks of rows
+and columns, whose score is the mean of theirs. All layers are compared with each other; each keeps some. Of ``K``
+prunings the k-th leaves ``dense_ratio ** (k / K)``, so that density falls by the same factor each time. What is pruned
+stays so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.compression import masks
+from deepspeed.errors import CallOrderError
+from deepspeed.zero.access.states import safe_get_full_sensitivity
+from deepspeed.zero.holder import address_of
+
+MOMENTUM = 0.9
+LEAST_KEPT = 0.02
+"""Share of its blocks that every layer keeps."""
+SCORES = "sparse_pruning_scores"
+"""The layer's name for its scores."""
+
+
+@dataclass(frozen=True)
+class SnipPlan:
+    """When how much is kept.
+
+    Attributes:
+        block: Rows (outputs) and columns (inputs) of a block.
+        share: What is kept in the end.
+        offset: Updates before the first pruning.
+        stride: Updates from one pruning to the next.
+        end: Updates after which nothing more is pruned.
+    """
+
+    block: tuple[int, int]
+    share: float
+    offset: int
+    stride: int
+    end: int
+
+    @classmethod
+    def of(cls, shared: Any) -> SnipPlan:
+        """From ``sparse_pruning.shared_parameters``, in order."""
+        rows, columns = map(int, shared.block_pattern.split("x"))
+        end = shared.schedule_offset if shared.schedule_offset_end is None else shared.schedule_offset_end
+        return cls((rows, columns), shared.dense_ratio, shared.schedule_offset, shared.schedule_offset_stride, end)
+
+    @property
+    def prunings(self) -> int:
+        """How often something is pruned."""
+        return (self.end - self.offset) // self.stride + 1
+
+    def fits(self, rows: int, columns: int) -> bool:
+        """Whether a weight consists of whole blocks."""
+        return rows % self.block[0] == 0 and columns % self.block[1] == 0
+
+    def share_after(self, step: int) -> float | None:
+        """What is kept by the pruning after so many updates; None where none is due."""
+        past = step - self.offset
+        if past < 0 or step > self.end or past % self.stride:
+            return None
+        return float(self.share ** ((past // self.stride + 1) / self.prunings))
+
+    def is_over(self, step: int) -> bool:
+        """Whether scores are not needed any more after so many updates."""
+        return step >= self.offset + (self.prunings - 1) * self.stride
+
+
+class SnipScores(nn.Module):
+    """The scores of a layer's blocks, in its state dict.
+
+    Args:
+        rows: Blocks along the outputs.
+        columns: Blocks along the inputs.
+        device: Of the layer.
+    """
+
+    keeps_buffer_dtype = True  # in 16 bits small scores would vanish beside the sum
+
+    scores: torch.Tensor
+
+    def __init__(self, rows: int, columns: int, device: torch.device) -> None:
+        super().__init__()
+        self.register_buffer("scores", torch.zeros(rows, columns, dtype=torch.float32, device=device))
+
+
+class SnipPruner:
+    """Scores and masks of a model's layers.
+
+    Args:
+        plan: Of all of them.
+        layers: Those with the technique; several may share a weight.
+    """
+
+    def __init__(self, plan: SnipPlan, layers: Iterable[Any]) -> None:
+        self.plan = plan
+        by_weight: dict[int, list[Any]] = {}
+        for layer in layers:
+            by_weight.setdefault(id(layer.weight), []).append(layer)
+        self._layers = list(by_weight.values())
+        self._fresh: list[torch.Tensor] | None = None
+
+    @torch.no_grad()
+    def look(self) -> None:
+        """Before an update: takes what the gradients say. Every rank must call it."""
+        self._fresh = [self._of_blocks(users[0]) for users in self._layers]
+
+    def _of_blocks(self, layer: Any) -> torch.Tensor:
+        kept: torch.Tensor = layer.get_submodule(SCORES).scores
+        weight = layer.weight
+        if address_of(weight) is not None:
+            product = safe_get_full_sensitivity(weight)
+        else:
+            product = None if weight.grad is None else (weight * weight.grad).abs()
+        if product is None:
+            return torch.zeros_like(kept)
+        if layer.compression.is_transposed:
+            product = product.t()
+        rows, columns = self.plan.block
+        blocks = product.float().reshape(kept.shape[0], rows, kept.shape[1], columns)
+        return blocks.mean((1, 3))
+
+    @torch.no_grad()
+    def after_update(self, step: int) -> str | None:
+        """After an update that was made: adds what was seen, and prunes where that is due.
+
+        Args:
+            step: Updates so far.
+
+        Returns:
+            What was pruned, for the log.
+
+        Raises:
+            CallOrderError: :meth:`look` was not called before it.
+        """
+        if self._fresh is None:
+            raise CallOrderError(
+                "compression_scheduler.step: snip_momentum needs the gradients of the update; call "
+                "compression_scheduler.before_update() after the backward and before optimizer.step()"
+            )
+        for users, fresh in zip(self._layers, self._fresh, strict=True):
+            users[0].get_submodule(SCORES).scores.mul_(MOMENTUM).add_(fresh)
+        self._fresh = None
+        share = self.plan.share_after(step)
+        return None if share is None else self._prune(share, step)
+
+    def _prune(self, share: float, step: int) -> str:
+        shares = []
+        for users, kept in zip(self._layers, self._choose(share), strict=True):
+            for layer in users:
+                mask = layer.get_buffer(layer.compression.prunings["sparse"].buffer)
+                spread = kept
+                for dim, extent in enumerate(self.plan.block):
+                    spread = spread.repeat_interleave(extent, dim)
+                mask.copy_(spread.view(mask.shape))
+            shares.append((kept.sum().item(), kept.numel()))
+        total = sum(count for count, _ in shares) / sum(numel for _, numel in shares)
+        ends = [count / numel for count, numel in shares]
+        return (
+            f"compression: from update {step:,} on {total:.3f} of the weights are kept by snip_momentum in {len(ends)} "
+            f"layers ({min(ends):.3f} to {max(ends):.3f} of each)"
+        )
+
+    def _choose(self, share: float) -> list[torch.Tensor]:
+        """For each weight which blocks stay, of those that are there."""
+        ranked, sure = [], 0
+        for users in self._layers:
+            layer = users[0]
+            scores = layer.get_submodule(SCORES).scores.clone()
+            scores[~self._present(layer)] = -torch.inf
+            least = masks.largest(scores, LEAST_KEPT)
+            scores[least] = torch.inf
+            sure += int(least.sum())
+            ranked.append(scores)
+        flat = torch.cat([scores.flatten() for scores in ranked])
+        count = max(sure, masks.kept_count(flat.numel(), share))
+        chosen = torch.zeros(flat.shape, dtype=torch.bool, device=flat.device)
+        chosen[flat.topk(count, sorted=False).indices] = True
+        parts = chosen.split([scores.numel() for scores in ranked])
+        return [part.view(scores.shape) for part, scores in zip(parts, ranked, strict=True)]
+
+    def _present(self, layer: Any) -> torch.Tensor:
+        """Blocks that no pruning has taken yet."""
+        mask = layer.get_buffer(layer.compression.prunings["sparse"].buffer)
+        rows, columns = self.plan.block
+        return mask.flatten(1)[::rows, ::columns]  # type: ignore[no-any-return]
