@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,21 @@ import torch
 from torch import nn
 
 from deepspeed.errors import CheckpointError
+from deepspeed.inference.stored_names import StoredNames
 from deepspeed.inference.weight_files import Stored, WeightFiles, find_files
+from deepspeed.zero.construction.reading import SlicesFromFiles
+from deepspeed.zero.holder import address_of, full_shape
 from deepspeed.zero.parts import tile_of
 
 
-def fill(model: nn.Module, checkpoint: str | dict[str, Any], dtype: torch.dtype, *, base_dir: str = "") -> None:
+def fill(
+    model: nn.Module,
+    checkpoint: str | dict[str, Any],
+    dtype: torch.dtype,
+    *,
+    base_dir: str = "",
+    slices: SlicesFromFiles | None = None,
+) -> None:
     """Gives every parameter and saved buffer of ``model`` its value from files.
 
     Of a model that is cut over ranks each rank reads its parts, and no more.
@@ -25,17 +36,21 @@ def fill(model: nn.Module, checkpoint: str | dict[str, Any], dtype: torch.dtype,
             ``checkpoints`` lists files of whole tensors, or has the lists ``non_tp`` and ``tp``.
         dtype: Of floating tensors.
         base_dir: Folder that relative names start from.
+        slices: Parameters on the meta device become slices, of which each rank reads its own; None: they become whole.
 
     Raises:
         CheckpointError: Files are missing, hold something else, or leave tensors of the model without a value.
     """
     files = find_files(checkpoint, Path(base_dir))
     _make_buffers(model)
-    places = _Places(model)
+    # Parts of tensor-parallel ranks may cut rows, so that no slice is a stretch of them.
+    places = _Places(model, None if files.parts else slices)
     unknown: list[str] = []
     filled: set[str] = set()
     pieces: Counter[str] = Counter()
-    for stored in files.tensors():
+    names = StoredNames(model, places.shape_of)
+    for raw in files.tensors():
+        stored = raw if places.of(raw.tile.name) is not None else names.resolve(raw)
         place = places.of(stored.tile.name)
         if place is None:
             unknown.append(stored.tile.name)
@@ -46,7 +61,8 @@ def fill(model: nn.Module, checkpoint: str | dict[str, Any], dtype: torch.dtype,
     tie = getattr(model, "tie_weights", None)
     if tie is not None:
         tie()
-    _refuse_gaps(model, files, filled, pieces, unknown)
+    written = Counter({name: count for name, count in pieces.items() if not names.is_made_of_pieces(name)})
+    _refuse_gaps(model, files, filled, written, unknown)
 
 
 def _refuse_gaps(
@@ -74,7 +90,8 @@ def _refuse_gaps(
 class _Places:
     """The tensors of a model by the names that files have for them."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, slices: SlicesFromFiles | None = None) -> None:
+        self._slices = slices
         self._model = model
         self._names = set(model.state_dict(keep_vars=True))
         self._prefix = f"{getattr(model, 'base_model_prefix', '')}."
@@ -88,17 +105,32 @@ class _Places:
         candidates = (name, self._prefix + name, name.removeprefix(self._prefix), name.removeprefix("module."))
         return next((candidate for candidate in candidates if candidate in self._names), None)
 
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """The whole shape of the tensor that files call so; None where there is none."""
+        place = self.of(name)
+        if place is None:
+            return None
+        holder, _, leaf = place.rpartition(".")
+        tensor: torch.Tensor = getattr(self._model.get_submodule(holder), leaf)
+        return tile_of(place, full_shape(tensor), -1, tensor).global_shape
+
     def put(self, name: str, stored: Stored, dtype: torch.dtype) -> None:
         """Gives a tensor of the model the values that a file has for it."""
         holder_name, _, leaf = name.rpartition(".")
         holder = self._model.get_submodule(holder_name)
         old: torch.Tensor = getattr(holder, leaf)
-        tile = tile_of(name, tuple(old.shape), -1, old)
+        tile = tile_of(name, full_shape(old), -1, old)
         if tile.global_shape != stored.tile.global_shape:
             raise CheckpointError(
                 f"init_inference: {name!r} has shape {tile.global_shape} in the model and {stored.tile.global_shape} "
                 "in the files"
             )
+        if self._slices is not None and isinstance(old, nn.Parameter) and (old.is_meta or address_of(old) is not None):
+            if old.is_meta:
+                self._replace(old, self._slices.start(name, old))
+            parameter: nn.Parameter = getattr(holder, leaf)
+            self._slices.take(parameter, stored.stretch(), prod(stored.tile.shape), stored.read_stretch)
+            return
         if stored.is_whole and tile.part is None:
             values = stored.read(())
             values = values.to(dtype) if values.is_floating_point() else values
@@ -118,7 +150,7 @@ class _Places:
 
     def _replace(self, old: nn.Parameter, new: nn.Parameter) -> None:
         """In every module that has it, so that tied weights stay tied; marks go along."""
-        new.__dict__.update(old.__dict__)
+        new.__dict__.update({key: value for key, value in old.__dict__.items() if key not in new.__dict__})
         users = self._users.pop(id(old))
         for module, leaf in users:
             module._parameters[leaf] = new

@@ -21,6 +21,7 @@ from deepspeed.inference.tensor import cut, job_mesh, tensor_size
 from deepspeed.linear.parts import check_parts, quantize_parts
 from deepspeed.linear.quantize import quantize_model
 from deepspeed.logging import log_dist
+from deepspeed.zero.construction.reading import SlicesFromFiles
 
 
 def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> InferenceEngine:
@@ -72,10 +73,11 @@ def default_inference_config() -> dict[str, Any]:
     return read_settings(None, {}).config.model_dump()
 
 
-def _fill(model: nn.Module, settings: InferenceSettings) -> None:
+def _fill(model: nn.Module, settings: InferenceSettings, slices: SlicesFromFiles | None = None) -> None:
     if settings.checkpoint is not None:
         read = settings.config
-        fill(model, settings.checkpoint, settings.dtype, base_dir=read.base_dir or read.checkpoint_config.base_dir)
+        base = read.base_dir or read.checkpoint_config.base_dir
+        fill(model, settings.checkpoint, settings.dtype, base_dir=base, slices=slices)
         _refuse_meta(model)
 
 
@@ -91,10 +93,16 @@ def _quantize(model: nn.Module, settings: InferenceSettings) -> None:
 def _with_zero(model: nn.Module, settings: InferenceSettings) -> InferenceEngine:
     """ZeRO-Inference: weights are sharded over the ranks, or lie in host memory or files, and come layer by layer."""
     assert settings.zero is not None
-    _fill(model, settings)
-    model.eval().requires_grad_(False).to(settings.dtype)
+    zero = _where_it_helps(settings.zero)
+    slices = None
+    if settings.checkpoint is not None and any(parameter.is_meta for parameter in model.parameters()):
+        slices = SlicesFromFiles(settings.dtype, on_host="offload_param" in zero)
+    _fill(model, settings, slices if slices is not None and slices.ranks > 1 else None)
+    model.eval().requires_grad_(False)
+    if slices is None or slices.ranks == 1:
+        model.to(settings.dtype)
     _quantize(model, settings)
-    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": _where_it_helps(settings.zero)}
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
     if settings.dtype != torch.float32:
         config["fp16" if settings.dtype == torch.float16 else "bf16"] = {"enabled": True}
     engine = initialize(model=model, config=config)[0]

@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -45,6 +46,37 @@ class Stored:
     def is_whole(self) -> bool:
         """Whether it is all of the named tensor."""
         return not self.is_part
+
+    def stretch(self) -> int:
+        """The element of the flattened named tensor at which this one begins, as one stretch of it.
+
+        Raises:
+            CheckpointError: It is no stretch, as rows are cut.
+        """
+        (box,) = self.tile.boxes
+        shape = self.tile.global_shape
+        first = self._cut_dim
+        if box.shape[first + 1 :] != shape[first + 1 :]:
+            raise CheckpointError(f"init_inference: {self.tile.name!r} lies in the files in parts that cut its rows")
+        place = 0
+        for index, extent in zip(box.whole, shape, strict=True):
+            place = place * extent + index
+        return place
+
+    def read_stretch(self, low: int, high: int) -> torch.Tensor:
+        """Elements ``low`` to ``high`` of the tensor in the file, flattened; no more rows are read than hold them."""
+        shape, dim = self.tile.shape, self._cut_dim
+        if not shape:
+            return self.read(()).reshape(1)
+        width = prod(shape[dim + 1 :])
+        rows = slice(low // width, -(-high // width))
+        where = (*[slice(0, 1)] * dim, rows, *[slice(0, extent) for extent in shape[dim + 1 :]])
+        return self.read(where).reshape(-1)[low - rows.start * width : high - rows.start * width]
+
+    @property
+    def _cut_dim(self) -> int:
+        """The first dimension with more than one element."""
+        return next((dim for dim, extent in enumerate(self.tile.shape) if extent > 1), max(len(self.tile.shape) - 1, 0))
 
     def copy_into(self, values: torch.Tensor, boxes: tuple[Box, ...]) -> None:
         """Reads what of the named tensor lies in ``values``, and nothing else.

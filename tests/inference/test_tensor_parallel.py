@@ -122,10 +122,6 @@ def through_files(families, folder):
         if rank == 0:
             make(family).save_pretrained(whole)
         dist.barrier()
-        if family == "mixtral":  # Transformers stores each expert by itself, the model has them in one tensor
-            with pytest.raises(CheckpointError, match="another form: from_pretrained reads it"):
-                deepspeed.init_inference(make(family, "meta"), dtype="fp32", mp_size=2, checkpoint=whole)
-            continue
         with Counted() as read:
             engine = deepspeed.init_inference(make(family, "meta"), dtype="fp32", mp_size=2, checkpoint=whole)
         assert torch.equal(tokens(engine), plain) and read.numel < 0.9 * sum(

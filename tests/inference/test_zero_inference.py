@@ -8,6 +8,8 @@ from deepspeed.comm.counters import counted
 from deepspeed.offload.files import FileMemory
 from deepspeed.offload.host import HostMemory
 from tests.harness import run_ranks
+from tests.inference.test_tensor_parallel import Counted, tokens
+from tests.inference.test_tensor_parallel import make as make_family
 
 transformers = pytest.importorskip("transformers")
 
@@ -138,3 +140,30 @@ def test_fewer_bytes_come_from_host_and_files(home, tmp_path):
     if home != "host":
         section = {"device": "nvme", "nvme_path": str(tmp_path), "max_in_cpu": 0, "page_cache": home == "cached file"}
     assert_shares(run_ranks(offloaded, 1, section, timeout=120)[0])
+
+
+def from_files(folder):
+    """Each rank reads its slices of a model on meta; also where files have experts one by one; then few bits."""
+    for family in ("llama", "mixtral"):
+        place = f"{folder}/{family}"
+        whole = make_family(family)
+        if torch.distributed.get_rank() == 0:
+            whole.save_pretrained(place)
+        torch.distributed.barrier()
+        zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+        with Counted() as read:
+            config = {"dtype": "fp32", "zero": zero, "checkpoint": place}
+            engine = deepspeed.init_inference(make_family(family, "meta"), config)
+        total = sum(t.numel() for t in whole.parameters())
+        assert 0.45 * total < read.numel < 0.56 * total, (family, read.numel, total)
+        assert torch.equal(tokens(engine), tokens(whole)), family
+        engine.destroy()
+    few = {"dtype": "int8", "zero": zero, "checkpoint": f"{folder}/llama"}
+    engine = deepspeed.init_inference(make_family("llama", "meta"), few)
+    plain = deepspeed.init_inference(make_family("llama"), dtype="int8")
+    assert torch.equal(engine(prompt()).logits, plain(prompt()).logits)
+    engine.destroy()
+
+
+def test_each_rank_reads_its_slices(tmp_path):
+    run_ranks(from_files, 2, str(tmp_path), timeout=180)

@@ -1,0 +1,93 @@
+"""Sharded parameters that are read from somewhere, each rank its own slice and nothing else."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import torch
+
+from deepspeed import comm
+from deepspeed.comm.connect import shared_transport
+from deepspeed.zero.access.views import install_views
+from deepspeed.zero.construction.init import local_device
+from deepspeed.zero.construction.provisional import ProvisionalBucket
+from deepspeed.zero.construction.sharing import ProvisionalGroups
+from deepspeed.zero.holder import address_of, set_address
+from deepspeed.zero.layout import bucket_layout
+from deepspeed.zero.sharded_parameter import remember_class
+from deepspeed.zero.tiles import Tile
+from deepspeed.zero.untouched import untouched
+
+Read = Callable[[int, int], torch.Tensor]
+"""From the first and the last-plus-one element of what is stored, flattened, to its values, 1-D."""
+_indices = itertools.count(1 << 24)  # apart from those of zero.Init and of engines
+
+
+class SlicesFromFiles:
+    """Parameters that go from the meta device to slices on all ranks. Nothing is communicated.
+
+    Args:
+        dtype: Of floating parameters.
+        on_host: Slices wait for ``initialize`` in host memory.
+    """
+
+    def __init__(self, dtype: torch.dtype, *, on_host: bool) -> None:
+        if not comm.is_initialized():
+            comm.init_distributed()
+        self._dtype = dtype
+        self._device = local_device()
+        self._home = torch.device("cpu") if on_host else self._device
+        timeout = comm.default_timeout()
+        peers = shared_transport(None, device=self._device, timeout=timeout)
+        self._groups = ProvisionalGroups(peers, self._device, timeout)
+
+    @property
+    def ranks(self) -> int:
+        """How many share each parameter."""
+        return self._groups.peers.size
+
+    def start(self, name: str, like: torch.nn.Parameter) -> torch.nn.Parameter:
+        """A sharded parameter in the place of one on the meta device, without its values.
+
+        Args:
+            name: For messages.
+            like: Gives shape, dtype and whether it is trained.
+        """
+        install_views()
+        group = self._groups.of(name, like)
+        dtype = self._dtype if like.is_floating_point() else like.dtype
+        layout = bucket_layout(
+            next(_indices),
+            [Tile(name, tuple(like.shape))],
+            dtype=str(dtype).removeprefix("torch."),
+            trainable=False,
+            num_slices=group.size,
+            group=group.name,
+        )
+        bucket = ProvisionalBucket(layout, dtype=dtype, device=self._device, home=self._home, group=group)
+        made = torch.nn.Parameter(torch.empty(0, dtype=dtype, device=self._device), requires_grad=like.requires_grad)
+        remember_class(made)
+        set_address(made, bucket, 0)
+        bucket.take_back(0, made)
+        return made
+
+    def take(self, parameter: torch.nn.Parameter, first: int, numel: int, read: Read) -> None:
+        """Reads what of a stretch of the flattened parameter lies in this rank's slice.
+
+        Args:
+            parameter: From :meth:`start`.
+            first: Element of the parameter at which the stretch begins.
+            numel: Its length.
+            read: Gives some of it.
+        """
+        address = address_of(parameter)
+        assert address is not None
+        fragment = address.holder.fragment(address.tile)
+        if fragment is None:
+            return
+        low, high = max(first, fragment.tile_start), min(first + numel, fragment.tile_stop)
+        if low < high:
+            at = fragment.slice_start + low - fragment.tile_start
+            with untouched(), torch.no_grad():
+                address.holder.shard[at : at + high - low].copy_(read(low - first, high - first))

@@ -1,0 +1,31 @@
+"""Files of Transformers that have experts one by one, read into a model that has them in one tensor."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import deepspeed
+from deepspeed.errors import CheckpointError
+from tests.inference.test_tensor_parallel import make, tokens
+
+pytest.importorskip("transformers")
+
+
+def test_experts_that_are_stored_one_by_one(tmp_path):
+    make("mixtral").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    stored = load_file(file)
+    piece = "model.layers.0.block_sparse_moe.experts.1.w1.weight"
+    assert stored[piece].shape == (72, 64)
+
+    def read():
+        return deepspeed.init_inference(make("mixtral", "meta"), dtype="fp32", checkpoint=str(tmp_path))
+
+    assert torch.equal(tokens(read()), tokens(make("mixtral")))
+    weight = stored.pop(piece)
+    save_file(stored, file)
+    with pytest.raises(CheckpointError, match=r"gate_up_proj' pieces with 32,256 of its 36,864 elements are in"):
+        read()
+    save_file({**stored, piece: weight[:-1].contiguous()}, file)
+    with pytest.raises(CheckpointError, match=r"has shape \(71, 64\) in the files; as a piece of .*gate_up_proj"):
+        read()
