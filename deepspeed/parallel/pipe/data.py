@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from deepspeed.comm.mesh import PIPE, Mesh
 from deepspeed.comm.transport import Transport
 from deepspeed.errors import PipelineError
+from deepspeed.parallel.pipe.samples import different_samples, fingerprints
 
 _PULLS_NOT, _HAS_NONE = -2, -1
 
@@ -54,6 +56,10 @@ class DataFeed:
             self._pulled.append(item if self.batch_fn is None else self.batch_fn(item))
         return min(len(self._pulled), count)
 
+    def said_of(self, count: int) -> tuple[int, int]:
+        """See :func:`fingerprints`, of the items that are ready."""
+        return fingerprints(islice(self._pulled, count))
+
     def take(self, count: int) -> list[Any]:
         """The items that are ready."""
         return [self._pulled.popleft() for _ in range(count)]
@@ -75,20 +81,21 @@ def agree_on_data(
 
     Returns:
         Waits for what the others say, and tells whether labels travel from the first stage, as the last one has no
-        data. It raises DataError if some rank has too few items, or another number of micro-batches; the same on every
-        rank.
+        data. It raises DataError if some rank has too few items, another number of micro-batches, or other samples than
+        the rest of its copy of the model; the same on every rank.
     """
-    ready = _PULLS_NOT
+    ready, said = _PULLS_NOT, (0, 0)
     if feed is not None:
         ready = feed.pull(count) if feed.has_any else _HAS_NONE
-    mine = torch.tensor([count, ready, int(needs_labels)], dtype=torch.int64)
+        said = feed.said_of(count)
+    mine = torch.tensor([count, ready, int(needs_labels), *said], dtype=torch.int64)
     rows = job.start_small(mine, channel="call", label=f"{call}, with {count} micro-batch(es)")
     return lambda: _labels_travel(rows().tolist(), mesh, rank, count, call)
 
 
 def _labels_travel(rows: list[list[int]], mesh: Mesh, rank: int, count: int, call: str) -> bool:
     """Whether they do; raises if the ranks do not fit together."""
-    others = [other for other, (number, _, _) in enumerate(rows) if number != count]
+    others = [other for other, (number, *_) in enumerate(rows) if number != count]
     if others:
         raise DataError(
             f"{call}: rank {rank} has {count} micro-batches, rank {others[0]} {rows[others[0]][0]}; all ranks of a "
@@ -96,7 +103,7 @@ def _labels_travel(rows: list[list[int]], mesh: Mesh, rank: int, count: int, cal
         )
     last = mesh.size(PIPE) - 1
     stages = [mesh.position(other, PIPE) for other in range(len(rows))]
-    for other, (_, got, _) in enumerate(rows):
+    for other, (_, got, *_) in enumerate(rows):
         is_missing = got == _HAS_NONE and (stages[other] == 0 or last == 0)
         if is_missing or 0 <= got < count:
             what = f"ended after {got} of {count} micro-batches, so micro-batch {got} is missing"
@@ -109,6 +116,13 @@ def _labels_travel(rows: list[list[int]], mesh: Mesh, rank: int, count: int, cal
                     "RepeatingLoader"
                 )
             )
+    wrong = different_samples([(inputs, labels, got == count) for _, got, _, inputs, labels in rows], mesh)
+    if wrong is not None:
+        raise DataError(
+            f"{call}: {wrong}. Nothing was computed; load by engine.grid.data_parallel_id and shuffle by one seed on "
+            "all ranks, as the loader of initialize(training_data=...) does, or give data to the first stage alone: "
+            "labels then travel. Where a stage does not need inputs or labels, None may stand for them"
+        )
     mine_at_last = mesh.group(rank, PIPE)[-1]
     return last > 0 and bool(rows[mine_at_last][2]) and rows[mine_at_last][1] == _HAS_NONE
 
