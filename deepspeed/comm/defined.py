@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -30,6 +30,8 @@ class Defined:
         spans_parts: Its ranks hold different parts of the model otherwise; see :func:`define_copies`.
         is_cut: Of copies: tensor-parallel ranks have different parts of them.
         is_whole: Tensor-parallel ranks hold the same values, each in a list of its own; the first of them counts.
+        lasts: The program declared it, and it stays as long as the job. Others were declared for a model, whose engines
+            own them: they are forgotten with the last of these.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Defined:
     spans_parts: bool = False
     is_cut: bool = False
     is_whole: bool = False
+    lasts: bool = True
 
     @property
     def mine(self) -> tuple[int, ...]:
@@ -46,12 +49,26 @@ class Defined:
         return next(members for members in self.ranks if me in members)
 
 
-_defined: tuple[Any, dict[str, Defined]] = (None, {})
+@dataclass
+class _Entry:
+    """A declared group and who needs it: the engines made with it, and whoever declared it since the last of them."""
+
+    defined: Defined
+    is_awaited: bool = True
+    engines: int = 0
+
+
+_defined: tuple[Any, dict[str, _Entry]] = (None, {})
 """With all ranks of the job in which they were declared: another job has other ranks."""
 
 
 def define_group(
-    name: str, ranks: Sequence[Sequence[int]], divisor: int | None = None, *, is_whole: bool = False
+    name: str,
+    ranks: Sequence[Sequence[int]],
+    divisor: int | None = None,
+    *,
+    is_whole: bool = False,
+    lasts: bool = True,
 ) -> None:
     """Declares a group for parameters that are not the same on all data-parallel ranks.
 
@@ -64,11 +81,12 @@ def define_group(
             exactly one list, lists are equally long, and the ranks of a list hold the same part of the model otherwise.
         divisor: See :class:`Defined`.
         is_whole: See :class:`Defined`.
+        lasts: See :class:`Defined`.
 
     Raises:
         DeepSpeedConfigError: A rank is missing or occurs twice, lists are of unequal length, or the name is taken.
     """
-    made = Defined(name, tuple(tuple(sorted(members)) for members in ranks), divisor, is_whole=is_whole)
+    made = Defined(name, tuple(tuple(sorted(members)) for members in ranks), divisor, is_whole=is_whole, lasts=lasts)
     given = sorted(rank for members in made.ranks for rank in members)
     if given != list(range(size_of())):
         raise DeepSpeedConfigError(
@@ -87,7 +105,8 @@ def define_copies(name: str, ranks: Sequence[Sequence[int]], *, is_cut: bool = F
     """Declares a group for parameters of which ranks with different parts of the model hold copies (tied weights).
 
     Each copy is shared by the data-parallel ranks of its part like other parameters; gradients are then summed over the
-    copies. Every rank of the job must call it alike, before an engine is made. Nothing is communicated.
+    copies. Every rank of the job must call it alike, before an engine is made. Nothing is communicated. It does not
+    last: see :class:`Defined`.
 
     Args:
         name: Its name, for ``zero.describe.put_in_group``.
@@ -106,22 +125,53 @@ def define_copies(name: str, ranks: Sequence[Sequence[int]], *, is_cut: bool = F
             f"{size_of() - 1}, each at most once"
         )
     alone = [(rank,) for rank in range(size_of()) if rank not in given]
-    _remember(Defined(name, (*lists, *alone), spans_parts=True, is_cut=is_cut))
+    _remember(Defined(name, (*lists, *alone), spans_parts=True, is_cut=is_cut, lasts=False))
 
 
 def _remember(made: Defined) -> None:
     name = made.name
-    known = _of_this_job().setdefault(name, made)
+    entry = _of_this_job().setdefault(name, _Entry(made))
+    known = entry.defined
     if known != made:
+        remedy = "choose another one"
+        if entry.engines and not known.lasts:
+            remedy += f", or call destroy() of the {entry.engines} engine(s) made with it before"
         raise DeepSpeedConfigError(
             f"define_group({name!r}): the name is taken, by the ranks {[list(members) for members in known.ranks]}; "
-            "choose another one"
+            f"{remedy}"
         )
+    entry.is_awaited = True
 
 
 def defined_groups() -> Mapping[str, Defined]:
     """What has been declared in this job, by name, in the order of names."""
-    return dict(sorted(_of_this_job().items()))
+    return {name: entry.defined for name, entry in sorted(_of_this_job().items())}
+
+
+@dataclass
+class Claim:
+    """An engine's claim to the groups that it was made with; what is claimed stays declared until it is given up."""
+
+    _entries: list[_Entry] = field(default_factory=list)
+
+    def give_up(self) -> None:
+        """Forgets the groups that no other engine uses and nobody has declared anew. Every rank must call it alike."""
+        known = _of_this_job()
+        for entry in self._entries:
+            entry.engines -= 1
+            name = entry.defined.name
+            if not (entry.engines or entry.is_awaited or entry.defined.lasts) and known.get(name) is entry:
+                del known[name]
+        self._entries.clear()
+
+
+def claim_groups() -> Claim:
+    """Claims all groups that are declared. Every rank of the job must call it alike; nothing is communicated."""
+    entries = list(_of_this_job().values())
+    for entry in entries:
+        entry.engines += 1
+        entry.is_awaited = False
+    return Claim(entries)
 
 
 def connect_defined(
@@ -181,7 +231,7 @@ def group_of(defined: Defined, *, device: torch.device | None = None, timeout: t
     return my_group(defined.ranks, backend=backend, timeout=timeout, why=f"the copies {defined.name!r}")
 
 
-def _of_this_job() -> dict[str, Defined]:
+def _of_this_job() -> dict[str, _Entry]:
     global _defined
     job = this_job()
     if _defined[0] is not job:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.comm.connect import shared_transport
-from deepspeed.comm.defined import Defined, connect_defined, define_group
+from deepspeed.comm.defined import Defined, connect_defined, define_group, defined_groups
 from deepspeed.comm.expert_ranks import ExpertRanks, along_mesh, cut
 from deepspeed.comm.mesh import EXPERT, Mesh
 from deepspeed.comm.new_groups import my_group
@@ -54,7 +54,8 @@ def declare_experts(
 ) -> ExpertRanks:
     """Declares the groups of a size. Every rank of the job must call it alike; nothing is communicated.
 
-    A size that is declared keeps its ranks, unless ``data_first`` asks for others.
+    A size that is declared keeps its ranks, unless ``data_first`` asks for others, until the engines that use it are
+    destroyed.
 
     Args:
         ep_size: Ranks that share the experts of a layer.
@@ -67,6 +68,7 @@ def declare_experts(
     """
     known = _of_this_job()
     if ep_size in known and data_first is None:
+        _define(ep_size, known[ep_size].ranks)
         return known[ep_size].ranks
     if mesh is not None:
         ranks = along_mesh(mesh, ep_size, data_first=bool(data_first))
@@ -76,13 +78,17 @@ def declare_experts(
         raise DeepSpeedConfigError(
             f"the experts of layers with ep_size {ep_size} are shared by the ranks {_shown(known[ep_size].ranks)}, as "
             f"was decided before, and now by {_shown(ranks)}; set use_data_before_expert_parallelism alike everywhere, "
-            "and under zero.Init or before the groups are made by hand leave it out"
+            "and under zero.Init or before the groups are made by hand leave it out. If an engine that is no longer "
+            "needed decided it, call its destroy() first"
         )
-    if ep_size not in known:
-        if ep_size > 1:
-            define_group(group_name(ep_size), ranks.same, is_whole=True)
-        known[ep_size] = _Size(ranks)
+    _define(ep_size, ranks)
+    known.setdefault(ep_size, _Size(ranks))
     return ranks
+
+
+def _define(ep_size: int, ranks: ExpertRanks) -> None:
+    if ep_size > 1:  # else every rank has all experts, as it has all other parameters
+        define_group(group_name(ep_size), ranks.same, is_whole=True, lasts=False)
 
 
 def declared_sizes(*, made: bool = False) -> list[int]:
@@ -174,4 +180,7 @@ def _of_this_job() -> dict[int, _Size]:
     job = stand_in() or (dist.group.WORLD if dist.is_initialized() else None)
     if _sizes[0] is not job:
         _sizes = job, {}
-    return _sizes[1]
+    known, defined = _sizes[1], defined_groups()
+    for size in [size for size in known if size > 1 and group_name(size) not in defined]:
+        del known[size]  # the engines that used it are gone
+    return known

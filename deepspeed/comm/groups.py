@@ -401,6 +401,7 @@ def declare_expert_groups(ep_size: int, data_first: bool | None = None) -> None:
     Every rank must call it. Arguments and errors as of ``comm.expert_groups.declare_experts``.
     """
     if ep_size in declared_sizes() and data_first is None:
+        declare_experts(ep_size)
         return
     dense = () if mpu is None else groups_beside(_get_sequence_data_parallel_group(), None)
     declare_experts(ep_size, mesh=None if dense else mesh, dense=dense, data_first=data_first)

@@ -561,6 +561,7 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, nn.Modul
             if not self._runtime.is_retired:
                 last_first.callback(self._runtime.drop_open_work, together=False)
             last_first.callback(self._checkpoints.close)
+            last_first.callback(self._parts.claim.give_up)
             if self._stopped_gc:
                 self._stopped_gc = False
                 last_first.callback(gc.enable)

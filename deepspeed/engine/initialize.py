@@ -12,6 +12,7 @@ import torch
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.host_allocator import keep_freed_memory
+from deepspeed.comm.defined import claim_groups
 from deepspeed.comm.job_mesh import JobMesh
 from deepspeed.comm.place import ranks_per_node
 from deepspeed.config import ParsedConfig, parse
@@ -230,6 +231,7 @@ def _build_parts(client: Client, config: Any, distributed_port: int, dist_init_r
         torch_optimizer=torch_optimizer,
         device=device,
         groups=groups,
+        claim=claim_groups(),
         standing=replace(ranks, **data),  # samples are dealt out over all islands
         islands=islands,
         local_rank=local_rank,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.comm.defined import Claim
 from deepspeed.comm.mpu import Standing
 from deepspeed.config import ParsedConfig
 from deepspeed.engine.islands import Archipelago
@@ -53,6 +54,7 @@ class EngineParts:
     torch_optimizer: torch.optim.Optimizer | None
     device: torch.device
     groups: Groups
+    claim: Claim
     standing: Standing
     islands: Archipelago | None
     local_rank: int

@@ -43,7 +43,7 @@ def prepare_expert_layers(
     for ep_size in sorted({size for size, _, _ in wanted}):
         declare_expert_groups(ep_size, data_first or None)
         if any(size == ep_size and is_cut for size, is_cut, _ in wanted):
-            define_group(cut_experts(group_name(ep_size)), declare_experts(ep_size).same)
+            define_group(cut_experts(group_name(ep_size)), declare_experts(ep_size).same, lasts=False)
         make_torch_groups(ep_size)
         if any(size == ep_size and is_ours for size, _, is_ours in wanted):
             connect_experts(ep_size, device)

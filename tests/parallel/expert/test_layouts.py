@@ -1,0 +1,70 @@
+"""Models of one process whose experts are laid out differently: an engine's groups end with it."""
+
+from __future__ import annotations
+
+import pytest
+
+from deepspeed.comm import groups
+from deepspeed.comm.defined import define_copies, defined_groups
+from deepspeed.comm.expert_groups import ranks_of
+from deepspeed.errors import CallOrderError, DeepSpeedConfigError
+from tests.engine.support import SHARDED, engine_of, inputs, rank, tower
+from tests.harness import run_ranks
+from tests.parallel.expert.test_combinations import _losses, _net
+from tests.parallel.expert.test_parity import compare
+
+
+def _one_after_another() -> None:
+    compare(4, (2, 2), 2, 1, 0.2)  # neighbours share experts
+    assert defined_groups() == {}
+    compare(4, (2, 2), 3, 1, 0.2, use_data_before_expert_parallelism=True)  # and now ranks that are two apart
+    # ZeRO++ groups neighbours for all parameters, which is refused where some have groups of their own.
+    engine = engine_of(tower(), 3, zero={**SHARDED, "zero_hpz_partition_size": 2})
+    engine.backward(engine(inputs(0, rank())))
+    engine.step()
+    engine.destroy()
+
+
+def test_layouts_follow_each_other() -> None:
+    run_ranks(_one_after_another, 4, timeout=120)
+
+
+def _beside_each_other() -> None:
+    """Groups stay while an engine needs them, or a model that no engine has taken yet."""
+    first, second = engine_of(_net(2), 1), engine_of(_net(2), 2)
+    with pytest.raises(DeepSpeedConfigError, match=r"was decided before, .* call its destroy\(\) first"):
+        groups._create_expert_and_data_parallel(2, use_data_before_expert_parallel_=True)
+    expected = _losses(first)
+    first.destroy()
+    first.destroy()
+    with pytest.raises(DeepSpeedConfigError, match="was decided before"):
+        groups._create_expert_and_data_parallel(2, use_data_before_expert_parallel_=True)
+    assert _losses(second) == pytest.approx(expected, abs=1e-6)
+    groups._create_expert_and_data_parallel(2)  # for a third model
+    second.destroy()
+    assert groups._get_expert_parallel_group_ranks("ep_size_2") == [rank() // 2 * 2, rank() // 2 * 2 + 1]
+    third = engine_of(_net(2), 0)
+    assert _losses(third) == pytest.approx(expected, abs=1e-6)
+    third.destroy()
+    with pytest.raises(CallOrderError, match="does not exist yet"):
+        groups._get_expert_parallel_group("ep_size_2")
+    groups._create_expert_and_data_parallel(2, use_data_before_expert_parallel_=True)
+    assert ranks_of("ep_size_2")[0] == (rank() % 2, rank() % 2 + 2)
+
+
+def test_groups_stay_as_long_as_they_are_needed() -> None:
+    run_ranks(_beside_each_other, 4, timeout=120)
+
+
+def _copies() -> None:
+    define_copies("tied", [[0, 1]])
+    engine = engine_of(tower(), 1)
+    with pytest.raises(DeepSpeedConfigError, match=r"the name is taken.*destroy\(\) of the 1 engine"):
+        define_copies("tied", [[0], [1]])
+    engine.destroy()
+    define_copies("tied", [[0], [1]])
+    assert defined_groups()["tied"].ranks == ((0,), (1,))
+
+
+def test_copies_of_a_pipeline_end_with_it() -> None:
+    run_ranks(_copies, 2)
