@@ -6,6 +6,7 @@ The fixtures were written by :mod:`tests.checkpoint.upstream_pipeline_run` under
 from __future__ import annotations
 
 import json
+import re
 import zipfile
 from pathlib import Path
 
@@ -14,6 +15,9 @@ import torch
 
 from deepspeed.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint, open_source
 from deepspeed.checkpoint.source import Wanted
+from deepspeed.checkpoint.upstream.files import load
+from deepspeed.checkpoint.upstream.slices import INFO
+from deepspeed.errors import CheckpointError
 from tests.checkpoint.upstream_pipeline_run import build, train
 from tests.harness import run_ranks
 
@@ -96,3 +100,85 @@ def test_one_state_dict(unpack):
     layer = torch.load(folder / "tag" / "layer_03-model_states.pt")
     assert torch.equal(state["3.down.weight"].bfloat16(), layer["down.weight"])
     assert state["3.down.weight"].dtype == torch.float32
+
+
+# How the blocks are cut over two tensor-parallel ranks, in the words of programs that save such pipelines.
+CUTS = {
+    "tp_replicated_parameter_patterns": [r"tied_modules\.", r"\d+\.norm\.", r"\d+\.down\.bias", r"\d+\.frozen"],
+    "parameter_with_row_parallelism_patterns": [r"\d+\.down\.weight"],
+}
+
+
+def _slice(name: str, whole: torch.Tensor, rank: int) -> torch.Tensor:
+    if any(re.match(pattern, name) for pattern in CUTS["tp_replicated_parameter_patterns"]) or name.endswith("mean"):
+        return whole.clone()
+    return whole.chunk(2, dim=int(name.endswith("down.weight")))[rank].clone()
+
+
+def _cut(tag: Path, info: dict | None) -> None:
+    """Rewrites a folder of two stages as two tensor-parallel ranks of each stage would have written it."""
+    for path in sorted(tag.glob("layer_*")):
+        values, number = torch.load(path), int(path.name[6:8])
+        for rank in range(2):
+            # The first and the last layer are tied, and whole on both ranks.
+            begins = "tied_modules.embed." if number in (0, 5) else f"{number}."
+            held = {name: _slice(begins + name, value, rank) for name, value in values.items()}
+            torch.save(held, tag / f"layer_{number:02d}-model_{rank:02d}-model_states.pt")
+        path.unlink()
+    saved = {}
+    for stage in range(2):
+        model = load(tag / f"mp_rank_{stage:02d}_model_states.pt")
+        optim = load(tag / f"bf16_zero_pp_rank_0_mp_rank_{stage:02d}_optim_states.pt")["optimizer_state_dict"]
+        (shapes,), state = model["param_shapes"], optim["base_optimizer_state"]
+        flats = {"": optim["single_partition_of_fp32_groups"][0], **state["state"][0]}
+        for rank in range(2):
+            cut: dict[str, torch.Tensor] = {"step": flats["step"].clone()}
+            for kind in ("", "exp_avg", "exp_avg_sq"):
+                wholes = flats[kind].split([shape.numel() for shape in shapes.values()])
+                pieces = {
+                    name: _slice(name, whole.view(shape), rank)
+                    for (name, shape), whole in zip(shapes.items(), wholes, strict=True)
+                }
+                cut[kind] = torch.cat([piece.flatten() for piece in pieces.values()])
+            written = {
+                "single_partition_of_fp32_groups": [cut.pop("")],
+                "base_optimizer_state": {**state, "state": {0: cut}},
+                "partition_count": [1],
+                "group_paddings": [0],
+            }
+            own = {name: piece.shape for name, piece in pieces.items()}
+            told = {**model, "param_shapes": [own], "mp_world_size": 4} | ({INFO: info} if info else {})
+            saved[2 * stage + rank] = told, {"optimizer_state_dict": written}
+    for place, (model, optim) in saved.items():
+        torch.save(model, tag / f"mp_rank_{place:02d}_model_states.pt")
+        torch.save(optim, tag / f"bf16_zero_pp_rank_0_mp_rank_{place:02d}_optim_states.pt")
+
+
+def _everything(folder: Path) -> dict[tuple[str, str], torch.Tensor]:
+    source, found = open_source(folder, "tag"), {}
+    for name, parameter in source.parameters.items():
+        for kind, dtype in parameter.kinds.items():
+            found[name, kind] = torch.empty(parameter.numel, dtype=dtype)
+            source.read(Wanted(kind, name, 0, parameter.numel), found[name, kind])
+    return found
+
+
+def test_layers_that_tensor_parallel_ranks_cut(unpack):
+    """Weights, masters and moments are those of the same pipeline before it was cut."""
+    folder = unpack("pipe2-stage1-bf16")
+    expected = _everything(folder)
+    _cut(folder / "tag", CUTS)
+    found = _everything(folder)
+    assert found.keys() == expected.keys() and ("1.up.weight", "master") in found
+    for key, value in expected.items():
+        assert torch.equal(found[key], value), key
+    (folder / "tag" / "layer_02-model_01-model_states.pt").unlink()
+    with pytest.raises(CheckpointError, match="tensor-parallel rank 1 lacks the file of layer 2"):
+        open_source(folder, "tag")
+
+
+def test_cut_layers_of_which_nothing_is_said_are_refused(unpack):
+    folder = unpack("pipe2-stage1-bf16")
+    _cut(folder / "tag", None)
+    with pytest.raises(CheckpointError, match="nothing in it says how"):
+        open_source(folder, "tag")

@@ -22,7 +22,7 @@ _ZERO_MODEL = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _OPTIM = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 _EXPERT = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_(\d+)_model_states\.pt")
 _NAMED = 8  # missing ranks that a message lists
-_LAYER = re.compile(r"layer_(\d+)-(.*)model_states\.pt")
+_LAYER = re.compile(r"layer_(\d+)-(?:model_(\d+)-)?model_states\.pt")
 
 
 class StandIn:
@@ -184,26 +184,28 @@ def find_files(folder: Path) -> tuple[Files, ...]:
     )
 
 
-def find_layers(folder: Path) -> dict[int, Path]:
-    """The files of a pipeline's layers, by their numbers; empty where the folder is not a pipeline's.
+def find_layers(folder: Path) -> tuple[dict[int, Path], ...]:
+    """The files of a pipeline's layers, by their numbers, of each tensor-parallel rank; empty in other folders.
 
     Raises:
-        CheckpointError: Tensor-parallel ranks wrote parts of layers.
+        CheckpointError: Files are missing.
     """
-    found: dict[int, Path] = {}
+    found: dict[int, dict[int, Path]] = {}
     for path in sorted(folder.iterdir()):
         if named := _LAYER.fullmatch(path.name):
-            if named[2]:
-                raise CheckpointError(
-                    f"{path}: the layers of this pipeline were cut over tensor-parallel ranks, and nothing in the "
-                    "files says how their slices fit together; such checkpoints cannot be read"
-                )
-            found[int(named[1])] = path
-    return found
+            found.setdefault(int(named[2] or 0), {})[int(named[1])] = path
+    numbers = {number for layers in found.values() for number in layers}
+    for rank in range(max(found, default=-1) + 1):
+        missing = sorted(numbers - found.get(rank, {}).keys())
+        if missing:
+            raise CheckpointError(f"{folder}: tensor-parallel rank {rank} lacks the file of layer {missing[0]}")
+    return tuple(found[rank] for rank in sorted(found))
 
 
 def find_stages(folder: Path) -> list[Files]:
     """The files of a pipeline's stages, in their order; each stage is a world of its own.
+
+    Where layers are cut, the tensor-parallel ranks of a stage follow each other.
 
     Raises:
         CheckpointError: Files are missing, or are not of ZeRO stages 0 and 1, the only ones it has pipelines with.

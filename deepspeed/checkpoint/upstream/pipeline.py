@@ -2,19 +2,23 @@
 
 Weights are named inside their layer; in the model, layer 3's are ``3.<name>`` and those of tied layers
 ``tied_modules.<key>.<name>``. Each stage with a tied layer has its masters and moments, which are equal.
+
+Tensor-parallel ranks have files of their own for each layer and stage; how their slices fit together is what the
+checkpoint says of them (:mod:`deepspeed.checkpoint.upstream.slices`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from deepspeed.checkpoint.upstream.content import Content
-from deepspeed.checkpoint.upstream.files import find_layers, find_stages, load
+from deepspeed.checkpoint.upstream.files import Files, find_layers, find_stages, load
 from deepspeed.checkpoint.upstream.partitioned import check_ranks, take_module, take_partitions, training_state
+from deepspeed.checkpoint.upstream.slices import INFO, join_slices
 from deepspeed.errors import CheckpointError
 
 _TIED = "tied_modules."
@@ -29,11 +33,29 @@ def read_pipeline(folder: Path, *, trust: bool, layer_names: Mapping[int, str]) 
         layer_names: With what the names of a layer begin in the model, where that is not its number; layers that are
             missing here are found by their shapes.
     """
-    layers = {number: load(path, trust=trust) for number, path in find_layers(folder).items()}
+    layers, stages = find_layers(folder), find_stages(folder)
+    if len(stages) % len(layers):
+        raise CheckpointError(
+            f"{folder}: there are model-states files of {len(stages)} ranks, which {len(layers)} tensor-parallel ranks "
+            "of each stage cannot have written; copy the others too"
+        )
+    read = [
+        _read_tensor_rank(folder, stages[rank :: len(layers)], held, trust, layer_names)
+        for rank, held in enumerate(layers)
+    ]
+    return join_slices([content for content, _ in read], read[0][1], str(folder))
+
+
+def _read_tensor_rank(
+    folder: Path, stages: Sequence[Files], layers: Mapping[int, Path], trust: bool, layer_names: Mapping[int, str]
+) -> tuple[Content, Mapping[str, Any] | None]:
+    """What one tensor-parallel rank of all stages saved, and what it says of slices."""
     content: Content | None = None
     buffers: set[str] = set()
-    for files in find_stages(folder):
+    info: Mapping[str, Any] | None = None
+    for files in stages:
         model = load(files.model[0], trust=trust)
+        info = info or model.get(INFO)
         optim = [load(path, trust=trust)["optimizer_state_dict"] for path in files.optim]
         stage = Content(training_state(model))
         buffers.update(model.get("buffer_names") or ())
@@ -47,11 +69,12 @@ def read_pipeline(folder: Path, *, trust: bool, layer_names: Mapping[int, str]) 
     assert content is not None
     content.state.model_states.pop("optimizer", None)
     trained = set(content.shapes)
-    for number, values in layers.items():
+    for number, path in layers.items():
+        values = load(path, trust=trust)
         begins = layer_names.get(number) or _beginning(content, number, values)
         take_module(content, {begins + name: value for name, value in values.items()}, list(buffers))
     content.frozen = set(content.shapes) - trained if trained else set()
-    return content
+    return content, info
 
 
 def joined_states(folder: Path, *, trust: bool) -> dict[str, Any] | None:
