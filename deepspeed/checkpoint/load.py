@@ -107,8 +107,11 @@ def load(subject: Subject, options: LoadOptions, exchange: Exchange) -> Loaded |
     if found is None:
         return None
     elsewhere = names_elsewhere(subject, exchange)
+    trained = _trained_names(subject, exchange, doing) if found.format is not Format.OURS else []
     with ExitStack() as stack:
-        prepared = _on_all(exchange, doing, lambda: _prepare(subject, options, found, exchange.rank, elsewhere, stack))
+        prepared = _on_all(
+            exchange, doing, lambda: _prepare(subject, options, found, exchange.rank, elsewhere, trained, stack)
+        )
         for note in prepared.notes:
             log_dist(f"{doing}: {note}", level=WARNING)
         if prepared.optimizer is not None:
@@ -207,15 +210,23 @@ def _find(subject: Subject, options: LoadOptions, exchange: Exchange, doing: str
     return all_found[exchange.rank]
 
 
+def _trained_names(subject: Subject, exchange: Exchange, doing: str) -> list[list[str]]:
+    """Of each param group, the names on this rank; of a pipeline those of all stages, in their order."""
+    if not subject.is_pipeline:
+        return subject.trained_names()
+    everyones = exchange.together(doing, subject.trained_names)
+    return [list(dict.fromkeys(name for names in same for name in names)) for same in zip(*everyones, strict=True)]
+
+
 def _open(
-    found: Found, subject: Subject, options: LoadOptions, rank: int, stack: ExitStack
+    found: Found, subject: Subject, options: LoadOptions, rank: int, trained: list[list[str]], stack: ExitStack
 ) -> tuple[Source, TrainingState]:
     if found.format is not Format.OURS:
         upstream = open_upstream(
             found.folder,
             found.format,
             trust=options.trust_objects,
-            trained=subject.trained_names(),
+            trained=trained,
             layer_names=subject.layer_names(),
         )
         return upstream, upstream.state
@@ -224,10 +235,16 @@ def _open(
 
 
 def _prepare(
-    subject: Subject, options: LoadOptions, found: Found, rank: int, elsewhere: set[str], stack: ExitStack
+    subject: Subject,
+    options: LoadOptions,
+    found: Found,
+    rank: int,
+    elsewhere: set[str],
+    trained: list[list[str]],
+    stack: ExitStack,
 ) -> _Prepared:
     """Everything that can go wrong, before anything is changed."""
-    source, state = _open(found, subject, options, rank, stack)
+    source, state = _open(found, subject, options, rank, trained, stack)
     matches, buffers, difference = match(source, subject.shapes(), subject.aliases(), subject.buffers())
     difference.unexpected = [name for name in difference.unexpected if name not in elsewhere]
     _check_fit(str(found.folder), difference, strict=options.strict and options.custom_load_fn is None)

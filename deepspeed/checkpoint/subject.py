@@ -153,6 +153,11 @@ class Subject:
         """Extra state of modules, by state-dict key."""
         return {key: module.get_extra_state() for key, module in self.extra_state_owners().items()}
 
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether the model's layers lie on several ranks, whose names differ."""
+        return callable(getattr(self.model, "tied_layer_names", None))
+
     def layer_names(self) -> dict[int, str]:
         """Of a pipeline, with what the names of its tied layers begin, by the layers' numbers; empty for others."""
         names = getattr(self.model, "tied_layer_names", None)

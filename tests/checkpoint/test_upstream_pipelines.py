@@ -78,7 +78,16 @@ def test_training_goes_on_from_it(name, tag, ranks, stages, stage, unpack):
     assert names == set(source.parameters)
 
 
-def test_weights_alone_where_the_optimizer_names_nothing(unpack):
+@pytest.mark.parametrize(("stages", "stage"), [(1, 2), (2, 0), pytest.param(3, 1, marks=pytest.mark.slow)])
+def test_moments_that_have_no_names(stages, stage, unpack):
+    """ZeRO stage 0: the parameters of each stage's optimizer are told apart by their order in the model."""
+    folder = unpack("pipe2-stage0-fp32")
+    then = json.loads((folder / "losses0.json").read_text())
+    for _, losses in run_ranks(_continue, stages, str(folder), "tag", stages, stage, "fp32"):
+        assert losses == pytest.approx(then, rel=1e-6)
+
+
+def test_weights_alone(unpack):
     """ZeRO stage 0: the tied layer is known by the model."""
     folder = unpack("pipe2-stage0-fp32")
     (held, _), *_ = run_ranks(_continue, 1, str(folder), "tag", 1, 1, "fp32", load_module_only=True)

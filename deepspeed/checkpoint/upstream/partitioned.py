@@ -270,9 +270,18 @@ def _stage_0(content: Content, model: Mapping[str, Any], trained: Sequence[Seque
     module = model["module"]
     _tie(content, module)
     take_module(content, module, list(model.get("buffer_names") or []))
-    state = model.get("optimizer")
-    if not state:
-        return
+    if state := model.get("optimizer"):
+        take_unsharded(content, state, trained)
+
+
+def take_unsharded(content: Content, state: Mapping[str, Any], trained: Sequence[Sequence[str]]) -> None:
+    """Optimizer states, and masters beside 16-bit weights, of a whole optimizer; nothing where the names do not fit.
+
+    Args:
+        content: Gets them; it knows the shapes.
+        state: Of the optimizer.
+        trained: Parameter names by param group.
+    """
     inner = state.get("optimizer_state_dict", state)
     groups = inner["param_groups"]
     if [len(group["params"]) for group in groups] != [len(names) for names in trained]:

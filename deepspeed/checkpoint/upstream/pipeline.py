@@ -9,6 +9,7 @@ checkpoint says of them (:mod:`deepspeed.checkpoint.upstream.slices`).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,21 +18,31 @@ import torch
 
 from deepspeed.checkpoint.upstream.content import Content
 from deepspeed.checkpoint.upstream.files import Files, find_layers, find_stages, load
-from deepspeed.checkpoint.upstream.partitioned import check_ranks, take_module, take_partitions, training_state
+from deepspeed.checkpoint.upstream.partitioned import (
+    check_ranks,
+    take_module,
+    take_partitions,
+    take_unsharded,
+    training_state,
+)
 from deepspeed.checkpoint.upstream.slices import INFO, join_slices
 from deepspeed.errors import CheckpointError
 
 _TIED = "tied_modules."
 
 
-def read_pipeline(folder: Path, *, trust: bool, layer_names: Mapping[int, str]) -> Content:
-    """Reads a tag folder of ZeRO stage 0 or 1; at 0 the optimizer's states have no names and are left out.
+def read_pipeline(
+    folder: Path, *, trust: bool, layer_names: Mapping[int, str], trained: Sequence[Sequence[str]] = ()
+) -> Content:
+    """Reads a tag folder of ZeRO stage 0 or 1.
 
     Args:
         folder: The tag folder.
         trust: Unpickle objects of the caller, which may run code.
         layer_names: With what the names of a layer begin in the model, where that is not its number; layers that are
             missing here are found by their shapes.
+        trained: Parameter names of all stages by param group, in the order of the model: the optimizer's states of
+            stage 0 have no names, and are left out where these do not fit.
     """
     layers, stages = find_layers(folder), find_stages(folder)
     if len(stages) % len(layers):
@@ -40,19 +51,25 @@ def read_pipeline(folder: Path, *, trust: bool, layer_names: Mapping[int, str]) 
             "of each stage cannot have written; copy the others too"
         )
     read = [
-        _read_tensor_rank(folder, stages[rank :: len(layers)], held, trust, layer_names)
+        _read_tensor_rank(folder, stages[rank :: len(layers)], held, trust, layer_names, trained)
         for rank, held in enumerate(layers)
     ]
     return join_slices([content for content, _ in read], read[0][1], str(folder))
 
 
 def _read_tensor_rank(
-    folder: Path, stages: Sequence[Files], layers: Mapping[int, Path], trust: bool, layer_names: Mapping[int, str]
+    folder: Path,
+    stages: Sequence[Files],
+    layers: Mapping[int, Path],
+    trust: bool,
+    layer_names: Mapping[int, str],
+    trained: Sequence[Sequence[str]],
 ) -> tuple[Content, Mapping[str, Any] | None]:
     """What one tensor-parallel rank of all stages saved, and what it says of slices."""
     content: Content | None = None
     buffers: set[str] = set()
     info: Mapping[str, Any] | None = None
+    unsharded: list[Mapping[str, Any]] = []
     for files in stages:
         model = load(files.model[0], trust=trust)
         info = info or model.get(INFO)
@@ -62,19 +79,60 @@ def _read_tensor_rank(
         if optim:
             check_ranks(folder, files, optim)
             take_partitions(folder, stage, {**model, "module": {}}, optim)
+        elif model.get("optimizer"):
+            unsharded.append(model["optimizer"])
         if content is None:
             content = stage
         else:
             _join(content, stage)
     assert content is not None
     content.state.model_states.pop("optimizer", None)
-    trained = set(content.shapes)
+    updated, beginnings = set(content.shapes), dict(layer_names)
     for number, path in layers.items():
         values = load(path, trust=trust)
-        begins = layer_names.get(number) or _beginning(content, number, values)
+        begins = beginnings.setdefault(number, _beginning(content, number, values))
         take_module(content, {begins + name: value for name, value in values.items()}, list(buffers))
-    content.frozen = set(content.shapes) - trained if trained else set()
+    in_order = [begins for _, begins in sorted(beginnings.items())]  # tied layers have one file
+    for state, names in zip(unsharded, _names_by_stage(unsharded, in_order, trained), strict=False):
+        part = Content(training_state({}), dict(content.shapes))
+        take_unsharded(part, state, names)
+        _join(content, part)
+        updated.update(*names)
+    content.frozen = set(content.shapes) - updated if updated else set()
     return content, info
+
+
+def _names_by_stage(
+    optimizers: Sequence[Mapping[str, Any]], beginnings: Sequence[str], trained: Sequence[Sequence[str]]
+) -> list[list[list[str]]]:
+    """Parameter names of each stage's optimizer, by param group; empty where they do not fit.
+
+    The layers of a stage follow each other. Its tied modules come first, then the other layers.
+
+    Args:
+        optimizers: States of the stages' optimizers.
+        beginnings: With what the names of each layer begin.
+        trained: Names of all stages by param group.
+    """
+    found: list[list[list[str]]] = []
+    waiting = deque(beginnings)
+    for state in optimizers:
+        groups = state.get("optimizer_state_dict", state)["param_groups"]
+        counts = [len(group["params"]) for group in groups]
+        held: list[str] = []
+        named = _of_layers(held, trained)
+        while waiting and sum(map(len, named)) < sum(counts):
+            held.append(waiting.popleft())
+            named = _of_layers(held, trained)
+        if [len(names) for names in named] != counts:
+            return []
+        found.append(named)
+    return found
+
+
+def _of_layers(beginnings: Sequence[str], trained: Sequence[Sequence[str]]) -> list[list[str]]:
+    in_order = sorted(dict.fromkeys(beginnings), key=lambda begins: not begins.startswith(_TIED))
+    return [[name for begins in in_order for name in names if name.startswith(begins)] for names in trained]
 
 
 def joined_states(folder: Path, *, trust: bool) -> dict[str, Any] | None:

@@ -98,8 +98,8 @@ def open_upstream(
         folder: The tag folder.
         kind: Its layout.
         trust: Unpickle objects of the caller, which may run code.
-        trained: Parameter names by param group, in the optimizer's order. Needed for optimizer states of stage 0 alone,
-            whose files do not name them.
+        trained: Parameter names by param group, in the optimizer's order, of a pipeline those of all stages. Needed for
+            optimizer states of stage 0 alone, whose files do not name them.
         layer_names: With what the names of a pipeline's layer begin in the model, where that is not its number.
 
     Raises:
@@ -109,7 +109,8 @@ def open_upstream(
         if kind is Format.UNIVERSAL:
             return UpstreamSource(folder, read_universal(folder, trust=trust))
         if find_layers(folder):
-            return UpstreamSource(folder, read_pipeline(folder, trust=trust, layer_names=layer_names or {}))
+            read = read_pipeline(folder, trust=trust, layer_names=layer_names or {}, trained=trained)
+            return UpstreamSource(folder, read)
         return UpstreamSource(folder, read_partitioned(folder, trust=trust, trained=trained))
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
         raise CheckpointError(
