@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from deepspeed.comm.mesh import DATA, PIPE, SEQUENCE, TENSOR, Mesh
 from deepspeed.parallel.pipe.schedule import TRAIN_SCHEDULES, make_schedule
 from deepspeed.parallel.pipe.schedule.picture import svg, title
 from deepspeed.parallel.pipe.schedule.simulate import Times, simulate
@@ -95,7 +96,46 @@ def draw_timelines() -> str:
     return svg([(title(*pair), *pair) for pair in simulated])
 
 
-PICTURES = {"zero/who-keeps-what.svg": draw, "guide/pipeline-timelines.svg": draw_timelines}
+def draw_mesh() -> str:
+    """Which part of the model and of the batch each of 16 ranks has, on a mesh of four axes."""
+    mesh = Mesh(((PIPE, 2), (DATA, 2), (SEQUENCE, 2), (TENSOR, 2)))
+    columns, cell, wide, high = 8, 26, 78, 150
+    above = {"model": ("layers", PIPE, "width", TENSOR), "batch": ("samples", DATA, "tokens", SEQUENCE)}
+    colours = {"model": COLOURS["parameters"], "batch": COLOURS["gradients"]}
+    width, height = columns * wide + 2, 66 + mesh.world_size // columns * high
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="picture" viewBox="0 0 {width} {height}" width="{width}" '
+        'font-family="sans-serif" font-size="13">',
+        f"<style>\n{STYLE}\n</style>",
+        f'<text x="1" y="15">What each of {mesh.world_size} ranks holds: {str(mesh).removeprefix("mesh of ")}</text>',
+    ]
+    for top, (what, (down, _, across, _)) in zip((24, 42), above.items(), strict=True):
+        parts.append(f'<rect x="1" y="{top}" width="12" height="12" fill="{colours[what]}"/>')
+        parts.append(f'<text x="19" y="{top + 11}">its part of the {what}: {down} down, {across} across</text>')
+    for rank in range(mesh.world_size):
+        place = mesh.coordinate(rank)
+        left, top = rank % columns * wide + 1, 66 + rank // columns * high
+        said = ", ".join(f"{axis} {at}" for axis, at in place.items())
+        parts.append(f"<g><title>rank {rank}: {said}</title>")
+        parts.append(f'<text x="{left}" y="{top + 15}" font-weight="bold">rank {rank}</text>')
+        for number, (what, (_, vertical, _, horizontal)) in enumerate(above.items()):
+            y = top + 22 + number * (2 * cell + 8)
+            for row in range(mesh.size(vertical)):
+                for column in range(mesh.size(horizontal)):
+                    is_here = (place[vertical], place[horizontal]) == (row, column)
+                    parts.append(
+                        f'<rect class="whole" x="{left + column * cell}" y="{y + row * cell}" width="{cell}" '
+                        f'height="{cell}" style="fill: {colours[what] if is_here else "none"}"/>'
+                    )
+        parts.append("</g>")
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+PICTURES = {
+    "zero/who-keeps-what.svg": draw,
+    "guide/pipeline-timelines.svg": draw_timelines,
+    "guide/axes.svg": draw_mesh,
+}
 
 if __name__ == "__main__":
     for name, drawn in PICTURES.items():

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
-import transformers
+
+transformers = pytest.importorskip("transformers")
 
 VOCABULARY = 50
 
