@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 import deepspeed
@@ -16,7 +15,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.engine.support import SHARDED, engine_of, rank
 from tests.harness import run_ranks
-from tests.parallel.expert.models import batch, build
+from tests.parallel.expert.models import batch, build, transformers
 from tests.parallel.expert.test_auto import adamw, config
 from tests.parallel.expert.test_parity import Net, logical, tokens
 
