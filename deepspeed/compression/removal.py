@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from deepspeed.compression.packing import Levels
+from deepspeed.compression.sizes import is_beside
 from deepspeed.logging import log_dist
 
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_key_value_heads", "n_kv_heads")
@@ -28,12 +29,15 @@ class Remover:
         self._model, self._kinds, self._levels = model, kinds, levels
 
     def rows(self, name: str, keep: torch.Tensor, related: Iterable[str]) -> None:
-        """Leaves outputs of ``name`` out, and the inputs of each related layer that they are."""
+        """Leaves outputs of ``name`` out, and the inputs of each related layer that they are, or its equal outputs."""
         total = self._outputs(name)
         self._cut(name, rows=keep)
         for other in related:
             if isinstance(self._model.get_submodule(other), nn.BatchNorm2d):
                 self._cut_norm(other, keep)
+                continue
+            if is_beside(total, self._model.get_submodule(other)):
+                self._cut(other, rows=keep)
                 continue
             inputs = self._inputs(other)
             self._cut(other, columns=_blocks(keep, inputs // total))  # flattened images have a block for each channel

@@ -92,11 +92,20 @@ class Users:
         ]
         where = selection.key("related_modules")
         for name, other in pairs:
+            holder = name.rpartition(".")[0]
+            around: Any = self.modules[holder]
+            if selection.technique == "head_pruning" and getattr(around, "num_key_value_groups", 1) != 1:
+                raise DeepSpeedConfigError(
+                    f"{where}: in {holder} {around.num_key_value_groups} heads share keys and values, so "
+                    "single heads cannot be removed; leave related_modules out, and they become zero and stay"
+                )
             first, second = self.modules[name], self.modules[other]
             if selection.technique == "head_pruning":
                 sizes, words = (shape_of(second)[0], shape_of(first)[1]), ("outputs", "inputs")
             else:
                 sizes, words = (inputs_of(second), shape_of(first)[0]), ("inputs", "outputs")
+                if is_beside(shape_of(first)[0], second):
+                    continue
             if sizes[0] % sizes[1]:
                 raise DeepSpeedConfigError(
                     f"{where}: {other} has {sizes[0]} {words[0]}, no multiple of the {sizes[1]} {words[1]} of {name}"
@@ -110,7 +119,7 @@ class Users:
 
     def by_rows(self, name: str) -> bool:
         """Whether rows are groups, as in embeddings and what is tied to one."""
-        return any(kind_of(self.modules[user]) == "embedding" for user in self.of(name))
+        return any(isinstance(self.modules[user], nn.Embedding) for user in self.of(name))
 
 
 def shape_of(module: Any) -> tuple[int, int]:
@@ -121,6 +130,14 @@ def shape_of(module: Any) -> tuple[int, int]:
     if kind_of(module) == "conv1d" or isinstance(module, Conv1DLayer_Compress):
         return shape[1], shape[0]
     return shape[0], math.prod(shape[1:])
+
+
+def is_beside(rows: int, other: Any) -> bool:
+    """Whether a related layer gives as many outputs as the pruned one, ``rows``, and does not take them as inputs.
+
+    The halves of a gated layer do so: their outputs are multiplied, so that both lose the same rows.
+    """
+    return isinstance(other, nn.Linear) and shape_of(other)[0] == rows and inputs_of(other) % rows != 0
 
 
 def inputs_of(module: Any) -> int:

@@ -10,7 +10,7 @@ from torch import nn
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.engine.generation import with_cache
-from deepspeed.errors import CallOrderError
+from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.inference.config import InferenceSettings
 
 
@@ -65,11 +65,14 @@ class InferenceEngine(nn.Module):
 
         Raises:
             CallOrderError: The model has none.
+            DeepSpeedConfigError: The prompt is none that the model could read.
             RuntimeError: A prompt is longer than the ``max_out_tokens`` that was given.
         """
         if not hasattr(self.module, "generate"):
             raise CallOrderError(f"InferenceEngine.generate: {type(self.module).__name__} has no generate method")
         prompt = kwargs.get("input_ids", args[0] if args else None)
+        if "inputs_embeds" not in kwargs:
+            self._check_prompt(prompt)
         if self._longest is not None and isinstance(prompt, torch.Tensor) and prompt.shape[-1] > self._longest:
             raise RuntimeError(
                 f"generate: the prompt has {prompt.shape[-1]} tokens, max_out_tokens is {self._longest}; give "
@@ -82,6 +85,31 @@ class InferenceEngine(nn.Module):
             kwargs.setdefault("cache_implementation", "static")
         with torch.no_grad():
             return self.module.generate(*args, **with_cache(kwargs))  # type: ignore[operator]
+
+    def _check_prompt(self, prompt: Any) -> None:
+        """Says what is wrong with ids that the model would fail on inside, on a GPU beyond repair."""
+        if prompt is None or getattr(self.module, "main_input_name", "input_ids") != "input_ids":
+            return
+        at = "generate(input_ids=...)"
+        if not isinstance(prompt, torch.Tensor) or prompt.dim() != 2 or prompt.is_floating_point():
+            is_tensor = isinstance(prompt, torch.Tensor)
+            found = f"{prompt.dtype} of shape {tuple(prompt.shape)}" if is_tensor else f"{prompt!r:.80}"
+            raise DeepSpeedConfigError(
+                f"{at}: expected a tensor [batch, tokens] of whole numbers, found {found}; a tokenizer gives it with "
+                "return_tensors='pt'"
+            )
+        if prompt.numel() == 0:
+            raise DeepSpeedConfigError(
+                f"{at}: there are no tokens (shape {tuple(prompt.shape)}); give at least one to each "
+                "prompt, such as the model's bos_token_id"
+            )
+        known = getattr(getattr(self.module, "config", None), "vocab_size", None)
+        least, most = int(prompt.min()), int(prompt.max())
+        if isinstance(known, int) and (least < 0 or most >= known):
+            raise DeepSpeedConfigError(
+                f"{at}: found the id {least if least < 0 else most}; the model knows 0 to {known - 1}. "
+                "Take the tokenizer that belongs to it"
+            )
 
     def compile(self, backend: str = "inductor", compile_kwargs: dict[str, Any] | None = None) -> None:
         """Compiles the model's forward with ``torch.compile``; the first call afterwards takes long."""
@@ -104,7 +132,9 @@ class InferenceEngine(nn.Module):
         return times
 
     def destroy(self) -> None:
-        """Lets go of the model; the engine cannot be used afterwards."""
+        """Lets go of the model; the engine cannot be used afterwards. May be called twice."""
+        if not self._runner:
+            return
         runner = self._runner[0]
         if runner is not self.module:
             runner.destroy()  # type: ignore[operator]

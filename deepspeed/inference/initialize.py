@@ -11,13 +11,13 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.host_allocator import Trimmer
 from deepspeed.comm import groups
 from deepspeed.comm.mesh import TENSOR
-from deepspeed.engine import initialize
+from deepspeed.engine import DeepSpeedEngine, initialize
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.inference.checkpoints import fill
 from deepspeed.inference.config import InferenceSettings, read_settings
 from deepspeed.inference.engine import InferenceEngine
 from deepspeed.inference.shares import save
-from deepspeed.inference.tensor import cut, job_mesh, tensor_size
+from deepspeed.inference.tensor import check_policy, cut, job_mesh, tensor_size
 from deepspeed.linear.parts import check_parts, quantize_parts
 from deepspeed.linear.quantize import quantize_model
 from deepspeed.logging import log_dist
@@ -44,8 +44,13 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> Infer
     """
     if not isinstance(model, nn.Module):
         raise DeepSpeedConfigError(f"init_inference(model=...): expected a torch.nn.Module, found {model!r}")
+    if isinstance(model, (InferenceEngine, DeepSpeedEngine)):
+        raise DeepSpeedConfigError(
+            f"init_inference(model=...): this is a {type(model).__name__} already; give the model that is its module"
+        )
     settings = read_settings(config, kwargs)
     _refuse(settings)
+    check_policy(model, settings)
     check_parts(model, settings.parts)
     for line in settings.notices:
         log_dist(f"init_inference: {line}", ranks=[0])

@@ -55,19 +55,28 @@ def job_mesh(settings: InferenceSettings) -> Mesh | None:
     return mesh
 
 
+def check_policy(model: nn.Module, settings: InferenceSettings) -> list[str] | None:
+    """The layers whose outputs are summed, as the configuration names them; None where it leaves that to the model.
+
+    Raises:
+        DeepSpeedConfigError: The model has no such layers.
+    """
+    read = settings.config
+    if read.injection_policy is not None:
+        return _rows(model, read.injection_policy)
+    return None if read.injection_policy_tuple is None else _checked(model, list(read.injection_policy_tuple))
+
+
 def cut(model: nn.Module, settings: InferenceSettings, mesh: Mesh, device: torch.device) -> CutModel:
     """Cuts the model in place. Every rank must call it, with the same model, which may be on the meta device.
 
     Raises:
         DeepSpeedConfigError: The model cannot be cut so.
     """
-    read = settings.config
-    told = read.tensor_parallel
+    told = settings.config.tensor_parallel
     section: dict[str, Any] = {"autotp_size": mesh.size(TENSOR)}
-    if read.injection_policy is not None:
-        section["injection_policy_tuple"] = _rows(model, read.injection_policy)
-    elif read.injection_policy_tuple is not None:
-        section["injection_policy_tuple"] = _checked(model, list(read.injection_policy_tuple))
+    if (rows := check_policy(model, settings)) is not None:
+        section["injection_policy_tuple"] = rows
     if "tp_grain_size" in told.model_fields_set:
         section["tensor_parallel"] = {"tp_grain_size": told.tp_grain_size}
     if (group := _group_of(told)) is not None:
@@ -98,8 +107,13 @@ def _rows(model: nn.Module, policy: dict[Any, Any]) -> list[str]:
     """
     rows: list[str] = []
     for kind, ends in policy.items():
-        ends = (ends,) if isinstance(ends, str) else tuple(ends)
         shown = getattr(kind, "__name__", kind)
+        ends = (ends,) if isinstance(ends, str) else ends
+        if not isinstance(ends, (tuple, list)) or not all(isinstance(end, str) for end in ends):
+            raise DeepSpeedConfigError(
+                f"init_inference: injection_policy: {shown}: expected names of its layers, such as ('o_proj', "
+                f"'down_proj'), found {ends!r}"
+            )
         blocks = [name for name, module in model.named_modules() if kind in (type(module), type(module).__name__)]
         if not blocks:
             kinds = sorted({type(module).__name__ for module in model.modules() if list(module.children())})

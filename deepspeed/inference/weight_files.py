@@ -153,7 +153,9 @@ def _listed(description: Any, base: Path) -> WeightFiles:
     listed = description.get("checkpoints") if isinstance(description, Mapping) else None
     if isinstance(listed, str):
         return find_files(listed, Path(description.get("base_dir") or base))
-    size = int(description.get("tp_size") or description.get("mp_size") or 1) if listed else 1
+    size = (description.get("tp_size") or description.get("mp_size") or 1) if listed else 1
+    if not isinstance(size, int) or size < 1:
+        raise CheckpointError(f"init_inference: checkpoint: tp_size: expected a number of files, found {size!r}")
     if isinstance(listed, Mapping):
         parts = listed.get("tp") or []
         if len(parts) not in (0, size):

@@ -66,7 +66,6 @@ def check_parts(model: nn.Module, parts: Mapping[str, Mapping[str, Any]]) -> Non
 
     Raises:
         DeepSpeedConfigError: It cannot.
-        ValueError: There is no such group size.
     """
     for name, module in model.named_modules():
         meant = [part for part in parts if part in name]
@@ -91,7 +90,10 @@ def check_parts(model: nn.Module, parts: Mapping[str, Mapping[str, Any]]) -> Non
                 f"{where}: group_dim {asked['group_dim']}; groups lie along the input features, which is group_dim 1"
             )
         if asked.get("num_bits") == 4:
-            packed_format(4, _group_size(asked))
+            try:
+                packed_format(4, _group_size(asked))
+            except ValueError as error:
+                raise DeepSpeedConfigError(f"{where}: {error}") from error
 
 
 def _group_size(asked: Mapping[str, Any]) -> int:

@@ -12,7 +12,7 @@ import torch
 from rich.table import Table
 from torch import nn
 
-from deepspeed.errors import CallOrderError
+from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.linear.config import QuantizationConfig
 from deepspeed.linear.cut import around, weight_of_part
 from deepspeed.linear.quantized_linear import QuantizedLinear
@@ -102,14 +102,17 @@ def quantize_model(
         Sizes and errors.
 
     Raises:
-        DeepSpeedConfigError: There is no format of ``bits`` bits.
+        DeepSpeedConfigError: There is no format of ``bits`` bits, or all layers are in other ones already.
         ValueError: No such group size, or a weight that is not finite.
         CallOrderError: Parameters belong to an engine already.
     """
     report = QuantizationReport(bits, bytes_before=_bytes_of(model))
     config = QuantizationConfig(q_bits=bits, group_size=group_size)
     users = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+    others: list[str] = []
     for name, module in list(model.named_modules()):
+        if isinstance(module, QuantizedLinear) and any(part in name for part in only) and module.format.bits != bits:
+            others.append(f"{name} in {module.format.bits} bits")
         weight = _weight_of(module)
         if weight is None or not name or not any(part in name for part in only):
             continue
@@ -124,6 +127,11 @@ def quantize_model(
             report.kept[name] = "named in skip"
         else:
             _replace(model, name, module, weight, config, report)
+    if others and not report.layers:
+        raise DeepSpeedConfigError(
+            f"quantize_model(bits={bits}): the layers are quantised already ({others[0]}, for example); begin with "
+            "the whole weights"
+        )
     report.bytes_after = _bytes_of(model)
     return report
 

@@ -190,3 +190,59 @@ def test_what_cannot_be_cleaned_is_said():
     with pytest.raises(DeepSpeedConfigError, match="compressed already"):
         init_compression(prepared(), config)
     assert size(redundancy_clean(prepared(), config, packed=False)) < size(gpt())
+
+
+def llama(**more):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=40, **more))
+
+
+def only(shared, params, modules, **more):
+    group = {"params": params, "modules": modules, **more}
+    return {"shared_parameters": {"enabled": True, "schedule_offset": 0, **shared}, "different_groups": {"only": group}}
+
+
+IDS = torch.arange(3, 21).view(2, 9)
+
+
+@pytest.mark.parametrize("bits", [8, 1])
+def test_a_tied_embedding_that_a_pattern_names_twice_goes_by_rows(bits):
+    forward = {"quantize_weight_in_forward": True}
+    section = {"weight_quantization": only(forward, {"start_bits": bits, "target_bits": bits}, ["*"])}
+    model = trained(llama(tie_word_embeddings=True), section, {"input_ids": IDS})
+    with torch.no_grad():
+        whole = at_the_end(model)
+        expected = whole(IDS).logits
+        rows = whole.model.embed_tokens(IDS)
+        torch.testing.assert_close(
+            whole.model.embed_tokens(IDS[:1]), rows[:1], rtol=0, atol=0
+        )  # whatever else is asked
+        clean = redundancy_clean(model, {"compression_training": section}).eval()
+        torch.testing.assert_close(clean(IDS).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_halves_of_a_gated_layer_lose_the_same_rows():
+    related = {"related_modules": [["down_proj", "gate_proj"]]}
+    section = {"row_pruning": only({"method": "topk"}, {"dense_ratio": 0.5}, ["up_proj"], **related)}
+    model = trained(llama(), section, {"input_ids": IDS})
+    with torch.no_grad():
+        expected = at_the_end(model)(IDS).logits
+        clean = redundancy_clean(model, {"compression_training": section}).eval()
+        torch.testing.assert_close(clean(IDS).logits, expected, rtol=1e-4, atol=1e-5)
+    layer = clean.model.layers[0].mlp
+    shapes = [tuple(part.weight.shape) for part in (layer.gate_proj, layer.up_proj, layer.down_proj)]
+    assert shapes == [(24, 32), (24, 32), (32, 24)]
+
+
+def test_heads_that_share_keys_stay():
+    related = {"related_modules": [["q_proj"]]}
+    section = {"head_pruning": only({"num_heads": 4}, {"dense_ratio": 0.5}, ["o_proj"], **related)}
+    with pytest.raises(DeepSpeedConfigError, match="2 heads share keys and values, so single heads cannot be removed"):
+        init_compression(llama(num_key_value_heads=2), {"compression_training": section})
+    del section["head_pruning"]["different_groups"]["only"]["related_modules"]
+    model = trained(llama(num_key_value_heads=2), section, {"input_ids": IDS})
+    with torch.no_grad():
+        expected = at_the_end(model)(IDS).logits
+        clean = redundancy_clean(model, {"compression_training": section}).eval()
+        torch.testing.assert_close(clean(IDS).logits, expected)

@@ -109,6 +109,37 @@ def test_bad_input_is_said(config, keywords, said):
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+def test_bad_models_policies_and_prompts_are_said():
+    for config, said in (
+        ({"injection_policy": {"GPT2Block": "c_proj"}}, "the model has no GPT2Block; its classes are LlamaAttention"),
+        ({"injection_policy": {"LlamaMLP": 3}}, "LlamaMLP: expected names of its layers.*found 3"),
+        (
+            {"checkpoint": {"checkpoints": {"tp": ["a"]}, "tp_size": "two"}},
+            "tp_size: expected a number of files, found",
+        ),
+        ({"quant": {"weight": {"post_init_quant": {"q_proj": {"num_bits": 4, "group_size": 7}}}}}, "group_size 7 at 4"),
+    ):
+        with pytest.raises((DeepSpeedConfigError, CheckpointError), match=said):
+            deepspeed.init_inference(make(), {"dtype": "bf16", **config})
+    engine = deepspeed.init_inference(make(), dtype="int8")
+    with pytest.raises(DeepSpeedConfigError, match="is a InferenceEngine already"):
+        deepspeed.init_inference(engine)
+    with pytest.raises(DeepSpeedConfigError, match="are quantised already .*q_proj in 8 bits"):
+        deepspeed.init_inference(engine.module, {"dtype": "int8", "quant": {"weight": {"num_bits": 4}}})
+    for prompt, said in (
+        ("Once", "expected a tensor .* of whole numbers, found 'Once'; a tokenizer gives it"),
+        (torch.ones(1, 3), "found torch.float32 of shape"),
+        (torch.ones(3, dtype=torch.long), r"of shape \(3,\)"),
+        (torch.ones(2, 0, dtype=torch.long), "there are no tokens"),
+        (torch.full((1, 3), 128), "found the id 128; the model knows 0 to 127"),
+        (torch.full((1, 3), -1), "found the id -1"),
+    ):
+        with pytest.raises(DeepSpeedConfigError, match=said):
+            engine.generate(prompt, max_new_tokens=2)
+    engine.destroy()
+    engine.destroy()
+
+
 def test_a_model_on_meta_reads_files(tmp_path):
     make().save_pretrained(tmp_path)
     with deepspeed.OnDevice(dtype=torch.float32, device="meta"):
