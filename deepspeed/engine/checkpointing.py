@@ -247,12 +247,12 @@ class EngineCheckpoints:
         """The full state dict in the compute dtype on rank 0, None elsewhere. Every rank must call it.
 
         Raises:
-            ValueError: Parameters are not sharded; then ``module.state_dict()`` is complete.
+            ValueError: Parameters are not sharded.
         """
         if not self._parts.placement.shard_params:
             raise ValueError(
                 "_zero3_consolidated_16bit_state_dict is for ZeRO stage 3, and this is stage "
-                f"{self._parts.placement.stage}; engine.module.state_dict() is complete on every rank"
+                f"{self._parts.placement.stage}; engine._consolidated_16bit_state_dict() works at every stage"
             )
         return self._consolidated_16bit_state_dict(exclude_frozen_parameters)
 

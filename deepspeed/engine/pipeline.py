@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -71,6 +71,7 @@ class PipelineEngine(Interpreter, DeepSpeedEngine):
         self._is_last_chunk_here = len(self._stage_of) - 1 in module.chunks
         self._pulls_data = 0 in module.chunks or self._is_last_chunk_here
         self._feed = DataFeed()
+        self._loader: Iterable[Any] | None = None  # what the feed's items come from, again and again
         self._found = losses.MicroBatchLosses()
         self._mode, self._count = "", 0  # train, loss or outputs; micro-batches
         self._agreed: Callable[[], bool] | None = None
@@ -157,13 +158,22 @@ class PipelineEngine(Interpreter, DeepSpeedEngine):
     def set_dataloader(self, loader: Iterable[Any]) -> None:
         """Takes items from a loader, again and again. Stages in the middle need none."""
         if self._pulls_data:
-            self.training_dataloader = loader
+            self.training_dataloader = self._loader = loader
             self._feed.use(RepeatingLoader(loader))
 
-    def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
-        """Takes items from an iterator. Stages in the middle need none."""
-        if self._pulls_data:
-            self._feed.use(iterator)
+    def set_dataiterator(self, iterator: Iterable[Any] | None) -> None:
+        """Takes items from an iterator. Stages in the middle need none.
+
+        A loader, which could be begun again, goes on where it was when it is given once more, and begins again at its
+        end: programs hand it to every step. A list or tuple begins again each time.
+        """
+        if not self._pulls_data:
+            return
+        is_loader = iterator is not None and not isinstance(iterator, (Iterator, Sequence))
+        if is_loader and iterator is self._loader:
+            return
+        self._loader = iterator if is_loader else None
+        self._feed.use(RepeatingLoader(iterator) if is_loader else iterator)
 
     def set_batch_fn(self, fn: Any) -> None:
         """Applies ``fn`` to every item; where there is no iterator it is called with None."""
@@ -180,7 +190,8 @@ class PipelineEngine(Interpreter, DeepSpeedEngine):
         """One step: ``micro_batches`` micro-batches through all stages, and the update. Every rank must call it.
 
         Args:
-            data_iter: Gives pairs ``(inputs, labels)`` on the first and last stage, from now on; None: as before.
+            data_iter: Gives pairs ``(inputs, labels)`` on the first and last stage, from now on; None: as before. See
+                :meth:`set_dataiterator` for loaders and lists.
 
         Returns:
             Mean loss over micro-batches and copies of the model: 0-dim, fp32, on every rank.
@@ -191,7 +202,7 @@ class PipelineEngine(Interpreter, DeepSpeedEngine):
         if not torch.is_grad_enabled():
             raise RuntimeError("train_batch: called under torch.no_grad(); use eval_batch() for evaluation")
         if data_iter is not None:
-            self.set_dataiterator(data_iter)  # type: ignore[arg-type]
+            self.set_dataiterator(data_iter)
         self.module.train()
         count = self.micro_batches
         self._get_ready("train_batch", count, "train", needs_labels=self.pipeline.loss_fn is not None)

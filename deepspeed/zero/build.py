@@ -11,7 +11,7 @@ from deepspeed.comm.agreement import Agreement
 from deepspeed.zero.announced import Announcement
 from deepspeed.zero.gradients import GradientReducer
 from deepspeed.zero.group import Groups
-from deepspeed.zero.guards import guard_state_dicts
+from deepspeed.zero.guards import guard_parts, guard_state_dicts
 from deepspeed.zero.holder import address_of
 from deepspeed.zero.hooks import ForwardHooks
 from deepspeed.zero.model_states import ModelStates
@@ -67,6 +67,7 @@ def build_runtime(
     )
     if options.placement.shard_params or states.sharded:
         runtime.handles += guard_state_dicts(model)
+    runtime.handles += guard_parts(model)
     return runtime
 
 

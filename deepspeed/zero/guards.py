@@ -1,4 +1,4 @@
-"""Hooks on a model that keep programs from mistakes: state dicts of placeholders, gradients that nobody takes."""
+"""Hooks on a model that keep programs from mistakes: state dicts that are not whole, gradients that nobody takes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from deepspeed.errors import ShardedAccessError
+from deepspeed.logging import warn_once
 from deepspeed.zero.access.views import mark_module
 from deepspeed.zero.bucket import Bucket
+from deepspeed.zero.describe import describe
+from deepspeed.zero.layout import DATA
+from deepspeed.zero.parts import says_part
 from deepspeed.zero.sharded_parameter import ShardedParameter, note_placeholders
 
 
@@ -31,6 +35,22 @@ def _note_placeholders(_module: nn.Module, state: dict[str, Any], prefix: str, _
     """One line where a state dict is not what it looks like; a module that is nested in another says it too."""
     if any(isinstance(value, torch.Tensor) and value.shape == (0,) for value in state.values()):
         note_placeholders("state_dict()")
+
+
+def guard_parts(model: nn.Module) -> list[RemovableHandle]:
+    """For a model of whose parameters this rank has a part: its state dict says so."""
+    if not any(says_part(p) and describe(name, p).group != DATA for name, p in model.named_parameters()):
+        return []
+    return [model.register_state_dict_post_hook(_note_parts)]
+
+
+def _note_parts(_module: nn.Module, _state: dict[str, Any], _prefix: str, _metadata: Any) -> None:
+    warn_once(
+        "parts:state_dict()",
+        "state_dict(): ranks share layers or experts of this model, so it holds this rank's part of them, and a file "
+        "made of it (torch.save, save_pretrained) is no whole model. engine.save_16bit_model, engine.save_checkpoint "
+        "and engine.iter_full give whole tensors; every rank must call them",
+    )
 
 
 def _refuse_loading(module: nn.Module, state: dict[str, Any], prefix: str, *_others: Any) -> None:

@@ -55,3 +55,25 @@ def test_loaders_in_another_order():
     for (said, seconds), loss in run_ranks(_another_order, 2):
         assert "0 (stage 0) and 1 (stage 1) work on one copy of the model, but have different samples" in said
         assert seconds < SOON and loss > 0
+
+
+def _loaders():
+    engine = engine_of(linears(2), 2, 2, loss_fn=functional.mse_loss)
+    seen: list[float] = []
+
+    def note(item):
+        seen.append(item[0].flatten()[0].item() - 2)
+        return item
+
+    engine.set_batch_fn(note)
+    loader = torch.utils.data.DataLoader(SAMPLES[:3], batch_size=None)
+    for source in (loader, loader, loader, SAMPLES, SAMPLES, loader, None):
+        engine.train_batch(source)
+    engine.eval_batch(loader)
+    engine.train_batch(loader)
+    return seen
+
+
+def test_a_loader_goes_on_and_a_list_begins_again():
+    expected = [0, 1, 2, 0, 1, 2, 0, 1, 0, 1, 0, 1, 2, 0, 0, 1, 1, 2]
+    assert run_ranks(_loaders, 2) == [expected, expected]
