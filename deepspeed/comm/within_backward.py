@@ -1,15 +1,20 @@
 """Whether layers of this job talk to other ranks in the middle of a backward.
 
 A rank that waits there for the reduction of a bucket may wait for one that needs an exchange with it first: a peer
-holds a bucket back in which it has unused parameters until its backward is over. So while layers talk, nobody waits for
-a reduction before its own backward is over. Layers say so when they run; it holds from then on, in this job: what
-happens on ranks that are only played, or happened before another job began in this process, says nothing about it.
+holds a bucket back in which it has unused parameters until its backward is over. So where layers talk, nobody waits for
+a reduction before its own backward is over. Layers say so when they run. It holds from then on for the models that
+contain them (a recomputation may run them in the middle of a backward again), and for all until they have talked, or
+their graph is gone, as a backward may go through several models; other models of the same job are as before.
+
+Whether gradients may be missing on some ranks decides the order of transfers, which must be equal on all ranks, so that
+holds for the rest of the job. What happens on ranks that are only played, or happened before another job began in this
+process, says nothing about it.
 """
 
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -17,9 +22,14 @@ import torch.distributed as dist
 from deepspeed.comm.world import World, stand_in
 
 
-@dataclass
+class Talk:
+    """What a layer will say to other ranks in a backward, whose graph keeps it alive until it has been said."""
+
+
+@dataclass(eq=False)
 class _Said:
-    talks: bool = False
+    to_come: weakref.WeakSet[Talk] = field(default_factory=weakref.WeakSet)
+    talkers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     is_uneven: bool = False
 
 
@@ -27,24 +37,50 @@ _in_job: tuple[Any, _Said] = None, _Said()  # with the group of all ranks: anoth
 _played: weakref.WeakKeyDictionary[World, _Said] = weakref.WeakKeyDictionary()
 
 
-def note(*, uneven: bool = False) -> None:
+def note(talker: Any, *, uneven: bool = False) -> Talk:
     """A layer will talk in its backward.
 
     Args:
+        talker: The module.
         uneven: Which of its parameters get a gradient may differ between the ranks.
+
+    Returns:
+        What the graph of that backward must keep until then.
     """
-    said = _said()
-    said.talks = True
+    said, talk = _said(), Talk()
+    said.to_come.add(talk)
+    said.talkers.add(talker)
     said.is_uneven = said.is_uneven or uneven
+    return talk
 
 
-def layers_talk() -> bool:
-    """Whether any layer does; equal on all ranks."""
-    return _said().talks
+class Ear:
+    """Whether layers may talk in a backward of one model.
+
+    Args:
+        model: With ``modules()``; it is not kept alive.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = weakref.ref(model)
+        self._heard: tuple[_Said | None, int] = None, 0
+        self._has_talkers = False
+
+    def may_hear(self) -> bool:
+        """Whether they may; the answer may differ between ranks."""
+        said = _said()
+        if len(said.to_come):
+            return True
+        heard = said, len(said.talkers)
+        if heard != self._heard:
+            model = self._model()
+            self._has_talkers = model is not None and any(module in said.talkers for module in model.modules())
+            self._heard = heard
+        return self._has_talkers
 
 
 def is_uneven() -> bool:
-    """Whether one of them has gradients on some ranks only."""
+    """Whether one of them has gradients on some ranks only; equal on all ranks."""
     return _said().is_uneven
 
 

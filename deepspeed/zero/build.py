@@ -53,7 +53,7 @@ def build_runtime(
     announcement.on_entry = hooks.reach
     reducer = None
     if options.reduction is not None:
-        reducer = _make_reducer(options.reduction, states, groups, schedule, hooks, announcement)
+        reducer = _make_reducer(model, options.reduction, states, groups, schedule, hooks, announcement)
     runtime = ZeroRuntime(
         model,
         options,
@@ -79,6 +79,7 @@ def _retire_earlier_owners(model: nn.Module) -> None:
 
 
 def _make_reducer(
+    model: nn.Module,
     policy: ReductionPolicy,
     states: ModelStates,
     groups: Groups,
@@ -86,6 +87,7 @@ def _make_reducer(
     hooks: ForwardHooks,
     announcement: Announcement,
 ) -> GradientReducer:
+    ear = within_backward.Ear(model)
     return GradientReducer(
         [master.bucket for master in states.masters],
         policy,
@@ -94,6 +96,6 @@ def _make_reducer(
         [states.landing(master.bucket) for master in states.masters],
         on_packed=hooks.gradients_arrived,
         on_stray=announcement.seen,
-        may_block=lambda: schedule.expects_no_gather and not within_backward.layers_talk(),
+        may_block=lambda: schedule.expects_no_gather and not ear.may_hear(),
         needs_one_order=bool(states.sharded) and any(group.gather.needs_one_order for group in groups),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ import torch
 import deepspeed
 from deepspeed.cli.plan import main
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.parallel.expert import spread
+from deepspeed.parallel.expert.dispatch import plan_routes
 from deepspeed.parallel.expert.gate import TopKGate
 from deepspeed.plan import DecoderShape
 from deepspeed.plan.decoder import Decoder
@@ -68,14 +71,56 @@ def _compare(cells: list[tuple[Cell, int]]) -> None:
         assert_as_counted(_planned(cell, ep, rank=1), real[1][number], (cell, ep))
 
 
+def _mixtral() -> Any:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 512}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2}
+    return transformers.MixtralConfig(**sizes, **heads, **experts, use_cache=False)
+
+
+def _spread_cells() -> list[dict[str, Any]]:
+    section = (("expert_parallel", {"enabled": True, "autoep_size": 2}),)
+    return [Cell(1, accumulation=2, more=section).config(""), Cell(3, more=section).config("")]
+
+
+def _measure_spread() -> list[dict[str, Any]]:
+    from transformers import MixtralForCausalLM
+
+    def evenly(indices: torch.Tensor, num_experts: int, transport: Any) -> Any:
+        return plan_routes(torch.arange(indices.numel()).view_as(indices) % num_experts, num_experts, transport)
+
+    found = []
+    with patch.object(spread, "plan_routes", evenly):
+        for config in _spread_cells():
+            torch.manual_seed(0)
+            found.append(count_step(MixtralForCausalLM(_mixtral()).train(), config, TOKENS))
+    return found
+
+
+def test_a_model_whose_experts_the_configuration_spreads():
+    real = run_ranks(_measure_spread, 2, timeout=200)
+    for number, config in enumerate(_spread_cells()):
+        plan = deepspeed.plan(
+            _mixtral(),
+            config,
+            devices_per_node=2,
+            device="cpu",
+            device_memory="8GiB",
+            sequence_length=TOKENS,
+            compare_checkpointing=False,
+            rank=1,
+        )
+        assert_as_counted(plan, real[1][number], config)
+
+
 def test_against_real_ranks():
     _compare([(Cell(1, accumulation=2), 2), (Cell(3), 4)])
 
 
 @pytest.mark.slow
 def test_against_real_ranks_at_every_stage():
-    for ep in (1, 2, 4):  # a job each: where layers have talked in a backward, buckets are reduced later from then on
-        _compare([(Cell(stage, accumulation=2), ep) for stage in range(4)])
+    _compare([(Cell(stage, accumulation=2), ep) for ep in (4, 2, 1) for stage in range(4)])
 
 
 def test_what_travels_is_the_formula():

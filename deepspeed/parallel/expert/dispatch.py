@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.function import once_differentiable
 
 from deepspeed.comm import within_backward
@@ -157,6 +158,7 @@ def dispatch(
     run: Run,
     needed: Sequence[torch.Tensor] = (),
     *,
+    talker: nn.Module,
     in_pieces: bool = True,
 ) -> torch.Tensor:
     """Sends the rows of ``x`` to their experts, and adds up for each token, in fp32, what comes back.
@@ -168,22 +170,21 @@ def dispatch(
         run: The experts of this rank.
         needed: Parameters that their backward needs where they have rows. Every rank asks for them before the exchanges
             of its backward: where they are sharded, all ranks then gather them in one order.
+        talker: The module that calls it.
         in_pieces: ``run`` gets a list of the rows ``[n, M]`` of each expert (0 are allowed); else one tensor with all
             of them, sorted by expert.
 
     Returns:
         ``[S, M']`` in the dtype of what the experts return; zeros for a token without a route.
     """
-    rows = _ToExperts.apply(x, plan, in_pieces)
+    rows = _ToExperts.apply(x, plan, talker, in_pieces)
     results = run(list(rows) if in_pieces else rows)
     results = (results,) if isinstance(results, torch.Tensor) else tuple(results)
     is_alone = plan.transport.size == 1
     # Requires a gradient where anything may, so that all ranks have the same two exchanges in their backward.
     anchor = torch.empty(0, device=x.device, requires_grad=torch.is_grad_enabled() and not is_alone)
-    if anchor.requires_grad:
-        within_backward.note(uneven=True)
     dtype = _dtype_of(results, x) if is_alone else _dtype_on_the_way(x)
-    out: torch.Tensor = _FromExperts.apply(plan, dtype, weights, anchor, len(results), *results, *needed)
+    out: torch.Tensor = _FromExperts.apply(plan, dtype, weights, anchor, talker, len(results), *results, *needed)
     return out
 
 
@@ -205,8 +206,9 @@ class _ToExperts(torch.autograd.Function):
     """The row of every kept route, at its expert; backward adds up, for each token, the gradients of its routes."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, plan: Plan, in_pieces: bool) -> Any:
-        ctx.plan = plan
+    def forward(ctx: Any, x: torch.Tensor, plan: Plan, talker: nn.Module, in_pieces: bool) -> Any:
+        talks = ctx.needs_input_grad[0] and plan.transport.size > 1
+        ctx.plan, ctx.talk = plan, within_backward.note(talker, uneven=True) if talks else None
 
         def fill(routes: slice, out: torch.Tensor) -> None:
             torch.index_select(x, 0, plan.tokens[routes], out=out)
@@ -217,7 +219,9 @@ class _ToExperts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return _summed(_back(ctx.plan, gradients, gradients[0].dtype), None, ctx.plan), None, None
+        rows = _back(ctx.plan, gradients, gradients[0].dtype)
+        ctx.talk = None  # it has been said
+        return _summed(rows, None, ctx.plan), None, None, None
 
 
 class _FromExperts(torch.autograd.Function):
@@ -230,11 +234,13 @@ class _FromExperts(torch.autograd.Function):
         dtype: torch.dtype,
         weights: torch.Tensor | None,
         anchor: torch.Tensor,
+        talker: nn.Module,
         num_results: int,
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
         results, needed = tensors[:num_results], tensors[num_results:]
         rows = _back(plan, results, dtype)
+        ctx.talk = within_backward.note(talker, uneven=True) if ctx.needs_input_grad[3] else None
         ctx.plan, ctx.dtypes, ctx.num_needed = plan, [result.dtype for result in results], len(needed)
         ctx.save_for_backward(weights, rows if ctx.needs_input_grad[2] else None, *needed)
         return _summed(rows, weights, plan)
@@ -256,6 +262,7 @@ class _FromExperts(torch.autograd.Function):
                 out.mul_(factors[routes])
 
         rows = _there(plan, gradient.new_empty(len(plan.order), gradient.shape[1]), fill)
+        ctx.talk = None  # it has been said
         for_weights = None
         if results is not None:
             for_weights = weights.new_zeros(weights.shape)
@@ -263,7 +270,7 @@ class _FromExperts(torch.autograd.Function):
                 for_weights.view(-1)[plan.order[routes]] = product
         pieces = (rows,) if len(ctx.dtypes) == 1 else rows.split(plan.load)
         back = (piece.to(dtype) for piece, dtype in zip(pieces, ctx.dtypes, strict=True))
-        return None, None, for_weights, None, None, *back, *(None for _ in range(ctx.num_needed))
+        return None, None, for_weights, None, None, None, *back, *(None for _ in range(ctx.num_needed))
 
 
 # -- the pieces: rows in the order of routes and of experts ------------------------------------------------------------

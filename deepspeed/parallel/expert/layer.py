@@ -92,7 +92,8 @@ class MOELayer(nn.Module):
         plan = plan_routes(routes.indices, routes.num_experts, self._connected(x.device))
         self.balance = Balance.of(plan)
         # One of them: the layer is a leaf, whose parameters are gathered together.
-        out = dispatch(x, routes.weights, plan, self.experts, list(self.experts.parameters())[:1])
+        needed = list(self.experts.parameters())[:1]
+        out = dispatch(x, routes.weights, plan, self.experts, needed, talker=self)
         out = out.to(hidden.dtype).reshape(hidden.shape)
         if self.wall_clock_breakdown:
             self.time_moe = (time.perf_counter() - begun) * 1000

@@ -119,8 +119,12 @@ def _plan(state: Spread, indices: torch.Tensor, x: torch.Tensor) -> Plan:
 def _dispatch(module: Any, x: torch.Tensor, weights: torch.Tensor | None, plan: Plan) -> torch.Tensor:
     experts, needed = _experts_of(module), list(module.parameters())
     if module.__dict__[_STATE].grouped and experts.uses_grouped:
-        return dispatch(x, weights, plan, lambda rows: experts.run_grouped(rows, plan.load), needed, in_pieces=False)
-    return dispatch(x, weights, plan, experts.run_each, needed)
+
+        def run(rows: torch.Tensor) -> torch.Tensor:
+            return experts.run_grouped(rows, plan.load)
+
+        return dispatch(x, weights, plan, run, needed, talker=module, in_pieces=False)
+    return dispatch(x, weights, plan, experts.run_each, needed, talker=module)
 
 
 def _experts_of(module: Any) -> StackedExperts:
