@@ -142,6 +142,16 @@ class _Part:
             self.skeleton._init_weights(inner)
         return module
 
+    def tp_plan(self) -> dict[str, str]:
+        """What the model's plan for tensor parallelism says of this part, by names that begin with ``part``."""
+        found = {}
+        steps = self.path.split(".")
+        for key, style in (getattr(self.skeleton, "_tp_plan", None) or {}).items():
+            above, below = key.split(".")[: len(steps)], key.split(".")[len(steps) :]
+            if len(above) == len(steps) and all(a in (step, "*") for a, step in zip(above, steps, strict=True)):
+                found[".".join(("part", *below))] = style
+        return found
+
 
 class _Plan:
     """What is where in a model."""
@@ -375,10 +385,12 @@ class _Block(nn.Module):
     """One block, called as the model would call it."""
 
     part: Any
+    _tp_plan: Mapping[str, str] = {}  # where tensor parallelism looks for what the model says of its cut
 
     def __init__(self, part: _Part, number: int, routers: list[tuple[type[nn.Module], int]] | None = None) -> None:
         super().__init__()
         self.part = part.get()
+        self._tp_plan = part.tp_plan()
         self.number = number
         self._said: list[torch.Tensor] = []
         for module in self.part.modules():

@@ -22,6 +22,7 @@ from deepspeed.config.sections.tensor_parallel import TensorParallel
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 from deepspeed.parallel.expert.auto import spread_modules
+from deepspeed.parallel.expert.stages import told_by_stages
 from deepspeed.parallel.tensor import rules as rules_module
 from deepspeed.parallel.tensor.attention import slice_arguments, tell
 from deepspeed.parallel.tensor.batches import BatchCheck, same_random_states
@@ -78,7 +79,7 @@ def cut_model(model: nn.Module, section: TensorParallel, mesh: Mesh, device: tor
     if size == 1 or section.autotp_size <= 1:
         return None
     check_group(model, mesh.group(rank_in(), TENSOR))
-    rules = rules_for(model, section)
+    rules = _rules_by_stages(model, section, device)
     layout = layout_of(model, rules, size, grain=section.tensor_parallel.tp_grain_size)
     sequences = plan_of(model, layout) if section.sequence_parallel_norms else None
     comm.check_same_model(_lines(model), group_along(TENSOR))
@@ -114,6 +115,26 @@ def is_cut(model: nn.Module) -> bool:
     return isinstance(getattr(model, CUT, None), CutModel)
 
 
+class _NothingSaid(DeepSpeedConfigError):
+    """Nothing says how a model is cut; a stage of a pipeline may have no layers to cut."""
+
+
+def _rules_by_stages(model: nn.Module, section: TensorParallel, device: torch.device) -> dict[str, Rule]:
+    """The rules for what this rank has of a model. Every rank raises what is wrong with those of any stage."""
+    rules: dict[str, Rule] = {}
+    said: DeepSpeedConfigError | None = None
+    try:
+        rules = rules_for(model, section)
+    except DeepSpeedConfigError as error:
+        said = error
+    mine = (len(rules), str(said or ""), isinstance(said, _NothingSaid))
+    told = told_by_stages(model, device, mine, label="the tensor-parallel cuts of the stages")
+    for _, words, is_nothing in told:
+        if words and not (is_nothing and any(count for count, _, _ in told)):
+            raise DeepSpeedConfigError(words)
+    return rules
+
+
 def rules_for(model: nn.Module, section: TensorParallel) -> dict[str, Rule]:
     """The rules for a model, from the first source that has any.
 
@@ -129,7 +150,7 @@ def rules_for(model: nn.Module, section: TensorParallel) -> dict[str, Rule]:
     spread = tuple(f"{name}." for name in spread_modules(model))  # experts that have other ranks already stay whole
     found = {name: rule for name, rule in found.items() if not f"{name}.".startswith(spread)} if spread else found
     if not found:
-        raise DeepSpeedConfigError(
+        raise _NothingSaid(
             f"tensor_parallel.autotp_size {section.autotp_size}: nothing says how {type(model).__name__} is cut; it "
             "brings no tensor-parallel plan, and its structure shows no pair of layers around a residual sum. Write "
             "tensor_parallel.partition_config: layer_specs with patterns for the layers that take the residual stream "

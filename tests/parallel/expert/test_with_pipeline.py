@@ -1,4 +1,7 @@
-"""Experts spread over the ranks that see other samples, layers over the stages of a pipeline: two by two."""
+"""Experts spread over the ranks that see other samples, layers over the stages of a pipeline: two by two.
+
+And two by two by two: the rest of each stage cut over tensor-parallel ranks besides.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,11 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.moe.layer import MoE
 from deepspeed.parallel.pipe.transformers_models import transformers_names
 from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from tests.engine.support import SHARDED
 from tests.harness import run_ranks
 from tests.parallel.expert.models import batch, build
-from tests.parallel.expert.test_auto import STEPS, adamw, of_this_rank
+from tests.parallel.expert.test_auto import STEPS, adamw
 
 WIDTH, EXPERTS, COUNT, COPIES = 6, 4, 3, 2
 
@@ -175,7 +179,7 @@ def _item(step: int, copy: int, micro: int) -> tuple[tuple[torch.Tensor, torch.T
     return (ids, mask), ids.masked_fill(mask == 0, -100)
 
 
-def model_reference(kind: str) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+def model_reference(kind: str, copies: int = COPIES) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
     """The model itself in plain torch, with its own loss, routers' part included."""
     model = build(kind)
     optimizer = adamw(model)
@@ -183,10 +187,10 @@ def model_reference(kind: str) -> tuple[list[tuple[float, float]], dict[str, tor
     for step in range(STEPS):
         optimizer.zero_grad()
         total = 0.0
-        for copy in range(COPIES):
+        for copy in range(copies):
             for micro in range(COUNT):
                 (ids, mask), labels = _item(step, copy, micro)
-                loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss / COUNT / COPIES
+                loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss / COUNT / copies
                 loss.backward()
                 total += loss.item()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -195,9 +199,10 @@ def model_reference(kind: str) -> tuple[list[tuple[float, float]], dict[str, tor
     return told, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def _models(cells: list[tuple[str, int]], wanted: dict[str, Any]) -> None:
+def _models(cells: list[tuple[str, int]], wanted: dict[str, Any], tensor: int = 1, copies: int = COPIES) -> None:
+    topology = PipeModelDataParallelTopology(num_pp=2, num_mp=tensor, num_dp=copies)
     for kind, stage in cells:
-        module = PipelineModule.from_transformers(build(kind), num_stages=2)
+        module = PipelineModule.from_transformers(build(kind), topology=topology)
         names = transformers_names(module._layer_specs)
         engine = deepspeed.initialize(
             model=module,
@@ -207,7 +212,8 @@ def _models(cells: list[tuple[str, int]], wanted: dict[str, Any]) -> None:
                 "gradient_accumulation_steps": COUNT,
                 "gradient_clipping": 0.5,
                 "zero_optimization": {"stage": stage, **(SHARDED if stage == 3 else {})},
-                "expert_parallel": {"enabled": True, "autoep_size": 2},
+                "expert_parallel": {"enabled": True, "autoep_size": copies},
+                **({"tensor_parallel": {"autotp_size": tensor}} if tensor > 1 else {}),
             },
         )[0]
         told, weights = wanted[kind]
@@ -223,11 +229,16 @@ def _models(cells: list[tuple[str, int]], wanted: dict[str, Any]) -> None:
         for own, value in engine.iter_full("fp32"):
             beginning = next(one for one in names if own.startswith(one))
             whole = weights[names[beginning] + own.removeprefix(beginning)]
-            expected = of_this_rank(parameters[own], whole, 2)
+            expected = whole
+            if not getattr(parameters[own], "allreduce", True):
+                expected = whole.chunk(copies)[copy]
             cut += len(expected) < len(whole)
             torch.testing.assert_close(value, expected, rtol=1e-4, atol=2e-5, msg=f"{kind}, stage {stage}: {own}")
-        assert cut or kind == "deepseek_v3"  # whose first stage has dense layers only
+        assert cut or copies == 1 or kind == "deepseek_v3"  # whose first stage has dense layers only
         engine.destroy()
+
+
+def _uneven() -> None:
     with pytest.raises(DeepSpeedConfigError, match="the 3 experts of '2.part.mlp.experts' cannot be dealt"):
         deepspeed.initialize(
             model=PipelineModule.from_transformers(build("mixtral", num_local_experts=3), num_stages=2),
@@ -243,5 +254,18 @@ MODELS = [("mixtral", 1), ("qwen2_moe", 3), ("deepseek_v3", 2)]
 
 
 def test_models_whose_experts_are_spread_by_the_configuration() -> None:
-    wanted = {kind: run_ranks(model_reference, 1, kind)[0] for kind, _ in MODELS}
+    wanted = {kind: run_ranks(model_reference, 1, kind, timeout=200)[0] for kind, _ in MODELS}
     run_ranks(_models, 4, MODELS, wanted, timeout=200)
+    run_ranks(_uneven, 4, timeout=200)
+
+
+def test_stages_of_such_models_cut_over_tensor_parallel_ranks() -> None:
+    wanted = {"mixtral": run_ranks(model_reference, 1, "mixtral", 1, timeout=200)[0]}
+    run_ranks(_models, 4, [("mixtral", 1)], wanted, 2, 1, timeout=200)
+
+
+@pytest.mark.slow
+def test_three_axes() -> None:
+    cells = [("mixtral", 3), ("qwen2_moe", 1), ("deepseek_v3", 2)]
+    wanted = {kind: run_ranks(model_reference, 1, kind, timeout=200)[0] for kind, _ in cells}
+    run_ranks(_models, 8, cells, wanted, 2, timeout=400)
