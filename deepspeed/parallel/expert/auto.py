@@ -105,6 +105,7 @@ def _found_by_stages(model: nn.Module, section: ExpertParallel, device: torch.de
         found = _modules(model, section)
         for name, module in found.items():
             _check_module(name, module, section)
+            _check_adapters(name, model)
     except DeepSpeedConfigError as error:
         said = error
     mine = (len(found), str(said or ""), isinstance(said, _NothingFound))
@@ -124,6 +125,18 @@ def _check_module(name: str, module: nn.Module, section: ExpertParallel) -> None
         raise DeepSpeedConfigError(
             f"expert_parallel.autoep_size {section.autoep_size}: the experts {name!r} are spread over {known.ep_size} "
             "ranks already; load the model with the configuration that initialize gets"
+        )
+
+
+def _check_adapters(name: str, model: nn.Module) -> None:
+    """Adapters of stacked weights (PEFT's ``target_parameters``) add to whole stacks in the middle of a forward."""
+    above, _, last = name.rpartition(".")
+    wrapper = model.get_submodule(above)
+    if last == "base_layer" and hasattr(wrapper, "parameter_name"):
+        raise DeepSpeedConfigError(
+            f"expert_parallel: {type(wrapper).__name__} adapts the weight {wrapper.parameter_name!r} of the experts "
+            f"{name!r}, whose parts would lie on several ranks; adapt layers outside of the experts (target_modules "
+            "instead of target_parameters), or leave the expert_parallel section out"
         )
 
 

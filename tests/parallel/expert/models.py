@@ -61,10 +61,71 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+_TWO: dict[str, Any] = {"num_experts_per_tok": 2}
+_ONE_GROUP: dict[str, Any] = {
+    "intermediate_size": 24, "moe_intermediate_size": 12, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, **_TWO,
+}  # fmt: skip
+_FULL = {"layer_types": ["full_attention", "full_attention"]}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "granitemoe": ("GraniteMoeConfig", {
+        "intermediate_size": 12, "num_local_experts": 4, "output_router_logits": True, **_TWO,
+    }),
+    "ernie4_5_moe": ("Ernie4_5_MoeConfig", {
+        "intermediate_size": 24, "moe_intermediate_size": 12, "moe_num_experts": 4, "moe_k": 2,
+        "moe_layer_start_index": 0, "moe_layer_end_index": 1, "output_router_logits": True,
+    }),
+    "glm4_moe": ("Glm4MoeConfig", {**_ONE_GROUP, "first_k_dense_replace": 1}),
+    "phimoe": ("PhimoeConfig", {
+        "intermediate_size": 12, "num_local_experts": 4, "router_jitter_noise": 0.0, "input_jitter_noise": 0.0, **_TWO,
+    }),
+    "jamba": ("JambaConfig", {
+        "intermediate_size": 12, "num_experts": 4, "attn_layer_period": 2, "attn_layer_offset": 0,
+        "expert_layer_period": 2, "expert_layer_offset": 1, "mamba_d_state": 4, "mamba_dt_rank": 4,
+        "output_router_logits": True, **_TWO,
+    }),
+    "minimax": ("MiniMaxConfig", {
+        "intermediate_size": 12, "num_local_experts": 4, "layer_types": ["full_attention", "linear_attention"],
+        "block_size": 8, "output_router_logits": True, **_TWO,
+    }),
+    "minimax_m2": ("MiniMaxM2Config", {"intermediate_size": 12, "num_local_experts": 4, "rotary_dim": 8, **_TWO}),
+    "hunyuan_v1_moe": ("HunYuanMoEV1Config", {"intermediate_size": 12, "num_experts": 4, "moe_topk": 2}),
+    "lfm2_moe": ("Lfm2MoeConfig", {
+        "intermediate_size": 24, "moe_intermediate_size": 12, "num_experts": 4, "num_dense_layers": 1,
+        "layer_types": ["full_attention", "conv"], **_TWO,
+    }),
+    "dots1": ("Dots1Config", {**_ONE_GROUP, **_FULL, "first_k_dense_replace": 0, "n_shared_experts": 1}),
+    "flex_olmo": ("FlexOlmoConfig", {
+        "intermediate_size": 12, "num_experts": 4, "output_router_logits": True, **_TWO,
+    }),
+    "qwen3_next": ("Qwen3NextConfig", {
+        **_QWEN, "shared_expert_intermediate_size": 12, "layer_types": ["full_attention", "linear_attention"],
+        "linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    }),
+    "nemotron_h": ("NemotronHConfig", {
+        **_ONE_GROUP, "layers_block_type": ["attention", "moe"], "moe_shared_expert_intermediate_size": 12,
+    }),
+    "kimi_linear": ("KimiLinearConfig", {**_LATENT, "num_experts": 4}),
+    "cohere2_moe": ("Cohere2MoeConfig", {"intermediate_size": 12, "num_experts": 4, **_FULL, **_TWO}),
+}  # fmt: skip
+"""Further ones that follow the same form."""
+
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "jetmoe": ("JetMoeConfig", {"intermediate_size": 12, "num_local_experts": 4, "kv_channels": 8, **_TWO}),
+    "longcat_flash": ("LongcatFlashConfig", {
+        **_LATENT, "ffn_hidden_size": 24, "expert_ffn_hidden_size": 12, "zero_expert_num": 2, "moe_topk": 2,
+        "num_layers": 2,
+    }),
+    "doge": ("DogeConfig", {"intermediate_size": 24, "num_experts": 4, "is_moe": True, **_TWO}),
+}  # fmt: skip
+"""Ones that do not."""
+
+
 def build(kind: str, seed: int = 0, **more: Any) -> Any:
     """A model of that kind, with weights larger than usual so that every term of the gradient counts."""
-    name, options = CONFIGS[kind]
-    config = getattr(transformers, name)(**{**_COMMON, **options, **more})
+    name, options = {**CONFIGS, **FAMILIES, **OTHERS}[kind]
+    common = {key: value for key, value in _COMMON.items() if key != "num_hidden_layers" or "num_layers" not in options}
+    config = getattr(transformers, name)(**{**common, **options, **more})
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     generator = torch.Generator().manual_seed(seed)

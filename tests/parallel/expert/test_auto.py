@@ -13,7 +13,7 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.utils import safe_get_full_fp32_param
 from tests.engine.support import SHARDED, rank
 from tests.harness import run_ranks
-from tests.parallel.expert.models import CONFIGS, batch, build
+from tests.parallel.expert.models import CONFIGS, FAMILIES, batch, build
 
 STEPS = 5
 
@@ -82,6 +82,9 @@ def check(kind: str, world: int, stage: int, ep_size: int, *, own_optimizer: boo
         expected = of_this_rank(parameter, wanted[name].detach(), ep_size)
         cut += expected is not wanted[name] and len(expected) < len(wanted[name])
         found = safe_get_full_fp32_param(parameter)
+        if found is None:
+            assert not parameter.requires_grad, name  # frozen ones have no master
+            continue
         if not torch.allclose(found, expected, rtol=1e-4, atol=2e-5):
             raise AssertionError(f"{name}: off by {(found - expected).abs().max()}")
     assert cut or ep_size == 1
@@ -115,7 +118,14 @@ def test_every_stage_on_four_ranks() -> None:
     run_ranks(_all_cells, 4, 4, 4, cells, timeout=240)
 
 
+@pytest.mark.slow
+def test_further_families_on_two_ranks() -> None:
+    cells = [(kind, number % 4, {"init": number % 8 == 3}) for number, kind in enumerate(FAMILIES)]
+    run_ranks(_all_cells, 2, 2, 2, cells, timeout=300)
+
+
 def _refused() -> None:
+    peft = pytest.importorskip("peft")
     for model, section, words in (
         (nn.Linear(2, 2), {}, "Linear has no module with stacked experts .* build other models with deepspeed.moe"),
         (build("mixtral"), {"preset_model": "qwen3_moe"}, "is for models of type qwen3_moe or qwen2_moe, .*'mixtral'"),
@@ -125,6 +135,18 @@ def _refused() -> None:
             "fits none of the .* 'model.layers.0.mlp.experts'",
         ),
         (build("mixtral", num_local_experts=3), {}, "the 3 experts of 'model.layers.0.mlp.experts' cannot be dealt"),
+        (
+            build("longcat_flash"),
+            {},
+            r"'model.layers.0.mlp.experts' \(LongcatFlashExperts\) lack an integer num_experts",
+        ),
+        (build("jetmoe"), {}, r"has no module with stacked experts .*; it has .*experts' \(JetMoeMoA\)"),
+        (
+            peft.get_peft_model(build("mixtral"), peft.LoraConfig(r=2, target_parameters=["mlp.experts.down_proj"])),
+            {},
+            "ParamWrapper adapts the weight 'down_proj' of the experts .*target_modules instead of target_parameters",
+        ),
+        (build("doge"), {}, "DogeForCausalLM has no module with stacked experts"),
     ):
         settings = config(1)
         settings["expert_parallel"] |= section
