@@ -164,7 +164,56 @@ def _generates() -> None:
         engine.destroy()
 
 
-BODIES = [_no_numbers, _no_tokens, _no_room, _frozen, _two_models, _times, _generates]
+def _odd_gates() -> None:
+    """Room for one token at each expert, every token to every expert, nothing chosen on one rank or on all."""
+    for options in (
+        {"capacity_factor": 1e-6, "min_capacity": 1, "use_rts": False},
+        {"k": 4, "drop_tokens": False, "capacity_factor": 0.1},
+    ):
+        found = [_losses(engine_of(_net(ep_size, **options), 2)) for ep_size in (1, 2)]
+        assert found[0] == pytest.approx(found[1], abs=1e-6), options
+    layer = MoE(WIDTH, nn.Linear(WIDTH, WIDTH), 4, ep_size=2)
+    for used in ((0, 0), (0, 1)):
+        x = torch.randn(5, WIDTH, requires_grad=True)
+        out = layer(x, torch.full((5,), used[rank()]))[0]
+        out.square().sum().backward()
+        assert (out.abs().sum() > 0) == bool(used[rank()]) and torch.isfinite(x.grad).all()
+
+
+def _one_expert_overflows() -> None:
+    """Only on the rank that has it; everybody skips the step, and all go on from equal weights."""
+    for stage in (1, 3):
+        zero = dict(SHARDED) if stage == 3 else {}
+        engine = engine_of(_net(2), stage, zero=zero, fp16={"enabled": True, "initial_scale_power": 4, "hysteresis": 1})
+        expert = next(p for name, p in engine.module.named_parameters() if "deepspeed_experts.0" in name)
+        before = [safe_get_full_fp32_param(p).clone() for p in engine.module.parameters()]
+        handle = expert.register_hook(lambda g: g * float("inf")) if rank() == 1 else None
+        for is_kept in (True, False):
+            engine.backward(engine(tokens(0, 0, rank())))
+            engine.eval()
+            with torch.no_grad():  # an evaluation between a backward and its update
+                engine(tokens(1, 0, rank()))
+            engine.train()
+            engine.step()
+            after = [safe_get_full_fp32_param(p) for p in engine.module.parameters()]
+            assert all(map(torch.equal, before, after)) == is_kept, f"stage {stage}"
+            if handle is not None and is_kept:
+                handle.remove()
+        assert engine.skipped_steps == 1
+        engine.destroy()
+
+
+BODIES = [
+    _odd_gates,
+    _one_expert_overflows,
+    _no_numbers,
+    _no_tokens,
+    _no_room,
+    _frozen,
+    _two_models,
+    _times,
+    _generates,
+]
 
 
 def _all(names: list[str]) -> None:
