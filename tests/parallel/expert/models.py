@@ -105,7 +105,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h": ("NemotronHConfig", {
         **_ONE_GROUP, "layers_block_type": ["attention", "moe"], "moe_shared_expert_intermediate_size": 12,
     }),
-    "kimi_linear": ("KimiLinearConfig", {**_LATENT, "num_experts": 4}),
     "cohere2_moe": ("Cohere2MoeConfig", {"intermediate_size": 12, "num_experts": 4, **_FULL, **_TWO}),
 }  # fmt: skip
 """Further ones that follow the same form."""
