@@ -66,7 +66,7 @@ def _run(cell: Cell, ep: int) -> dict[str, Any]:
 
 
 def _compare(cells: list[tuple[Cell, int]]) -> None:
-    real = run_ranks(_measure, RANKS, cells, timeout=200)
+    real = run_ranks(_measure, RANKS, cells, timeout=100 * len(cells))
     for number, (cell, ep) in enumerate(cells):
         assert_as_counted(_planned(cell, ep, rank=1), real[1][number], (cell, ep))
 
@@ -120,6 +120,7 @@ def test_against_real_ranks():
 
 @pytest.mark.slow
 def test_against_real_ranks_at_every_stage():
+    # In one job: a model whose experts talk says nothing about the next one, whose experts are not spread.
     _compare([(Cell(stage, accumulation=2), ep) for ep in (4, 2, 1) for stage in range(4)])
 
 
