@@ -115,12 +115,12 @@ def test_a_model_whose_experts_the_configuration_spreads():
 
 
 def test_against_real_ranks():
-    _compare([(Cell(1, accumulation=2), 2), (Cell(3), 4)])
+    # The last one runs after models whose layers talked in their backward, as if there had been none.
+    _compare([(Cell(1, accumulation=2), 2), (Cell(3), 4), (Cell(0, accumulation=2), 1)])
 
 
 @pytest.mark.slow
 def test_against_real_ranks_at_every_stage():
-    # In one job: a model whose experts talk says nothing about the next one, whose experts are not spread.
     _compare([(Cell(stage, accumulation=2), ep) for ep in (4, 2, 1) for stage in range(4)])
 
 
