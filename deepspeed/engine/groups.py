@@ -13,6 +13,8 @@ from deepspeed import comm
 from deepspeed.comm.axes import create_grid, gathering_by_nodes
 from deepspeed.comm.connect import create_transport, warm_up
 from deepspeed.comm.defined import Defined, connect_copies, connect_defined, defined_groups
+from deepspeed.comm.groups import get_tensor_model_parallel_group
+from deepspeed.comm.mesh import TENSOR
 from deepspeed.comm.mpu import Standing
 from deepspeed.comm.transport import Transport
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
@@ -73,13 +75,14 @@ def create_groups(
         groups = Groups.of(data, *(replace(data, name=name) for name in copies), *own)
     else:
         # What is whole on tensor ranks counts on the first of them; of what is cut, every rank has something else.
-        whole, cut = replace(data, counts=ranks.tensor_rank == 0), replace(data, name=CUT)
-        shared = (replace(data, name=name, counts=counts) for name, counts in copies.items())
+        whole, cut = replace(data, counts=ranks.tensor_rank == 0), replace(data, name=CUT, is_part=True)
+        shared = (replace(data, name=name, counts=counts, is_part=True) for name, counts in copies.items())
         tied = (_copies(one, cut if one.is_cut else whole, device) for one in defined.values() if one.spans_parts)
         parts = (whole, cut, *shared, *own, *tied)
         job = create_transport(device=device, timeout=timeout)
         job.axis = "job"
-        groups = Groups({group.name: group for group in parts}, reduce, job)
+        tensor = get_tensor_model_parallel_group() if ranks.mesh.size(TENSOR) > 1 else None
+        groups = Groups({group.name: group for group in parts}, reduce, job, tensor)
     for transport in dict.fromkeys((gather, groups.job, *(group.gather for group in own))):
         warm_up(transport)
     return groups
@@ -111,16 +114,26 @@ def refuse_cut_tensors(
 ) -> None:
     """Raises where an optimizer needs whole tensors and would take parts, or parts of several groups, for them.
 
+    LAMB needs norms only, which it adds over the tensor-parallel ranks too. Every rank of the job must call it.
+
     Raises:
         NotYetSupportedError: The optimizer works on whole tensors, and parameters are in groups of their own.
     """
     if not callable(getattr(optimizer, "attach_segments", None)):
         return
+    from deepspeed.ops.lamb import FusedLamb
+
+    adds_norms = type(optimizer) is FusedLamb and groups.other_parts is not None
+    parts = []
     for name, parameter in model.named_parameters():
-        group = groups.name_of(name, describe(name, parameter))
-        if group == CUT or (group != DATA and placement.shard_master):
+        group = groups[groups.name_of(name, describe(name, parameter))]
+        if group.is_part and not group.spans_parts and adds_norms:
+            parts.append(f"{name}: a part of it, whose norms LAMB adds up")
+        elif group.is_part or (group.name != DATA and placement.shard_master):
             raise NotYetSupportedError(
                 f"the optimizer {type(optimizer).__name__} works on whole tensors, but has {name!r} in the group "
-                f"{group!r}, whose ranks hold a part of it or share it among themselves; use an optimizer that works "
-                "element by element, such as AdamW"
+                f"{group.name!r}, whose ranks hold a part of it or share it among themselves; use an optimizer that "
+                "works element by element, such as AdamW (where only tensor parallelism cuts it, Lamb works too)"
             )
+    if adds_norms:
+        comm.check_same_model(parts, groups.other_parts)

@@ -101,6 +101,21 @@ class SharedTensor:
 
 
 @dataclass(frozen=True)
+class CutTensors:
+    """The tensors of which ranks that hold other parts of the model have other parts.
+
+    Attributes:
+        group: The process group of these ranks.
+        columns: The numbers of the tensors, in an order that is the same on all of them; numbers need not be.
+        counts: Of each, whether this rank's part is to be counted: several ranks may have one alike.
+    """
+
+    group: object
+    columns: tuple[int, ...]
+    counts: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
 class SegmentTable:
     """All segments of this rank's runs.
 
@@ -111,6 +126,7 @@ class SegmentTable:
         shared: Every tensor that has a param group, in ascending order of ``index``.
         ranks: The rank in the group of each position.
         position: That of this rank.
+        cut: The tensors that are parts of larger ones; None where there are none. Their shapes are those of the parts.
     """
 
     by_param: dict[int, tuple[Segment, ...]]
@@ -119,6 +135,7 @@ class SegmentTable:
     shared: tuple[SharedTensor, ...] = ()
     ranks: Sequence[int] = range(1)
     position: int = 0
+    cut: CutTensors | None = None
 
     def __post_init__(self) -> None:
         for segments in self.by_param.values():

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from deepspeed.comm.codec import Codec
 from deepspeed.comm.coded import CodedTransport, coded
@@ -34,6 +35,7 @@ class BucketGroup:
         counts: Whether this rank stands for the ranks that hold the same tiles and are in another group of that name
             (tensor-parallel ranks, for what is not cut there). Of those ranks one counts.
         ranks: The ranks, in the job, of all groups of that name; empty where the peers are one group.
+        is_part: Tensor-parallel ranks have other parts of the parameters; of several that have one alike one counts.
         spans_parts: The ranks that hold the same slices have different parts of the model otherwise (tied weights on
             several stages of a pipeline): sums over them wait for the update, and whoever edits one copy must edit all.
         gather_codec: How parameters travel that are gathered for their uses; None: as they are.
@@ -51,6 +53,7 @@ class BucketGroup:
     divisor: int = 1
     counts: bool = True
     ranks: tuple[tuple[int, ...], ...] = ()
+    is_part: bool = False
     spans_parts: bool = False
     gather_codec: Codec | None = None
     frozen_codec: Codec | None = None
@@ -164,11 +167,14 @@ class Groups:
         by_name: The group of every name that occurs.
         peers: The ranks with the same part of the model: they make the same calls.
         job: All ranks that decide about an update together.
+        other_parts: Torch process group of the ranks that hold other parts of the parameters in groups that are parts;
+            None where none do, or a program's mpu does not tell.
     """
 
     by_name: Mapping[str, BucketGroup]
     peers: Transport
     job: Transport
+    other_parts: Any = None
 
     def __post_init__(self) -> None:
         owner = self.peers.next_owner()

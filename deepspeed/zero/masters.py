@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from deepspeed.comm.transport import Transport
-from deepspeed.ops.segments import Segment, SegmentTable, SharedTensor
+from deepspeed.ops.segments import CutTensors, Segment, SegmentTable, SharedTensor
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.layout import BucketLayout, Fragment, Run
 from deepspeed.zero.placement import Home
@@ -303,11 +303,12 @@ def split_state(state: dict[str, Any], old: MasterRun, new: MasterRun) -> dict[s
     return made
 
 
-def segment_table(masters: list[MasterBucket]) -> SegmentTable:
+def segment_table(masters: list[MasterBucket], other_parts: object | None = None) -> SegmentTable:
     """Which parts of which parameters every run holds, for optimizers that need whole-tensor information.
 
     Args:
         masters: All of this rank, which are cut over the same ranks.
+        other_parts: The process group of the ranks that hold other parts of some parameters; None where none do.
     """
     by_param: dict[int, tuple[Segment, ...]] = {}
     shared: list[SharedTensor] = []
@@ -317,13 +318,30 @@ def segment_table(masters: list[MasterBucket]) -> SegmentTable:
             by_param[id(run.param)] = tuple(_segments(master, run, first))
         shared += _shared_tensors(master.layout, first)
         first += len(master.layout.tiles)
-    cut = next((master for master in masters if master.is_sharded), None)
-    if cut is None:
-        return SegmentTable(by_param, first, None, tuple(shared))
-    transport, owners = cut.transport, cut.bucket.group
+    parts = None if other_parts is None else _cut_tensors(masters, other_parts)
+    sharded = next((master for master in masters if master.is_sharded), None)
+    if sharded is None:
+        return SegmentTable(by_param, first, None, tuple(shared), cut=parts)
+    transport, owners = sharded.transport, sharded.bucket.group
     group = (owners.owners if owners.is_spread else owners.reduce).group
     ranks = tuple(transport.rank_at(position) for position in range(transport.size))
-    return SegmentTable(by_param, first, group, tuple(shared), ranks, transport.rank)
+    return SegmentTable(by_param, first, group, tuple(shared), ranks, transport.rank, parts)
+
+
+def _cut_tensors(masters: list[MasterBucket], group: object) -> CutTensors | None:
+    """The trained tensors of buckets whose ranks have parts, in the order of their names."""
+    found: dict[str, tuple[int, bool]] = {}
+    first = 0
+    for master in masters:
+        of_bucket = master.bucket.group
+        for number, tile in enumerate(master.layout.tiles):
+            if of_bucket.is_part and tile.param_group >= 0:
+                found[tile.name] = first + number, of_bucket.counts
+        first += len(master.layout.tiles)
+    if not found:
+        return None
+    columns, counts = zip(*(found[name] for name in sorted(found)), strict=True)
+    return CutTensors(group, columns, counts)
 
 
 def _segments(master: MasterBucket, run: MasterRun, first: int) -> Iterator[Segment]:

@@ -536,7 +536,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
 
     def _attach_segments(self) -> None:
         if self._needs_segments:
-            self.optimizer.attach_segments(segment_table(self._masters))  # type: ignore[attr-defined]
+            self.optimizer.attach_segments(segment_table(self._masters, self._groups.other_parts))  # type: ignore[attr-defined]
 
     def _update_by_step(self, factor: float | None, used: list[list[bool]]) -> None:
         """For optimizers without a flat update: hand out fp32 gradients and call ``step``."""

@@ -64,13 +64,19 @@ class Expected:
 
 
 def plain_run(
-    model: nn.Module, steps: int, data: int, accumulation: int = 1, clip: float = 0.5, loss: Any = loss_of
+    model: nn.Module,
+    steps: int,
+    data: int,
+    accumulation: int = 1,
+    clip: float = 0.5,
+    loss: Any = loss_of,
+    optimizer: Any = adamw,
 ) -> Expected:
     """Trains a copy of ``model`` with plain torch."""
     loss_of = loss
     model = copy.deepcopy(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = adamw(trained)
+    optimizer = optimizer(trained)
     found = Expected([], [], {})
     for step in range(steps):
         optimizer.zero_grad()

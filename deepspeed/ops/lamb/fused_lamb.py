@@ -150,6 +150,8 @@ class FusedLamb(torch.optim.Optimizer):
         for update in updates:
             squares += update.advance_moments().to(device)
         add_over_ranks(squares, group, "LAMB's norms of weights and updates")
+        if self._table is not None:
+            _add_over_parts(squares, self._table)
         ratios = _ratios(squares)
         self._coeffs = ratios.clamp(self.defaults["min_coeff"], self.defaults["max_coeff"])
         for update in updates:
@@ -180,6 +182,22 @@ class FusedLamb(torch.optim.Optimizer):
                     state[name] = torch.zeros_like(param, dtype=work, memory_format=torch.contiguous_format)
             state["step"] += 1
             yield _Update(group, param, param.grad, state, block_map)
+
+
+def _add_over_parts(squares: Tensor, table: SegmentTable) -> None:
+    """Makes the sums of tensors that are cut over ranks those of the whole tensors; a collective where there are any.
+
+    Args:
+        squares: 2 x num_tensors, of this rank's parts; completed in place.
+        table: Says which tensors are parts.
+    """
+    if table.cut is None:
+        return
+    columns = torch.tensor(table.cut.columns, device=squares.device)
+    counts = torch.tensor(table.cut.counts, dtype=squares.dtype, device=squares.device)
+    summed = squares[:, columns] * counts
+    add_over_ranks(summed, table.cut.group, "LAMB's norms of tensors that are cut over ranks")
+    squares[:, columns] = summed
 
 
 def _ratios(squares: Tensor) -> Tensor:
