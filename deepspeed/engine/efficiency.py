@@ -36,7 +36,7 @@ def refuse_what_the_model_cannot(root: Root, model: nn.Module) -> None:
     if is_pipeline(model):
         _refuse_in_a_pipeline(root)
         return
-    if _hands_over_lengths(root):
+    if hands_over_lengths(root):
         if not _takes(model, SEQUENCE_LENGTH):
             raise DeepSpeedConfigError(
                 f'curriculum_learning: with curriculum_type "seqlen" each training forward of {type(model).__name__} '
@@ -68,7 +68,7 @@ def _refuse_in_a_pipeline(root: Root) -> None:
     """A stage has some of the layers, and several micro-batches are on their way at once."""
     found = {
         "progressive_layer_drop": _drops_layers(root),
-        "data_efficiency.data_routing.random_ltd": _random_ltd(root),
+        "data_efficiency.data_routing.random_ltd": random_ltd_of(root),
     }
     for name, is_on in found.items():
         if is_on:
@@ -78,7 +78,8 @@ def _refuse_in_a_pipeline(root: Root) -> None:
             )
 
 
-def _hands_over_lengths(root: Root) -> bool:
+def hands_over_lengths(root: Root) -> bool:
+    """Whether training forwards get the length to which they shall cut their inputs."""
     section = root.curriculum_learning
     return section is not None and section.enabled and section.curriculum_type == "seqlen"
 
@@ -87,7 +88,8 @@ def _drops_layers(root: Root) -> bool:
     return root.progressive_layer_drop is not None and root.progressive_layer_drop.enabled
 
 
-def _random_ltd(root: Root) -> RandomLtd | None:
+def random_ltd_of(root: Root) -> RandomLtd | None:
+    """The section of random-LTD, where it is on."""
     section = root.data_efficiency
     if section is None or not (section.enabled and section.data_routing.enabled):
         return None
@@ -126,7 +128,7 @@ class Efficiency:
     def __init__(self, root: Root, model: nn.Module, runtime: ZeroRuntime, global_batch_size: int) -> None:
         self._schedule = runtime.schedule
         # A pipeline's function for batches (set_batch_fn) cuts them instead.
-        self._hands_over_lengths = _hands_over_lengths(root) and not is_pipeline(model)
+        self._hands_over_lengths = hands_over_lengths(root) and not is_pipeline(model)
         self.curriculum: CurriculumScheduler | None = None
         if root.curriculum_learning is not None and root.curriculum_learning.enabled:
             from deepspeed.data.curriculum.scheduler import CurriculumScheduler, settings_of
@@ -142,7 +144,7 @@ class Efficiency:
             self.layer_drop = ProgressiveLayerDrop(section.theta, section.gamma)
             self._rows = [(drop, Owners(model, runtime.buckets, blocks)) for drop, blocks in _rows_of(model)]
         self._model = model
-        self._random_ltd = _random_ltd(root)
+        self._random_ltd = random_ltd_of(root)
         self._tokens: TokenDrop | None = None  # once layers have been converted
         self.token_schedule: RandomLTDScheduler | None = None
         if self._random_ltd is not None:

@@ -20,6 +20,7 @@ from deepspeed.config.compared import compared_values
 from deepspeed.config.sections.root import Root
 from deepspeed.engine.alike import model_lines
 from deepspeed.engine.arguments import config_source, local_rank_of
+from deepspeed.engine.combinations import refuse_combinations
 from deepspeed.engine.communication_compression import with_codecs
 from deepspeed.engine.compiling import gathers_between_pieces, refuse_whole_graphs
 from deepspeed.engine.efficiency import refuse_what_the_model_cannot
@@ -141,6 +142,7 @@ def _build_parts(client: Client, config: Any, distributed_port: int, dist_init_r
     if not is_cut(client.model):
         refuse_state_before_cutting(client.optimizer, max(root.tensor_parallel.autotp_size, job_mesh.cut_over))
     ranks = job_mesh.settle(root)
+    refuse_combinations(root, ranks)
     if callable(take_config := getattr(client.model, "take_pipeline_config", None)):
         take_config(root.pipeline)
     if root.log_level:
