@@ -9,7 +9,8 @@ Workloads:
 
 Contestants of a workload are alive together and take turns, a step each per round, in an order that changes from round
 to round; with ``--apart`` one after the other is started and ended, which needs less memory. A step's time is that of
-its slowest rank; reported is the median, with the fastest beside it. Run ``--help`` for the options.
+its slowest rank; reported is the median, with the fastest beside it. A contestant that ends or does not answer within
+``--time-limit`` has that in its row, and the others go on. Run ``--help`` for the options.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ import argparse
 import json
 import os
 import random
+import select
 import socket
 import statistics
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -31,6 +35,7 @@ from rich.table import Table
 from deepspeed.parallel.pipe.schedule import TRAIN_SCHEDULES, make_schedule
 from deepspeed.parallel.pipe.schedule.simulate import Times, simulate
 
+T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[1]
 RANK = Path(__file__).parent / "contest" / "pipeline_rank.py"
 # What each workload's contestants are told beside the options, and which of them enter.
@@ -48,12 +53,24 @@ ENTERED = {
 UPSTREAM = {"sleep": ["upstream:1f1b", "upstream:dualpipev"], "transfer": ["upstream:1f1b"], "gpt": ["upstream:1f1b"]}
 
 
-class Contestant:
-    """The processes of one contestant."""
+class OutOfTheRace(Exception):
+    """A contestant has ended, or does not answer."""
 
-    def __init__(self, name: str, told: dict[str, Any], peer_python: str | None) -> None:
+
+class Contestant:
+    """The processes of one contestant.
+
+    Attributes:
+        name: Kind and schedule.
+        took: What its counted steps took.
+        why_out: Why it takes no further turn; empty while it does.
+    """
+
+    def __init__(self, name: str, told: dict[str, Any], peer_python: str | None, time_limit: float) -> None:
         self.name = name
         self.took: list[dict[str, float]] = []
+        self.why_out = ""
+        self._time_limit = time_limit
         kind, _, schedule = name.partition(":")
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -77,7 +94,10 @@ class Contestant:
                     cwd=RANK.parent,
                 )
             )
-        for line in map(self._answer, self._ranks):
+
+    def get_ready(self) -> None:
+        """Waits until all ranks have built their part."""
+        for line in self._answers():
             assert line == "ready\n", line
 
     def step(self) -> dict[str, float]:
@@ -86,19 +106,24 @@ class Contestant:
             assert rank.stdin is not None
             rank.stdin.write("step\n")
             rank.stdin.flush()
-        answers = [json.loads(self._answer(rank)) for rank in self._ranks]
+        answers = [json.loads(line) for line in self._answers()]
         return {
             "seconds": max(answer["seconds"] for answer in answers),
             "busy": max(answer["busy"] for answer in answers),
             "loss": max((answer["loss"] for answer in answers), key=abs),
         }
 
-    def _answer(self, rank: subprocess.Popen[str]) -> str:
+    def _answers(self) -> list[str]:
+        deadline = time.monotonic() + self._time_limit
+        return [self._answer(rank, deadline) for rank in self._ranks]
+
+    def _answer(self, rank: subprocess.Popen[str], deadline: float) -> str:
         assert rank.stdout is not None
+        if not select.select([rank.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            raise OutOfTheRace(f"did not answer in {self._time_limit:.0f} s")
         if line := rank.stdout.readline():
             return line
-        self.end()
-        raise SystemExit(f"{self.name} ended before it answered; its errors are above")
+        raise OutOfTheRace("ended before it answered")
 
     def end(self) -> None:
         for rank in self._ranks:
@@ -115,11 +140,13 @@ def measure(names: list[str], told: dict[str, Any], options: argparse.Namespace)
     for group in groups:
         alive: list[Contestant] = []
         try:
-            alive += [Contestant(name, told, options.peer_python) for name in group]
+            alive += [Contestant(name, told, options.peer_python, options.time_limit) for name in group]
+            for contestant in alive:
+                _try(contestant, contestant.get_ready)
             for number in range(options.rounds + 2):
                 for contestant in shuffle.sample(alive, len(alive)):
-                    took = contestant.step()
-                    if number >= 2:
+                    took = _try(contestant, contestant.step)
+                    if took is not None and number >= 2:
                         contestant.took.append(took)
         finally:
             for contestant in alive:
@@ -128,14 +155,30 @@ def measure(names: list[str], told: dict[str, Any], options: argparse.Namespace)
     return measured
 
 
+def _try(contestant: Contestant, turn: Callable[[], T]) -> T | None:
+    """What a turn gives; nothing of a contestant that is out, or goes out with it."""
+    if contestant.why_out:
+        return None
+    try:
+        return turn()
+    except (OutOfTheRace, BrokenPipeError) as error:
+        contestant.why_out = str(error)
+        contestant.took.clear()
+        contestant.end()
+        return None
+
+
 def report(workload: str, measured: list[Contestant], told: dict[str, Any]) -> Table:
     """One row per contestant."""
     table = Table(title=f"{workload}: {told['stages']} stages, {told['micro_batches']} micro-batches (ms)")
     table.add_column("contestant")
     for column in ("median", "fastest", "simulated", "over it (%)", "busiest cpu", "ratio to torch", "to upstream"):
         table.add_column(column, justify="right")
-    medians = {c.name: 1000 * statistics.median(took["seconds"] for took in c.took) for c in measured}
+    medians = {c.name: 1000 * statistics.median(took["seconds"] for took in c.took) for c in measured if c.took}
     for contestant in measured:
+        if contestant.why_out:
+            table.add_row(contestant.name, contestant.why_out)
+            continue
         kind, _, schedule = contestant.name.partition(":")
         median = medians[contestant.name]
         cells = [f"{median:.0f}", f"{1000 * min(took['seconds'] for took in contestant.took):.0f}"]
@@ -151,7 +194,7 @@ def report(workload: str, measured: list[Contestant], told: dict[str, Any]) -> T
             peer = medians.get(f"{other}:{schedule}")
             cells.append(f"{median / peer:.3f}" if peer and kind == "ours" else "")
         table.add_row(contestant.name, *cells)
-    losses = {contestant.took[-1]["loss"] for contestant in measured}
+    losses = {contestant.took[-1]["loss"] for contestant in measured if contestant.took}
     table.caption = f"losses of the last step: {', '.join(f'{loss:.6g}' for loss in sorted(losses))}"
     return table
 
@@ -163,6 +206,7 @@ def main() -> None:
     parser.add_argument("--only", help="contestants, separated by commas: ours:zbv,torch:zbv,upstream:1f1b")
     parser.add_argument("--peer-python", help="Python of an environment with the published deepspeed")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds to get ready in, and for a step")
     parser.add_argument("--apart", action="store_true", help="one contestant at a time")
     parser.add_argument("--json", action="store_true")
     sizes = parser.add_argument_group("sizes; times in milliseconds per stage and micro-batch")
@@ -187,8 +231,8 @@ def main() -> None:
         measured = measure(names, told, options)
         if options.json:
             for contestant in measured:
-                sys.stdout.write(json.dumps({"workload": workload, "name": contestant.name, "took": contestant.took}))
-                sys.stdout.write("\n")
+                row = {"workload": workload, "name": contestant.name, "took": contestant.took}
+                sys.stdout.write(json.dumps({**row, "why_out": contestant.why_out}) + "\n")
         else:
             Console(width=max(110, Console().width)).print(report(workload, measured, told))
 
