@@ -98,6 +98,7 @@ def _quantize(model: nn.Module, settings: InferenceSettings) -> None:
 def _with_zero(model: nn.Module, settings: InferenceSettings) -> InferenceEngine:
     """ZeRO-Inference: weights are sharded over the ranks, or lie in host memory or files, and come layer by layer."""
     assert settings.zero is not None
+    before = sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
     zero = _where_it_helps(settings.zero)
     slices = None
     if settings.checkpoint is not None and any(parameter.is_meta for parameter in model.parameters()):
@@ -112,6 +113,7 @@ def _with_zero(model: nn.Module, settings: InferenceSettings) -> InferenceEngine
         config["fp16" if settings.dtype == torch.float16 else "bf16"] = {"enabled": True}
     engine = initialize(model=model, config=config)[0]
     engine.eval()
+    Trimmer().note(before, 0)  # as in init_inference
     return InferenceEngine(engine.module, settings, runner=engine)
 
 
