@@ -20,7 +20,7 @@ def llama(heads: int = 4, key_heads: int = 2, kind: str = "Llama", **more: Any) 
     }  # fmt: skip
     config = getattr(transformers, f"{kind}Config")(**{**given, **more})
     torch.manual_seed(heads)
-    return getattr(transformers, f"{kind}ForCausalLM")(config)
+    return getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config)
 
 
 def packed_batch(sample: int, step: int = 0) -> dict[str, torch.Tensor]:

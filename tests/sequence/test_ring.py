@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -41,11 +43,10 @@ CASES = [
 ]
 
 
-def _whole(heads, key_heads):
+def _whole(heads, key_heads, tokens=24):
     generator = torch.Generator().manual_seed(heads)
-    return [
-        torch.randn(2, count, 24, 4, generator=generator).requires_grad_() for count in (heads, key_heads, key_heads)
-    ]
+    shapes = [(2, count, tokens, 4) for count in (heads, key_heads, key_heads)]
+    return [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
 
 
 def _rings(tile):
@@ -53,22 +54,21 @@ def _rings(tile):
     rank, size = dist.get_rank(), dist.get_world_size()
     documents = torch.tensor([0] * 7 + [1] * 11 + [2] * 6).expand(2, -1).clone()
     documents[1, :12] = 1
-    for heads, key_heads, is_causal, window, has_documents in CASES:
-        whole = _whole(heads, key_heads)
-        given = documents if has_documents else None
+    # Tokens that the ranks divide into halves, into odd parts, and into one each.
+    for number, tokens in itertools.product(range(len(CASES)), (24, 3 * size, size)):
+        heads, key_heads, is_causal, window, has_documents = CASES[number]
+        whole = _whole(heads, key_heads, tokens)
+        given = documents[:, :tokens] if has_documents else None
         expected = _dense(*whole, is_causal, window, given)
         weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
         wanted = torch.autograd.grad((expected * weight).sum(), whole)
-        start, stop = in_equal_parts(24, size)[rank]
+        start, stop = in_equal_parts(tokens, size)[rank]
         mine = [x.detach()[:, :, start:stop].clone().requires_grad_() for x in whole]
         found = ring_attention(*mine, dist.group.WORLD, documents=given, is_causal=is_causal, window=window)
         torch.testing.assert_close(found, expected.detach()[:, :, start:stop], rtol=1e-5, atol=1e-5)
         (found * weight[:, :, start:stop]).sum().backward()
         for x, gradient in zip(mine, wanted, strict=True):
             torch.testing.assert_close(x.grad, gradient[:, :, start:stop], rtol=1e-5, atol=1e-5)
-    if size == 2:
-        with pytest.raises(DeepSpeedConfigError, match="each rank has 3 tokens; expected an even number"):
-            ring_attention(*(torch.zeros(1, 1, 3, 2),) * 3, dist.group.WORLD)
 
 
 @pytest.mark.parametrize(("ranks", "tile"), [(2, 5), (4, 1024), (1, 7)])

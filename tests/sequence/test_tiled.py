@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import deepspeed
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.sequence.offloaded import offload_checkpoints
+from deepspeed.parallel.sequence.tiled import tile_lengths
 from deepspeed.parallel.sequence.tiled_models import tile_model
 from deepspeed.runtime.sequence_parallel.ulysses_sp import (
     SequenceTiledCompute,
@@ -84,14 +87,27 @@ def test_masks_and_sums():
     module, y = Mlp(), _labels()
     x = torch.randn(2, 7, 5, requires_grad=True)
     mask = torch.rand(2, 7, generator=torch.Generator().manual_seed(3)) > 0.4
-    kept = y.masked_fill(~mask, -100)
+    teacher = torch.randn(2, 7, 5, generator=torch.Generator().manual_seed(4))
     for reduction in ("mean", "sum"):
 
-        def loss(module, x, y, reduction=reduction):
-            return functional.cross_entropy(module.head(x).view(-1, 13), y.reshape(-1), reduction=reduction)
+        def loss(module, x, y, mask, reduction=reduction):
+            wanted = y.masked_fill(mask == 0, -100)
+            return functional.cross_entropy(module.head(x).view(-1, 13), wanted.view(-1), reduction=reduction)
 
-        found = TiledFusedLogitsLoss.apply(loss, module, x, y, mask, 3, None, reduction)
-        torch.testing.assert_close(found, loss(module, x, kept))
+        def distance(module, x, y, mask, reduction=reduction):
+            apart = (module.head(x) - module.head(y)).square().mean(-1) * mask
+            return getattr(apart, reduction)()
+
+        # What a function gets can be viewed as rows, also of several sequences.
+        for fn, wanted, given in itertools.product((loss, distance), (y, teacher), (mask, mask.long())):
+            if (fn is loss) == (wanted is y):
+                for tiles in (1, 3, 14, 20):
+                    found = TiledFusedLogitsLoss.apply(fn, module, x, wanted, given, tiles, None, reduction)
+                    expected = fn(module, x, wanted, given)
+                    torch.testing.assert_close(found, expected)
+                    for one, other in zip(_gradients(found, module, x), _gradients(expected, module, x), strict=True):
+                        torch.testing.assert_close(one, other)
+    assert tile_lengths(9, 4) == [3, 2, 2, 2] and tile_lengths(8, 4) == [2] * 4 and tile_lengths(3, 4) == [1] * 3
     nothing = torch.full_like(y, -100)
     assert TiledFusedLogitsLoss.apply(_loss_of, module, x, nothing, None, 3).item() == 0.0
     assert chunked_cross_entropy(x, module.head, nothing).item() == 0.0

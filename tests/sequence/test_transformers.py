@@ -29,6 +29,19 @@ MODELS = {
     "two kinds of layers": {
         "kind": "Qwen2", "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1,
     },
+    # Frequencies that depend on the length of the whole sequence, of which only the last ranks have the end.
+    "dynamic rotary": {
+        "max_position_embeddings": 10,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+    },
+    "long rotary": {
+        "kind": "Phi3", "original_max_position_embeddings": 8, "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.2], "long_factor": [2.0, 3.0],
+            "original_max_position_embeddings": 8,
+        },
+    },
+    "attention without positions": {"kind": "Persimmon"},
+    "windows in turn": {"kind": "Gemma3Text", "sliding_window": 5, "num_hidden_layers": 6},
 }  # fmt: skip
 BATCHES = {
     "plain": plain_batch,
@@ -83,10 +96,15 @@ def _same(cells, checkpointing=False):
 
 
 CELLS = [("llama", "plain"), ("llama", "packed"), ("one key head", "padded on the left"), ("window", "packed")]
+MORE_CELLS = [("dynamic rotary", "plain"), ("long rotary", "padded"), ("attention without positions", "packed")]
 
 
 def test_a_shared_sequence_is_that_sequence():
     run_ranks(_same, 2, CELLS)
+
+
+def test_other_rotary_embeddings_and_layers_without_positions():
+    run_ranks(_same, 2, MORE_CELLS)
 
 
 def test_four_ranks():
@@ -222,6 +240,10 @@ def _refuses():
     mine = cut(plain_batch(1), rank, 2)
     with pytest.raises(DeepSpeedConfigError, match="without position_ids"):
         model(input_ids=mine["input_ids"])
+    with pytest.raises(DeepSpeedConfigError, match="Model was called without position_ids"):
+        model.model(input_ids=mine["input_ids"])
+    with pytest.raises(DeepSpeedConfigError, match="with labels and without shift_labels"):
+        model(input_ids=mine["input_ids"], position_ids=mine["position_ids"], labels=mine["input_ids"])
     with pytest.raises(DeepSpeedConfigError, match="attention_mask is a 4-D tensor"):
         model(input_ids=mine["input_ids"], position_ids=mine["position_ids"], attention_mask=torch.ones(2, 1, 8, 8))
     with pytest.raises(DeepSpeedConfigError, match="attention_mask is of 16 tokens, but this rank has 8"):

@@ -92,7 +92,7 @@ def _shared(
     for rank, part in enumerate(parts_of(tensors, told, group, ids.device)):
         part = {name: value.to(ids.device) if name in tensors else value for name, value in part.items()}
         labels = part.get("shift_labels")
-        with sharing.evaluating():
+        with sharing.evaluating(part.get("position_ids")):
             found = whole(**part, labels=labels, use_cache=False, return_dict=True)
         if labels is not None:
             dtype = found.loss.dtype

@@ -2,6 +2,7 @@
 
 Heads set no limit to the number of ranks. In causal attention the rank with the first tokens would have little to do
 and the one with the last ones much; so tokens are dealt in zigzag: of 2 n chunks rank r has chunks r and 2 n - 1 - r.
+Where a rank's tokens are odd in number, even chunks are longer by one: every rank has one of each kind.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from typing import Any
 import torch
 
 from deepspeed.comm.transport import Transport, Work
-from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.sequence.online import Rows, Rule, Slopes, Tokens, grouped
 from deepspeed.parallel.sequence.wire import wire_of
 
@@ -39,8 +39,7 @@ def ring_attention(
     other ranks, and, where causal, half of all tensors once for the zigzag order.
 
     Args:
-        query: ``[batch, heads, this rank's tokens, width]``; equally many tokens on all ranks, an even number where
-            causal.
+        query: ``[batch, heads, this rank's tokens, width]``; equally many tokens on all ranks.
         key: ``[batch, key heads, this rank's tokens, width]``; heads are a multiple of key heads.
         value: As ``key``.
         group: Torch process group.
@@ -52,17 +51,9 @@ def ring_attention(
 
     Returns:
         As ``query``, with the width of ``value``.
-
-    Raises:
-        DeepSpeedConfigError: An odd number of tokens where causal.
     """
     wire = wire_of(group, query.device)
     rule = Rule(is_causal, window, 1 / math.sqrt(query.size(-1)) if scale is None else scale)
-    if is_causal and query.size(2) % 2 and wire.size > 1:
-        raise DeepSpeedConfigError(
-            f"ring attention: each rank has {query.size(2)} tokens; expected an even number, as causal attention deals "
-            f"half of them to another rank. Pad sequences to a multiple of {2 * wire.size} tokens"
-        )
     deals = is_causal and wire.size > 1
     if deals:
         query, key, value = (_Dealt.apply(tensor, wire, False) for tensor in (query, key, value))
@@ -73,11 +64,17 @@ def ring_attention(
 def tokens_of(rank: int, wire: Transport, tokens: int, deals: bool, documents: torch.Tensor | None) -> Tokens:
     """Which tokens a rank has inside the ring; ``tokens`` is how many."""
     if deals:
-        half = tokens // 2
-        places = torch.cat([torch.arange(chunk * half, chunk * half + half) for chunk in zigzag(rank, wire.size)])
+        chunks = [_chunk(number, tokens) for number in zigzag(rank, wire.size)]
+        places = torch.cat([torch.arange(start, start + length) for start, length in chunks])
     else:
         places = torch.arange(rank * tokens, rank * tokens + tokens)
     return Tokens(places, None if documents is None else documents.cpu()[:, places])
+
+
+def _chunk(number: int, tokens: int) -> tuple[int, int]:
+    """Where a chunk begins in the sequence, and how long it is; ``tokens`` are those of a rank, of two chunks."""
+    first = -(-tokens // 2)
+    return number // 2 * tokens + number % 2 * first, tokens - first if number % 2 else first
 
 
 class _Dealt(torch.autograd.Function):
@@ -103,19 +100,24 @@ def _deal(x: torch.Tensor, wire: Transport, back: bool) -> torch.Tensor:
     def chunks(rank: int, dealt: bool) -> tuple[int, int]:
         return zigzag(rank, n) if dealt else (2 * rank, 2 * rank + 1)
 
-    halves = dict(zip(chunks(wire.rank, back), x.chunk(2, dim=2), strict=True))
-    mine = chunks(wire.rank, not back)
-    size = x.numel() // 2
+    def length(chunk: int) -> int:
+        return _chunk(chunk, x.size(2))[1]
+
+    def numel(chunk: int) -> int:
+        return length(chunk) * (x.numel() // x.size(2))
+
+    had, mine = chunks(wire.rank, back), chunks(wire.rank, not back)
+    halves = dict(zip(had, x.split([length(chunk) for chunk in had], dim=2), strict=True))
     # In order of the receiving ranks, and for each in order of chunks.
     leaving = sorted(halves, key=lambda chunk: (place(chunk, not back), chunk))
-    sent = [sum(size for chunk in halves if place(chunk, not back) == rank) for rank in range(n)]
+    sent = [sum(numel(chunk) for chunk in halves if place(chunk, not back) == rank) for rank in range(n)]
     coming = sorted(mine, key=lambda chunk: (place(chunk, back), chunk))
-    received = [sum(size for chunk in mine if place(chunk, back) == rank) for rank in range(n)]
-    out = x.new_empty(2 * size)
+    received = [sum(numel(chunk) for chunk in mine if place(chunk, back) == rank) for rank in range(n)]
+    out = x.new_empty(x.numel())
     source = torch.cat([halves[chunk].reshape(-1) for chunk in leaving])
     wire.all_to_all(source, sent, out, received, label="tokens in zigzag order (ring attention)").wait()
-    shape = (*x.shape[:2], x.size(2) // 2, *x.shape[3:])
-    found = {chunk: part.view(shape) for chunk, part in zip(coming, out.split(size), strict=True)}
+    parts = zip(coming, out.split([numel(chunk) for chunk in coming]), strict=True)
+    found = {chunk: part.view(*x.shape[:2], length(chunk), *x.shape[3:]) for chunk, part in parts}
     return torch.cat([found[chunk] for chunk in mine], dim=2)
 
 

@@ -32,6 +32,7 @@ class Sharing:
         heads_group: The ranks among which heads are divided inside attention; None: keys and values go round instead.
         ring_group: The ranks around which keys and values go; None: they do not.
         recompute_exchange: Attention's result is kept once for backward; see ``KeptOnce``.
+        given_positions: Position ids of the pass that the model is in; None: it is in none.
     """
 
     model: weakref.ref[nn.Module]
@@ -41,6 +42,7 @@ class Sharing:
     heads_group: Any
     ring_group: Any = None
     recompute_exchange: bool = False
+    given_positions: torch.Tensor | None = None
     _evaluates: bool = False
     _is_left_alone: bool = False
     _gathered: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
@@ -55,13 +57,13 @@ class Sharing:
         return not self.disable_in_eval or self._evaluates or model is None or model.training
 
     @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Within it evaluation has parts of sequences too."""
-        self._evaluates = True
+    def evaluating(self, positions: torch.Tensor | None) -> Iterator[None]:
+        """Within it evaluation has parts of sequences too; ``positions`` are their position ids."""
+        self._evaluates, self.given_positions = True, positions
         try:
             yield
         finally:
-            self._evaluates = False
+            self._evaluates, self.given_positions = False, None
 
     def wire(self, device: torch.device) -> Transport:
         """What carries the exchange."""

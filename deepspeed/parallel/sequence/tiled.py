@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.sequence.loss import IGNORED
+from deepspeed.parallel.sequence.shares import in_equal_parts, length_of
 
 
 def tiled(
@@ -28,17 +29,20 @@ def tiled(
         tiles: How many tiles; fewer where there are fewer positions.
         axis: Of the sequence, in ``x`` and in the result.
     """
-    parts = x.split(tile_length(x.size(axis), tiles), dim=axis)
+    parts = x.split(tile_lengths(x.size(axis), tiles), dim=axis)
     if len(parts) == 1:
         return function(x)
     return torch.cat([run_again(function, part) for part in parts], dim=axis)
 
 
-def tile_length(tokens: int, tiles: int) -> int:
-    """Tokens of a tile; the last one may have fewer."""
+def tile_lengths(tokens: int, tiles: int) -> list[int]:
+    """Tokens of each tile, as equal as can be; as many tiles as are asked for unless there are fewer tokens.
+
+    So ranks whose sequences have different lengths run a function equally often, which sharded parameters need.
+    """
     if tiles < 1:
         raise DeepSpeedConfigError(f"tiled computation: expected at least 1 tile, found {tiles}")
-    return max(-(-tokens // tiles), 1)
+    return [length_of(share) for share in in_equal_parts(tokens, max(min(tiles, tokens), 1))]
 
 
 def run_again(function: Callable[..., Any], *tensors: Any) -> Any:
@@ -88,11 +92,14 @@ class TiledFusedLogitsLoss:
         """The loss of hidden states whose logits exist for one tile at a time.
 
         Args:
-            fn: Of the module, a tile of ``x`` and one of ``y``: 0-dim, the mean (or sum) over what counts in the tile.
+            fn: Of the module, a tile of ``x``, one of ``y`` and, where there is a mask, one of that: 0-dim, the mean
+                (or sum) over what counts in the tile. Tiles are rows of all sequences: ``[tokens, width]``,
+                ``[tokens]``.
             self: The module, with the head.
             x: Hidden states ``[batch, tokens, width]``.
-            y: Labels ``[batch, tokens]``; those equal to -100 do not count.
-            mask: ``[batch, tokens]`` of bool: only tokens where it is True reach ``fn``, in one row; None: all.
+            y: Labels ``[batch, tokens]``, of which those equal to -100 do not count; or ``[batch, tokens, ...]`` of
+                floating point (a teacher's hidden states), of which all count.
+            mask: ``[batch, tokens]``, for ``fn``; labels where it is 0 do not count. None: there is none.
             shards: How many tiles.
             compute_params: Accepted and not needed.
             output_reduction: ``mean`` over all tokens that count (not over tiles), or ``sum``.
@@ -101,11 +108,11 @@ class TiledFusedLogitsLoss:
             0-dim; 0 where nothing counts.
         """
         _check_reduction(output_reduction)
-        length = tile_length(x.size(1), shards)
-        masks = [None] * len(x.split(length, 1)) if mask is None else mask.split(length, dim=1)
+        given = [tensor.flatten(0, 1) for tensor in (x, y, mask) if tensor is not None]
+        lengths = tile_lengths(given[0].size(0), shards)
         total, count = x.new_zeros((), dtype=torch.float32), torch.zeros((), dtype=torch.int64, device=x.device)
-        for part, labels, kept in zip(x.split(length, dim=1), y.split(length, dim=1), masks, strict=True):
-            found, counted = run_again(_tile_loss, fn, self, output_reduction, part, labels, kept)
+        for tile in zip(*(tensor.split(lengths) for tensor in given), strict=True):
+            found, counted = run_again(_tile_loss, fn, self, output_reduction, *tile)
             total, count = total + found, count + counted
         return total if output_reduction == "sum" else total / count.clamp(min=1)
 
@@ -116,13 +123,14 @@ def _tile_loss(
     reduction: str,
     x: torch.Tensor,
     y: torch.Tensor,
-    mask: torch.Tensor | None,
+    *mask: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum over the tokens of a tile that count, and their number. ``fn`` runs on every rank, whatever counts."""
-    if mask is not None:
-        x, y = x[mask], y[mask]
-    count = (y != IGNORED).sum()
-    loss = fn(module, x, y).float()
+    counted = torch.ones_like(y, dtype=torch.bool) if y.is_floating_point() else y != IGNORED
+    if mask and mask[0].shape == y.shape and not y.is_floating_point():
+        counted = counted & mask[0].bool()
+    count = counted.sum()
+    loss = fn(module, x, y, *mask).float()
     loss = torch.where(count > 0, loss, torch.zeros_like(loss))
     return (loss if reduction == "sum" else loss * count), count
 
@@ -169,16 +177,14 @@ def sequence_tiled_compute(
             raise DeepSpeedConfigError(
                 f"sequence_tiled_compute: {name} has {value.size(1)} tokens along axis 1, and seqlen is {seqlen}"
             )
-    length = tile_length(seqlen, shards)
-    names = list(kwargs_to_shard)
+    lengths, names = tile_lengths(seqlen, shards), list(kwargs_to_shard)
     cut = [
-        [None] * -(-seqlen // length) if value is None else value.split(length, dim=1)
-        for value in kwargs_to_shard.values()
+        [None] * len(lengths) if value is None else value.split(lengths, dim=1) for value in kwargs_to_shard.values()
     ]
-    results, lengths = [], []
-    for start, parts in zip(range(0, seqlen, length), zip(*cut, strict=True), strict=True):
-        results.append(run_again(lambda *tile: fn(**dict(zip(names, tile, strict=True)), **kwargs_to_pass), *parts))
-        lengths.append(min(length, seqlen - start))
+    results = [
+        run_again(lambda *tile: fn(**dict(zip(names, tile, strict=True)), **kwargs_to_pass), *tile)
+        for tile in zip(*cut, strict=True)
+    ]
     if results[0].dim() and output_unshard_dimension is not None:
         return torch.cat(results, dim=output_unshard_dimension)
     _check_reduction(str(output_reduction))

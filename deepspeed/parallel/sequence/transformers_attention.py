@@ -40,7 +40,17 @@ def mask(
     seen = visible_by(mask_function)
     if attention_mask is not None:
         seen = replace(seen, padding=checked_padding(attention_mask, kwargs["q_length"]))
+    elif _has_documents(sharing):
+        seen = replace(seen, positions=sharing.given_positions)
     return None if seen == Visible() else seen
+
+
+def _has_documents(sharing: Sharing) -> bool:
+    """Whether documents are packed into the sequences of this pass; the same on all ranks."""
+    given = sharing.given_positions
+    if given is None or given.dim() != 2:
+        return False
+    return sharing.documents(sharing.whole(given), None, given.size(0)) is not None
 
 
 def attention(
@@ -86,7 +96,8 @@ def attention(
         seen = Visible(is_causal)
     elif isinstance(attention_mask, torch.Tensor):
         seen = replace(seen, is_causal=is_causal)
-    positions, padding = sharing.whole(_two_axes(position_ids, module)), sharing.whole(seen.padding)
+    position_ids = _two_axes(seen.positions if position_ids is None else position_ids, module)
+    positions, padding = sharing.whole(position_ids), sharing.whole(seen.padding)
     if sharing.heads_group is None:
         return _round(sharing, module, query, key, value, seen, positions, padding, scaling, dropout, kwargs), None
     group = sharing.heads_group

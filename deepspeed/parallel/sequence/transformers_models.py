@@ -15,6 +15,7 @@ from torch import nn
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.ops.sparse_attention.transformers_models import own_configurations
 from deepspeed.parallel.sequence.mixing import refuse_mixing_layers
+from deepspeed.parallel.sequence.rotary import know_whole_sequences
 from deepspeed.parallel.sequence.sharing import NAME, Sharing, registered, remember, sharing_of
 from deepspeed.parallel.sequence.transformers_attention import attention, mask
 
@@ -61,7 +62,11 @@ def share_sequences(model: nn.Module, group: Any, *, core: str | None = None, di
         )
     sharing = Sharing(weakref.ref(model), group, core, disable_in_eval, heads_group=group)
     remember(model, sharing)
-    model.register_forward_pre_hook(_check_inputs, with_kwargs=True)
+    know_whole_sequences(model, sharing)
+    inner = _unwrapped(model)
+    for module in dict.fromkeys((model, inner, getattr(inner, "base_model", inner))):  # programs call each of them
+        module.register_forward_pre_hook(_begin_pass, with_kwargs=True)
+        module.register_forward_hook(_end_pass, always_call=True)
 
 
 def sequence_model_in(model: nn.Module) -> nn.Module:
@@ -127,9 +132,16 @@ def core_of(config: Any, core: str | None, what: str) -> str:
     return core
 
 
-def _check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Without position ids a model counts from 0 on every rank."""
-    if not registered(model).is_on:
+def _unwrapped(model: nn.Module) -> Any:
+    """The model without PEFT."""
+    unwrap: Any = getattr(model, "get_base_model", None)
+    return model if unwrap is None else unwrap()
+
+
+def _begin_pass(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Without position ids a model counts from 0 on every rank; labels that it shifts itself end with each part."""
+    sharing = registered(model)
+    if not sharing.is_on:
         return
     try:
         given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
@@ -141,3 +153,15 @@ def _check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
             f"sequence parallel: {type(model).__name__} was called without position_ids, so every rank would count its "
             "tokens from 0; give those of this rank's tokens (UlyssesSPDataLoaderAdapter does)"
         )
+    kind = type(_unwrapped(model)).__name__
+    if given.get("labels") is not None and given.get("shift_labels") is None and kind.endswith("ForCausalLM"):
+        raise DeepSpeedConfigError(
+            f"sequence parallel: {kind} was called with labels and without shift_labels; it would shift them itself, "
+            "and the label of this rank's last token is on the next rank. Give shift_labels, each token's next one "
+            "(UlyssesSPDataLoaderAdapter does), and put the loss together by deepspeed.sequence.mean_loss"
+        )
+    sharing.given_positions = given["position_ids"]
+
+
+def _end_pass(model: nn.Module, _args: Any, _result: Any) -> None:
+    registered(model).given_positions = None

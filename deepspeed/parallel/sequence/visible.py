@@ -24,11 +24,14 @@ class Visible:
         is_causal: Tokens see none that come later.
         window: With ``is_causal``: tokens see themselves and the ``window - 1`` before them; None: all.
         padding: This rank's part of the padding mask, ``[batch, tokens]``, True for tokens; None where there is none.
+        positions: Position ids of this rank's tokens, ``[batch or 1, tokens]``, where they say that documents are
+            packed, for layers that are not given them; None: one document.
     """
 
     is_causal: bool = True
     window: int | None = None
     padding: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
 
 
 _NEUTRAL = ("packed_sequence_mask_function", "padding_mask_function")  # position ids and the padding mask say the same
