@@ -1,35 +1,40 @@
 """Measures sequence parallelism: memory, traffic, time beside a hand-written exchange, and the longest sequence.
 
-- memory: bytes that autograd keeps for one block, per rank, at 1, 2 and 4 ranks that share a sequence: of a Llama layer
-  of Transformers, and of a bare block of attention and an MLP without norms and gates, in which the one thing that is
-  held twice weighs most (attention's result, by heads for its own backward and by tokens for the projection behind it);
+- memory: bytes that are alive for backward after the forward of one block, per rank, at 1, 2 and 4 ranks that share a
+  sequence: of a Llama layer of Transformers, and of a bare block of attention and an MLP without norms and gates, in
+  which the one thing that is held twice weighs most (attention's result, by heads for its own backward and by tokens
+  for the projection behind it); and of both with ``recompute_exchange``, which holds it once;
 - traffic: bytes that a rank sends per block and direction, and what the formula says, 4 s M (sp - 1) / sp^2;
 - time: a block's forward and backward at 2 ranks beside the same block whose exchange is written out by hand with
-  ``torch.distributed.all_to_all_single``; the two take turns;
+  ``torch.distributed.all_to_all_single``; the two take turns; beside it processor time, and bytes that are only copied;
 - length: the longest sequence that a small Llama trains on one rank when its data may grow by so many MiB, plain, and
   with ``tiled_mlp``, ``tiled_loss`` and checkpointed layers.
 
-Run ``--help`` for the options.
+    python benchmarks/sequence.py [--part memory] [--part time] [--part length] [--report FILE]
+
+On a quiet machine of 2 cores all of it takes about 7 minutes, nearly all of which is the length.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from contest.alive import Alive
+from contest.longest import Longest, find_longest
 from rich.console import Console
-from rich.table import Table
 from torch.nn import functional
 
 import deepspeed
@@ -85,27 +90,19 @@ class Block(torch.nn.Module):
 
 
 def _kept(block: torch.nn.Module, x: torch.Tensor, **given: Any) -> int:
-    """Bytes of distinct storages, parameters left out, that backward will read."""
-    own = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
-    seen: dict[int, int] = {}
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            seen[storage.data_ptr()] = storage.nbytes()
-        alive.append(tensor)
-        return tensor
-
-    alive: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    """Bytes alive for backward, the input counted and the weights not."""
+    with Alive() as alive:
         out = block(x, **given)
-        (out[0] if isinstance(out, tuple) else out).sum().backward()
-    return sum(seen.values())
+        out = (out[0] if isinstance(out, tuple) else out).sum()
+    found = alive.nbytes(x, out, *block.parameters()) + x.nbytes
+    out.backward()
+    return found
 
 
-def _kept_by_llama(rank: int, size: int, tokens: int) -> int:
+def _kept_by_llama(rank: int, size: int, tokens: int, once: bool) -> int:
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    from deepspeed.parallel.sequence.sharing import sharing_of
     from deepspeed.parallel.sequence.transformers_models import share_sequences
 
     width = HEADS * WIDTH
@@ -116,6 +113,9 @@ def _kept_by_llama(rank: int, size: int, tokens: int) -> int:
     model = LlamaForCausalLM(config)
     if size > 1:
         share_sequences(model, dist.group.WORLD)
+        sharing = sharing_of(model)
+        assert sharing is not None
+        sharing.recompute_exchange = once
     x = torch.randn(1, tokens // size, width, requires_grad=True)
     places = torch.arange(rank * tokens // size, (rank + 1) * tokens // size)[None]
     angles = model.model.rotary_emb(x, places)
@@ -123,12 +123,20 @@ def _kept_by_llama(rank: int, size: int, tokens: int) -> int:
     return _kept(layer, x, position_embeddings=angles, position_ids=places, attention_mask=None)
 
 
-def _step(block: Block, x: torch.Tensor) -> float:
+def _step(block: Block, x: torch.Tensor) -> tuple[float, float]:
+    """Seconds, and those of this process's processor time."""
     dist.barrier()
-    begun = time.perf_counter()
+    begun, worked = time.perf_counter(), time.process_time()
     block(x).sum().backward()
+    worked = time.process_time() - worked
     dist.barrier()
-    return time.perf_counter() - begun
+    return time.perf_counter() - begun, worked
+
+
+def _copied(block: Block, x: torch.Tensor) -> int:
+    with Alive() as seen:
+        block(x).sum().backward()
+    return seen.copied
 
 
 def _rank(rank: int, size: int, tokens: int, rounds: int, folder: str) -> None:
@@ -138,15 +146,24 @@ def _rank(rank: int, size: int, tokens: int, rounds: int, folder: str) -> None:
         "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size, verbose=False
     )
     torch.manual_seed(0)
-    shared = DistributedAttention(_attend, dist.group.WORLD)
-    ours = Block(lambda query, key, value: shared(query, key, value, 0))
+
+    def block(**more: Any) -> Block:
+        shared = DistributedAttention(_attend, dist.group.WORLD, **more)
+        return Block(lambda query, key, value: shared(query, key, value, 0))
+
+    ours, once = block(), block(recompute_exchange=True)
     x = torch.randn(1, tokens // size, HEADS * WIDTH, requires_grad=True)
-    found: dict[str, Any] = {"kept": _kept(ours, x), "llama": _kept_by_llama(rank, size, tokens)}
+    found: dict[str, Any] = {
+        "bare": _kept(ours, x),
+        "bare once": _kept(once, x),
+        "llama": _kept_by_llama(rank, size, tokens, False),
+        "llama once": _kept_by_llama(rank, size, tokens, True),
+    }
     with counted() as books:
         out = ours(x)
         found["sent"] = books.asked_along["all_to_all", "sequence"].nbytes
         out.sum().backward()
-    if size > 1:
+    if size > 1 and rounds:
 
         def by_hand(*parts: torch.Tensor) -> torch.Tensor:
             return _ByHand.apply(_attend(*(_ByHand.apply(part, False) for part in parts)), True)
@@ -154,8 +171,10 @@ def _rank(rank: int, size: int, tokens: int, rounds: int, folder: str) -> None:
         other = Block(by_hand)
         other.load_state_dict(ours.state_dict())
         torch.testing.assert_close(other(x), ours(x))
-        pairs = [(_step(ours, x), _step(other, x)) for _ in range(rounds + 1)][1:]
-        found["ratios"] = [mine / theirs for mine, theirs in pairs]
+        found["copied"] = _copied(ours, x), _copied(other, x)
+        pairs = [(_step(ours, x), _step(other, x)) for _ in range(rounds + 2)][2:]
+        for place, name in enumerate(("wall", "worked")):
+            found[name] = [[mine[place], theirs[place]] for mine, theirs in pairs]
     if rank == 0:
         with open(f"{folder}/found.json", "w") as file:
             json.dump(found, file)
@@ -171,8 +190,42 @@ def _measured(size: int, tokens: int, rounds: int) -> dict[str, Any]:
             return found
 
 
+def _memory(tokens: int) -> list[str]:
+    found = {size: _measured(size, tokens, 0) for size in (1, 2, 4)}
+    lines = [
+        f"Bytes alive for backward per rank, {tokens:,} tokens, in brackets the share of one rank's; goal: within 5 % "
+        "of 1 / ranks. *Once*: with `recompute_exchange`. *Sent* forward, beside 4 s M (sp - 1) / sp².",
+        "",
+        "| ranks | Llama layer | once | bare block | once | sent | by formula |",
+        "|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for size, each in found.items():
+        names = "llama", "llama once", "bare", "bare once"
+        kept = [f"{each[name]:,} ({each[name] / found[1][name]:.4f})" for name in names]
+        formula = 4 * tokens * HEADS * WIDTH * 4 * (size - 1) // size**2
+        lines.append(f"| {size} | {' | '.join(kept)} | {each['sent']:,} | {formula:,} |")
+    return lines
+
+
+def _time(tokens: int, rounds: int) -> list[str]:
+    found = _measured(2, tokens, rounds)
+    lines = [
+        f"A bare block forward and backward at 2 ranks, {tokens:,} tokens, {rounds} turns; goal: at most 1.03.",
+        "",
+        "| | ours | by hand | ratio |",
+        "|---|---:|---:|---:|",
+    ]
+    for name, words in (("wall", "median, ms"), ("worked", "median of processor time, ms")):
+        mine, theirs = (statistics.median(column) * 1000 for column in zip(*found[name], strict=True))
+        ratio = statistics.median(a / b for a, b in found[name])
+        lines.append(f"| {words} | {mine:.2f} | {theirs:.2f} | {ratio:.3f} |")
+    mine, theirs = found["copied"]
+    lines.append(f"| bytes only copied | {mine:,} | {theirs:,} | {mine / theirs:.3f} |")
+    return lines
+
+
 def _train_once(tokens: int, mebibytes: int, is_ours: bool) -> None:
-    """One step of a small Llama in this process, whose data may grow by ``mebibytes``; ends with 0 if it fits."""
+    """One step of a small Llama in this process, whose data may grow by ``mebibytes`` (0: as it likes)."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.set_num_threads(2)
@@ -193,91 +246,83 @@ def _train_once(tokens: int, mebibytes: int, is_ours: bool) -> None:
             "sequence_parallel": section,
         },
     )[0]
-    with open("/proc/self/status") as file:
-        used = next(int(line.split()[1]) for line in file if line.startswith("VmData")) * 1024
-    limit = used + mebibytes * 2**20
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    if mebibytes:
+        with open("/proc/self/status") as file:
+            used = next(int(line.split()[1]) for line in file if line.startswith("VmData")) * 1024
+        limit = used + mebibytes * 2**20
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    print("ready", flush=True)  # noqa: T201
     ids = torch.randint(0, 32000, (1, tokens))
     engine.backward(engine(input_ids=ids, labels=ids).loss)
     engine.step()
 
 
-def _fits(tokens: int, mebibytes: int, is_ours: bool) -> bool:
-    command = [sys.executable, __file__, "--train", str(tokens), "--mebibytes", str(mebibytes)]
-    command += ["--plain"] * (not is_ours)
-    # Large tensors in mappings of their own, on both sides: else glibc's heap keeps gaps that count as memory in use.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**20)}
-    return subprocess.run(command, capture_output=True, check=False, env=environment).returncode == 0
+def _length(mebibytes: int, minutes: float, console: Console) -> list[str]:
+    begun, found = time.monotonic(), {}
+    for is_ours in (False, True):
+
+        def command(tokens: int, limit: int, is_ours: bool = is_ours) -> list[str]:
+            words = [sys.executable, __file__, "--train", str(tokens), "--mebibytes", str(limit)]
+            return words + ["--plain"] * (not is_ours)
+
+        short = (4096, 8192) if is_ours else (512, 1024)
+        left = minutes - (time.monotonic() - begun) / 60
+        found[is_ours] = find_longest(command, mebibytes, short, left)
+        console.print(f"{'ours' if is_ours else 'plain'}: {found[is_ours]}")
+    lines = [
+        f"The longest sequence of a Llama with 2 layers and 32,000 words whose data may grow by {mebibytes:,} MiB; "
+        "goal: at least 12 times longer.",
+        "",
+        "| | fits | fails | KiB per token | times plain | seconds of the longest |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for is_ours, name in ((False, "plain"), (True, "tiles and checkpointed layers")):
+        lines.append(f"| {name} | {_row(found[is_ours], found[False].tokens)} |")
+    return lines
 
 
-def _longest(mebibytes: int, is_ours: bool, low: int, high: int) -> int:
-    """The longest that fits, within a sixteenth; ``low`` fits or is 0, ``high`` does not."""
-    while high - low > max(low // 16, 64):
-        middle = (low + high) // 2
-        low, high = (middle, high) if _fits(middle, mebibytes, is_ours) else (low, middle)
-    return low
-
-
-def _longest_plain(mebibytes: int) -> int:
-    low, high = 0, 1024
-    while _fits(high, mebibytes, False):
-        low, high = high, 2 * high
-    return _longest(mebibytes, False, low, high)
-
-
-def _longest_ours(mebibytes: int, plain: int, minutes: float) -> tuple[int, bool]:
-    """The longest that was seen to fit, at 12 times ``plain`` first, and whether time ended the search.
-
-    Attention's time grows with the square of the length, so that twice a length takes about four times as long.
-    """
-    ends, tokens = time.monotonic() + 60 * minutes, 12 * plain
-    if not _fits(tokens, mebibytes, True):
-        return _longest(mebibytes, True, plain, tokens), False
-    while True:
-        begun = time.monotonic()
-        longer = 3 * tokens // 2
-        if begun + 2.25 * (begun - (ends - 60 * minutes)) > ends:
-            return tokens, True
-        if not _fits(longer, mebibytes, True):
-            return _longest(mebibytes, True, tokens, longer), False
-        tokens = longer
+def _row(found: Longest, plain: int) -> str:
+    fails = "" if found.fails is None else f"{found.fails:,}"
+    seconds = next((seconds for tokens, seconds, _ in found.runs if tokens == found.tokens), 0.0)
+    least = "at least " * (found.fails is None)
+    figures = f"{found.per_token / 1024:.1f} | {least}{found.tokens / max(plain, 1):.1f} | {seconds:.0f}"
+    return f"{found.tokens:,} | {fails} | {figures}"
 
 
 def main() -> None:
-    """Prints one table for each part."""
+    """Prints a table for each part, and writes them into a report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--part", choices=("memory", "time", "length"), action="append", help="default: all")
     parser.add_argument("--tokens", type=int, default=2048, help="of the block's sequence (default 2048)")
-    parser.add_argument("--rounds", type=int, default=15, help="timed pairs of steps (default 15)")
+    parser.add_argument("--rounds", type=int, default=41, help="timed pairs of steps (default 41)")
     parser.add_argument("--mebibytes", type=int, default=2048, help="by which data may grow (default 2048)")
-    parser.add_argument("--minutes", type=float, default=6, help="after which no longer one is tried (default 6)")
+    parser.add_argument("--minutes", type=float, default=7, help="after which no other length is tried (default 7)")
+    parser.add_argument("--report", type=Path, help="also write the tables into this file, as Markdown")
     parser.add_argument("--train", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--plain", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.train is not None:
         _train_once(chosen.train, chosen.mebibytes, not chosen.plain)
         return
-    console, parts = Console(), chosen.part or ["memory", "time", "length"]
-    if "memory" in parts or "time" in parts:
-        sizes = (1, 2, 4) if "memory" in parts else (2,)
-        found = {size: _measured(size, chosen.tokens, chosen.rounds if "time" in parts else 1) for size in sizes}
-        table = Table("ranks", "Llama layer", "bare block", "sent, bytes", "by formula", "time, by hand = 1")
-        for size, each in found.items():
-            formula = 4 * chosen.tokens * HEADS * WIDTH * 4 * (size - 1) // size**2
-            kept = [f"{each[name]:,}" for name in ("llama", "kept")]
-            if 1 in found:
-                kept = [f"{each[name]:,} ({each[name] / found[1][name]:.4f})" for name in ("llama", "kept")]
-            ratio = f"{statistics.median(each['ratios']):.3f}" if "ratios" in each else ""
-            table.add_row(str(size), *kept, f"{each['sent']:,}", f"{formula:,}", ratio)
-        console.print(table)
-    if "length" in parts:
-        plain = _longest_plain(chosen.mebibytes)
-        ours, ended = _longest_ours(chosen.mebibytes, plain, chosen.minutes)
-        table = Table(f"longest sequence in {chosen.mebibytes:,} MiB", "tokens", "times plain")
-        table.add_row("plain", f"{plain:,}", "1.0")
-        least = "at least " * ended
-        table.add_row("tiles and checkpointed layers", f"{least}{ours:,}", f"{least}{ours / max(plain, 1):.1f}")
-        console.print(table)
+    console, parts = Console(soft_wrap=True), chosen.part or ["memory", "time", "length"]
+    loads, sections = [os.getloadavg()[0]], []
+    for part, title, make in (
+        ("memory", "Memory and traffic", lambda: _memory(chosen.tokens)),
+        ("time", "Time", lambda: _time(chosen.tokens, chosen.rounds)),
+        ("length", "Length", lambda: _length(chosen.mebibytes, chosen.minutes, console)),
+    ):
+        if part in parts:
+            sections += ["", f"## {title}", "", *make()]
+            console.print("\n".join(sections[-10:]))
+    loads.append(os.getloadavg()[0])
+    if chosen.report is not None:
+        head = [
+            f"# Sequences that ranks share, {datetime.date.today()}",
+            "",
+            f"`python benchmarks/sequence.py{''.join(f' --part {part}' for part in chosen.part or [])}`: "
+            f"{os.cpu_count()} cores, torch {torch.__version__}, load {loads[0]:.1f} before, {loads[1]:.1f} after.",
+        ]
+        chosen.report.write_text("\n".join(head + sections) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
