@@ -3,7 +3,8 @@
 A run is a process of its own, which trains one step. Two short ones, without a limit, give a line: how much memory
 grows by per token. The length where the line meets the limit is then tried, a little below and a little above, with
 the limit as ``RLIMIT_DATA``, so that what is reported was seen to fit, and to fail. That the short ones end well says
-that a failure with the limit is one of memory; what it said last is kept.
+that a failure with the limit is one of memory; what it said last is kept. Attention's time grows with the square of the
+length: beyond a given length nothing is tried, and the line alone says how far memory would reach.
 """
 
 from __future__ import annotations
@@ -20,24 +21,49 @@ STEP = 1 / 24
 
 
 @dataclass
+class Run:
+    """One run with the limit.
+
+    Attributes:
+        tokens: Of its sequence.
+        said: What it said last where it failed; nothing where it fits.
+        grown: Bytes by which its data grew at most.
+        seconds: How long it took, imports included.
+    """
+
+    tokens: int
+    said: str
+    grown: int
+    seconds: float
+
+
+@dataclass
 class Longest:
     """What was found.
 
     Attributes:
-        tokens: The longest that was seen to fit.
-        fails: The shortest that was seen to fail; None: time ended before.
-        per_token: Bytes by which memory grows with each token, from short sequences.
-        runs: ``(tokens, seconds, what it said last)`` of those with the limit; nothing was said where it fits.
+        per_token: Bytes by which memory grows with each token, from the short runs.
+        by_line: Tokens where the line of the short runs meets the limit.
+        runs: Those with the limit.
     """
 
-    tokens: int = 0
-    fails: int | None = None
-    per_token: float = 0.0
-    runs: list[tuple[int, float, str]] = field(default_factory=list)
+    per_token: float
+    by_line: int
+    runs: list[Run] = field(default_factory=list)
+
+    @property
+    def fits(self) -> Run | None:
+        """The longest that fits."""
+        return max((run for run in self.runs if not run.said), key=lambda run: run.tokens, default=None)
+
+    @property
+    def fails(self) -> Run | None:
+        """The shortest that fails."""
+        return min((run for run in self.runs if run.said), key=lambda run: run.tokens, default=None)
 
 
 def find_longest(
-    command: Callable[[int, int], list[str]], mebibytes: int, short: tuple[int, int], minutes: float
+    command: Callable[[int, int], list[str]], mebibytes: int, short: tuple[int, int], most: int | None = None
 ) -> Longest:
     """Searches.
 
@@ -46,60 +72,48 @@ def find_longest(
             own when it is set up.
         mebibytes: By which its data may grow from then on.
         short: Two lengths, the line of which is long enough.
-        minutes: After which no further length is tried.
+        most: Tokens that are tried at most; None: any number.
     """
-    begun = time.monotonic()
-    (low, below), (high, above) = ((tokens, _grown(command(tokens, 0))) for tokens in short)
-    found = Longest(per_token=(above - below) / (high - low))
-    guess = high + (mebibytes * 2**20 - above) / found.per_token
-    tokens = _round(guess * (1 - STEP))
+    first, second = (_run(command(tokens, 0), tokens) for tokens in short)
+    for run in (first, second):
+        if run.said:
+            sys.exit(f"{' '.join(command(run.tokens, 0))} failed: {run.said}")
+    per_token = (second.grown - first.grown) / (second.tokens - first.tokens)
+    found = Longest(per_token, int(second.tokens + (mebibytes * 2**20 - second.grown) / per_token))
+    tokens = _round(found.by_line * (1 - STEP), most)
     while True:
-        since = time.monotonic()
-        said = _ended(command(tokens, mebibytes))
-        seconds = time.monotonic() - since
-        found.runs.append((tokens, seconds, said))
-        if said:
-            found.fails = tokens
-        else:
-            found.tokens = tokens
-        longer, shorter = _round(tokens * (1 + 2 * STEP)), _round(tokens * (1 - 2 * STEP))
-        is_done = found.tokens and found.fails is not None
-        if is_done or time.monotonic() - begun + 1.2 * seconds > 60 * minutes:
+        run = _run(command(tokens, mebibytes), tokens)
+        found.runs.append(run)
+        if (found.fits and found.fails) or (not run.said and tokens == most):
             return found
-        tokens = shorter if said else longer
+        tokens = _round(tokens * (1 - 2 * STEP if run.said else 1 + 2 * STEP), most)
 
 
-def _round(tokens: float) -> int:
-    return max(int(tokens) // 64 * 64, 64)
+def _round(tokens: float, most: int | None) -> int:
+    rounded = max(int(tokens) // 64 * 64, 64)
+    return rounded if most is None else min(rounded, most)
 
 
-def _environment() -> dict[str, str]:
+def _run(command: list[str], tokens: int) -> Run:
+    """Runs it, and looks from outside every millisecond at its data."""
     # Large tensors in mappings of their own, on both sides: else glibc's heap keeps gaps that count as memory in use.
-    return {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**20)}
-
-
-def _ended(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=_environment())
-    return "" if done.returncode == 0 else f"{done.returncode}: {done.stderr.strip().splitlines()[-1:]}"
-
-
-def _grown(command: list[str]) -> int:
-    """By how much the data of a run grows at most, seen from outside every millisecond."""
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**20)}
+    since = time.monotonic()
     with (
         tempfile.TemporaryFile("w+") as said,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True, env=_environment()) as run,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True, env=environment) as process,
     ):
-        assert run.stdout is not None
-        while run.stdout.readline().strip() != "ready" and run.poll() is None:
+        assert process.stdout is not None
+        while process.stdout.readline().strip() != "ready" and process.poll() is None:
             pass
-        before = most = _data(run.pid)
-        while run.poll() is None:
-            most = max(most, _data(run.pid))
+        before = most = _data(process.pid)
+        while process.poll() is None:
+            most = max(most, _data(process.pid))
             time.sleep(0.001)
-        if run.returncode or not before:
-            said.seek(0)
-            sys.exit(f"{' '.join(command)} ended with {run.returncode}:\n{said.read()[-2000:]}")
-    return most - before
+        said.seek(0)
+        last = said.read().strip().splitlines()[-1:]
+        failed = f"{process.returncode}: {''.join(last)}" if process.returncode else ""
+    return Run(tokens, failed, most - before, time.monotonic() - since)
 
 
 def _data(process: int) -> int:
