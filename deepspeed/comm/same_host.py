@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import mmap
 import os
 import secrets
@@ -21,7 +22,7 @@ import socket
 import struct
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -135,8 +136,8 @@ class SameHostSums:
         """Whether a summand of ``numel`` elements is summed here; the same on all ranks."""
         return numel * dtype.itemsize <= _MOST
 
-    def place(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Where the summand of the next sum may be written, 1-D; it is good for the next :meth:`start` only."""
+    def place(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Where the summand of the next sum may be written; it is good for the next :meth:`start` only."""
         number = self._begun + 1
         earlier = self._unfinished[number % _PLACES]
         if earlier is not None:
@@ -144,19 +145,19 @@ class SameHostSums:
         wanted = number - _PLACES
         if any(peer.read < wanted for peer in self._peers):
             self._guard(lambda: self._wait_for_readers(wanted), "room for a sum", None)
-        self._offered = self._places[number % _PLACES].of(numel, dtype, is_mine=True)
+        self._offered = self._places[number % _PLACES].of(math.prod(shape), dtype, is_mine=True).view(shape)
         return self._offered
 
     def start(self, values: torch.Tensor, label: str) -> _Sum:
         """Begins a sum.
 
         Args:
-            values: 1-D, contiguous: what :meth:`place` gave, or any other tensor, which the result will be written to.
+            values: Contiguous: what :meth:`place` gave, or any other tensor, which the result will be written to.
             label: What travels, for whoever waits in vain.
         """
         mine, out, self._offered = self._offered, None, None
         if mine is None or mine.data_ptr() != values.data_ptr():
-            mine, out = self.place(values.numel(), values.dtype).copy_(values), values
+            mine, out = self.place(values.shape, values.dtype).copy_(values), values
             self._offered = None
         if self._transport.watch is not None and self._transport.watch.is_in_vain():
             self.close()  # or this would answer a wait of a rank that has parted from this one
@@ -182,7 +183,8 @@ class SameHostSums:
         self._unfinished[number % _PLACES] = None
         summands = {self._transport.rank: mine}
         for peer in self._peers:
-            summands[peer.rank] = peer.places[number % _PLACES].of(mine.numel(), mine.dtype, is_mine=False)
+            place = peer.places[number % _PLACES].of(mine.numel(), mine.dtype, is_mine=False)
+            summands[peer.rank] = place.view(mine.shape)
         return _added([summands[rank] for rank in range(len(summands))], work.out)
 
     def _tell(self) -> None:
@@ -254,7 +256,7 @@ class _Sum:
         self._result = mine
 
     def wait(self) -> torch.Tensor:
-        """The sum, 1-D; may be called again."""
+        """The sum, in the shape of the summand and no view of anything; may be called again."""
         if self._sums is not None:
             self._result = self._sums.finish(self)
             self._sums = None

@@ -12,6 +12,7 @@ from torch import nn
 
 from deepspeed import comm
 from deepspeed.comm.connect import shared_transport
+from deepspeed.comm.mesh import TENSOR as AXIS
 from deepspeed.comm.mpu import Standing
 from deepspeed.comm.transport import Transport
 from deepspeed.config.sections.root import Root
@@ -111,6 +112,10 @@ def _cut_tensors(
 ) -> tuple[Client, Mapping[str, bool]]:
     """Cuts layers over ranks, or takes a model that was cut; with the groups whose parameters several ranks have."""
     model = client.model
+    if ranks.mesh.size(AXIS) > 1 and root.tensor_parallel.autotp_size <= 1:
+        from deepspeed.parallel.tensor.marks import read_marks
+
+        read_marks(model, ranks.mesh, device)
     if not (root.tensor_parallel.autotp_size > 1 or is_cut(model) or _may_have_dtensors()):
         return client, {}
     from deepspeed.parallel.tensor.cutting import cut_model

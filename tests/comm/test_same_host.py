@@ -38,7 +38,7 @@ def _sums() -> None:
         found = sums.start(values, "a tensor").wait()
         assert torch.equal(found, _expected(numel, dtype, seed))
         assert found.data_ptr() == values.data_ptr()  # no more memory than the summand had
-        offered = sums.place(numel, dtype)
+        offered = sums.place((numel,), dtype)
         offered.copy_(_summand(rank, numel, dtype, seed + 50))
         work = sums.start(offered, "what was computed there")
         if rank == 0:
@@ -50,7 +50,7 @@ def _sums() -> None:
     for seed in sorted(range(7), key=lambda seed: (seed * (rank + 2)) % 7):
         assert torch.equal(works[seed].wait(), _expected(9, torch.float32, seed))
     # What was offered and not used is no summand.
-    sums.place(4, torch.float32).fill_(1.0)
+    sums.place((2, 2), torch.float32).fill_(1.0)
     assert torch.equal(sums.start(torch.ones(4), "others").wait(), torch.full((4,), float(dist.get_world_size())))
 
 
@@ -66,9 +66,9 @@ def _larger_ones() -> None:
         transport = create_transport()
         channel = Channel(transport, same_host_sums(transport))
         for rows in (2, 40, 3):
-            place = channel.place(rows, 4, torch.empty(0))
+            place = channel.place((rows, 4), torch.empty(0))
             place.fill_(dist.get_rank() + 1.0)
-            assert torch.equal(channel.start_sum(place, "a sum").wait(), torch.full((4 * rows,), 3.0))
+            assert torch.equal(channel.start_sum(place, "a sum").wait(), torch.full((rows, 4), 3.0))
     finally:
         same_host._MOST = before
 

@@ -24,8 +24,10 @@ ASIDE = {1: 0, 2: 8 * _WORDS, 4: 8 * _WORDS}
 
 
 def _config(cell: Cell, tensor: int, sequence: int) -> dict[str, Any]:
-    tensor_parallel = {"autotp_size": tensor if tensor > 1 else 0, "verify": False}
-    return {**cell.config(""), "tensor_parallel": tensor_parallel, "sequence_parallel_size": sequence}
+    config = cell.config("")
+    more = {"autotp_size": tensor if tensor > 1 else 0, "verify": False}
+    tensor_parallel = {**config.get("tensor_parallel", {}), **more}
+    return {**config, "tensor_parallel": tensor_parallel, "sequence_parallel_size": sequence}
 
 
 def _planned(cell: Cell, tensor: int, sequence: int, **more: Any) -> Any:
@@ -112,6 +114,9 @@ def _llama() -> Any:
     return transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, use_cache=False)
 
 
+_CUT_NORMS = Cell(3, more=(("tensor_parallel", {"sequence_parallel_norms": True}),))
+
+
 def _measure_llama(cells: list[tuple[Cell, int, int]]) -> list[dict[str, Any]]:
     from transformers import LlamaForCausalLM
 
@@ -126,7 +131,7 @@ def _measure_llama(cells: list[tuple[Cell, int, int]]) -> list[dict[str, Any]]:
 
 
 def test_a_model_of_transformers():
-    cells = [(Cell(1), 2, 1), (Cell(3), 1, 2)]
+    cells = [(Cell(1), 2, 1), (Cell(3), 1, 2), (_CUT_NORMS, 2, 1)]
     real = run_ranks(_measure_llama, RANKS, cells, timeout=240)
     for number, cell in enumerate(cells):
         found = _planned(*cell, rank=2, model=_llama())

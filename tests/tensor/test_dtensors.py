@@ -9,7 +9,7 @@ import torch.distributed as dist
 import deepspeed
 from deepspeed.errors import DeepSpeedConfigError
 from tests.harness import run_ranks
-from tests.tensor.support import adamw, config, llama, loss_of, plain_run
+from tests.tensor.support import adamw, assert_weights_equal, config, llama, loss_of, plain_run
 
 STEPS = 3
 SIZES = {"vocab_size": 68, "intermediate_size": 36, "num_attention_heads": 6, "num_key_value_heads": 2}
@@ -48,9 +48,7 @@ def _train(model, size: int, stage: int, expected, **arguments):
         assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-5)
     full = engine._consolidated_16bit_state_dict()
     if full is not None:
-        assert set(full) == set(expected.state)
-        for name, value in expected.state.items():
-            torch.testing.assert_close(full[name], value, rtol=1e-4, atol=5e-5, msg=lambda text: f"{name}: {text}")  # noqa: B023
+        assert_weights_equal(full, expected.state)
     return engine
 
 
@@ -68,8 +66,7 @@ def _stages(stages: tuple[int, ...], size: int, folder: str):
         assert again.global_steps == STEPS
         full = again._consolidated_16bit_state_dict()
         if full is not None:
-            for name, value in expected.state.items():
-                torch.testing.assert_close(full[name], value, rtol=1e-4, atol=1e-5)
+            assert_weights_equal(full, expected.state)
         again.destroy()
 
 

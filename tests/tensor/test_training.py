@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import deepspeed
 from tests.harness import run_ranks
-from tests.tensor.support import adamw, config, llama, loss_of, plain_run
+from tests.tensor.support import adamw, assert_weights_equal, config, llama, loss_of, plain_run
 
 STEPS = 3
 
@@ -44,9 +44,7 @@ def _train(model, size: int, stage: int, expected, accumulation: int = 1, **sect
 def _check_weights(engine, expected) -> None:
     full = engine._consolidated_16bit_state_dict()
     if full is not None:
-        assert set(full) == set(expected.state)
-        for name, value in expected.state.items():
-            torch.testing.assert_close(full[name], value, rtol=1e-4, atol=1e-5, msg=lambda text: f"{name}: {text}")  # noqa: B023
+        assert_weights_equal(full, expected.state)
 
 
 def _whole_are_equal(engine, size: int) -> None:
@@ -70,6 +68,11 @@ def _stages(size: int, stages: tuple[int, ...]):
 
 def test_two_ranks_share_each_layer():
     run_ranks(_stages, 4, 2, (0, 1, 2, 3), timeout=120)
+
+
+@pytest.mark.slow
+def test_four_ranks_share_each_layer_and_two_data_ranks_the_batch():
+    run_ranks(_stages, 8, 4, (0, 3), timeout=300)
 
 
 def test_four_ranks_share_each_layer_and_two_of_them_a_key_value_head():

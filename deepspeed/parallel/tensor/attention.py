@@ -28,6 +28,9 @@ _ALL_HEADS = ("all_head_size", "split_size", "embed_dim", "hidden_size", "inner_
 _PER_HEAD = ("alibi", "position_bias")
 """Arguments that have something for every head."""
 
+_MASK = "attention_mask"
+"""The argument that may have heads as its second of four dimensions: where ALiBi is added to it, for example."""
+
 
 @dataclass(frozen=True)
 class Attention:
@@ -109,6 +112,8 @@ def slice_arguments(module: nn.Module, whole: Attention, heads: Heads, place: in
         for name in _PER_HEAD:
             if isinstance(value := kwargs.get(name), torch.Tensor):
                 kwargs = {**kwargs, name: _part_of_heads(value, whole.query, low, high)}
+        if isinstance(mask := kwargs.get(_MASK), torch.Tensor) and mask.dim() == 4:
+            kwargs = {**kwargs, _MASK: _part_of_heads(mask, whole.query, low, high)}
         return args, kwargs
 
     module.register_forward_pre_hook(hook, with_kwargs=True)

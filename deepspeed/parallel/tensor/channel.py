@@ -6,6 +6,7 @@ the watch and named, as in any other wait. The bits of a sum are equal on all ra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -32,19 +33,23 @@ class Pending(Protocol):
     """A sum on its way."""
 
     def wait(self) -> torch.Tensor:
-        """The sum, 1-D; may be called again."""
+        """The sum, in the shape of the summand and no view of anything; may be called again."""
 
 
 class _Travelling:
-    """A transfer whose result is known beforehand."""
+    """A transfer whose result is known beforehand, and where it arrives if that is elsewhere."""
 
-    def __init__(self, work: Any, result: torch.Tensor) -> None:
+    def __init__(self, work: Any, result: torch.Tensor, arrives: torch.Tensor | None = None) -> None:
         self._work = work
         self._result = result
+        self._arrives = arrives
 
     def wait(self) -> torch.Tensor:
         """See :class:`Pending`."""
         self._work.wait()
+        if self._arrives is not None:
+            self._result.view(-1).copy_(self._arrives)
+            self._arrives = None
         return self._result
 
 
@@ -100,36 +105,35 @@ class Channel:
         """For small exchanges and first values."""
         return self._transport
 
-    def place(self, rows: int, width: int, like: torch.Tensor) -> torch.Tensor:
+    def place(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
         """Memory to compute a summand in, which need not be copied then.
 
         Args:
-            rows: Of the summand.
-            width: Of the summand.
+            shape: Of the summand.
             like: Has its dtype and device.
 
         Returns:
-            2-D, with any values; for the very next :meth:`start_sum` only.
+            Contiguous, with any values; for the very next :meth:`start_sum` only.
         """
-        if self._sums is not None and self._sums.serves(rows * width, like.dtype):
-            return self._sums.place(rows * width, like.dtype).view(rows, width)
-        return like.new_empty((rows, width))
+        if self._sums is not None and self._sums.serves(math.prod(shape), like.dtype):
+            return self._sums.place(shape, like.dtype)
+        return like.new_empty(shape)
 
     def start_sum(self, values: torch.Tensor, label: str) -> Pending:
         """Begins to sum ``values`` over the ranks.
 
         Args:
-            values: Contiguous, floating; belongs to the sum from now on.
+            values: Contiguous, floating; no view unless of :meth:`place`; belongs to the sum from now on.
             label: What travels, for whoever waits in vain.
 
         Returns:
-            What to wait for; the result is 1-D, in the dtype of ``values``.
+            What to wait for; the result has the shape and dtype of ``values``.
         """
+        if self._sums is not None and self._sums.serves(values.numel(), values.dtype):
+            return self._sums.start(values, label)
         flat = values.view(-1)
-        if self._sums is not None and self._sums.serves(flat.numel(), flat.dtype):
-            return self._sums.start(flat, label)
         if isinstance(self._transport, GlooTransport):
-            return _Travelling(_GlooSum(self._transport, flat, label), flat)
+            return _Travelling(_GlooSum(self._transport, flat, label), values)
         numel = flat.numel()
         # Two ranks exchange all they have; more of them reduce slices, which must be of equal length.
         if self.size > 2 and numel % self.size:
@@ -139,12 +143,12 @@ class Channel:
         in_place = self._transport.needs_one_order or (self.size == 2 and flat.dtype == torch.float32)
         out = flat if in_place or self.size == 1 else torch.empty_like(flat)
         how = Reduction(1.0, self._key(_SUM), label, max(flat.numel() * self.size, 1))
-        return _Travelling(self._transport.all_reduce(flat, out, how), out[:numel])
+        work = self._transport.all_reduce(flat, out, how)
+        return _Travelling(work, values, None if out.data_ptr() == values.data_ptr() else out[:numel])
 
     def sum(self, values: torch.Tensor, label: str) -> torch.Tensor:
         """The sum of ``values`` over the ranks, in their shape; ``values`` may be overwritten."""
-        shape = values.shape
-        return self.start_sum(values.contiguous(), label).wait().view(shape)
+        return self.start_sum(values.contiguous(), label).wait()
 
     def gather(self, values: torch.Tensor, lengths: Sequence[int], label: str) -> list[torch.Tensor]:
         """Everybody's ``values``, which differ in the extent of the last dimension.

@@ -32,7 +32,7 @@ from deepspeed.parallel.tensor.making import Maker, cut_parameter
 from deepspeed.parallel.tensor.request import check_group
 from deepspeed.parallel.tensor.rules import Rule, Way
 from deepspeed.parallel.tensor.sequence import cut_sequences, plan_of
-from deepspeed.parallel.tensor.structure import of_structure
+from deepspeed.parallel.tensor.structure import of_structure, summed_inside
 from deepspeed.parallel.tensor.verify import Rehearsal, inputs_of
 from deepspeed.parallel.tensor.vocabulary import causal_loss
 from deepspeed.zero.holder import full_shape
@@ -147,6 +147,7 @@ def rules_for(model: nn.Module, section: TensorParallel) -> dict[str, Rule]:
         found = rules_module.of_plan(model) if section.injection_policy_tuple is None else {}
         found = found or of_structure(model, inputs_of(model), section.injection_policy_tuple or ())
     found |= own
+    found |= summed_inside(model, inputs_of(model), found)
     spread = tuple(f"{name}." for name in spread_modules(model))  # experts that have other ranks already stay whole
     found = {name: rule for name, rule in found.items() if not f"{name}.".startswith(spread)} if spread else found
     if not found:

@@ -23,6 +23,9 @@ _ROWS = (Way.ROW, Way.ROW_SLICED)
 _INTERLEAVED = ("bloom", "gptneox", "falcon", "persimmon", "chatglm")
 """Classes whose packed weight has query, key and value of one head side by side; others have all queries first."""
 
+_PLAIN = ("FalconLinear",)
+"""Classes derived from ``nn.Linear`` whose forward computes the same in another way."""
+
 _EXPERTS_GRAIN = 8
 """Features of experts that stay together: kernels for grouped products want strides of 16 bytes."""
 
@@ -249,6 +252,8 @@ class _Builder:
             )
             return self._of_stretches(found, stretches)
         if width and extent == packed and keys < query:  # by groups: the queries of a key/value head, key, value
+            if keys < self.size:
+                raise self._packs_too_few(name, query, keys)
             return self._of_heads(found, Dealt.AS_KEYS, packed // keys, keys)
         if keys < query and extent == of_keys:
             return self._of_heads(found, Dealt.AS_KEYS, width, keys)
@@ -309,7 +314,7 @@ class _Builder:
         weight = getattr(inner, "weight", None)
         if not is_linear(module) or not isinstance(weight, torch.Tensor) or len(full_shape(weight)) != 2:
             raise self._error(name, f"is a {type(inner).__name__}, which is not cut as {rule.source} says")
-        plain = type(inner).forward in (nn.Linear.forward,) or is_transposed(inner)
+        plain = type(inner).forward is nn.Linear.forward or type(inner).__name__ in _PLAIN or is_transposed(inner)
         if not plain:
             raise self._error(name, f"is a {type(inner).__name__} with a forward of its own")
         return _Shaped(full_shape(weight)), 1 if is_transposed(inner) else 0
@@ -374,11 +379,14 @@ class _Builder:
             if layer.split is not None and layer.split.shares_a_part() and layer.parameters:
                 heads = layer.split.heads
                 assert heads is not None
-                raise self._error(
-                    layer.name,
-                    f"packs {heads.query} query heads with {heads.key_value} key/value heads, which are fewer than the "
-                    f"{self.size} ranks, so that ranks would share a part of it",
-                )
+                raise self._packs_too_few(layer.name, heads.query, heads.key_value)
+
+    def _packs_too_few(self, name: str, query: int, key_value: int) -> DeepSpeedConfigError:
+        return self._error(
+            name,
+            f"packs {query} query heads with {key_value} key/value heads, which are fewer than the {self.size} ranks, "
+            "so that ranks would share a part of it",
+        )
 
 
 @dataclass(frozen=True)

@@ -117,13 +117,13 @@ class _Row(torch.autograd.Function):
         ctx.is_transposed = cut.is_transposed
         rows = weight if cut.is_transposed else weight.t()
         flat = values.reshape(-1, values.shape[-1])
-        product = cut.channel.place(flat.shape[0], rows.shape[1], flat)
+        product = cut.channel.place((*values.shape[:-1], rows.shape[1]), flat)
+        out = product.view(flat.shape[0], rows.shape[1])
         if bias is not None and cut.channel.rank == 0:  # one of the summands has it
-            torch.addmm(bias, flat, rows, out=product)
+            torch.addmm(bias, flat, rows, out=out)
         else:
-            torch.mm(flat, rows, out=product)
-        total = cut.channel.start_sum(product, f"the output of {cut.name}").wait()
-        return total.view(*values.shape[:-1], rows.shape[1])
+            torch.mm(flat, rows, out=out)
+        return cut.channel.start_sum(product, f"the output of {cut.name}").wait()
 
     @staticmethod
     @once_differentiable

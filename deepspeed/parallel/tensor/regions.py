@@ -61,7 +61,7 @@ class Shared:
             self._sum = gradient @ weight if self._sum is None else self._sum.addmm_(gradient, weight)
             return None
         earlier, self._sum, self._arrived = self._sum, None, 0
-        values = self.channel.place(gradient.shape[0], weight.shape[1], gradient)
+        values = self.channel.place((gradient.shape[0], weight.shape[1]), gradient)
         if earlier is None:
             torch.mm(gradient, weight, out=values)
         else:

@@ -62,7 +62,51 @@ def of_structure(model: nn.Module, inputs: Mapping[str, Any] | None, rows: Itera
             rules[name] = Rule(Way.PER_HEAD, _SOURCE)
         elif name in inside:
             rules[name] = Rule(Way.SUMMED, _SOURCE)
-    return rules | _vocabulary(model, rules) if rules else {}
+    return rules | _per_head(model, rules) | _vocabulary(model, rules) if rules else {}
+
+
+def _per_head(model: nn.Module, rules: Mapping[str, Rule]) -> dict[str, Rule]:
+    """Bare parameters of attention modules with a number for every query head, where the heads are dealt out."""
+    cut = {name.rpartition(".")[0] for name, rule in rules.items() if rule.way is Way.COLUMN}
+    found = {}
+    for name in cut:
+        module = model.get_submodule(name)
+        attention = attention_of(module, getattr(model, "config", None))
+        for own, parameter in module.named_parameters(recurse=False):
+            if attention is not None and full_shape(parameter) == (attention.query,):
+                found[f"{name}.{own}"] = Rule(Way.COLUMN, _SOURCE)
+    return found
+
+
+def summed_inside(model: nn.Module, inputs: Mapping[str, Any] | None, rules: Mapping[str, Rule]) -> dict[str, Rule]:
+    """Rules for modules that others forget: whole ones with parameters that work on what column-parallel layers give.
+
+    An activation function with parameters beside the layers of an MLP is one. The forward that shows it runs on the
+    meta device only; where that cannot be, there are none.
+
+    Args:
+        model: The model, whole or sharded; nothing of it changes.
+        inputs: Keyword arguments of a small forward; None: not known.
+        rules: What is known.
+    """
+    linear = {name: module for name, module in model.named_modules() if is_linear(module) and _is_outermost(name)}
+    columns = {name for name, rule in rules.items() if rule.way is Way.COLUMN and name in linear}
+    beside = {name.rpartition(".")[0] for name in columns} - {block_of(name) for name in columns}
+    candidates = {
+        name
+        for name, module in model.named_modules()
+        if name.rpartition(".")[0] in beside
+        and name not in rules
+        and name not in linear
+        and any(True for _ in module.parameters(recurse=False))
+    }
+    if inputs is None or not candidates:
+        return {}
+    try:
+        found = _Graph(model, linear, inputs, is_meta=True).inside(columns)
+    except (RuntimeError, NotImplementedError, ValueError, TypeError):
+        return {}
+    return {name: Rule(Way.SUMMED, _SOURCE) for name in found & candidates}
 
 
 def _is_outermost(name: str) -> bool:
@@ -92,7 +136,9 @@ def _vocabulary(model: nn.Module, rules: Mapping[str, Rule]) -> dict[str, Rule]:
 class _Graph:
     """The autograd graph of a small forward."""
 
-    def __init__(self, model: nn.Module, linear: Mapping[str, nn.Module], inputs: Mapping[str, Any]) -> None:
+    def __init__(
+        self, model: nn.Module, linear: Mapping[str, nn.Module], inputs: Mapping[str, Any], *, is_meta: bool = False
+    ) -> None:
         self.widths: dict[str, int] = {}
         self.outputs: dict[str, Node] = {}
         self.inputs: dict[str, Node] = {}
@@ -103,7 +149,7 @@ class _Graph:
             if name not in linear and not list(module.children()) and list(module.parameters(recurse=False)):
                 handles.append(module.register_forward_hook(self._note_other(name)))
         try:
-            roots = _forward(model, inputs)
+            roots = _forward(model, inputs, is_meta=is_meta)
         finally:
             for handle in handles:
                 handle.remove()
@@ -224,15 +270,18 @@ def _ancestors(node: Node) -> set[Node]:
     return found
 
 
-def _forward(model: nn.Module, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Outputs of a small forward with stand-ins for all parameters, on the meta device if the model can do that."""
+def _forward(model: nn.Module, inputs: Mapping[str, Any], *, is_meta: bool) -> list[torch.Tensor]:
+    """Outputs of a small forward with stand-ins for all parameters, on the meta device if the model can do that.
+
+    ``is_meta``: there or nowhere.
+    """
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         try:
             return _run(model, inputs, torch.device("meta"))
         except (RuntimeError, NotImplementedError, ValueError, TypeError):  # a question about values
-            if not next(model.parameters()).is_meta:
+            if not is_meta and not next(model.parameters()).is_meta:
                 return _run(model, inputs, None)
             with _NoValues():
                 return _run(model, inputs, torch.device("meta"))

@@ -1,0 +1,112 @@
+"""Parameters that a program with tensor parallelism of its own has cut, and marked as Megatron-LM marks them.
+
+``tensor_model_parallel`` (or ``model_parallel``) alone says that tensor ranks have different parts. Which part it is,
+``partition_dim`` and ``partition_stride`` say beside it: along that dimension the whole is ``stride`` stretches, each
+shared out evenly in the order of the ranks. With them, checkpoints, exports and accessors deal in whole parameters.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed import comm
+from deepspeed.comm.connect import shared_transport
+from deepspeed.comm.mesh import TENSOR, Mesh
+from deepspeed.comm.objects import gather_objects
+from deepspeed.comm.world import size_of
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.logging import log_dist
+from deepspeed.parallel.tensor.channel import connect
+from deepspeed.zero.describe import CUT, describe
+from deepspeed.zero.holder import full_shape
+from deepspeed.zero.parts import Holders, say_holders, say_part, says_part
+from deepspeed.zero.tiles import TilePart
+
+_Mark = tuple[str, tuple[int, ...], int, int]
+"""Name, local shape, dimension, stride."""
+
+
+def read_marks(model: nn.Module, mesh: Mesh, device: torch.device) -> None:
+    """Notes which part of a logical parameter each marked parameter is. Every rank of the job must call it.
+
+    Args:
+        model: Of the program; nothing in it moves.
+        mesh: Of the job.
+        device: Where the model will compute.
+
+    Raises:
+        DeepSpeedConfigError: A mark does not fit its parameter, or ranks that share a layer have other marks. Nothing
+            was changed.
+    """
+    if mesh.size(TENSOR) == 1 or mesh.world_size != size_of():
+        return
+    everybody = shared_transport(device=device, timeout=comm.default_timeout())
+    what = "the marks of parameters that the program has cut"
+    marked, problem = _marked(model)
+    said = gather_objects(everybody, (bool(marked), problem), label=what)
+    if problems := [words for _, words in said if words]:
+        raise DeepSpeedConfigError(problems[0])
+    if not any(has_some for has_some, _ in said):
+        return
+    channel = connect(mesh, device, comm.default_timeout())
+    mine = [mark for mark, _ in marked]
+    told = gather_objects(channel.transport, mine, label=what)
+    if any(other != mine for other in told):
+        raise DeepSpeedConfigError(_difference(told))
+    for (name, shape, dim, stride), parameter in marked:
+        whole = (*shape[:dim], shape[dim] * channel.size, *shape[dim + 1 :])
+        intervals = [_intervals(whole[dim], stride, place, channel.size) for place in range(channel.size)]
+        parts = [TilePart.cut(name, whole, dim, found) for found in intervals]
+        say_part(parameter, parts[channel.rank])
+        say_holders(parameter, Holders(channel.transport, tuple(parts)))
+    log_dist(
+        f"tensor parallelism of the program's own over {channel.size} ranks: {len(marked)} parameters say by "
+        "partition_dim which part they are"
+    )
+
+
+def _marked(model: nn.Module) -> tuple[list[tuple[_Mark, nn.Parameter]], str]:
+    """The parameters with their marks, and what is wrong with one, or nothing."""
+    found: list[tuple[_Mark, nn.Parameter]] = []
+    for name, parameter in model.named_parameters():
+        given: Any = getattr(parameter, "partition_dim", None)
+        if not isinstance(given, int) or given < 0 or says_part(parameter) or describe(name, parameter).group != CUT:
+            continue
+        shape, stride = full_shape(parameter), getattr(parameter, "partition_stride", 1)
+        if given >= len(shape) or not isinstance(stride, int) or stride < 1 or shape[given] % stride:
+            return found, (
+                f"the parameter {name!r} of shape {shape} is marked with partition_dim {given} and partition_stride "
+                f"{stride}; expected one of its dimensions, and a number of stretches that divides its extent there"
+            )
+        found.append(((name, shape, given, stride), parameter))
+    return found, ""
+
+
+def _intervals(extent: int, stride: int, place: int, size: int) -> list[tuple[int, int]]:
+    each = extent // size // stride
+    return [((turn * size + place) * each, (turn * size + place + 1) * each) for turn in range(stride)]
+
+
+def _difference(told: list[list[_Mark]]) -> str:
+    rank, number = next(
+        (rank, number)
+        for number in range(max(map(len, told)) + 1)
+        for rank in range(1, len(told))
+        if told[rank][number : number + 1] != told[0][number : number + 1]
+    )
+    said = [_shown(told[place], number) for place in (0, rank)]
+    return (
+        f"ranks that share layers have marked them differently: tensor rank 0 {said[0]}, tensor rank {rank} {said[1]}. "
+        "Build the same layers on all of them, of equal size, with the same partition_dim and partition_stride; or say "
+        "which part a parameter is with deepspeed.zero.parts.say_part"
+    )
+
+
+def _shown(marks: list[_Mark], number: int) -> str:
+    if number >= len(marks):
+        return "has no more of them"
+    name, shape, dim, stride = marks[number]
+    return f"has {name!r} of shape {shape}, partition_dim {dim}, partition_stride {stride}"
