@@ -98,6 +98,11 @@ def refuse_what_cannot_send_momentum(root: Root, placement: Placement, optimizer
             f"optimizer {name} with compression_training.sparse_pruning by snip_momentum: gradients differ between "
             "ranks under it, so these would prune different weights; use the method topk, or AdamW"
         )
+    if root.communication_compression.islands is not None and isinstance(optimizer, ZeroOneAdam):
+        raise DeepSpeedConfigError(
+            f"optimizer {name} with communication_compression.islands: ranks of an island would differ when islands "
+            "meet, as they take steps of their own; use OneBitAdam on islands, or leave the islands out"
+        )
     for number, group in enumerate(optimizer.param_groups):
         if group.get("non_freeze"):
             raise DeepSpeedConfigError(

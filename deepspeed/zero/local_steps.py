@@ -6,13 +6,13 @@ unit, whatever the learning rate does. Where the variance is to be updated, the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from deepspeed.comm.transport import LocalTransport, Reduction, transfer_key
 from deepspeed.ops.flat import FlatUpdate
-from deepspeed.ops.onebit.phases import Phase
+from deepspeed.ops.onebit.phases import Phase, frozen_root
 from deepspeed.ops.onebit.zero_one import LR_SUM, TRAVELLED, ZeroOneAdam
 from deepspeed.zero.gradient_bucket import GradientBucket
 from deepspeed.zero.group import Groups
@@ -31,6 +31,12 @@ Work = Sequence[tuple[BucketMomentum, GradientBucket, list[bool], torch.Tensor]]
 class LocalSteps(MomentumExchange):
     """The exchanges of an engine with 0/1 Adam, at ZeRO stage 0."""
 
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, masters: list[MasterBucket], groups: Groups, ledger: Ledger
+    ) -> None:
+        self._apart: dict[int, list[bool]] = {}  # by bucket and tile, what was moved since ranks came together
+        super().__init__(optimizer, masters, groups, ledger)
+
     def run(
         self,
         gradients: Sequence[GradientBucket],
@@ -38,14 +44,51 @@ class LocalSteps(MomentumExchange):
         scale: float,
         clip_grad: float,
         epsilon: float,
-    ) -> float:
+    ) -> tuple[float, list[list[bool]]]:
         """See the class this one derives from; where no exchange is due, the norm is the mean square of the ranks'."""
         self._grow()
-        optimizer = self.optimizer
         self._open_states()
+        taking = self._taking(used)
+        return self._run(gradients, used, taking, scale, clip_grad, epsilon), taking
+
+    def forget(self) -> None:
+        """See the class this one derives from; checkpoints are made where ranks are together."""
+        super().forget()
+        self._apart.clear()
+
+    def _taking(self, used: list[list[bool]]) -> list[list[bool]]:
+        """Of what there is an update: what has a gradient and, as ranks come together, what moved since they last did.
+
+        A parameter may have had a gradient in a step of the ranks' own and have none in the one that brings them
+        together; it would stay where each rank has moved it.
+        """
+        optimizer = self.optimizer
+        if optimizer.phase is not Phase.LOCAL:
+            return used
+        for index, flags in enumerate(used):
+            before = self._apart.get(index) or [False] * len(flags)
+            self._apart[index] = [one or other for one, other in zip(before, flags, strict=True)]
+        if not optimizer.comes_together:
+            return used
+        taking = [self._apart[index] for index in range(len(used))]
+        self._apart.clear()
+        return taking
+
+    def _run(
+        self,
+        gradients: Sequence[GradientBucket],
+        used: list[list[bool]],
+        taking: list[list[bool]],
+        scale: float,
+        clip_grad: float,
+        epsilon: float,
+    ) -> float:
+        optimizer = self.optimizer
         work = []
-        for bucket, own, flags in zip(self.buckets, gradients, used, strict=True):
+        still: dict[BucketMomentum, list[int]] = {}
+        for bucket, own, flags, has_gradient in zip(self.buckets, gradients, taking, used, strict=True):
             if any(flags):
+                still[bucket] = [tile for tile, flag in enumerate(flags) if flag and not has_gradient[tile]]
                 total, factor = own.take_own_sum()
                 flat = torch.zeros(bucket.master.layout.numel, device=bucket.master.bucket.device)
                 if total is not None:
@@ -69,7 +112,7 @@ class LocalSteps(MomentumExchange):
             group = bucket.master.bucket.group
             squares.append(squared_norm(flat).item() / group.reduce.size if group.counts else 0.0)
         norm = self._root(squares)
-        self._step_alone(work, self._clip(norm, clip_grad, epsilon))
+        self._step_alone(work, still, self._clip(norm, clip_grad, epsilon))
         return norm
 
     @property
@@ -130,7 +173,7 @@ class LocalSteps(MomentumExchange):
         """The movement of this one step travels, and its momentum is what has come, by the learning rate."""
         # A rate of 0 moves nothing, but its momentum is to be known.
         lrs = [max(float(group["lr"]), _LEAST) for group in self._optimizer.param_groups]
-        self._send(work, factor, lrs, moved=False)
+        self._send(work, factor, lrs)
         for bucket, *_ in work:
             bucket.divide(lrs)
         norm = self._norm([bucket for bucket, *_ in work])
@@ -139,28 +182,31 @@ class LocalSteps(MomentumExchange):
             bucket.settle(clip, own)
         return norm
 
-    def _send(self, work: Work, factor: float, lrs: Sequence[float], *, moved: bool) -> None:
+    def _send(
+        self, work: Work, factor: float, lrs: Sequence[float], still: Mapping[BucketMomentum, list[int]] | None = None
+    ) -> None:
+        """Sends the movement of this step; given ``still``, what was moved before too, and only that of its tiles."""
         before: BucketMomentum | None = None
         for bucket, _, flags, flat in work:
-            bucket.start(flat, factor, flags, multiply=lrs, add=self._moved(bucket) if moved else None)
+            if still is None:
+                bucket.start(flat, factor, flags, multiply=lrs)
+            else:
+                moved = bucket.of_states("moved")
+                bucket.start(flat, factor, flags, multiply=lrs, add=moved, only_added=still[bucket])
             if before is not None:
                 before.finish()
             before = bucket
         if before is not None:
             before.finish()
 
-    def _moved(self, bucket: BucketMomentum) -> dict[int, torch.Tensor]:
-        """By tile, what this rank has moved."""
-        return bucket.of_states("moved")
-
-    def _step_alone(self, work: Work, clip: float) -> None:
+    def _step_alone(self, work: Work, still: Mapping[BucketMomentum, list[int]], clip: float) -> None:
         """A step of this rank's own; where ranks come together, what they have moved travels."""
         lrs = []
         for group in self._optimizer.param_groups:
             lrs.append(float(group["lr"]))
             group[LR_SUM] = float(group.get(LR_SUM) or 0.0) + lrs[-1]
         if self.optimizer.comes_together:
-            self._send(work, clip, lrs, moved=True)
+            self._send(work, clip, lrs, still)
             self._count_from_zero()
             for bucket, own, *_ in work:
                 bucket.settle(1.0, own)
@@ -180,23 +226,25 @@ class LocalSteps(MomentumExchange):
         groups = self._optimizer.param_groups
         if not any(float(group.get(LR_SUM) or 0.0) for group in groups):
             return
-        everything = [[True] * len(bucket.master.layout.tiles) for bucket in self.buckets]
-        for bucket, flags in zip(self.buckets, everything, strict=True):
-            bucket.start_with(self._moved(bucket), flags)
+        apart = [(bucket, self._apart[index]) for index, bucket in enumerate(self.buckets) if index in self._apart]
+        work = [(bucket, [tile for tile, flag in enumerate(flags) if flag], flags) for bucket, flags in apart]
+        for bucket, tiles, flags in work:
+            bucket.start(None, 1.0, flags, add=bucket.of_states("moved"), only_added=tiles)
             bucket.finish()
         self._count_from_zero()
-        for bucket in self.buckets:
+        self._apart.clear()
+        for bucket, tiles, _ in work:
             message, master = bucket.take(), bucket.master
             for run in master.runs:
                 state, group = self._optimizer.state[run.param], groups[run.span.param_group]
                 for tile, start, _ in master.tile_spans(run.span):
                     place = bucket.place_of(tile)
-                    if place is None:
+                    if place is None or tile not in tiles:
                         continue
                     part = slice(start - run.span.start, start - run.span.start + place.stop - place.start)
                     moved = message[place]
                     state["exp_avg"][part] = moved / float(group[TRAVELLED])
-                    denominator = state["exp_avg_sq"][part].sqrt().add_(float(group["eps"]))
+                    denominator = frozen_root(state["exp_avg_sq"][part]).add_(float(group["eps"]))
                     state["anchor"][part].addcdiv_(moved, denominator, value=-1)
                     state["moved"][part] = 0.0
                     run.param.data.view(-1)[part] = state["anchor"][part]

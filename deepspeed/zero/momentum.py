@@ -11,7 +11,7 @@ the parts that belong to the optimizer's state; these are what a checkpoint has.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -152,6 +152,7 @@ class BucketMomentum:
         *,
         multiply: Sequence[float] | None = None,
         add: Mapping[int, torch.Tensor] | None = None,
+        only_added: Collection[int] = (),
     ) -> None:
         """Sends this rank's momentum.
 
@@ -161,6 +162,7 @@ class BucketMomentum:
             flags: Per tile, whether any rank has a gradient of it; the others stay as they are.
             multiply: By param group, what it is multiplied by before it travels.
             add: By tile, what is added then.
+            only_added: Tiles of which nothing else travels.
         """
         device = self.master.bucket.device
         self._flags = flags
@@ -178,6 +180,10 @@ class BucketMomentum:
                     self._kept.append((errors, errors.clone()))
                     errors.zero_()
                 continue
+            if tensor.tile in only_added:
+                assert add is not None
+                part.copy_(add[tensor.tile])
+                continue
             beta = self._beta(tensor)
             if gradient is not None:
                 start = self.master.layout.starts[tensor.tile]
@@ -192,20 +198,6 @@ class BucketMomentum:
             if add is not None:
                 part.add_(add[tensor.tile])
         self._launch(message)
-
-    def start_with(self, values: Mapping[int, torch.Tensor], flags: list[bool]) -> None:
-        """Sends something else.
-
-        Args:
-            values: By tile, 1-D.
-            flags: As of :meth:`start`, all of them True.
-        """
-        self._flags = flags
-        self._message = torch.zeros(self._padded, dtype=torch.float32, device=self.master.bucket.device)
-        for tensor in self._tensors:
-            if tensor.tile in values:
-                self._message[tensor.place] = values[tensor.tile]
-        self._launch(self._message)
 
     def take(self) -> torch.Tensor:
         """What has come, in the order of the message; it is given up."""
@@ -393,7 +385,7 @@ class MomentumExchange:
         scale: float,
         clip_grad: float,
         epsilon: float,
-    ) -> float:
+    ) -> tuple[float, list[list[bool]]]:
         """Makes one momentum of those of all ranks, where the update reads gradients. Every rank must call it.
 
         Args:
@@ -404,7 +396,8 @@ class MomentumExchange:
             epsilon: Added to the norm that is divided by.
 
         Returns:
-            The norm of the gradient that the decoded momentum stands for, before clipping.
+            The norm of the gradient that the decoded momentum stands for, before clipping; and, by bucket and tile, of
+            what there is an update now.
         """
         self._grow()
         if not self._is_collected:
@@ -427,7 +420,7 @@ class MomentumExchange:
         clip = min(1.0, clip_grad / (norm + epsilon)) if clip_grad > 0 else 1.0
         for bucket, own, _ in work:
             bucket.settle(clip, own)
-        return norm
+        return norm, used
 
     def synchronise(self) -> None:
         """Brings ranks together whose weights differ, so that they can be saved; every rank must call it."""

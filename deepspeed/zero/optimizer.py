@@ -321,7 +321,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
             return loss
         self._skipped_in_a_row = 0
         if self.momentum is not None and self._reducer.holds_back:
-            norm = self.momentum.run(self._reducer.buckets, used, scale, self.clip_grad, _CLIP_EPSILON)
+            norm, used = self.momentum.run(self._reducer.buckets, used, scale, self.clip_grad, _CLIP_EPSILON)
             self.last_report = StepReport(norm, overflow=False)
             self._apply(None, used)
         else:

@@ -263,6 +263,33 @@ def put_back(simulation: simulated.OneBitAdam, errors: list[Any], values: dict[s
         simulation.m[name].zero_()
 
 
+LATE: dict[str, dict[str, Any]] = {
+    "OneBitAdam": {"freeze_step": FREEZE},
+    "OneBitLamb": {"freeze_step": FREEZE},
+    "ZeroOneAdam": {"var_freeze_step": FREEZE, "local_step_scaler": 2, "local_step_clipper": 2},
+}
+
+
+def late() -> None:
+    """What has its first gradient after the warm-up, a layer or rows of a table, has no variance, and stays."""
+    for name, more in LATE.items():
+        engine = engine_with(Sparse(), 0, None, {"optimizer": {"type": name, "params": {"lr": LR, "eps": EPS, **more}}})
+        first = {key: value.clone() for key, value in engine.iter_full("fp32")}
+        for step in range(STEPS):
+            engine.backward(engine(batch(step, 0, rank()), step > FREEZE))
+            engine.step()
+        found = dict(engine.iter_full("fp32"))
+        assert torch.equal(found["embedding.weight"][5:], first["embedding.weight"][5:]), name
+        for key, value in found.items():
+            moved = (value - first[key]).abs().max().item()
+            assert moved == 0 if key.startswith(("never", "seldom")) else 0 < moved < 1, (name, key, moved)
+        engine.destroy()
+
+
+def test_a_first_gradient_after_the_warm_up() -> None:
+    run_ranks(late, 2)
+
+
 def test_masks_and_parameters_without_a_gradient(tmp_path: Path) -> None:
     run_ranks(masked, 2, str(tmp_path))
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from deepspeed.comm.counters import traffic
 from deepspeed.engine import DeepSpeedEngine
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.ops.onebit.schedule import updates_of_variance
-from tests.engine.support import rank, same_on_all_ranks, tower
+from tests.engine.support import WIDTH, inputs, rank, same_on_all_ranks, tower
 from tests.harness import run_ranks
 from tests.onebit import simulated
 from tests.onebit.test_adam import engine_with, losses, train
@@ -109,6 +110,46 @@ def elsewhere(folder: str) -> None:
 def test_a_checkpoint_goes_on(tmp_path: Path) -> None:
     run_ranks(resume, 2, str(tmp_path))
     run_ranks(elsewhere, 3, str(tmp_path))
+
+
+class Seldom(nn.Module):
+    """A layer that is used until ranks take steps of their own and then in a single step, and one that never is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.always, self.seldom, self.never = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, seldom: bool) -> torch.Tensor:
+        x = torch.tanh(self.always(x))
+        return (self.seldom(x) if seldom else x).square().mean()
+
+
+def seldom(folder: str) -> None:
+    """What was moved between two exchanges travels in the next one, also where it has no gradient then."""
+    section = {"optimizer": {"type": "ZeroOneAdam", "params": {"lr": LR, "eps": EPS, **SCHEDULE}}}
+    for saves in (False, True):
+        engine = engine_with(Seldom(), 0, None, section)
+        first = {name: value.clone() for name, value in engine.iter_full("fp32")}
+        for step in range(8):  # ranks come together after updates 1 to 6 and 8
+            engine.backward(engine(inputs(step, rank()), step in (0, 1, 2, 6)))
+            engine.step()
+            if step == 6:
+                moved = dict(engine.iter_full("fp32"))["seldom.weight"].tolist()
+                assert not same_on_all_ranks(moved)
+                if saves:
+                    engine.save_checkpoint(f"{folder}/seldom")
+                    assert same_on_all_ranks([value.tolist() for _, value in engine.iter_full("param")])
+        found = dict(engine.iter_full("fp32"))
+        assert same_on_all_ranks([value.tolist() for value in found.values()])
+        assert all(torch.equal(found[name], first[name]) for name in first if name.startswith("never"))
+        apart = (found["seldom.weight"] - first["seldom.weight"]).abs().max().item()
+        assert 0 < apart < 20 * LR
+        engine.destroy()
+
+
+def test_what_is_used_seldom_comes_together_too(tmp_path: Path) -> None:
+    run_ranks(seldom, 2, str(tmp_path))
 
 
 def refused() -> None:

@@ -12,7 +12,7 @@ from torch.optim.optimizer import ParamsT
 from deepspeed.ops.base import ElementwiseOptimizer
 from deepspeed.ops.checks import check_hyperparameters
 from deepspeed.ops.chunks import Kernel, scratch
-from deepspeed.ops.onebit.phases import Phase, Reminder, refuse_step
+from deepspeed.ops.onebit.phases import Phase, Reminder, frozen_root, refuse_step
 from deepspeed.ops.rules import AdamRule, Rule
 
 
@@ -50,7 +50,7 @@ class FrozenAdamRule:
             for param, momentum, exp_avg, exp_avg_sq in zip(params, grads, *states, strict=True):
                 exp_avg.copy_(momentum)
                 denominator = scratch("one-bit", param.numel(), param.dtype, param.device)
-                torch.sqrt(exp_avg_sq, out=denominator)
+                frozen_root(exp_avg_sq, out=denominator)
                 if second != 1.0:
                     denominator.div_(second**0.5)
                 denominator.add_(eps)
@@ -66,7 +66,8 @@ class OneBitAdam(ElementwiseOptimizer):
 
     `1-bit Adam <https://arxiv.org/abs/2102.02888>`_. The first ``freeze_step`` updates are AdamW's. From then on the
     variance stays, each rank adds its own gradient to the momentum, and the mean of these momenta is taken by the
-    compressed all-reduce (``comm.one_bit``). Weight decay is decoupled. Without an engine it cannot step.
+    compressed all-reduce (``comm.one_bit``). Weight decay is decoupled. What had no gradient in the warm-up stays
+    where it is. Without an engine it cannot step.
 
     Args:
         params: Parameters or group dictionaries; a group may have ``exp_avg_mask``, 0 for elements whose momentum stays

@@ -14,7 +14,7 @@ from deepspeed.ops.exchange import add_over_ranks, exchange_device, most_over_ra
 from deepspeed.ops.lamb.blocks import BLOCK_NUMEL, BlockMap, block_most, block_squares, multiply_blocks
 from deepspeed.ops.lamb.fused_lamb import FusedLamb
 from deepspeed.ops.onebit.adam import check_family
-from deepspeed.ops.onebit.phases import Phase, Reminder, refuse_step
+from deepspeed.ops.onebit.phases import Phase, Reminder, frozen_root, refuse_step
 from deepspeed.ops.segments import Segment, SegmentTable
 
 _MEMORY = "onebit_lamb"
@@ -278,6 +278,11 @@ class _Frozen:
             largest ratio of the roots of the variances, 0 where this parameter holds none of it.
         """
         state, (beta1, beta2), eps = self.state, self.group["betas"], self.group["eps"]
+        if "exp_avg" not in state:  # its first gradient came after the warm-up
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+            work = torch.promote_types(self.param.dtype, torch.float32)
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(self.param, dtype=work, memory_format=torch.contiguous_format)
         if "exp_avg_sq_fresh" not in state:
             state["exp_avg_sq_fresh"] = state["exp_avg_sq"].clone()
         state["step"] += 1
@@ -287,7 +292,7 @@ class _Frozen:
         fresh.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         exp_avg.copy_(momentum)
         frozen = self._denominator()
-        excess = frozen.div(fresh.sqrt().add_(eps))
+        excess = frozen.div(fresh.sqrt().add_(eps)).masked_fill_(frozen.isinf(), 0.0)
         for segment in self.segments:  # what follows up to the next block is no element
             excess[segment.stop : -(-segment.stop // BLOCK_NUMEL) * BLOCK_NUMEL] = 0.0
         largest = self.block_map.most(block_most(excess))
@@ -308,7 +313,7 @@ class _Frozen:
         self.param.copy_(weights.view_as(self.param))
 
     def _denominator(self) -> Tensor:
-        return self.state["exp_avg_sq"].view(-1).sqrt().add_(self.group["eps"])
+        return frozen_root(self.state["exp_avg_sq"].view(-1)).add_(self.group["eps"])
 
     def _weights(self) -> Tensor:
         return self.param.reshape(-1).to(self.state["exp_avg"].dtype)

@@ -7,10 +7,12 @@ gradients, clipping and updating are not steps one after the other, and ``zero.m
 
 from __future__ import annotations
 
+import math
 import weakref
 from enum import Enum
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from deepspeed.errors import CallOrderError
@@ -45,6 +47,19 @@ class ExchangesMomentum(Protocol):
     def coefficient(self, name: str) -> float:
         """What the momentum of a tensor is multiplied by before it travels, and divided by afterwards."""
         ...
+
+
+def frozen_root(variance: Tensor, out: Tensor | None = None) -> Tensor:
+    """The root of a variance that is not updated now, infinite where it is 0.
+
+    What had no gradient while it was updated has no scale: divided by ``eps`` alone, the least momentum, and signs have
+    one for everything, would throw it far away. So it stays where it is.
+
+    Args:
+        variance: fp32 or fp64.
+        out: Where to; None: a new tensor.
+    """
+    return torch.sqrt(variance, out=out).masked_fill_(variance == 0, math.inf)
 
 
 def refuse_step(optimizer: object) -> None:

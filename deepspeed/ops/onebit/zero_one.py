@@ -13,7 +13,7 @@ from deepspeed.ops.base import ElementwiseOptimizer
 from deepspeed.ops.checks import check_hyperparameters
 from deepspeed.ops.chunks import Kernel, scratch
 from deepspeed.ops.onebit.adam import check_family
-from deepspeed.ops.onebit.phases import Phase, Reminder, refuse_step
+from deepspeed.ops.onebit.phases import Phase, Reminder, frozen_root, refuse_step
 from deepspeed.ops.onebit.schedule import updates_of_variance
 from deepspeed.ops.rules import Rule
 
@@ -56,7 +56,7 @@ class ZeroOneRule:
         def update(params: list[Tensor], grads: list[Tensor], states: list[list[Tensor]]) -> None:
             for param, grad, exp_avg, exp_avg_sq, moved, anchor in zip(params, grads, *states, strict=True):
                 denominator = scratch("one-bit", param.numel(), param.dtype, param.device)
-                torch.sqrt(exp_avg_sq, out=denominator).add_(eps)
+                frozen_root(exp_avg_sq, out=denominator).add_(eps)
                 if self._phase is Phase.MOMENTUM:
                     exp_avg.copy_(grad)
                     param.mul_(shrink).addcdiv_(exp_avg, denominator, value=-lr)

@@ -1,0 +1,199 @@
+"""Everything that compresses, with tensor ranks, experts, shared sequences and islands.
+
+The first compressed update of a run is no further from one without compression than its codec loses of what travels;
+ranks that hold the same still do, and what cannot be combined is refused at ``initialize`` by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from deepspeed.engine import DeepSpeedEngine, initialize
+from deepspeed.errors import DeepSpeedError
+from deepspeed.sequence import mean_loss
+from deepspeed.zero.describe import CUT
+from tests.ecosystem.support import needs_transformers
+from tests.engine.support import inputs, rank, same_on_all_ranks, tower
+from tests.harness import run_ranks
+from tests.parallel.expert.test_parity import Net, tokens, told_apart
+from tests.sequence import llama as sequences
+from tests.sequence.net import cut
+from tests.tensor.support import llama, loss_of
+
+SGD = {"type": "SGD", "params": {"lr": 0.1}}
+ADAM = {"type": "Adam", "params": {"lr": 0.01, "eps": 1e-3, "bias_correction": False, "adam_w_mode": True}}
+# How codes travel, at which ZeRO stage, and how far from plain the first update may be: of its own size.
+CODECS: list[tuple[str, int, dict[str, Any], dict[str, Any], float]] = [
+    ("sign", 0, {"communication_compression": {"gradients": "sign", "block": 64}}, {}, 2.5),
+    ("int8", 2, {"communication_compression": {"gradients": "int8"}}, {}, 0.08),
+    ("int8, weights too", 3, {"communication_compression": {"gradients": "int8", "weights": "int8"}}, {}, 0.3),
+    ("ZeRO++", 3, {}, {"zero_quantized_weights": True, "zero_quantized_gradients": True}, 1.0),
+    (
+        "LoCo",
+        3,
+        {},
+        {"zero_quantized_gradients": True, "zeropp_loco_param": {"err_beta": 0.8, "reset_T": 2}},
+        0.6,
+    ),
+]
+FAMILY: list[tuple[str, int, dict[str, Any]]] = [
+    ("OneBitAdam", 0, {"freeze_step": 1}),
+    ("OneBitAdam", 1, {"freeze_step": 1}),
+    ("ZeroOneAdam", 0, {"var_freeze_step": 2, "local_step_scaler": 1, "local_step_clipper": 2}),
+    ("OneBitLamb", 0, {"freeze_step": 1}),
+]
+
+
+def _expert_net() -> nn.Module:
+    model = Net((2, 2))
+    told_apart(model)
+    return model
+
+
+def _shared_loss(engine: Any, step: int) -> torch.Tensor:
+    place = rank()
+    mine = cut(sequences.packed_batch(place // 2, step), place % 2, 2)
+    given = {name: value for name, value in mine.items() if name != "shift_labels"}
+    logits = engine(**given, use_cache=False).logits.float()
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), mine["shift_labels"].flatten(), reduction="none")
+    return mean_loss(loss, mine["shift_labels"])
+
+
+AXES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Callable[[Any, int], torch.Tensor]]] = {
+    "tensor": (llama, {"tensor_parallel": {"autotp_size": 2}}, lambda e, step: loss_of(e, step, rank() // 2)),
+    "experts": (_expert_net, {}, lambda e, step: e(tokens(step + 1, 0, rank()))),
+    "sequence": (sequences.llama, {"sequence_parallel_size": 2}, _shared_loss),
+    "islands": (
+        tower,
+        {"communication_compression": {"islands": {"size": 2, "sync_every": 3}}},
+        lambda e, step: e(inputs(step, rank())),
+    ),
+}
+
+
+def make(axis: str, stage: int, optimizer: dict[str, Any], more: dict[str, Any], zero: dict[str, Any]) -> Any:
+    model, config, _ = AXES[axis]
+    at = "communication_compression"
+    sharded = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
+    told = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.0,
+        **config,
+        **more,
+        at: {**config.get(at, {}), **more.get(at, {})},
+        "optimizer": optimizer,
+        "zero_optimization": {"stage": stage, **sharded, **zero},
+    }
+    return initialize(model=model(), config=told)[0]
+
+
+def update(axis: str, engine: Any, step: int) -> None:
+    torch.manual_seed(10 * step + rank())  # gates of experts draw
+    engine.backward(AXES[axis][2](engine, step))
+    engine.step()
+
+
+def weights(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in engine.iter_full("fp32")}
+
+
+def norm(values: Any) -> float:
+    return torch.cat([value.reshape(-1) for value in values]).norm().item()
+
+
+def agree(engine: Any, axis: str, what: str) -> None:
+    """What several ranks hold is the same on them."""
+    apart = {"islands": rank() // 2, "tensor": 0, "sequence": 0, "experts": 0}[axis]
+    groups = {}
+    for bucket in engine._runtime.buckets:
+        for tile in bucket.layout.tiles:
+            groups[tile.name] = bucket.group.name
+    sums = {}
+    for name, value in weights(engine).items():
+        group = groups.get(name, "")
+        part = rank() % 2 if group == CUT or "ep_size" in group else 0
+        sums[name] = (part, value.double().sum().item())
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (apart, sums))
+    for other, theirs in told:
+        if other == apart:
+            for name, (part, total) in theirs.items():
+                assert part != sums[name][0] or total == sums[name][1], f"{what}: {name}"
+
+
+def codes(axis: str) -> None:
+    for name, stage, more, zero, far in CODECS:
+        what = f"{axis}, {name}"
+        plain, coded = make(axis, stage, SGD, {}, {}), make(axis, stage, SGD, more, zero)
+        first = weights(plain)
+        for engine in (plain, coded):
+            update(axis, engine, 0)
+        theirs, ours = weights(plain), weights(coded)
+        moved = norm(theirs[key] - first[key] for key in first)
+        apart = norm(theirs[key] - ours[key] for key in first)
+        assert moved > 0 and 0 < apart <= far * moved, f"{what}: {apart / moved:.3f}"
+        for step in range(1, 4):
+            update(axis, coded, step)
+        agree(coded, axis, what)
+        assert all(bool(value.isfinite().all()) for value in weights(coded).values()), what
+        plain.destroy()
+        coded.destroy()
+
+
+def family(axis: str) -> None:
+    for name, stage, more in FAMILY:
+        what = f"{axis}, {name}, stage {stage}"
+        section = {"type": name, "params": {"lr": 0.01, "eps": 1e-3, **more}}
+        try:
+            engine = make(axis, stage, section, {}, {})
+        except DeepSpeedError as error:
+            refused = (axis, name) in {("islands", "ZeroOneAdam"), ("tensor", "OneBitLamb")}
+            assert refused and name in str(error), f"{what}: {error}"
+            continue
+        plain = make(axis, stage, ADAM, {}, {}) if name == "OneBitAdam" else None
+        before = weights(engine)
+        update(axis, engine, 0)
+        if plain is not None:
+            update(axis, plain, 0)
+            at = weights(plain)
+            assert all(torch.equal(value, at[key]) for key, value in weights(engine).items()), what
+            update(axis, plain, 1)
+            update(axis, engine, 1)
+            theirs, ours = weights(plain), weights(engine)
+            moved = norm(theirs[key] - at[key] for key in at)
+            apart = norm(theirs[key] - ours[key] for key in at)
+            assert 0 < apart <= 2.5 * moved, f"{what}: {apart / moved:.3f}"
+            found = engine.get_global_grad_norm()
+            assert found > 0 and (axis == "islands" or same_on_all_ranks(found)), what
+            plain.destroy()
+        first = 2 if plain is not None else 1
+        for step in range(first, 6):
+            update(axis, engine, step)
+        if engine.optimizer.momentum is not None:
+            engine.optimizer.momentum.synchronise()  # 0/1 Adam's ranks have taken steps of their own
+        agree(engine, axis, what)
+        after = weights(engine)
+        assert any(not torch.equal(value, before[key]) for key, value in after.items()), what
+        assert all(bool(value.isfinite().all()) for value in after.values()), what
+        engine.destroy()
+
+
+CELLS = [pytest.param(axis, marks=[pytest.mark.slow] if axis == "sequence" else []) for axis in AXES]
+
+
+@needs_transformers
+@pytest.mark.parametrize("axis", CELLS)
+def test_codes_on_every_axis(axis: str) -> None:
+    run_ranks(codes, 4, axis, timeout=240)
+
+
+@needs_transformers
+@pytest.mark.parametrize("axis", CELLS)
+def test_the_family_on_every_axis(axis: str) -> None:
+    run_ranks(family, 4, axis, timeout=240)
