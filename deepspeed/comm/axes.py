@@ -106,9 +106,9 @@ class GridTransport(Transport):
             label=label,
         )
 
-    def next_move(self) -> int:
+    def next_move(self, label: str = "") -> int:
         """See the class this one derives from."""
-        return self.peers.next_move()
+        return self.peers.next_move(label)
 
 
 @dataclass(frozen=True)

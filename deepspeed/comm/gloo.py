@@ -307,7 +307,7 @@ class GlooTransport(Transport):
         self, source: torch.Tensor, sent: Sequence[int], out: torch.Tensor, received: Sequence[int], *, label: str
     ) -> Work:
         """See the class this one derives from."""
-        key = self.next_move()
+        key = self.next_move(label)
         ticket = self.issue("all_to_all", key)
         sends, places = source.split(list(sent)), out.split(list(received))
         peers = [(self.rank + step) % self.size for step in range(1, self.size)]

@@ -109,7 +109,7 @@ class NativeTransport(Transport):
         traffic.record_asked("all_to_all", nbytes, self.axis)
         traffic.record_ran("all_to_all_single", nbytes, self.axis)
         work = self.group.alltoall_base(out, source, list(received), list(sent))
-        return self._work(work, "all_to_all", self.next_move(), label, None, (source, out))
+        return self._work(work, "all_to_all", self.next_move(label), label, None, (source, out))
 
     @timed("all_to_all_single")
     def swap(self, flat: torch.Tensor, out: torch.Tensor, *, key: int, label: str) -> Work:

@@ -16,6 +16,7 @@ Every rank of the group must make the same calls with the same keys; on gloo the
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -285,10 +286,15 @@ class Transport:
         """
         raise NotImplementedError
 
-    def next_move(self) -> int:
-        """The key of the next round of pieces."""
+    def next_move(self, label: str = "") -> int:
+        """The key of the next round of pieces.
+
+        Args:
+            label: What travels, equal on all ranks. Rounds of different things then never meet: ranks that took
+                different branches wait, and are named, where pieces of other sizes would end the process.
+        """
         self._moves += 1
-        return transfer_key(self.owner, 0, _PIECES, self._moves)
+        return transfer_key(self.owner, zlib.crc32(label.encode()) if label else 0, _PIECES, self._moves)
 
 
 def scaled_sum(parts: list[torch.Tensor], out: torch.Tensor, scale: float, visit: Visit | None = None) -> None:

@@ -22,6 +22,7 @@ from tests.parallel.expert.test_auto import adamw as adamw_of
 from tests.parallel.expert.test_auto import config
 from tests.parallel.expert.test_combinations import _losses, _net
 from tests.parallel.expert.test_parity import Net, close, logical, tokens, told_apart
+from tests.parallel.pipe.test_never_hang import SOON, said_by
 
 
 class Summed(Net):
@@ -229,3 +230,26 @@ def test_on_two_ranks() -> None:
 def test_experts_in_files() -> None:
     with tempfile.TemporaryDirectory() as folder:
         run_ranks(_in_files, 2, folder, timeout=200)
+
+
+def _evaluates_alone() -> tuple[str, float]:
+    """Rank 0 evaluates by itself, while the other goes on training."""
+    engine = engine_of(_net(2, k=1), 2)
+    x = tokens(0, 0, rank())
+
+    def train() -> None:
+        if rank() == 0:
+            with torch.no_grad():
+                engine(x)
+        for _ in range(2):
+            engine.backward(engine(x))
+            engine.step()
+
+    return said_by(train)
+
+
+def test_a_rank_that_evaluates_alone_is_named():
+    """Its counts would meet the other's rows, of another size, which ends the process."""
+    for said, seconds in run_ranks(_evaluates_alone, 2):
+        assert said.startswith("DivergenceError: ranks took different branches") and seconds < SOON
+        assert "how many tokens go to each expert" in said
