@@ -107,6 +107,16 @@ def _trains(cells: list[tuple[str, int, int, dict[str, Any]]]) -> None:
 HALF = {"fp16": {"enabled": True, "initial_scale_power": 8}, "near": 2e-2}
 CELLS = [
     ("all on the host", 2, 1, {"stage": 3, "zero": {"offload_param": {"device": "cpu"}, **OFFLOADED}}),
+    (
+        "round the ring, all on the host",
+        2,
+        1,
+        {
+            "stage": 3,
+            "zero": {"offload_param": {"device": "cpu"}, **OFFLOADED},
+            "sequence_parallel": {"mode": "ring"},
+        },
+    ),
     ("optimizer on the host, fp16", 2, 1, {"stage": 2, "zero": OFFLOADED, **HALF}),
     ("bf16 and recomputation", 2, 1, {"stage": 3, "bf16": {"enabled": True}, "near": 3e-2, "recomputed": True}),
 ]
