@@ -310,6 +310,16 @@ class _Embed(nn.Module):
         return {**given, "inputs_embeds": self.part(tokens)}
 
 
+class _Result(torch.Tensor):
+    """What stands for a block's result: models take it as it is, or as the first of a tuple."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __getitem__(self, index: Any) -> Any:
+        plain = self.as_subclass(torch.Tensor)
+        return plain.as_subclass(_Result) if isinstance(index, int) and index == 0 else plain[index]
+
+
 class _Recorder(nn.Module):
     """In the place of a block: notes what it is called with."""
 
@@ -323,7 +333,7 @@ class _Recorder(nn.Module):
 
     def forward(self, hidden: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
         self.calls.append((hidden, arguments, named))
-        return hidden
+        return hidden.as_subclass(_Result)
 
 
 Travelling = tuple[torch.Tensor, list[Any], list[Any], Heard]

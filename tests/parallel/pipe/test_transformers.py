@@ -88,6 +88,38 @@ def _pipeline(name, stages, folder):
     return told, weights
 
 
+FIVE = {"vocab_size": 37, "hidden_size": 24, "num_hidden_layers": 5, "num_attention_heads": 4}
+GROUPED = {**FIVE, "intermediate_size": 40, "num_key_value_heads": 2, "max_position_embeddings": 32}
+# Blocks that return a tuple or a tensor, take biases for positions, or windows in some layers only.
+MORE = {
+    "Falcon": {**FIVE, "multi_query": True, "alibi": True},
+    "GPTJ": {"vocab_size": 37, "n_embd": 24, "n_layer": 5, "n_head": 4, "n_positions": 32, "rotary_dim": 4},
+    "Bloom": {"vocab_size": 37, "hidden_size": 24, "n_layer": 5, "n_head": 4},
+    "Qwen3": {**GROUPED, "head_dim": 6},
+    "Phi3": {**GROUPED, "pad_token_id": 0, "sliding_window": 3},
+    "Mixtral": {**GROUPED, "num_local_experts": 4},
+    "GptOss": {**GROUPED, "head_dim": 6, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4},
+}
+
+
+def _differing_models():
+    (tokens, mask), *_ = _items(0)
+    found = []
+    for name, sizes in MORE.items():
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, f"{name}Config")(**sizes)).eval()
+        with torch.no_grad():
+            expected = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits
+            made = PipelineModule.from_transformers(model, num_stages=1).eval()((tokens, mask))
+        if not torch.equal(made[mask.bool()], expected[mask.bool()]):
+            found.append(name)
+    return found
+
+
+def test_more_models_compute_what_they_did():
+    assert run_ranks(_differing_models, 1) == [[]]
+
+
 @pytest.mark.parametrize("name", list(CONFIGS))
 def test_like_the_model(name, tmp_path):
     told, weights = run_ranks(_plain, 1, name)[0]
