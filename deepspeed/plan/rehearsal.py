@@ -229,6 +229,7 @@ class _Run:
         args, named = self._workload.inputs(self._part.micro_batch, self._part.sequence_length // ranks)
         if ranks > 1 and sharing_of(self._workload.model) is not None:
             named = {"position_ids": torch.zeros_like(named["input_ids"]), **named}  # which its attention needs
+            named = {"shift_labels": named["labels"], **named} if "labels" in named else named  # as the ranks must
         return engine, (args, named)
 
     def _config(self) -> dict[str, Any]:

@@ -38,6 +38,7 @@ def count_step(
         inputs = {"input_ids": batch, "labels": batch}
         if positions is not None:
             inputs["position_ids"] = torch.arange(positions, positions + tokens).expand(SAMPLES, -1).contiguous()
+            inputs["shift_labels"] = batch  # ranks that share a sequence must be told
         for _ in range(2):
             _step(engine, inputs, accumulation, count)
         engine.optimizer.count_state()
