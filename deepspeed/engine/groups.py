@@ -42,7 +42,7 @@ def create_groups(
         by_nodes: Gather in two steps where the ranks span nodes.
         divisor: What makes a mean of the sum of gradients; None: the number of data-parallel ranks.
         copies: Names of further groups of all data-parallel ranks: of parameters that some tensor-parallel ranks, but
-            not all, have alike, and of shared bases; and whether this rank counts among those that have them alike.
+            not all, have alike, and of frozen bases; and whether this rank counts among those that have them alike.
 
     Raises:
         DeepSpeedConfigError: Groups that cannot be used together.
@@ -51,10 +51,10 @@ def create_groups(
     divisor = ranks.data_size if divisor is None else divisor
     defined = defined_groups()
     if placement.shard_ranks is not None:
-        if defined:
+        if others := (*defined, *copies):
             raise DeepSpeedConfigError(
                 f"zero_hpz_partition_size and mics_shard_size cut the groups of all parameters alike, but "
-                f"{', '.join(map(repr, defined))} was defined for some; leave the key out"
+                f"{', '.join(map(repr, others))} was defined for some; leave the key out"
             )
         grid = create_grid(
             placement.shard_ranks,

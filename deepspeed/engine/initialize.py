@@ -51,6 +51,7 @@ from deepspeed.ops.onebit.phases import ExchangesMomentum
 from deepspeed.precision.policy import PrecisionPolicy, dtype_of_name
 from deepspeed.zero.build import build_runtime
 from deepspeed.zero.construction.modules import suspended
+from deepspeed.zero.describe import OFFLOADED
 from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer
 from deepspeed.zero.placement import Home
 from deepspeed.zero.update import state_itemsizes
@@ -198,6 +199,7 @@ def _build_parts(client: Client, config: Any, distributed_port: int, dist_init_r
         may_skip=precision.may_skip,
         sends_momentum=sends_momentum,
         meets=islands is not None,
+        base_home=Home.HOST if OFFLOADED in copies else Home.DEVICE,
     )
     refuse_cut_tensors(torch_optimizer, client.model, groups, placement)
     mark_leaves(root, client.model)

@@ -42,7 +42,7 @@ def reshape_model(
 
     Returns:
         What the caller handed in, with the parameters that are now in place of others; and, by name, whether this rank
-        counts the groups of parameters that several tensor ranks have alike, and that of shared bases.
+        counts the groups of parameters that several tensor ranks have alike, and those of frozen bases.
     """
     quantize_in_training(root.quantize_training, client.model)
     client = _spread_experts(root, client, ranks, device)
@@ -54,7 +54,7 @@ def reshape_model(
     settle: Callable[[torch.device], None] | None = getattr(model, "settle", None)
     if callable(settle):
         settle(device)
-    return client, {**counts, **_shared_bases(model, ranks.data_size)}
+    return client, {**counts, **_groups_of_bases(model, ranks.data_size)}
 
 
 def _share_sequences(root: Root, model: nn.Module, ranks: Standing, *, mesh_is_ours: bool) -> None:
@@ -147,12 +147,12 @@ def _quantize(root: Root, model: nn.Module) -> None:
         quantize_as_configured(model, root.weight_quantization)
 
 
-def _shared_bases(model: nn.Module, ranks: int) -> Mapping[str, bool]:
+def _groups_of_bases(model: nn.Module, ranks: int) -> Mapping[str, bool]:
     if not is_loaded(LINEAR):
         return {}
-    from deepspeed.linear.bases import shared_bases
+    from deepspeed.linear.bases import groups_of_bases
 
-    return shared_bases(model, ranks)
+    return groups_of_bases(model, ranks)
 
 
 def _spread_experts(root: Root, client: Client, ranks: Standing, device: torch.device) -> Client:

@@ -1,4 +1,4 @@
-"""Frozen base weights that ranks share at every ZeRO stage: a flag of their buckets, as stage 3 is one of all."""
+"""Frozen base weights that ranks share or keep in host memory at every ZeRO stage: flags of their buckets."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from collections.abc import Iterable
 from torch import nn
 
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.zero.describe import SHARED, put_in_group
+from deepspeed.zero.describe import OFFLOADED, SHARED, describe, put_in_group
+from deepspeed.zero.holder import full_numel
+from deepspeed.zero.layout import DATA
 
 _RANKS = "ds_base_ranks"
+_SHARE = "ds_base_offloaded_share"
 
 
 def share(parameters: Iterable[nn.Parameter], ranks: int) -> None:
@@ -27,15 +30,30 @@ def share(parameters: Iterable[nn.Parameter], ranks: int) -> None:
         setattr(parameter, _RANKS, ranks)
 
 
-def shared_bases(model: nn.Module, ranks: int) -> dict[str, bool]:
-    """The name of the group of shared bases where ``model`` has some.
+def offload(parameters: Iterable[nn.Parameter], share: float) -> None:
+    """Says that frozen parameters live in host memory between uses.
+
+    Args:
+        parameters: Before an engine takes them.
+        share: Of the bytes of all parameters of the model that were given the same share, the first ones; 0: none.
+    """
+    if share > 0:
+        for parameter in parameters:
+            setattr(parameter, _SHARE, share)
+
+
+def groups_of_bases(model: nn.Module, ranks: int) -> dict[str, bool]:
+    """Puts the bases of ``model`` into their groups, and says which there are.
 
     Args:
         model: Before an engine takes its parameters.
         ranks: The data-parallel ranks.
 
+    Returns:
+        Names of the groups: of shared bases, of those in host memory.
+
     Raises:
-        DeepSpeedConfigError: They were to be shared by another number of ranks.
+        DeepSpeedConfigError: They were to be shared by another number of ranks, or cannot leave the device.
     """
     found = {name: asked for name, p in model.named_parameters() if (asked := getattr(p, _RANKS, None)) is not None}
     for name, asked in found.items():
@@ -44,4 +62,30 @@ def shared_bases(model: nn.Module, ranks: int) -> dict[str, bool]:
                 f"LoRAConfig(base_weight_sharding={asked}) of {name!r}: the {ranks} data-parallel ranks share base "
                 f"weights; give {ranks}, or 1 to keep them whole"
             )
-    return {SHARED: True} if found else {}
+    groups = {SHARED: True} if found else {}
+    return groups | ({OFFLOADED: True} if _choose_offloaded(model) else {})
+
+
+def _choose_offloaded(model: nn.Module) -> bool:
+    """Puts the bases that leave the device into one group, in model order until their share is reached."""
+    asked: dict[float, dict[str, nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if (share := getattr(parameter, _SHARE, None)) is not None:
+            group = describe(name, parameter).group
+            if group not in (DATA, SHARED, OFFLOADED) or getattr(parameter, "allreduce", True) is False:
+                raise DeepSpeedConfigError(
+                    f"LoRAConfig(offload=True) of {name!r}: not all data-parallel ranks have this weight, as it "
+                    "belongs to an expert or is cut by tensor parallelism; leave offload and offload_ratio out there"
+                )
+            asked.setdefault(share, {})[name] = parameter
+    some = False
+    for share, parameters in asked.items():
+        frozen = {id(p): full_numel(p) * p.element_size() for p in parameters.values() if not p.requires_grad}
+        limit, moved = share * sum(frozen.values()), 0
+        for parameter in parameters.values():
+            leaves = id(parameter) in frozen and moved < limit
+            moved += frozen[id(parameter)] if leaves else 0
+            some = some or leaves
+            at_home = SHARED if hasattr(parameter, _RANKS) else DATA
+            put_in_group([parameter], OFFLOADED if leaves else at_home)
+    return some

@@ -19,8 +19,10 @@ class LoRAConfig:
         lora_alpha: The adapters' part is multiplied by ``lora_alpha / lora_r``.
         base_weight_sharding: Ranks that share the base weight, at every ZeRO stage: all data-parallel ranks. 1: each
             has it whole, but for stage 3.
-        offload: Only false works; ``zero_optimization.offload_param`` keeps parameters in host memory.
-        offload_ratio: As ``offload``.
+        offload: Base weights live in host memory at every ZeRO stage, and come to the device where they are used. All
+            data-parallel ranks share what is there, whatever ``base_weight_sharding`` says.
+        offload_ratio: Share of the bytes of base weights that do so, 0 to 1: the first layers of the model. 0: all
+            with ``offload``, otherwise none.
         delay_lora_init: Adapters are made by :meth:`LoRAOptimizedLinear.init_lora` instead of with the layer.
         target_mods: Parts of names of the layers that get adapters.
 
@@ -45,11 +47,16 @@ class LoRAConfig:
             raise DeepSpeedConfigError(
                 f"LoRAConfig(base_weight_sharding={self.base_weight_sharding}): expected a number of ranks, 1 or more"
             )
-        if self.offload or self.offload_ratio:
+        if not 0 <= self.offload_ratio <= 1:
             raise DeepSpeedConfigError(
-                "LoRAConfig(offload, offload_ratio): bases are not offloaded by themselves; use ZeRO stage 3 with "
-                "zero_optimization.offload_param, which keeps all parameters in host memory or files"
+                f"LoRAConfig(offload_ratio={self.offload_ratio}): expected the share of base weights that live in host "
+                "memory, 0 to 1"
             )
+
+    @property
+    def offloaded_share(self) -> float:
+        """Share of the base weights that live in host memory, 0 to 1."""
+        return self.offload_ratio or float(self.offload)
 
 
 @dataclass

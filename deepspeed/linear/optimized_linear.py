@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from deepspeed.errors import CallOrderError
-from deepspeed.linear.bases import share
+from deepspeed.linear.bases import offload, share
 from deepspeed.linear.config import LoRAConfig, QuantizationConfig
 from deepspeed.linear.quantized_linear import QuantizedLinear
 
@@ -73,7 +73,7 @@ class LoRAOptimizedLinear(nn.Module):
 
     Args:
         plain: The layer whose weight and bias become the base.
-        lora_config: Rank and scaling of the adapters, and how many ranks share the base.
+        lora_config: Rank and scaling of the adapters, how many ranks share the base, and where it lives.
         quantization_config: Width of the base; None: as it is.
 
     Attributes:
@@ -104,7 +104,9 @@ class LoRAOptimizedLinear(nn.Module):
         for parameter in self.parameters():
             parameter.requires_grad_(False)
             parameter.ds_optim_param = True  # type: ignore[attr-defined]  # the name that programs ask for
-        share([p for p in self.parameters() if p is not self.bias], lora_config.base_weight_sharding)
+        weights = [p for p in self.parameters() if p is not self.bias]
+        share(weights, lora_config.base_weight_sharding)
+        offload(weights, lora_config.offloaded_share)
         self.lora_weight_1: nn.Linear | None = None
         self.lora_weight_2: nn.Linear | None = None
         if not lora_config.delay_lora_init:

@@ -103,12 +103,13 @@ def open_homes(
     zero = root.zero_optimization
     optimizer, param = zero.offload_optimizer, zero.offload_param
     pin_masters = Home.DEVICE is not placement.master_home and may_pin(optimizer is None or optimizer.pin_memory)
-    pin_params = Home.DEVICE is not placement.param_home and may_pin(param is None or param.pin_memory)
+    keeps_params = {placement.param_home, placement.base_home} != {Home.DEVICE}
+    pin_params = keeps_params and may_pin(param is None or param.pin_memory)
     up, down = CopyStream(device), CopyStream(device)
     params: dict[Home, Memory] = {Home.DEVICE: Memory(device)}
     masters: dict[Home, Memory] = {Home.DEVICE: params[Home.DEVICE]}
     strategies: dict[Home, UpdateStrategy] = {Home.DEVICE: UpdateStrategy()}
-    if placement.param_home is not Home.DEVICE:
+    if keeps_params:
         params[Home.HOST] = HostMemory(device, pin=pin_params, up=up)
     if placement.master_home is Home.HOST:
         masters[Home.HOST] = HostMemory(device, pin=pin_masters, up=up)

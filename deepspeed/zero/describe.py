@@ -31,6 +31,9 @@ CUT = "cut"
 SHARED = "shared base"
 """Name of the group of frozen parameters that are sharded at every stage, as stage 3 shards all."""
 
+OFFLOADED = "offloaded base"
+"""Name of the group of frozen parameters that are sharded at every stage and, between uses, in another home."""
+
 _EXPERTS = "ep_size_"
 _ALONE = "ep_size_1"  # what mixture-of-experts programs call the group in which every rank has all experts
 _MARK = "ds_group"

@@ -178,8 +178,14 @@ class ModelStates:
         """Gives a bucket that was frozen a master. Every rank must call it.
 
         Raises:
-            DeepSpeedConfigError: Its dtype cannot be trained.
+            DeepSpeedConfigError: Its dtype cannot be trained, or it is sharded where what is trained is not.
         """
+        if bucket.is_sharded and not self._options.placement.shard_params:
+            raise DeepSpeedConfigError(
+                f"the frozen parameters of {bucket.label} are shared by ranks or kept in host memory, as LoRAConfig's "
+                "base_weight_sharding or offload said; below stage 3 they cannot be trained from now on. Set "
+                "requires_grad to true before initialize, or use ZeRO stage 3"
+            )
         if bucket.dtype.is_complex:
             raise DeepSpeedConfigError(
                 f"the frozen parameters of {bucket.label} are {bucket.dtype} and cannot be trained from now on: "

@@ -14,7 +14,8 @@ that a rank keeps of what it has sent. It is as long as the whole at every stage
 compared or gathered. Checkpoints keep it for runs of the same size.
 
 Offload chooses another home for what is sharded: masters, optimizer state and reduced gradients (``master_home``), at
-stage 3 also the compute parameters (``param_home``). Code asks the placement, never the stage number or the config.
+stage 3 also the compute parameters (``param_home``), and at every stage the frozen ones that are described so
+(``base_home``). Code asks the placement, never the stage number or the config.
 
 "Sharded" means over all data-parallel ranks, unless ``shard_ranks`` says that only so many neighbours share. The others
 then hold the same (``comm.axes``), and stage 3 has two more rows:
@@ -35,7 +36,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from deepspeed.zero.describe import SHARED
+from deepspeed.zero.describe import OFFLOADED, SHARED
 from deepspeed.zero.layout import BucketLayout, ModelLayout
 
 
@@ -78,6 +79,7 @@ class Placement:
         shard_gradients: Each micro-batch's gradients are reduced to the owner at once.
         shard_master: Each rank keeps only its slice of the fp32 masters and of the optimizer state.
         param_home: Memory of the compute shards.
+        base_home: Memory of the shards of frozen parameters in the group ``describe.OFFLOADED``.
         master_home: Memory of masters, optimizer state and (unless on the device) reduced gradients.
         offloaded_share: Share of the trained elements whose master is in ``master_home``; the rest is on the device.
         max_host_params: Elements of compute shards that stay in host memory before files are used.
@@ -105,6 +107,7 @@ class Placement:
     may_skip: bool = False
     sends_momentum: bool = False
     meets: bool = False
+    base_home: Home = Home.DEVICE
 
     @classmethod
     def of_stage(
@@ -145,7 +148,7 @@ class Placement:
     @property
     def homes(self) -> tuple[Home, ...]:
         """Every home in use, the device first."""
-        used = {Home.DEVICE, self.param_home, self.master_home}
+        used = {Home.DEVICE, self.param_home, self.base_home, self.master_home}
         if used != {Home.DEVICE}:
             used.add(Home.HOST)
         return tuple(home for home in Home if home in used)
@@ -154,9 +157,9 @@ class Placement:
         """The placement of each bucket.
 
         With several ranks a bucket is sharded where the stage says so, and at every stage if its parameters are
-        described as shared; with one, only where its parameters leave the device. Masters leave the device in model
-        order until their share is reached; compute shards fill the allowed host memory in model order before they go
-        into files.
+        described as shared or offloaded; with one, only where its parameters leave the device. Masters leave the device
+        in model order until their share is reached; compute shards fill the allowed host memory in model order before
+        they go into files.
         """
         placed = []
         trained = sum(bucket.numel for bucket in layout.buckets if bucket.trainable)
@@ -167,10 +170,11 @@ class Placement:
                 if moved < self.offloaded_share * trained:
                     master_home = self.master_home
                 moved += bucket.numel
-            away = bucket.num_slices > 1 or self.param_home is not Home.DEVICE
+            is_base = bucket.group in (SHARED, OFFLOADED) and not bucket.trainable
+            home = self.base_home if is_base and bucket.group == OFFLOADED else self.param_home
             wanted = self.shard_params and bucket.index not in layout.persistent
-            is_sharded = away and (wanted or (bucket.group == SHARED and not bucket.trainable))
-            param_home = self.param_home if is_sharded else Home.DEVICE
+            is_sharded = (bucket.num_slices > 1 or home is not Home.DEVICE) and (wanted or is_base)
+            param_home = home if is_sharded else Home.DEVICE
             if param_home is Home.FILE and host + bucket.slice_numel <= self.max_host_params:
                 param_home = Home.HOST
                 host += bucket.slice_numel

@@ -50,8 +50,8 @@ def test_adapters_can_come_later_and_bad_input_is_said():
     assert layer(torch.ones(1, 4)).shape == (1, 4)
     with pytest.raises(CallOrderError, match="exist already"):
         layer.init_lora()
-    with pytest.raises(DeepSpeedConfigError, match="offload_param"):
-        LoRAConfig(offload=True)
+    with pytest.raises(DeepSpeedConfigError, match="offload_ratio=1.5"):
+        LoRAConfig(offload=True, offload_ratio=1.5)
     with pytest.raises(DeepSpeedConfigError, match="lora_r=0"):
         LoRAConfig(lora_r=0)
 
