@@ -104,12 +104,19 @@ class Users:
                 sizes, words = (shape_of(second)[0], shape_of(first)[1]), ("outputs", "inputs")
             else:
                 sizes, words = (inputs_of(second), shape_of(first)[0]), ("inputs", "outputs")
-                if is_beside(shape_of(first)[0], second):
-                    continue
-            if sizes[0] % sizes[1]:
+            beside = selection.technique != "head_pruning" and is_beside(shape_of(first)[0], second)
+            if not beside and sizes[0] % sizes[1]:
                 raise DeepSpeedConfigError(
                     f"{where}: {other} has {sizes[0]} {words[0]}, no multiple of the {sizes[1]} {words[1]} of {name}"
                 )
+            tied = self.of(other)[1:] if hasattr(second, "weight") else []
+            if tied:
+                raise DeepSpeedConfigError(
+                    f"{where}: {other} shares its weight with {', '.join(tied)}, which would lose as much; untie them, "
+                    f"or leave {other} out"
+                )
+            if beside:
+                continue
             for each, module in ((name, first), (other, second)):
                 if isinstance(module, nn.Conv2d) and module.groups > 1:
                     raise DeepSpeedConfigError(

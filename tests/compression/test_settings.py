@@ -69,11 +69,15 @@ def test_values_that_contradict_each_other():
         ),
         (
             {"row_pruning": technique({}, {"dense_ratio": 0.5}, ["own"], related_modules=[["."]])},
-            r"'\.' fits 2 layers \(head, own\), but 'own' of modules fits 1",
+            r"'\.' fits 3 layers \(head, own, last\), but 'own' of modules fits 1",
         ),
         (
             {"row_pruning": technique({}, {"dense_ratio": 0.5}, ["own"], related_modules=[["head"]])},
-            "head has 4 inputs, no multiple of the 6 outputs of own",
+            "head shares its weight with embed, which would lose as much; untie them, or leave head out",
+        ),
+        (
+            {"row_pruning": technique({}, {"dense_ratio": 0.5}, ["own"], related_modules=[["last"]])},
+            "last has 4 inputs, no multiple of the 6 outputs of own",
         ),
         (
             {"head_pruning": technique({"num_heads": 2}, {"dense_ratio": 0.5}, ["own"], related_modules=[["head"]])},
@@ -83,7 +87,7 @@ def test_values_that_contradict_each_other():
 )
 def test_sections_that_do_not_fit_the_model(section, message):
     model = tied()
-    model["own"] = nn.Linear(4, 6)
+    model["own"], model["last"] = nn.Linear(4, 6), nn.Linear(4, 3)
     before = {name: type(module) for name, module in model.named_modules()}
     with pytest.raises(DeepSpeedConfigError, match=message):
         init_compression(model, {"compression_training": section})
