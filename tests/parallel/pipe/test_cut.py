@@ -50,7 +50,7 @@ def test_the_loss_counts():
 
 
 def test_activations_in_flight_count():
-    """Stage 0 of 1F1B holds one micro-batch more than there are stages, so it gets fewer layers when memory is short."""
+    """Stage 0 of 1F1B holds one micro-batch more than there are stages; it gets fewer layers when memory is short."""
     equal = [LayerCost(1, 2, 1, state=10, activation=20)] * 8
     free = best_cut(equal, "1f1b", 2, 8)
     assert (free.bounds, free.peak_bytes) == ((0, 4, 8), (4 * 10 + 3 * 4 * 20, 4 * 10 + 4 * 20))
