@@ -342,6 +342,8 @@ def _restore_schedules(subject: Subject, state: TrainingState) -> None:
         subject.dataloader.load_sampler_state(sampler)
     if tokens is not None and subject.token_schedule is not None:
         subject.token_schedule.load_state_dict(tokens)
+    if subject.compression is not None:
+        subject.compression.load_state_dict(state.model_states.get("quantization_pace"))
 
 
 def _restore_position(subject: Subject, state: TrainingState) -> None:

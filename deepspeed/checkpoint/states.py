@@ -26,6 +26,7 @@ ENGINE_KEYS = frozenset(
         "mp_world_size",
         "data_sampler",
         "random_ltd",
+        "quantization_pace",
     }
 )
 """Keys of the model-states file that are the engine's own and never returned as client state."""
@@ -144,6 +145,7 @@ def _model_states(subject: Subject, listed: Roster) -> dict[str, Any]:
         "lr_scheduler": _scheduler_state(subject),
         "data_sampler": subject.sampler_state(),
         "random_ltd": subject.token_schedule.state_dict() if subject.token_schedule is not None else None,
+        "quantization_pace": subject.compression.state_dict() if subject.compression is not None else None,
         "skipped_steps": subject.counters["skipped_steps"],
         "global_steps": subject.counters["global_steps"],
         "global_samples": subject.counters["global_samples"],

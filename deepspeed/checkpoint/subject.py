@@ -38,6 +38,7 @@ class Subject:
         local_rank: Rank on this machine.
         version: Of this package.
         token_schedule: How many tokens random-LTD keeps, or None.
+        compression: The schedule of a compressed model, or None.
         use_fp32_weights: Fill masters from saved masters, not from 16-bit values.
         outer: Further private state of this rank, by name: the momentum of the outer steps of islands.
     """
@@ -57,6 +58,7 @@ class Subject:
     local_rank: int
     version: str
     token_schedule: Any = None
+    compression: Any = None
     use_fp32_weights: bool = True
     outer: Sequence[tuple[str, torch.Tensor]] = ()
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from deepspeed.compression.pacing import pace_of
 from deepspeed.compression.report import changes, compressed_layers, compression_state
 from deepspeed.compression.snip import SnipPruner
 from deepspeed.compression.techniques import Techniques
@@ -21,6 +22,7 @@ class compression_scheduler:  # noqa: N801 - a published name
 
     Attributes:
         training_steps: Updates so far; skipped ones do not count.
+        pace: Of widths that fall by eigenvalues; None where all of them fall by the step alone.
     """
 
     def __init__(self, model: nn.Module, compression_config: Any = None) -> None:
@@ -29,6 +31,7 @@ class compression_scheduler:  # noqa: N801 - a published name
         self._state = compression_state(model)
         self._marks: list[object] = []
         self._snip = _snip_of(self._layers)
+        self.pace = pace_of(model)
         self.training_steps = -1
         self.at(0)
 
@@ -59,6 +62,8 @@ class compression_scheduler:  # noqa: N801 - a published name
         if training_steps == self.training_steps:
             return
         self.training_steps = training_steps
+        if self.pace is not None:
+            self.pace.advance(training_steps)
         for module, techniques in self._layers:
             techniques.at(training_steps)
             if techniques.activation_offset is not None:
@@ -74,6 +79,16 @@ class compression_scheduler:  # noqa: N801 - a published name
         for line in changes(self._state, state, training_steps):
             log_dist(line)
         self._state = state
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """What is no function of the step; None where everything is."""
+        return None if self.pace is None else self.pace.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Goes to a state; :meth:`at` must follow. None: of a run whose widths fell by the step alone."""
+        if self.pace is not None:
+            self.pace.load_state_dict(state or {})
+            self.training_steps = -1
 
 
 def _snip_of(layers: list[tuple[nn.Module, Techniques]]) -> SnipPruner | None:

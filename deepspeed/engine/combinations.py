@@ -8,6 +8,7 @@ from deepspeed.comm.mesh import TENSOR
 from deepspeed.comm.mpu import Standing
 from deepspeed.config.sections.root import Root
 from deepspeed.engine.efficiency import hands_over_lengths, random_ltd_of
+from deepspeed.engine.model_compression import eigenvalue_of
 from deepspeed.errors import DeepSpeedConfigError
 
 
@@ -42,6 +43,11 @@ def _with_shared_sequences(root: Root, size: int) -> Iterator[str]:
             f'curriculum_learning.curriculum_type "seqlen" {shared}: the forward would cut its part to the length of '
             "the whole; leave the key out and cut whole sequences before they are divided, to "
             "engine.curriculum_scheduler_legacy.get_current_difficulty() tokens"
+        )
+    if eigenvalue_of(root) is not None:
+        yield (
+            f"eigenvalue.enabled {shared}: attention between ranks has no second derivative; set it to false, or set "
+            "sequence_parallel_size to 1"
         )
     if random_ltd_of(root) is not None:
         yield (

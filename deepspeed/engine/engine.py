@@ -24,7 +24,7 @@ from deepspeed.engine.forwarded import forwarded
 from deepspeed.engine.loading import EngineLoading
 from deepspeed.engine.loss_scaling import LossScaling
 from deepspeed.engine.mismatch import explain_mismatch
-from deepspeed.engine.model_compression import schedule_of
+from deepspeed.engine.model_compression import pacing_of, schedule_of
 from deepspeed.engine.offloading import EngineOffload
 from deepspeed.engine.parts import EngineParts
 from deepspeed.engine.progress import ProgressLog, StepFacts
@@ -76,6 +76,7 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, nn.Modul
         self._runtime: ZeroRuntime = parts.runtime
         self._efficiency = Efficiency(self._root, parts.model, parts.runtime, self._batches.train_batch_size())
         self.compression_scheduler = schedule_of(parts.model)
+        self._pacing = pacing_of(self.compression_scheduler, parts.groups.peers)
         self._updater: DeepSpeedZeroOptimizer | None = parts.make_optimizer(self.backward, self._before_update)
         self._islands = parts.islands
         if self._islands is not None and self._updater is not None:
@@ -227,9 +228,20 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, nn.Modul
                 loss = loss / steps
             self._progress.loss(loss)
             roots, given = [self._scaling.apply(loss)], [kwargs.pop("gradient", None)]
+            self._pace(roots[0], scale_wrt_gas=scale_wrt_gas)
         with self._managed():
             torch.autograd.backward(roots, given, retain_graph=retain_graph, **kwargs)
         return loss
+
+    def _pace(self, root: torch.Tensor, *, scale_wrt_gas: bool) -> None:
+        """Lets eigenvalues of the loss be measured before its graph is freed."""
+        if self._pacing is None or not self._batches.present().is_last:
+            return
+        assert self.compression_scheduler is not None
+        scale = self._scaling.factor
+        if scale_wrt_gas:
+            scale /= self.gradient_accumulation_steps()
+        self._pacing.before_backward(root, scale, self.global_steps, self.compression_scheduler.training_steps)
 
     @contextmanager
     def _managed(self) -> Iterator[None]:
@@ -255,6 +267,8 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, nn.Modul
     def _open_backward(self) -> None:
         """A backward has begun: by ``engine.backward``, or seen at the outputs of forward."""
         if self._runtime.in_backward or self._runtime.reducer is None:
+            return
+        if self._pacing is not None and self._pacing.is_measuring:
             return
         batches = self._batches
         if batches.are_reduced and not batches.is_decided_outside:  # whoever decides about steps knows of them
@@ -327,6 +341,8 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, nn.Modul
     def _update(self, lr_kwargs: dict[str, Any] | None) -> None:
         assert self._updater is not None
         if self.compression_scheduler is not None:
+            if self._pacing is not None and self._batches.has_run_backward:
+                self._pacing.before_update(self.global_steps, self.compression_scheduler.training_steps)
             self.compression_scheduler.before_update()
         self._updater.step()
         self.global_steps += 1
@@ -500,6 +516,7 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, nn.Modul
             local_rank=self.local_rank,
             version=VERSION,
             token_schedule=self._efficiency.token_schedule,
+            compression=self.compression_scheduler,
             use_fp32_weights=self._root.zero_optimization.load_from_fp32_weights,
             outer=self._islands.momenta if self._islands is not None else [],
         )

@@ -21,6 +21,11 @@ class LossScaling:
         self._scaled = 0  # losses whose backward the program calls itself and that have not run yet
         self._saw_unscaled = False
 
+    @property
+    def factor(self) -> float:
+        """What losses are multiplied by now."""
+        return 1.0 if self._scaler is None else float(self._scaler.loss_scale)
+
     def apply(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the scale, for a backward of the engine's."""
         return self._scaler.scale_loss(loss) if self._scaler is not None else loss

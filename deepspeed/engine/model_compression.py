@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from deepspeed.comm.transport import Transport
 from deepspeed.config.sections.compression import CompressionTraining
-from deepspeed.config.sections.quantization import QuantizeTraining
+from deepspeed.config.sections.quantization import Eigenvalue, QuantizeTraining
 from deepspeed.config.sections.root import Root
 from deepspeed.engine.rooms import COMPRESSION, is_loaded, is_pipeline
 from deepspeed.errors import DeepSpeedConfigError
@@ -16,6 +17,7 @@ from deepspeed.logging import log_dist
 
 if TYPE_CHECKING:
     from deepspeed.compression.scheduler import compression_scheduler
+    from deepspeed.engine.pacing import EnginePacing
 
 
 def is_compressed(model: nn.Module) -> bool:
@@ -33,7 +35,7 @@ def refuse_what_is_not_compressed(root: Root, model: nn.Module) -> None:
     Raises:
         DeepSpeedConfigError: There is such a thing.
     """
-    older = root.quantize_training is not None and root.quantize_training.enabled
+    older = _is_older(root)
     prepared = is_compressed(model)
     if _is_on(root.compression_training) and not prepared:
         if not hasattr(model, "compression_report"):
@@ -55,6 +57,82 @@ def refuse_what_is_not_compressed(root: Root, model: nn.Module) -> None:
             f"tensor_parallel.autotp_size {root.tensor_parallel.autotp_size}: layers that are compressed cannot be cut "
             "over ranks; set it to 1 and use ZeRO, which compression works with at every stage"
         )
+    section = eigenvalue_of(root)
+    if section is not None:
+        _refuse_what_cannot_be_paced(root, section, model)
+
+
+def eigenvalue_of(root: Root) -> Eigenvalue | None:
+    """The section ``eigenvalue`` that is on: inside ``quantize_training``, or that of the top level."""
+    inside = None if root.quantize_training is None else root.quantize_training.eigenvalue
+    return next((section for section in (inside, root.eigenvalue) if section is not None and section.enabled), None)
+
+
+def _refuse_what_cannot_be_paced(root: Root, section: Eigenvalue, model: nn.Module) -> None:
+    """Models without falling bits in the blocks, and ranks of which none has a whole block and the whole loss."""
+    from deepspeed.compression.eigenvalue import blocks_of
+    from deepspeed.compression.report import compressed_layers
+
+    if root.zero_optimization.stage == 3:
+        raise DeepSpeedConfigError(
+            "eigenvalue.enabled with zero_optimization.stage 3: second derivatives need whole parameters while the "
+            "graph is alive; set the stage to 2 or less, or eigenvalue.enabled to false"
+        )
+    if root.communication_compression.islands is not None:
+        raise DeepSpeedConfigError(
+            "eigenvalue.enabled with communication_compression.islands: each island would have bits of its own; leave "
+            "one of the two out"
+        )
+    expert = root.expert_parallel
+    if (expert is not None and expert.enabled) or any(
+        getattr(parameter, "allreduce", True) is False for parameter in model.parameters()
+    ):
+        raise DeepSpeedConfigError(
+            "eigenvalue.enabled with experts that are spread over ranks: no rank has a whole block; keep whole experts "
+            "on every rank, or set eigenvalue.enabled to false"
+        )
+    blocks = blocks_of(model, section.layer_name, section.layer_num)
+    bits = root.quantize_training.quantize_bits if _is_older(root) and root.quantize_training is not None else None
+    schedules = [
+        techniques.rounding.schedule
+        for block in blocks.values()
+        for _, techniques in compressed_layers(block)
+        if techniques.rounding is not None
+    ]
+    falls = any(schedule.start > schedule.target for schedule in schedules)
+    if not (falls or (bits is not None and bits.start_bits > bits.target_bits)):
+        raise DeepSpeedConfigError(
+            f"eigenvalue.enabled: no weight in the blocks of {section.layer_name!r} has bits that fall; enable "
+            "quantize_training, or compression_training.weight_quantization with quantize_weight_in_forward false and "
+            "start_bits above target_bits, or set eigenvalue.enabled to false"
+        )
+
+
+def _is_older(root: Root) -> bool:
+    return root.quantize_training is not None and root.quantize_training.enabled
+
+
+def pace_quantization(root: Root, model: nn.Module) -> None:
+    """``eigenvalue``: bits of a prepared model fall later in blocks with large eigenvalues."""
+    if not is_compressed(model):
+        return
+    from deepspeed.compression.pacing import set_pace
+
+    set_pace(model, eigenvalue_of(root))
+
+
+def pacing_of(schedule: compression_scheduler | None, transport: Transport) -> EnginePacing | None:
+    """What measures eigenvalues for the schedule; None where nothing goes by them.
+
+    Args:
+        schedule: Of the model.
+        transport: Between the ranks that see other samples.
+    """
+    if schedule is None or schedule.pace is None:
+        return None
+    from deepspeed.engine.pacing import EnginePacing
+
+    return EnginePacing(schedule.pace, transport)
 
 
 def quantize_in_training(section: QuantizeTraining | None, model: nn.Module) -> None:

@@ -16,7 +16,7 @@ from deepspeed.comm.mesh import TENSOR as AXIS
 from deepspeed.comm.mpu import Standing
 from deepspeed.comm.transport import Transport
 from deepspeed.config.sections.root import Root
-from deepspeed.engine.model_compression import quantize_in_training
+from deepspeed.engine.model_compression import pace_quantization, quantize_in_training
 from deepspeed.engine.optimizers import exchange_parameters
 from deepspeed.engine.parts import Client
 from deepspeed.engine.rooms import EXPERT, LINEAR, SEQUENCE, TENSOR, is_loaded
@@ -45,6 +45,7 @@ def reshape_model(
         counts the groups of parameters that several tensor ranks have alike, and those of frozen bases.
     """
     quantize_in_training(root.quantize_training, client.model)
+    pace_quantization(root, client.model)
     client = _spread_experts(root, client, ranks, device)
     model = client.model
     _share_sequences(root, model, ranks, mesh_is_ours=mesh_is_ours)

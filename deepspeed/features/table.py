@@ -111,11 +111,6 @@ FEATURES: tuple[Feature, ...] = (
         },
     ),
     Feature(
-        "quantisation paced by eigenvalues",
-        "Bits fall by quantize_training.quantize_schedule or quantization_period alone.",
-        keys=(switch("quantize_training.eigenvalue.enabled"), switch("eigenvalue.enabled")),
-    ),
-    Feature(
         "autotuning",
         "Compare stages and micro-batch sizes with ds_plan --sweep, which starts nothing.",
         {"deepspeed.autotuning": "Autotuner"},

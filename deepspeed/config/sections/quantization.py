@@ -61,16 +61,16 @@ class QuantizeAlgo(Section):
 
 
 class Eigenvalue(Section):
-    """Largest eigenvalue of each layer's Hessian, for quantization (removed upstream in 0.19.8)."""
+    """Eigenvalues of blocks' Hessians, which pace widths that fall (removed upstream in 0.19.8)."""
 
-    enabled: Bool = key(False, "Compute it.", removed="0.19.8")
-    verbose: Bool = key(False, "Say more.")
-    max_iter: Int = key(100, "Most iterations.", above=0)
-    tol: Float = key(1e-2, "Tolerance.", above=0)
-    stability: Float = key(1e-6, "Added to denominators.", minimum=0)
-    gas_boundary_resolution: Int = key(1, "Steps between computations.", unit="steps", above=0)
-    layer_name: str = key("bert.encoder.layer", "Name of the list of layers.")
-    layer_num: Int = key(0, "Number of layers.", unit="layers", minimum=0)
+    enabled: Bool = key(False, "Stretch a block's period by 1 + floor(4 eigenvalue / largest).", removed="0.19.8")
+    verbose: Bool = key(False, "Log the eigenvalues.")
+    max_iter: Int = key(100, "Most products with the Hessian for a block.", above=0)
+    tol: Float = key(1e-2, "Ends when a value changes by less than this share.", above=0)
+    stability: Float = key(1e-6, "Added to the norm that a vector is divided by.", minimum=0)
+    gas_boundary_resolution: Int = key(1, "Updates from one computation to the next.", unit="steps", above=0)
+    layer_name: str = key("bert.encoder.layer", "Name of the module that holds the blocks.")
+    layer_num: Int = key(0, "Number of blocks, from the first; 0: all.", unit="layers", minimum=0)
     model_name: str | None = key(None, "Seen in files.", no_effect="nothing reads it")
 
 
@@ -85,6 +85,6 @@ class QuantizeTraining(Section):
     quantize_algo: QuantizeAlgo = key(None, "Kind of quantizer.", factory=QuantizeAlgo)
     quantizer_kernel: Bool = key(False, "Use the kernel.", no_effect="rounding is torch's own arithmetic")
     quantize_verbose: Bool = key(False, "Say more.", no_effect="each change of bits is always said")
-    eigenvalue: Eigenvalue | None = key(None, "Eigenvalues.")
+    eigenvalue: Eigenvalue | None = key(None, "Pace by eigenvalues.")
     quantize_type: QuantType | None = key(None, "Seen in files; quantize_algo.q_type.", no_effect="nothing reads it")
     quantize_eigenvalue: Bool | None = key(None, "Seen in files; eigenvalue.enabled.", no_effect="nothing reads it")

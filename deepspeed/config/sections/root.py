@@ -202,7 +202,9 @@ class Root(Section):
     weight_quantization: WeightQuantization | None = key(None, "Weight-only quantization.")
     sparse_attention: SparseAttention | None = key(None, "Block-sparse attention: the pattern.", removed="0.19.8")
     quantize_training: QuantizeTraining | None = key(None, "Older quantized training.", removed="0.6.8")
-    eigenvalue: Eigenvalue | None = key(None, "Eigenvalues for quantization.", removed="0.19.8")
+    eigenvalue: Eigenvalue | None = key(
+        None, "Pace by eigenvalues, where quantize_training has no such section.", removed="0.19.8"
+    )
     msamp: MsAmp | None = key(None, "MS-AMP; written by accelerate.")
     inference: Any = key(None, "Seen in files.", no_effect="init_inference has a configuration of its own")
     comment: Any = key(None, "A remark; keys that begin with an underscore are remarks at every level.")

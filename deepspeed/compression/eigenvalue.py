@@ -1,0 +1,210 @@
+"""The dominant eigenvalue of the loss's Hessian in each block of layers, by power iteration.
+
+A product of the Hessian with a vector is the gradient of the gradient along that vector (Pearlmutter 1994), so that no
+Hessian is ever there. Blocks with large eigenvalues suffer more from rounding (Q-BERT, arXiv 1909.05840).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.logging import log_dist
+
+Mean = Callable[[torch.Tensor], torch.Tensor]
+"""The mean over ranks of a 1-D fp32 tensor, the same numbers on all of them."""
+
+
+@dataclass(frozen=True)
+class PowerIteration:
+    """When to stop, and what is added to norms.
+
+    Attributes:
+        max_iter: Most products with the Hessian.
+        tol: Ends when the value changes by less than this share of itself.
+        stability: Added to the norm that a vector is divided by.
+    """
+
+    max_iter: int = 100
+    tol: float = 1e-2
+    stability: float = 0.0
+
+    def dominant(
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        parameters: Sequence[torch.Tensor],
+        *,
+        scale: float = 1.0,
+        seed: int = 0,
+        mean: Mean | None = None,
+    ) -> tuple[float, int]:
+        """The eigenvalue of largest magnitude of the Hessian with respect to ``parameters``, with its sign.
+
+        Args:
+            gradients: Of the loss, with their graph, one for each of ``parameters``; None where there is none.
+            parameters: Of any shapes; at least one.
+            scale: What the loss was multiplied by.
+            seed: Of the start vector, which is the same wherever the seed is.
+            mean: Of products over ranks, all of which must call it then; None: this process's loss alone.
+
+        Returns:
+            The value, and the products it took; 0 where the loss is linear in the parameters or a product not finite.
+        """
+        device = parameters[0].device
+        generator = torch.Generator().manual_seed(seed)
+        vector = torch.randn(sum(p.numel() for p in parameters), generator=generator).to(device)
+        vector /= vector.norm()
+        value = 0.0
+        for count in range(1, self.max_iter + 1):
+            product = _product(gradients, parameters, vector).div_(scale)
+            if mean is not None:
+                product = mean(product)
+            before, value = value, float(product.dot(vector))
+            norm = float(product.norm())
+            if norm == 0 or not math.isfinite(norm):
+                return 0.0, count
+            if count > 1 and abs(value - before) < self.tol * abs(value):
+                return value, count
+            vector = product / (norm + self.stability)
+        return value, self.max_iter
+
+
+def differentiate(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], **how: Any) -> tuple[Any, ...]:
+    """``torch.autograd.grad``; inputs that are not reached get None.
+
+    Raises:
+        DeepSpeedConfigError: Something in the forward has no second derivative.
+    """
+    try:
+        return torch.autograd.grad(outputs, inputs, allow_unused=True, retain_graph=True, **how)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise DeepSpeedConfigError(
+            f"eigenvalue.enabled: the loss cannot be differentiated twice ({str(error).splitlines()[0]}); train "
+            'without fused attention (attn_implementation="eager" of a Transformers model, or '
+            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) around the forward), without torch.compile and with "
+            "use_reentrant=False in checkpointing, or set eigenvalue.enabled to false"
+        ) from error
+
+
+def _product(
+    gradients: Sequence[torch.Tensor | None], parameters: Sequence[torch.Tensor], vector: torch.Tensor
+) -> torch.Tensor:
+    """The Hessian times ``vector``, 1-D in fp32; zeros where nothing depends on a parameter."""
+    parts = vector.split([p.numel() for p in parameters])
+    pairs = [
+        (g, part.view_as(g).to(g.dtype))
+        for g, part in zip(gradients, parts, strict=True)
+        if g is not None and g.requires_grad
+    ]
+    if not pairs:
+        return torch.zeros_like(vector)
+    found = differentiate([g for g, _ in pairs], parameters, grad_outputs=[part for _, part in pairs])
+    rows = [torch.zeros_like(p) if f is None else f for f, p in zip(found, parameters, strict=True)]
+    return torch.cat([row.detach().reshape(-1).float() for row in rows])
+
+
+def as_shares(values: Sequence[float]) -> list[float]:
+    """Magnitudes as shares of the largest; 1 for a zero, of which nothing is known."""
+    largest = max(map(abs, values), default=0.0)
+    return [abs(value) / largest if value else 1.0 for value in values]
+
+
+def blocks_of(model: nn.Module, layer_name: str, layer_num: int) -> dict[str, nn.Module]:
+    """The blocks by name, in order.
+
+    Args:
+        model: The model.
+        layer_name: Name of the module that holds them, such as an ``nn.ModuleList``.
+        layer_num: How many of them, from the first; 0: all.
+
+    Raises:
+        DeepSpeedConfigError: The model has no such module, or fewer blocks.
+    """
+    try:
+        holder = model.get_submodule(layer_name)
+    except AttributeError:
+        lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+        raise DeepSpeedConfigError(
+            f"eigenvalue.layer_name: {type(model).__name__} has no module {layer_name!r}; name the one that holds the "
+            f"blocks, as model.named_modules() does (lists of modules in it: {', '.join(lists) or 'none'})"
+        ) from None
+    found = {f"{layer_name}.{name}" if layer_name else name: block for name, block in holder.named_children()}
+    if len(found) < max(layer_num, 1):
+        raise DeepSpeedConfigError(
+            f"eigenvalue.layer_num: {layer_num or 'all'} blocks of {layer_name!r} are wanted, and it has {len(found)}; "
+            "set it to at most as many, or to 0 for all of them"
+        )
+    return dict(list(found.items())[: layer_num or None])
+
+
+class Eigenvalue:
+    """Eigenvalues of the blocks of a model, for a program that runs the backward itself.
+
+    Under ``quantize_training`` the engine does all this; see the section ``eigenvalue``.
+
+    Args:
+        verbose: Log each value.
+        max_iter: As of :class:`PowerIteration`.
+        tol: The same.
+        stability: The same.
+        gas_boundary_resolution: Updates from one computation to the next; kept for the program.
+        layer_name: As of :func:`blocks_of`.
+        layer_num: The same.
+    """
+
+    def __init__(
+        self,
+        verbose: bool = False,
+        max_iter: int = 100,
+        tol: float = 1e-2,
+        stability: float = 0,
+        gas_boundary_resolution: int = 1,
+        layer_name: str = "",
+        layer_num: int = 0,
+    ) -> None:
+        self.verbose = verbose
+        self.max_iter, self.tol, self.stability = max_iter, tol, stability
+        self.gas_boundary_resolution = gas_boundary_resolution
+        self.layer_name, self.layer_num = layer_name, layer_num
+
+    def compute_eigenvalue(
+        self, module: nn.Module, device: Any = None, scale: float = 1.0
+    ) -> dict[int, tuple[float, int]]:
+        """Of each block, after ``loss.backward(create_graph=True)``, from the gradients in ``parameter.grad``.
+
+        Args:
+            module: The model.
+            device: Not needed: a block computes where its parameters are.
+            scale: What the loss was multiplied by.
+
+        Returns:
+            ``(share of the largest magnitude, number of the block)`` by ``id`` of each of the blocks' parameters.
+
+        Raises:
+            DeepSpeedConfigError: There are no such blocks, or the loss has no second derivative.
+            ValueError: No parameter of a block has a gradient with a graph.
+        """
+        power = PowerIteration(self.max_iter, self.tol, self.stability)
+        values, owned = [], []
+        for number, (name, block) in enumerate(blocks_of(module, self.layer_name, self.layer_num).items()):
+            parameters = [p for p in block.parameters() if p.grad is not None and p.grad.requires_grad]
+            if not parameters:
+                raise ValueError(
+                    f"compute_eigenvalue: no parameter of {name} has a gradient with a graph; run "
+                    "loss.backward(create_graph=True) before it, and keep the gradients"
+                )
+            value, count = power.dominant([p.grad for p in parameters], parameters, scale=scale, seed=number)
+            if self.verbose:
+                log_dist(f"eigenvalue of {name}: {value:.6g} after {count} products")
+            values.append(value)
+            owned.append(list(block.parameters()))
+        shares = as_shares(values)
+        return {id(p): (shares[number], number) for number, group in enumerate(owned) for p in group}

@@ -1,0 +1,7 @@
+"""Eigenvalues of blocks; re-exports; the code is in :mod:`deepspeed.compression`."""
+
+from __future__ import annotations
+
+from deepspeed.compression.eigenvalue import Eigenvalue
+
+__all__ = ["Eigenvalue"]
