@@ -193,7 +193,7 @@ def test_ranks_measure_the_mean_loss_and_periods_follow(tmp_path: Any) -> None:
         assert values[0] == values[1] and len({tuple(value) for value in values}) > 1, "every second update"
 
 
-def test_one_process_has_the_eigenvalue_of_both_batches() -> None:
+def _one_process() -> None:
     model = uneven()
     both = torch.cat([batch(CELLS[0], 0, 0, of_rank) for of_rank in range(2)])
     engine = engine_of(model, 0, quantize_training=moq(max_iter=3000, tol=1e-7), train_micro_batch_size_per_gpu=4)
@@ -204,7 +204,7 @@ def test_one_process_has_the_eigenvalue_of_both_batches() -> None:
     engine.destroy()
 
 
-def test_compression_training_is_paced_too_and_fused_attention_is_said() -> None:
+def _attending() -> None:
     class Attending(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -229,3 +229,11 @@ def test_compression_training_is_paced_too_and_fused_attention_is_said() -> None
     assert len(engine.compression_scheduler.pace.eigenvalues) == 1
     assert [state.bits for state in compression_state(model)] == [7]
     engine.destroy()
+
+
+def test_one_process_has_the_eigenvalue_of_both_batches() -> None:
+    run_ranks(_one_process, 1)
+
+
+def test_compression_training_is_paced_too_and_fused_attention_is_said() -> None:
+    run_ranks(_attending, 1)
