@@ -22,7 +22,7 @@ from deepspeed.config.sections.expert_parallel import ExpertParallel
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 from deepspeed.parallel.expert.spread import Spread, is_stack, lacks, spread, spread_of, takes_all
-from deepspeed.parallel.expert.stages import is_stage, told_by_stages
+from deepspeed.parallel.expert.stages import is_stage, raise_for_all_stages
 from deepspeed.zero.access.gathered import GatheredParameters
 from deepspeed.zero.holder import address_of, full_shape
 from deepspeed.zero.parts import say_part, says_part
@@ -108,11 +108,7 @@ def _found_by_stages(model: nn.Module, section: ExpertParallel, device: torch.de
             _check_adapters(name, model)
     except DeepSpeedConfigError as error:
         said = error
-    mine = (len(found), str(said or ""), isinstance(said, _NothingFound))
-    told = told_by_stages(model, device, mine, label="the experts of the stages")
-    for _, words, is_nothing in told:
-        if words and not (is_nothing and any(count for count, _, _ in told)):
-            raise DeepSpeedConfigError(words)
+    raise_for_all_stages(model, device, len(found), said, _NothingFound, label="the experts of the stages")
     return found
 
 

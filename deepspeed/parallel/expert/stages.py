@@ -14,6 +14,7 @@ from torch import nn
 from deepspeed.comm.connect import shared_transport
 from deepspeed.comm.objects import gather_objects
 from deepspeed.comm.process_group import default_timeout
+from deepspeed.errors import DeepSpeedConfigError
 
 
 def is_stage(model: nn.Module) -> bool:
@@ -33,3 +34,25 @@ def told_by_stages(model: nn.Module, device: torch.device, mine: Any, *, label: 
     if not is_stage(model):
         return [mine]
     return gather_objects(shared_transport(device=device, timeout=default_timeout()), mine, label=label)
+
+
+def raise_for_all_stages(
+    model: nn.Module, device: torch.device, count: int, said: DeepSpeedConfigError | None, nothing: type, *, label: str
+) -> None:
+    """Raises on every rank what is wrong with the layers of any stage.
+
+    Args:
+        model: Of this rank. Every rank of the job must call it.
+        device: Where it computes.
+        count: What was found on this rank.
+        said: What is wrong with it.
+        nothing: The kind of ``said`` that only counts if no stage has found anything.
+        label: For whoever waits in vain.
+
+    Raises:
+        DeepSpeedConfigError: In the words of the first rank that has some.
+    """
+    told = told_by_stages(model, device, (count, str(said or ""), isinstance(said, nothing)), label=label)
+    for _, words, is_nothing in told:
+        if words and not (is_nothing and any(found for found, _, _ in told)):
+            raise DeepSpeedConfigError(words)

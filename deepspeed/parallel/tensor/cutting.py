@@ -22,7 +22,7 @@ from deepspeed.config.sections.tensor_parallel import TensorParallel
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 from deepspeed.parallel.expert.auto import spread_modules
-from deepspeed.parallel.expert.stages import told_by_stages
+from deepspeed.parallel.expert.stages import raise_for_all_stages
 from deepspeed.parallel.tensor import rules as rules_module
 from deepspeed.parallel.tensor.attention import slice_arguments, tell
 from deepspeed.parallel.tensor.batches import BatchCheck, same_random_states
@@ -127,11 +127,7 @@ def _rules_by_stages(model: nn.Module, section: TensorParallel, device: torch.de
         rules = rules_for(model, section)
     except DeepSpeedConfigError as error:
         said = error
-    mine = (len(rules), str(said or ""), isinstance(said, _NothingSaid))
-    told = told_by_stages(model, device, mine, label="the tensor-parallel cuts of the stages")
-    for _, words, is_nothing in told:
-        if words and not (is_nothing and any(count for count, _, _ in told)):
-            raise DeepSpeedConfigError(words)
+    raise_for_all_stages(model, device, len(rules), said, _NothingSaid, label="the tensor-parallel cuts of the stages")
     return rules
 
 
