@@ -39,6 +39,8 @@ def tensors_say_where_they_are(operations: Operations, memory: Memory) -> Iterat
         memory: Its books.
     """
     surface = _Surface(operations, memory)
+    with torch.device("meta"):
+        torch.empty(0)  # torch lists its factories at the first use of such a context, and keeps the list for good
     with ExitStack() as stack:
         for owner, names in ((torch, _FACTORIES), (torch.Tensor, _METHODS)):
             for name in names:
