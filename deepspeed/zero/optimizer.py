@@ -31,7 +31,7 @@ from deepspeed.zero.storage import Kind, Ledger, storage_key
 from deepspeed.zero.update import PieceUpdater, UpdateStrategy
 
 if TYPE_CHECKING:
-    from deepspeed.zero.momentum import MomentumExchange
+    from deepspeed.zero.onebit.momentum import MomentumExchange
 
 _FLAGS_PER_NUMBER = 48  # bits of an exact integer in fp64
 _NAME = 240  # bytes of a parameter's name that travel
@@ -118,7 +118,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         self._updater = None if self._flat is None else PieceUpdater(self._flat, optimizer, strategies)
         self.momentum: MomentumExchange | None = None
         if isinstance(optimizer, ExchangesMomentum):
-            from deepspeed.zero.local_steps import exchange_for  # few train with it, and it is a room by itself
+            from deepspeed.zero.onebit.local_steps import exchange_for  # few train with it
 
             self.momentum = exchange_for(optimizer, masters, groups, ledger)
         self._announce_update()

@@ -86,7 +86,7 @@ class Placement:
         shard_ranks: Neighbours that share the compute parameters; None: all ranks.
         spread_master: With ``shard_ranks``: gradients, masters and optimizer state are cut over all ranks.
         feeds_back: Each rank keeps, for itself, what reductions have lost of its gradients.
-        sends_momentum: Momenta travel instead of gradients (``zero.momentum``): each rank keeps, for itself, what that
+        sends_momentum: Momenta travel instead of gradients (``zero.onebit``): each rank keeps, for itself, what that
             loses, and where masters are sharded the whole momentum.
         may_skip: It keeps it twice, as updates may be skipped, which leave it as it was.
         meets: Masters meet those of other islands now and then: of each element, its owner keeps where that was and a

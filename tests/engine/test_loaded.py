@@ -49,7 +49,7 @@ ROOMS = (
     "deepspeed.activation_checkpointing",
     "deepspeed.inference",
     "deepspeed.plan",
-    "deepspeed.zero.momentum",
+    "deepspeed.zero.onebit",
     "rich",
 )
 

@@ -2,7 +2,7 @@
 
 These optimizers are not fed with mean gradients alone. After their warm-up each rank adds its *own* gradient to the
 momentum that all have, and it is these momenta that are averaged, with one bit for each element. So reducing the
-gradients, clipping and updating are not steps one after the other, and ``zero.momentum`` does them in their order.
+gradients, clipping and updating are not steps one after the other, and ``zero.onebit`` does them in their order.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from deepspeed.ops.onebit.zero_one import LR_SUM, TRAVELLED, ZeroOneAdam
 from deepspeed.zero.gradient_bucket import GradientBucket
 from deepspeed.zero.group import Groups
 from deepspeed.zero.masters import MasterBucket
-from deepspeed.zero.momentum import BucketMomentum, MomentumExchange
 from deepspeed.zero.norm import squared_norm
+from deepspeed.zero.onebit.momentum import BucketMomentum, MomentumExchange
 from deepspeed.zero.storage import Ledger
 
 _MEAN = 3  # kind of transfer, as of an exchange of momenta, with which it shares the numbers

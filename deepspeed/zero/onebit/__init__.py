@@ -1,0 +1,1 @@
+"""Driving the optimizers of ``ops.onebit``: what travels of them in the place of gradients, and when."""
