@@ -113,23 +113,21 @@ class OneBitAdam:
 
     def travel(self, by_rank: list[dict[str, torch.Tensor]]) -> None:
         beta = self.betas[0]
-        after: dict[str, torch.Tensor] = {}
+        # Fewer elements than the sums that stand for them, so that what the engine estimates is exact.
+        mean = {name: sum(g[name] for g in by_rank) / self.ranks for name in by_rank[0]}
+        self.norm = math.sqrt(sum(g.double().square().sum().item() for g in mean.values()))
+        factor = min(1.0, self.clip / (self.norm + 1e-6)) if self.clip else 1.0
         for message in self.messages:
             vectors = []
             for rank in range(self.ranks):
-                own = [beta * self.m[name] + (1 - beta) * by_rank[rank][name] for name in message.names]
+                own = [beta * self.m[n] + (1 - beta) * factor * by_rank[rank][n] for n in message.names]
                 own = [self.sent(name, m) for name, m in zip(message.names, own, strict=True)]
                 masked = [m * self.masks.get(n, 1) for n, m in zip(message.names, own, strict=True)]
                 vectors.append(torch.cat([m.reshape(-1) for m in masked]))
             parts = message.exchange(vectors).split(message.numels)
             for name, part in zip(message.names, parts, strict=True):
-                after[name] = self.received(name, part.view_as(self.m[name])) * self.masks.get(name, 1)
+                self.m[name] = self.received(name, part.view_as(self.m[name])) * self.masks.get(name, 1)
             self.clear_masked(message)
-        decoded = {name: (m - beta * self.m[name]) / (1 - beta) for name, m in after.items()}
-        self.norm = math.sqrt(sum(g.double().square().sum().item() for g in decoded.values()))
-        factor = min(1.0, self.clip / (self.norm + 1e-6)) if self.clip else 1.0
-        for name, gradient in decoded.items():
-            self.m[name] = beta * self.m[name] + (1 - beta) * factor * gradient
 
     def sent(self, name: str, momentum: torch.Tensor) -> torch.Tensor:
         return momentum
@@ -260,18 +258,12 @@ class ZeroOneAdam:
     def step(self, by_rank: list[dict[str, torch.Tensor]]) -> None:
         self.count += 1
         beta, local = 0.9, self.count - self.freeze
-        clip, decodes = 1.0, False
+        mean = {name: sum(g[name] for g in by_rank) / self.ranks for name in self.v}
+        clip = self.factor(self.norm_of(mean))
         if self.count in self.variance:
-            mean = {name: sum(g[name] for g in by_rank) / self.ranks for name in self.v}
-            clip = self.factor(self.norm_of(mean))
             for name in self.v:
                 self.v[name] = 0.999 * self.v[name] + 0.001 * (clip * mean[name]).square()
-        elif local <= 0:
-            decodes = True
-        else:
-            clip = self.factor(math.sqrt(sum(self.norm_of(g) ** 2 for g in by_rank) / self.ranks))
         gap = 1 if local <= 0 else min(self.most, 2 ** ((local - 1) // self.double_after))
-        before = [{name: m.clone() for name, m in one.items()} for one in self.m]
         for rank in range(self.ranks):
             for name in self.v:
                 self.m[rank][name] = beta * self.m[rank][name] + (1 - beta) * clip * by_rank[rank][name]
@@ -282,15 +274,6 @@ class ZeroOneAdam:
         if local <= 0 or local % gap == 0:
             self.exchanges.append(self.count)
             self.exchange()
-            if decodes:
-                m = self.m[0]
-                gradient = {name: (m[name] - beta * before[0][name]) / (1 - beta) for name in m}
-                factor = self.factor(self.norm_of(gradient))
-                for name in m:
-                    right = beta * before[0][name] + (1 - beta) * factor * gradient[name]
-                    self.anchor[name] += self.lr * (m[name] - right) / (self.v[name].sqrt() + self.eps)
-                    for one in self.m:
-                        one[name] = right.clone()
         for rank in range(self.ranks):
             for name, parameter in self.at[rank].items():
                 parameter.copy_(self.anchor[name] - self.u[rank][name] / (self.v[name].sqrt() + self.eps))

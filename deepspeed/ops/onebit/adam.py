@@ -81,7 +81,7 @@ class OneBitAdam(ElementwiseOptimizer):
         eps: Added to the root of the variance.
         eps_inside_sqrt: Must be False.
         weight_decay: Decoupled weight decay.
-        max_grad_norm: Must be 0; ``gradient_clipping`` clips, by the norm of the decoded sum.
+        max_grad_norm: Must be 0; ``gradient_clipping`` clips, by the norm of the mean gradient.
         amsgrad: Must be False.
         cuda_aware: Of no use: messages are tensors of the process group's own backend.
         comm_backend_name: Of no use: the process group is the engine's.
@@ -153,7 +153,7 @@ def check_family(optimizer: object, *, eps_inside_sqrt: bool, max_grad_norm: flo
     if max_grad_norm:
         raise ValueError(
             f"{name} does not clip (max_grad_norm={max_grad_norm}); set gradient_clipping in the config, which clips "
-            "by the norm of the decoded sum"
+            "by the norm of the mean gradient"
         )
     if freeze_step < 1:
         raise ValueError(f"{name}: the warm-up must have an update at least, but has {freeze_step}")

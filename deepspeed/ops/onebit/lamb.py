@@ -50,7 +50,7 @@ class OneBitLamb(FusedLamb):
         eps: Added to the root of the variances.
         eps_inside_sqrt: Must be False.
         weight_decay: Decoupled weight decay, part of the direction whose norm counts.
-        max_grad_norm: Must be 0; ``gradient_clipping`` clips, by the norm of the decoded sum.
+        max_grad_norm: Must be 0; ``gradient_clipping`` clips, by the norm of the mean gradient.
         max_coeff: Greatest trust ratio of the warm-up.
         min_coeff: Least trust ratio of the warm-up.
         amsgrad: Must be False.

@@ -99,8 +99,8 @@ class ZeroOneAdam(ElementwiseOptimizer):
         eps: Added to the root of the variance.
         eps_inside_sqrt: Must be False.
         weight_decay: Decoupled weight decay.
-        max_grad_norm: Must be 0; ``gradient_clipping`` clips: by the norm of the exact or of the decoded mean; where
-            steps are of the ranks' own, by the root of the mean square of the ranks' norms.
+        max_grad_norm: Must be 0; ``gradient_clipping`` clips, by the norm of the mean gradient
+            (``zero.onebit.mean_norm``).
         var_freeze_step: Last update that may update the variance.
         var_update_scaler: After so many updates of the variance the gap between them doubles.
         local_step_scaler: After so many updates of the ranks' own the gap between exchanges doubles.

@@ -18,7 +18,7 @@ from deepspeed.zero.gradient_bucket import GradientBucket
 from deepspeed.zero.group import Groups
 from deepspeed.zero.masters import MasterBucket
 from deepspeed.zero.norm import squared_norm
-from deepspeed.zero.onebit.momentum import BucketMomentum, MomentumExchange
+from deepspeed.zero.onebit.momentum import BucketMomentum, MomentumExchange, clip_factor
 from deepspeed.zero.storage import Ledger
 
 _MEAN = 3  # kind of transfer, as of an exchange of momenta, with which it shares the numbers
@@ -45,7 +45,7 @@ class LocalSteps(MomentumExchange):
         clip_grad: float,
         epsilon: float,
     ) -> tuple[float, list[list[bool]]]:
-        """See the class this one derives from; where no exchange is due, the norm is the mean square of the ranks'."""
+        """See the class this one derives from; where the variance is updated, the norm is exact."""
         self._grow()
         self._open_states()
         taking = self._taking(used)
@@ -100,19 +100,16 @@ class LocalSteps(MomentumExchange):
             norm = self._root(
                 [self._counted(b, squared_norm(m).item()) for (b, *_), m in zip(work, means, strict=True)]
             )
-            clip = self._clip(norm, clip_grad, epsilon)
+            clip = clip_factor(norm, clip_grad, epsilon)
             for (bucket, _, flags, _), mean in zip(work, means, strict=True):
                 self._update_variance(bucket, flags, mean.mul_(clip))
-            self._exchange(work, clip, limit=0.0, epsilon=epsilon)
-            return norm
+        else:
+            norm = self._norm_of_mean([(bucket, flat, 1.0) for bucket, _, _, flat in work])
+            clip = clip_factor(norm, clip_grad, epsilon)
         if optimizer.phase is Phase.MOMENTUM:
-            return self._exchange(work, 1.0, limit=clip_grad, epsilon=epsilon)
-        squares = []
-        for bucket, _, _, flat in work:
-            group = bucket.master.bucket.group
-            squares.append(squared_norm(flat).item() / group.reduce.size if group.counts else 0.0)
-        norm = self._root(squares)
-        self._step_alone(work, still, self._clip(norm, clip_grad, epsilon))
+            self._exchange(work, clip)
+        else:
+            self._step_alone(work, still, clip)
         return norm
 
     @property
@@ -150,16 +147,6 @@ class LocalSteps(MomentumExchange):
         group = bucket.master.bucket.group
         return squares if group.counts and group.place == 0 else 0.0
 
-    def _root(self, squares: Sequence[float]) -> float:
-        rows = self._groups.job.gather_small(
-            torch.tensor([sum(squares)], dtype=torch.float64), channel="step", label="the norm of the gradients"
-        )
-        return float(rows.sum().sqrt().item())
-
-    @staticmethod
-    def _clip(norm: float, limit: float, epsilon: float) -> float:
-        return min(1.0, limit / (norm + epsilon)) if limit > 0 else 1.0
-
     def _update_variance(self, bucket: BucketMomentum, flags: list[bool], mean: torch.Tensor) -> None:
         for run in bucket.master.runs:
             variance = self._optimizer.state[run.param]["exp_avg_sq"]
@@ -169,18 +156,14 @@ class LocalSteps(MomentumExchange):
                     part = variance[start - run.span.start : stop - run.span.start]
                     part.mul_(beta).addcmul_(mean[start:stop], mean[start:stop], value=1 - beta)
 
-    def _exchange(self, work: Work, factor: float, *, limit: float, epsilon: float) -> float:
+    def _exchange(self, work: Work, clip: float) -> None:
         """The movement of this one step travels, and its momentum is what has come, by the learning rate."""
         # A rate of 0 moves nothing, but its momentum is to be known.
         lrs = [max(float(group["lr"]), _LEAST) for group in self._optimizer.param_groups]
-        self._send(work, factor, lrs)
-        for bucket, *_ in work:
-            bucket.divide(lrs)
-        norm = self._norm([bucket for bucket, *_ in work])
-        clip = self._clip(norm, limit, epsilon)
+        self._send(work, clip, lrs)
         for bucket, own, *_ in work:
-            bucket.settle(clip, own)
-        return norm
+            bucket.divide(lrs)
+            bucket.settle(own)
 
     def _send(
         self, work: Work, factor: float, lrs: Sequence[float], still: Mapping[BucketMomentum, list[int]] | None = None
@@ -209,7 +192,7 @@ class LocalSteps(MomentumExchange):
             self._send(work, clip, lrs, still)
             self._count_from_zero()
             for bucket, own, *_ in work:
-                bucket.settle(1.0, own)
+                bucket.settle(own)
             return
         for bucket, own, _, flat in work:
             made = own.new_result(bucket.master.flat.numel())

@@ -3,7 +3,7 @@
 A rank's gradients stay its own until the update. Then all ranks agree that every one of them is finite, and only then
 anything changes: each adds its gradient to the momentum that all have, the compressed all-reduce (``comm.one_bit``)
 makes one momentum of them, and the update reads that where it else reads the gradient. So a skipped step leaves
-momentum and errors as they were, and clipping goes by what was decoded, by one factor on all ranks.
+momentum and errors as they were. Gradients are clipped before they enter the momentum, by one factor on all ranks.
 
 The momentum must be whole where it is sent. Where masters are sharded it is kept once more for that, replicated, beside
 the parts that belong to the optimizer's state; these are what a checkpoint has.
@@ -25,6 +25,7 @@ from deepspeed.ops.onebit.phases import ExchangesMomentum, Phase, mask_of
 from deepspeed.zero.gradient_bucket import GradientBucket
 from deepspeed.zero.group import Groups
 from deepspeed.zero.masters import MasterBucket
+from deepspeed.zero.onebit.mean_norm import sketches
 from deepspeed.zero.storage import FlatBuffer, Kind, Ledger
 
 _MOMENTUM = 3  # kind of transfer, see transfer_key
@@ -257,38 +258,13 @@ class BucketMomentum:
                     self._mask[tensor.place] = mask.to(self._mask)
         return self._mask
 
-    def sum_of_squares(self) -> float:
-        """Of the gradient that the decoded momentum stands for."""
-        assert self._message is not None
-        total = 0.0
-        for tensor, old in zip(self._tensors, self._old(), strict=True):
-            if self._flags[tensor.tile]:
-                beta = self._beta(tensor)
-                gradient = self._message[tensor.place].clone()
-                if old is not None:
-                    gradient.sub_(old, alpha=beta)
-                norm = torch.linalg.vector_norm(gradient, dtype=torch.float64).item() / (1 - beta)
-                total += norm * norm
-        return total
-
-    def settle(self, clip: float, gradients: GradientBucket) -> None:
-        """Clips what has come, keeps it, and puts it where the update reads the gradient.
-
-        Args:
-            clip: Factor on the gradient that the momentum stands for, at most 1.
-            gradients: Of the bucket.
-        """
+    def settle(self, gradients: GradientBucket) -> None:
+        """Keeps what has come, and puts it where the update reads the gradient, which is that of the bucket."""
         assert self._message is not None
         message, self._message = self._message, None
         for tensor, old in zip(self._tensors, self._old(), strict=True):
-            part = message[tensor.place]
-            if not self._flags[tensor.tile]:
-                if old is not None:
-                    part.copy_(old)
-            elif clip < 1.0:
-                part.mul_(clip)
-                if old is not None:
-                    part.add_(old, alpha=(1.0 - clip) * self._beta(tensor))
+            if not self._flags[tensor.tile] and old is not None:
+                message[tensor.place] = old
         starts = {tensor.tile: tensor.start for tensor in self._tensors}
         made = gradients.new_result(self.master.flat.numel())
         result = made.tensor
@@ -299,6 +275,11 @@ class BucketMomentum:
         gradients.sum.add_reduced(made)
         if self.momentum is not None:
             self.momentum.tensor.copy_(message)
+
+
+def clip_factor(norm: float, limit: float, epsilon: float) -> float:
+    """Of the gradients, so that a norm of at most ``limit`` (0: any) is left."""
+    return min(1.0, limit / (norm + epsilon)) if limit > 0 else 1.0
 
 
 def _spans(ends: Sequence[int]) -> list[tuple[int, int]]:
@@ -326,6 +307,7 @@ class MomentumExchange:
         self._groups = groups
         self._ledger = ledger
         self._is_collected = False
+        self._updates = 0
         self.buckets: list[BucketMomentum] = []
         self._grow()
 
@@ -341,6 +323,7 @@ class MomentumExchange:
         """
         optimizer = self._optimizer
         assert isinstance(optimizer, ExchangesMomentum)
+        self._updates = before
         former = optimizer.phase
         optimizer.begin_update(before)
         speaks = self._groups.job.rank == 0
@@ -396,19 +379,25 @@ class MomentumExchange:
             epsilon: Added to the norm that is divided by.
 
         Returns:
-            The norm of the gradient that the decoded momentum stands for, before clipping; and, by bucket and tile, of
-            what there is an update now.
+            The norm of the mean gradient before clipping, within 2 % (``zero.onebit.mean_norm``); and, by bucket and
+            tile, of what there is an update now.
         """
         self._grow()
         if not self._is_collected:
             for bucket in self.buckets:
                 bucket.collect()
             self._is_collected = True
-        work = [entry for entry in zip(self.buckets, gradients, used, strict=True) if any(entry[2])]
+        work = []
+        for bucket, own, flags in zip(self.buckets, gradients, used, strict=True):
+            if any(flags):
+                work.append((bucket, own, flags, *own.take_own_sum()))
+        norm = self._norm_of_mean(
+            [(bucket, None if total is None else total.tensor, factor / scale) for bucket, _, _, total, factor in work]
+        )
+        clip = clip_factor(norm, clip_grad, epsilon)
         before: BucketMomentum | None = None
-        for bucket, own, flags in work:
-            total, factor = own.take_own_sum()
-            bucket.start(None if total is None else total.tensor, factor / scale, flags)
+        for bucket, _, flags, total, factor in work:
+            bucket.start(None if total is None else total.tensor, factor / scale * clip, flags)
             if total is not None:
                 total.free()
             if before is not None:
@@ -416,24 +405,25 @@ class MomentumExchange:
             before = bucket
         if before is not None:
             before.finish()
-        norm = self._norm([bucket for bucket, _, _ in work])
-        clip = min(1.0, clip_grad / (norm + epsilon)) if clip_grad > 0 else 1.0
-        for bucket, own, _ in work:
-            bucket.settle(clip, own)
+        for bucket, own, *_ in work:
+            bucket.settle(own)
         return norm, used
 
     def synchronise(self) -> None:
         """Brings ranks together whose weights differ, so that they can be saved; every rank must call it."""
 
-    def _norm(self, buckets: Sequence[BucketMomentum]) -> float:
-        """Over the job; each tensor counts once."""
-        mine = 0.0
-        for bucket in buckets:
-            group = bucket.master.bucket.group
-            if group.counts and group.place == 0:
-                mine += bucket.sum_of_squares()
+    def _norm_of_mean(self, gradients: Sequence[tuple[BucketMomentum, torch.Tensor | None, float]]) -> float:
+        """Of this rank's own gradients, each with its multiplier, the norm of the mean over ranks, within 2 %."""
+        entries = [
+            (bucket.master.bucket.group, bucket.master.layout.numel, gradient, factor)
+            for bucket, gradient, factor in gradients
+        ]
+        return self._root([sketch.squares() for sketch in sketches(entries, self._updates)])
+
+    def _root(self, squares: Sequence[float]) -> float:
+        """Of the sum over the job; every rank must call it."""
         rows = self._groups.job.gather_small(
-            torch.tensor([mine], dtype=torch.float64), channel="step", label="the norm of the decoded momentum"
+            torch.tensor([sum(squares)], dtype=torch.float64), channel="step", label="the norm of the gradients"
         )
         return float(rows.sum().sqrt().item())
 
