@@ -19,6 +19,7 @@ from rich.table import Table
 
 from deepspeed.cli.progress import progress
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
+from deepspeed.parallel.pipe.schedule import TRAIN_SCHEDULES
 from deepspeed.plan.advice import advise
 from deepspeed.plan.api import make_machine
 from deepspeed.plan.configs import read_config
@@ -28,7 +29,7 @@ from deepspeed.plan.devices import DEVICES
 from deepspeed.plan.longest import longest_sequence
 from deepspeed.plan.models import model_source
 from deepspeed.plan.picture import sweep_svg
-from deepspeed.plan.pipeline import Pipeline
+from deepspeed.plan.pipeline import pipeline_of
 from deepspeed.plan.planner import make_plan
 from deepspeed.plan.result import Request
 from deepspeed.plan.sweep import Point, read_axes, sweep, sweep_text
@@ -107,7 +108,8 @@ def _parser() -> argparse.ArgumentParser:
         ("ep", "ranks that share experts; default: the configuration's autoep_size"),
     ):
         job.add_argument(f"--{name}", type=int, help=what)
-    job.add_argument("--schedule", default="1f1b", help="of the pipeline: 1f1b or gpipe")
+    job.add_argument("--schedule", help=f"of the pipeline: {', '.join(TRAIN_SCHEDULES)}; default: the configuration's")
+    job.add_argument("--num-chunks", type=int, help="of each stage, with a schedule that has several")
     job.add_argument(
         "--sweep",
         nargs="+",
@@ -165,7 +167,7 @@ def _width(most: int) -> int:
 
 
 def _request(options: argparse.Namespace) -> Request:
-    for name in ("nodes", "devices", "sequence_length", "micro_batch", *DEGREES):
+    for name in ("nodes", "devices", "sequence_length", "micro_batch", "num_chunks", *DEGREES):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise DeepSpeedConfigError(f"--{name.replace('_', '-')}: expected 1 or more, found {value}")
@@ -182,15 +184,16 @@ def _request(options: argparse.Namespace) -> Request:
         disk=options.disk,
         headroom=options.headroom,
     )
+    config = read_config(options.config if options.config is not None else _plain_config())
     request = Request(
         source=model_source(_model(options)),
-        config=read_config(options.config if options.config is not None else _plain_config()),
+        config=config,
         machine=machine,
         sequence_length=options.sequence_length,
         micro_batch=options.micro_batch,
         checkpointing=options.activation_checkpointing,
         kind="cpu" if options.device == "cpu" else "cuda",
-        pipeline=Pipeline(schedule=options.schedule),
+        pipeline=pipeline_of(config, schedule=options.schedule, num_chunks=options.num_chunks),
     )
     return at_degrees(request, **{name: getattr(options, name) for name in DEGREES})
 

@@ -219,8 +219,9 @@ def connect_copies(defined: Defined, *, device: torch.device | None, timeout: ti
     """
     members = defined.mine
     if (others := stand_in()) is not None:
-        return others.transport(device, members) if len(members) > 1 else None
-    made = create_transport(group_of(defined, device=device, timeout=timeout), device=device, timeout=timeout)
+        made: Transport = others.transport(device, members)
+    else:
+        made = create_transport(group_of(defined, device=device, timeout=timeout), device=device, timeout=timeout)
     made.axis = "pipe"
     return made if len(members) > 1 else None
 

@@ -22,7 +22,7 @@ from deepspeed.parallel.pipe.schedule import StageSchedule, make_inference, make
 from deepspeed.parallel.pipe.schedule import instructions as told
 from deepspeed.parallel.pipe.split import backward_to_inputs
 from deepspeed.parallel.pipe.values import detached, map_tensors, tensors_of
-from deepspeed.parallel.pipe.wires import StageWires
+from deepspeed.parallel.pipe.wires import connect_stages
 from deepspeed.zero.micro_batch import MicroBatch, Part
 
 
@@ -66,7 +66,7 @@ class PipelineEngine(Interpreter, DeepSpeedEngine):
         self.is_model_parallel = self.grid.model_parallel_size > 1
         self.has_attention_mask = self.has_bool_tensors = False
         self.dynamic_shape = module.dynamic_shape
-        self.start_interpreter(StageWires(module.mesh, parts.device), module.stage_of_chunks, parts.device)
+        self.start_interpreter(connect_stages(module.mesh, parts.device), module.stage_of_chunks, parts.device)
         self._parameters_of = {chunk: frozenset(module.parameters_of(chunk)) for chunk in module.chunks}
         self._is_last_chunk_here = len(self._stage_of) - 1 in module.chunks
         self._pulls_data = 0 in module.chunks or self._is_last_chunk_here

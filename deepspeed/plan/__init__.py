@@ -2,7 +2,7 @@
 
 The real engine runs one step as rank *r* of *N* on tensors without values, and what it holds and moves is counted: once
 for each kind of rank (``kinds``), as stages of a pipeline are not alike. Read ``rehearsal`` (the run), ``actions`` and
-``pipeline`` (what a rank does in a step), ``scene``, ``stage_set``, ``network``, ``values`` and ``autocasting`` (the
+``pipeline``, ``played_stage`` (what a rank does in a step), ``scene``, ``stage_set``, ``network``, ``values`` and ``autocasting`` (the
 world around it), ``memory`` (the counting), ``known_shapes`` (why it is quick), then ``planner``, ``result`` and
 ``show``.
 """

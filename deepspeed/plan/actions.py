@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.plan.models import Inputs
 from deepspeed.zero.outputs import tensors_in
 
 
@@ -38,52 +37,6 @@ class Action:
 def actions_of_step(micro_batches: int) -> list[Action]:
     """What a rank without stages does: each micro-batch forward and backward, and the engine is told of it."""
     return [Action(act, number) for number in range(micro_batches) for act in Act]
-
-
-@dataclass(frozen=True)
-class Stage:
-    """The stage of a pipeline that a rank is on.
-
-    Attributes:
-        stage: Its number, from 0.
-        stages: How many there are.
-        computations: Of a step that shows all: whether each is a forward, and its micro-batch.
-    """
-
-    stage: int
-    stages: int
-    computations: tuple[tuple[bool, int], ...]
-
-    @property
-    def is_first(self) -> bool:
-        """It has the data."""
-        return self.stage == 0
-
-    @property
-    def is_last(self) -> bool:
-        """It has the loss."""
-        return self.stage == self.stages - 1
-
-    @property
-    def micro_batches(self) -> int:
-        """Of the step that shows all."""
-        return 1 + max(number for _, number in self.computations)
-
-    def actions(self) -> list[Action]:
-        """What the rank does: the computations, and one update."""
-        acts = [Action(Act.FORWARD if forward else Act.BACKWARD, number) for forward, number in self.computations]
-        return [*acts, Action(Act.STEP, self.micro_batches - 1)]
-
-
-def received_inputs(inputs: Inputs) -> Inputs:
-    """A stage's inputs as they arrive: in memory of their own, and the activations want a gradient."""
-
-    def fresh(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        return torch.empty_like(value, requires_grad=value.is_floating_point())
-
-    return tuple(fresh(value) for value in inputs[0]), {name: fresh(value) for name, value in inputs[1].items()}
 
 
 def loss_of(outputs: Any) -> torch.Tensor:

@@ -13,7 +13,7 @@ from deepspeed.plan.degrees import at_degrees
 from deepspeed.plan.devices import Device, Machine, find_device, read_bytes
 from deepspeed.plan.longest import longest_sequence
 from deepspeed.plan.models import model_source
-from deepspeed.plan.pipeline import Pipeline
+from deepspeed.plan.pipeline import pipeline_of
 from deepspeed.plan.planner import make_plan
 from deepspeed.plan.result import Plan, Request
 
@@ -44,7 +44,8 @@ def plan(
     tensor: int | None = None,
     sequence: int | None = None,
     ep: int | None = None,
-    schedule: str = "1f1b",
+    schedule: str | None = None,
+    num_chunks: int | None = None,
     longest: bool = False,
 ) -> Plan:
     """Says what each rank of a training will hold and move, by running the engine on tensors without values.
@@ -72,12 +73,13 @@ def plan(
         network: Bytes per second and direction between nodes, per device; None: 50e9.
         disk: Bytes per second of a node's disk; None: 5e9.
         headroom: Share of device memory left to driver, communication library and fragmentation; None: 0.05.
-        rank: The rank that is played; None: the second, with a pipeline one of each stage.
-        pipe: Stages of a pipeline; the model is a ``DecoderShape``.
+        rank: The rank that is played; None: the second, with a pipeline one of each kind of stage.
+        pipe: Stages of a pipeline; the model is a ``DecoderShape`` or a decoder-only one of Transformers.
         tensor: Ranks that share layers; None: as the configuration says.
         sequence: Ranks that share a sequence; None: as the configuration says.
         ep: Ranks that share experts; None: as the configuration says.
-        schedule: Of the pipeline: ``1f1b`` or ``gpipe``.
+        schedule: Of the pipeline; None: as the configuration says, or ``1f1b``.
+        num_chunks: Chunks per stage; None: as the configuration says, or as few as the schedule can have.
         longest: Look for the longest sequences that fit; the plan's ``request.sequence_length`` is the answer, a
             multiple of 1024 tokens. ``sequence_length`` and ``compare_checkpointing`` do not matter then.
 
@@ -103,16 +105,17 @@ def plan(
     )
     if rank is not None and rank not in range(machine.ranks):
         raise DeepSpeedConfigError(f"plan(rank={rank!r}): expected a whole number from 0 to {machine.ranks - 1}")
+    settings = read_config(config)
     request = Request(
         source=model_source(model, inputs),
-        config=read_config(config),
+        config=settings,
         machine=machine,
         sequence_length=sequence_length,
         micro_batch=micro_batch,
         checkpointing=activation_checkpointing,
         kind="cpu" if machine.device.name == "cpu" else "cuda",
         rank=rank,
-        pipeline=Pipeline(pipe, schedule),
+        pipeline=pipeline_of(settings, pipe, schedule, num_chunks),
     )
     request = at_degrees(request, tensor=tensor, sequence=sequence, ep=ep)
     if longest:

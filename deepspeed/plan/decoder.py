@@ -6,6 +6,7 @@ Shapes: B samples, S tokens, H hidden, A heads, K key-value heads, D = H / A, F 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from torch.nn import functional
 from deepspeed.comm import groups
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.expert.layer import MoE
+from deepspeed.parallel.pipe.spec import LayerSpec
 from deepspeed.parallel.sequence.attention import DistributedAttention
 
 
@@ -69,17 +71,16 @@ class DecoderShape:
         return self.intermediate or -(-8 * self.hidden // 3 // 256) * 256
 
 
-_TENSOR_PLAN = {
-    "layers.*.attention.query": "colwise",
-    "layers.*.attention.key": "colwise",
-    "layers.*.attention.value": "colwise",
-    "layers.*.attention.out": "rowwise",
-    "layers.*.gate": "colwise",
-    "layers.*.rise": "colwise",
-    "layers.*.fall": "rowwise",
-    "head": "colwise_gather_output",
-    "end.*.head": "colwise_gather_output",
+_BLOCK_PLAN = {
+    "attention.query": "colwise",
+    "attention.key": "colwise",
+    "attention.value": "colwise",
+    "attention.out": "rowwise",
+    "gate": "colwise",
+    "rise": "colwise",
+    "fall": "rowwise",
 }
+_HEAD_PLAN = {"head": "colwise_gather_output"}
 """How tensor parallelism cuts the layers, as Transformers' plans say it."""
 
 
@@ -125,6 +126,8 @@ class _FeedForward(nn.Module):
 
 
 class _Block(nn.Module):
+    _tp_plan = _BLOCK_PLAN
+
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(shape.hidden)
@@ -142,6 +145,8 @@ class _Block(nn.Module):
 
 class _ExpertBlock(nn.Module):
     """A block whose feed-forward layer is a mixture of experts, of which no route is dropped."""
+
+    _tp_plan = _BLOCK_PLAN
 
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
@@ -169,7 +174,7 @@ def _block(shape: DecoderShape) -> nn.Module:
 class Decoder(nn.Module):
     """Embedding, blocks, head; returns the mean loss of the next token."""
 
-    _tp_plan = _TENSOR_PLAN
+    _tp_plan: ClassVar = {**{f"layers.*.{name}": style for name, style in _BLOCK_PLAN.items()}, **_HEAD_PLAN}
 
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
@@ -188,12 +193,13 @@ class Decoder(nn.Module):
         x = self.embedding(input_ids)
         for layer in self.layers:
             x = layer(x)
-        logits = self.head(self.norm(x))
-        return functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+        return token_loss(self.head(self.norm(x)), labels)
 
 
 class _End(nn.Module):
     """The last layer of a pipeline: norm and head."""
+
+    _tp_plan = _HEAD_PLAN
 
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
@@ -204,50 +210,18 @@ class _End(nn.Module):
         return self.head(self.norm(x))
 
 
-class DecoderStage(nn.Module):
-    """Some layers of a :class:`Decoder`: the embedding is its first layer, norm and head together are its last.
+def token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The mean loss of the next token.
 
     Args:
-        shape: Of the whole decoder.
-        first: Its first layer.
-        end: The layer after its last.
+        logits: (B, S, V).
+        labels: (B, S), int64.
     """
-
-    _tp_plan = _TENSOR_PLAN
-
-    def __init__(self, shape: DecoderShape, first: int, end: int) -> None:
-        super().__init__()
-        self.is_first, self.is_last = first == 0, end == shape.layers + 2
-        if self.is_first:
-            self.embedding = nn.Embedding(shape.vocab, shape.hidden)
-        blocks = range(max(first, 1), min(end, shape.layers + 1))
-        self.layers = nn.ModuleList(_block(shape) for _ in blocks)
-        if self.is_last:
-            self.end = nn.Sequential(_End(shape))  # in a row, as every layer of a pipeline is gathered as one
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
-        """What goes to the next stage, or the loss.
-
-        Args:
-            x: (B, S) int64 on the first stage, (B, S, H) elsewhere.
-            labels: (B, S) int64, on the last stage.
-        """
-        if self.is_first:
-            x = self.embedding(x)
-        for layer in self.layers:
-            x = layer(x)
-        if not self.is_last:
-            return x
-        assert labels is not None
-        logits = self.end(x)
-        return functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+    return functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
 
-def layer_weights(shape: DecoderShape) -> list[int]:
-    """Parameters of each layer that can lie on a stage of its own."""
-    head_dim = shape.hidden // shape.heads
-    kv = (shape.kv_heads or shape.heads) * head_dim
-    attention = 2 * shape.hidden * (shape.hidden + kv) + 2 * shape.hidden
-    block = attention + 3 * shape.hidden * shape.width * max(shape.experts, 1) + shape.hidden * shape.experts
-    table = shape.vocab * shape.hidden
-    return [table, *[block] * shape.layers, table + shape.hidden]
+def layers_of(shape: DecoderShape) -> list[LayerSpec]:
+    """The decoder as a row of layers: embedding, blocks, norm and head together."""
+    block = _ExpertBlock if shape.experts else _Block
+    blocks = [LayerSpec(block, shape) for _ in range(shape.layers)]
+    return [LayerSpec(nn.Embedding, shape.vocab, shape.hidden), *blocks, LayerSpec(_End, shape)]

@@ -3,8 +3,8 @@
 Ranks that differ along ``data``, ``expert`` and ``sequence`` hold equally much and do the same. Along ``tensor`` the
 first has at least as much as any other (uneven heads: one more), and counts what all have whole. Stages of a pipeline
 are all different: in their layers, or in the number of micro-batches whose activations wait for their backward. So
-there is one kind per stage, and stages with equal layers need no plan of their own where an earlier one, which has more
-micro-batches in flight, is planned.
+there is one kind per stage, and stages with equal layers need no plan of their own where one that has no fewer
+micro-batches in flight is planned.
 """
 
 from __future__ import annotations
@@ -61,11 +61,13 @@ def kind_of(mesh: Mesh, rank: int) -> RankKind:
     return RankKind(mesh.coordinate(rank).get(PIPE, 0), stages, rank, mesh.world_size // stages)
 
 
-def needed(kinds: Sequence[RankKind], contents: Sequence[object]) -> list[RankKind]:
-    """Those of ``kinds`` of which one is the heaviest.
+def needed(kinds: Sequence[RankKind], contents: Sequence[object], in_flight: Sequence[int]) -> list[RankKind]:
+    """Those of ``kinds`` of which one is the heaviest: of equal contents, the first with the most in flight.
 
     Args:
         kinds: By stage.
         contents: What each stage holds, to be compared.
+        in_flight: For how many micro-batches each keeps activations, at most.
     """
-    return [kind for place, kind in enumerate(kinds) if contents.index(contents[place]) == place]
+    alike = [[place for place, other in enumerate(contents) if other == content] for content in contents]
+    return [kind for place, kind in enumerate(kinds) if place == max(alike[place], key=lambda one: in_flight[one])]

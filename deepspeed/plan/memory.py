@@ -112,6 +112,7 @@ class MemoryCount(TorchDispatchMode):
         self._moment_of_last_change = self.moment
         self.pinned = self.most_pinned = 0
         self.copied_down = self.copied_up = 0
+        self._overlooks = False
         count = weakref.ref(self)
 
         def died(storage: _Storage) -> None:
@@ -135,6 +136,15 @@ class MemoryCount(TorchDispatchMode):
                 yield
         finally:
             Ledger.auditor = before
+
+    @contextmanager
+    def overlooking(self) -> Iterator[None]:
+        """Inside, what is made does not count, nor later: it belongs to the program."""
+        before, self._overlooks = self._overlooks, True
+        try:
+            yield
+        finally:
+            self._overlooks = before
 
     @property
     def peaks(self) -> dict[Home, Peak]:
@@ -218,7 +228,7 @@ class MemoryCount(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result, is_new = self.run(func, args, kwargs or {})
-        if is_new or is_new is None:
+        if (is_new or is_new is None) and not self._overlooks:
             for tensor in (result,) if type(result) is torch.Tensor else tensors_of(result):
                 if is_new or self._shows_new_storage(tensor, args, kwargs):
                     storage = tensor.untyped_storage()

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
-from deepspeed.plan.decoder import Decoder, DecoderShape, DecoderStage, layer_weights
+from deepspeed.parallel.pipe import transformers_models
+from deepspeed.plan.decoder import Decoder, DecoderShape, layers_of, token_loss
 from deepspeed.plan.memory import META, tensors_of
-from deepspeed.plan.pipeline import bounds_of
 from deepspeed.zero.holder import full_shape
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -40,18 +40,18 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class StageSource:
-    """A way to the workload of one stage of a pipeline.
+class Row:
+    """A model as a row of layers, which can be cut into the stages of a pipeline.
 
     Attributes:
-        layers: The first of the model's layers that it holds, and the one after its last.
-        content: What it holds, to be compared: stages with equal contents hold and compute the same.
-        build: Makes a fresh workload. The first floating tensor that its forward gets comes from the stage before.
+        layers: Makes the layers, as of ``PipelineModule``; called with ``meta`` as torch's device.
+        loss_fn: ``loss_fn(outputs, labels)``.
+        items: Makes ``(inputs, labels)`` from micro-batch and sequence length.
     """
 
-    layers: tuple[int, int]
-    content: Any
-    build: Callable[[], Workload]
+    layers: Callable[[], list[Any]]
+    loss_fn: Callable[[Any, Any], Any]
+    items: Callable[[int, int], tuple[Any, Any]]
 
 
 @dataclass(frozen=True)
@@ -61,28 +61,29 @@ class ModelSource:
     Attributes:
         name: For headlines.
         build: Makes a fresh workload.
-        cut: From a number of stages to those of a pipeline; None: this model cannot be cut into stages here.
+        row: The model as a row of layers; None: it cannot be cut into stages here.
         spread: From a number of ranks that share experts to the same model with layers of that size; None: the model's
             own layers say it, or the configuration (``expert_parallel``).
     """
 
     name: str
     build: Callable[[], Workload]
-    cut: Callable[[int], list[StageSource]] | None = None
+    row: Row | None = None
     spread: Callable[[int], ModelSource] | None = None
 
-    def stages(self, number: int) -> list[StageSource]:
-        """The stages of a pipeline, one after the other.
+    def in_row(self) -> Row:
+        """The model as a row of layers.
 
         Raises:
-            DeepSpeedConfigError: It cannot be cut into so many.
+            DeepSpeedConfigError: It is not known as one.
         """
-        if self.cut is None:
+        if self.row is None:
             raise DeepSpeedConfigError(
-                f"plan: {self.name} cannot be cut into {number} stages here; give a decoder by its sizes (--layers, "
-                "--hidden, --heads, --vocab), or plan without pipe"
+                f"plan: {self.name} cannot be cut into stages here; give a decoder by its sizes (--layers, --hidden, "
+                "--heads, --vocab) or a decoder-only model of Transformers (its configuration, or the model), without "
+                "inputs of its own, or plan without pipe"
             )
-        return self.cut(number)
+        return self.row
 
 
 def model_source(given: Any, inputs: Any = None) -> ModelSource:
@@ -101,7 +102,9 @@ def model_source(given: Any, inputs: Any = None) -> ModelSource:
     if isinstance(given, DecoderShape):
         return _decoder_source(given, inputs)
     if isinstance(given, nn.Module):
-        return _built(type(given).__name__, lambda: without_values(given), inputs)
+        made = _built(type(given).__name__, lambda: without_values(given), inputs)
+        is_known = inputs is None and hasattr(getattr(given, "config", None), "to_diff_dict")
+        return replace(made, row=_row_of_transformers(lambda: without_values(given))) if is_known else made
     if hasattr(given, "to_diff_dict") or (isinstance(given, (str, Path)) and _is_configuration(given)):
         return _from_transformers(given, inputs)
     if isinstance(given, str) and ":" in given:
@@ -206,7 +209,8 @@ def _decoder_source(shape: DecoderShape, inputs: Any) -> ModelSource:
     made = _built(_name_of_decoder(shape), lambda: Decoder(shape), inputs)
     if shape.experts:
         made = replace(made, spread=lambda ep: _decoder_source(replace(shape, expert_ranks=ep), inputs))
-    return made if inputs is not None else replace(made, cut=functools.partial(_stages_of_decoder, shape))
+    row = Row(functools.partial(layers_of, shape), token_loss, _tokens_and_labels)
+    return made if inputs is not None else replace(made, row=row)
 
 
 def _name_of_decoder(shape: DecoderShape) -> str:
@@ -214,27 +218,9 @@ def _name_of_decoder(shape: DecoderShape) -> str:
     return f"decoder of {shape.layers} layers{experts}"
 
 
-def _stages_of_decoder(shape: DecoderShape, number: int) -> list[StageSource]:
-    bounds = bounds_of(layer_weights(shape), number)
-    return [_stage_of_decoder(shape, *layers) for layers in zip(bounds, bounds[1:], strict=False)]
-
-
-def _stage_of_decoder(shape: DecoderShape, first: int, end: int) -> StageSource:
-    def build() -> Workload:
-        with torch.device(META):
-            model = DecoderStage(shape, first, end)
-
-        def inputs(micro_batch: int, sequence_length: int) -> Inputs:
-            tokens = torch.zeros(micro_batch, sequence_length, dtype=torch.int64, device=META)
-            dtype = next(parameter.dtype for parameter in model.parameters())
-            hidden = (micro_batch, sequence_length, shape.hidden)
-            x = tokens if model.is_first else torch.zeros(hidden, dtype=dtype, device=META)
-            return (x, *((tokens,) if model.is_last else ())), {}
-
-        return Workload(model, inputs)
-
-    content = (first == 0, end == shape.layers + 2, end - first)
-    return StageSource((first, end), content, build)
+def _tokens_and_labels(micro_batch: int, sequence_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.zeros(micro_batch, sequence_length, dtype=torch.int64, device=META)
+    return tokens, torch.zeros_like(tokens)
 
 
 # -- transformers ------------------------------------------------------------------------------------------------------
@@ -268,7 +254,14 @@ def _from_transformers(given: Any, inputs: Any) -> ModelSource:
             return cls._from_config(copy.deepcopy(config))
         return transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config))
 
-    return _built(f"{config.model_type} configuration", make, inputs)
+    made = _built(f"{config.model_type} configuration", make, inputs)
+    return made if inputs is not None else replace(made, row=_row_of_transformers(lambda: copy.deepcopy(config)))
+
+
+def _row_of_transformers(make: Callable[[], Any]) -> Row:
+    """The layers of a decoder-only model, as ``PipelineModule.from_transformers`` has them."""
+    loss_fn = transformers_models.next_token_loss
+    return Row(lambda: transformers_models.layers_of(make()), loss_fn, _tokens_and_labels)
 
 
 def _read_transformers(path: Path, auto: Any) -> Any:
@@ -359,13 +352,6 @@ def _usual_inputs(model: nn.Module, micro_batch: int, sequence_length: int) -> d
 
 
 # -- activation checkpointing ------------------------------------------------------------------------------------------
-
-
-def has_blocks(model: nn.Module) -> bool:
-    """Whether there are repeated blocks with parameters; a stage of a pipeline may have none."""
-    return any(
-        next(module.parameters(), None) is not None for module in model.modules() if type(module) is nn.ModuleList
-    )
 
 
 class BlockCheckpointing:

@@ -6,17 +6,22 @@ that wait for their backward are really there while later micro-batches go forwa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
 
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.parallel.partition import partition_balanced
-from deepspeed.parallel.pipe.schedule import TRAIN_SCHEDULES, Schedule, make_schedule
-from deepspeed.parallel.pipe.schedule.actions import Kind, held
+from deepspeed.parallel.pipe.layers import Entry, class_name, trainable_numel
+from deepspeed.parallel.pipe.module import DEFAULT_SCHEDULE
+from deepspeed.parallel.pipe.partition import chunk_bounds
+from deepspeed.parallel.pipe.schedule import TRAIN_SCHEDULES, Schedule, make_schedule, place_chunks
+from deepspeed.parallel.pipe.schedule.actions import held
 from deepspeed.parallel.pipe.schedule.simulate import Times, simulate
+from deepspeed.parallel.pipe.spec import LayerSpec, TiedLayerSpec
 
-PLANNED_SCHEDULES = ("1f1b", "gpipe")
-"""Those with one chunk per stage and whole backwards; of others only the times are known without the model."""
+_NUMBERS = ("number", "layer_idx", "layer_id", "layer_number")  # by which equal layers know themselves
 
 
 @dataclass(frozen=True)
@@ -26,29 +31,106 @@ class Pipeline:
     Attributes:
         stages: Stages.
         schedule: Name of the schedule.
+        num_chunks: Chunks per stage; None: as few as the schedule can have.
     """
 
     stages: int = 1
     schedule: str = "1f1b"
+    num_chunks: int | None = None
 
     def __post_init__(self) -> None:
-        if self.schedule not in PLANNED_SCHEDULES:
-            known = "is planned with one chunk per stage only" if self.schedule in TRAIN_SCHEDULES else "is not known"
-            raise DeepSpeedConfigError(
-                f"plan: the schedule {self.schedule!r} {known}; choose one of {', '.join(PLANNED_SCHEDULES)}"
-            )
+        try:
+            place_chunks(self.schedule, self.stages, self.num_chunks)
+        except ValueError as error:
+            raise DeepSpeedConfigError(f"plan: {error}") from None
+
+    @property
+    def stage_of(self) -> tuple[int, ...]:
+        """The stage of each chunk."""
+        return place_chunks(self.schedule, self.stages, self.num_chunks)
+
+    @property
+    def group(self) -> int:
+        """Micro-batches that go through a chunk of a stage before its next one begins."""
+        is_vee = self.stage_of[:1] == self.stage_of[-1:]
+        return self.stages if len(self.stage_of) > self.stages and not is_vee else 1
 
     def of(self, micro_batches: int) -> Schedule:
         """The schedule of a step."""
-        return make_schedule(self.schedule, self.stages, micro_batches)
+        return make_schedule(self.schedule, self.stages, micro_batches, self.num_chunks)
 
     def enough(self, micro_batches: int) -> int:
-        """As many micro-batches as show all that happens in a step: the most in flight, and one after the other."""
-        return micro_batches if self.schedule == "gpipe" else min(micro_batches, self.stages + 2)
+        """As many micro-batches as show all that happens in a step: the most in flight, and one group after another."""
+        most = [self.in_flight(stage, micro_batches) for stage in range(self.stages)]
+        least = max(3 * self.group, self.stages + 2)
+        for number in range(micro_batches % self.group, micro_batches, self.group):
+            if number >= least and [self.in_flight(stage, number) for stage in range(self.stages)] == most:
+                return number
+        return micro_batches
 
     def in_flight(self, stage: int, micro_batches: int) -> int:
-        """For how many micro-batches a stage keeps activations at once, at most."""
+        """For how many micro-batches (of any of its chunks) a stage keeps activations at once, at most."""
         return max(held(self.of(micro_batches).actions[stage]))
+
+
+def pipeline_of(
+    config: Mapping[str, Any], stages: int = 1, schedule: str | None = None, num_chunks: int | None = None
+) -> Pipeline:
+    """The pipeline that is asked for; what is None is as ``config`` says, or as ``PipelineModule`` has it."""
+    section = config.get("pipeline") or {}
+    chunks = num_chunks or (section.get("num_chunks") if schedule is None else None)
+    return Pipeline(stages, schedule or section.get("schedule") or DEFAULT_SCHEDULE, chunks)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The layers of a model, divided among the chunks of a pipeline.
+
+    Attributes:
+        bounds: Chunk i has the layers from ``bounds[i]`` up to ``bounds[i + 1]``.
+        contents: Of each chunk, what it holds, to be compared: chunks with equal contents compute the same.
+    """
+
+    bounds: tuple[int, ...]
+    contents: tuple[Any, ...]
+
+
+def cut_of(layers: Sequence[Entry], pipeline: Pipeline) -> Cut:
+    """As many trained elements for each chunk, as ``PipelineModule`` cuts where nothing else is asked for.
+
+    Args:
+        layers: As of ``PipelineModule``; called with ``meta`` as torch's device.
+        pipeline: Its stages and schedule.
+
+    Raises:
+        DeepSpeedConfigError: There are fewer layers than chunks.
+    """
+    parts = len(pipeline.stage_of)
+    if len(layers) < parts:
+        chunks = "" if parts == pipeline.stages else f" of {parts // pipeline.stages} chunks each"
+        raise DeepSpeedConfigError(
+            f"plan: the model has {len(layers)} layers that can lie on different stages, fewer than the "
+            f"{pipeline.stages} stages{chunks} need; choose at most {len(layers) * pipeline.stages // parts} stages"
+        )
+    names = [class_name(entry) for entry in layers]
+    bounds = chunk_bounds("parameters", [trainable_numel(entry) for entry in layers], names, parts)
+    whats = [_content_of(entry) for entry in layers]
+    return Cut(tuple(bounds), tuple(tuple(whats[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)))
+
+
+def _content_of(entry: Entry) -> Any:
+    """What a layer is, without its place in the row."""
+    module: Any = entry.build() if isinstance(entry, LayerSpec) else entry
+    way = getattr(entry, "forward_fn", None) is None if isinstance(entry, TiedLayerSpec) else None
+    if not isinstance(module, nn.Module):
+        return class_name(entry)
+    plain = [
+        (name, value)
+        for inner in module.modules()
+        for name, value in vars(inner).items()
+        if isinstance(value, (bool, int, float, str)) and name not in _NUMBERS
+    ]
+    return way, str(module), plain
 
 
 @dataclass(frozen=True)
@@ -69,52 +151,41 @@ class Idle:
         return self.seconds / self.busy - 1 if self.busy else 0.0
 
 
-def idle_time(times: Sequence[float], micro_batches: int, transfer: float) -> Idle:
-    """How long stages wait for each other.
+_MOST_PLAYED = 8  # groups of micro-batches per stage: longer steps are like them with more in the middle
 
-    One micro-batch passes through all stages and back before the busiest stage is done with the others, whatever the
-    order of computations (1F1B, GPipe): sum over stages of (F + B), and m - 1 times that of the busiest.
+
+def idle_time(pipeline: Pipeline, times: Mapping[int, Times], micro_batches: int) -> Idle:
+    """How long stages wait for each other: the schedule is played.
 
     Args:
-        times: Of each stage, seconds of forward and backward of one micro-batch.
+        pipeline: Stages and schedule.
+        times: Of each chunk, in seconds and for one micro-batch.
         micro_batches: Of a step.
-        transfer: Seconds of the activations of one micro-batch from one stage to the next.
     """
-    way = 2 * (len(times) - 1) * transfer
-    return Idle(sum(times) + (micro_batches - 1) * max(times) + way, micro_batches * max(times))
+    chunks = [times[chunk] for chunk in range(len(pipeline.stage_of))]
+    busy = [0.0] * pipeline.stages
+    for stage, each in zip(pipeline.stage_of, chunks, strict=True):
+        busy[stage] += each.forward + each.backward
+    step = pipeline.stages
+    left_out = max(0, micro_batches - _MOST_PLAYED * step) // step * step
+    played = micro_batches - left_out
+    seconds = simulate(pipeline.of(played), chunks).makespan
+    if left_out:
+        before = simulate(pipeline.of(played - step), chunks).makespan
+        seconds += (seconds - before) * (left_out // step)
+    return Idle(seconds, micro_batches * max(busy))
 
 
 def idle_shares(stages: int, micro_batches: int) -> dict[str, float]:
     """By schedule, waiting over computing, if all stages compute equally long: which schedule would pay.
 
-    F : B = 1 : 2, half of the backward for weights; interleaved with two chunks. Found by playing the schedules; those
-    that cannot have so few micro-batches are missing.
+    F : B = 1 : 2, half of the backward for weights; with as few chunks as a schedule can have. Found by playing them.
     """
+    times = Times(1.0, 2.0, 1.0)
     found = {}
     for name in TRAIN_SCHEDULES:
-        try:
-            schedule = make_schedule(name, stages, micro_batches, 1 if name in PLANNED_SCHEDULES + ("zb-h1",) else 2)
-        except ValueError:
-            continue
-        line = simulate(schedule, Times(1.0, 2.0, 1.0))
-        found[name] = line.makespan / (3.0 * micro_batches) - 1
+        pipeline = Pipeline(stages, name)
+        share = stages / len(pipeline.stage_of)
+        each = Times(*(share * value for value in (times.forward, times.backward, times.weight)))
+        found[name] = idle_time(pipeline, dict.fromkeys(range(len(pipeline.stage_of)), each), micro_batches).share
     return found
-
-
-def bounds_of(weights: Sequence[float], stages: int) -> list[int]:
-    """Stage i holds the layers from ``bounds[i]`` up to ``bounds[i + 1]``, so that their weights differ little.
-
-    Raises:
-        DeepSpeedConfigError: There are fewer layers than stages.
-    """
-    if len(weights) < stages:
-        raise DeepSpeedConfigError(
-            f"plan: the model has {len(weights)} layers that can lie on different stages, fewer than the {stages} "
-            f"stages; choose at most {len(weights)}"
-        )
-    return partition_balanced(weights, stages)
-
-
-def computations(schedule: Schedule, stage: int) -> list[tuple[bool, int]]:
-    """Of each computation of a stage, whether it is a forward, and its micro-batch."""
-    return [(action.kind is Kind.FORWARD, action.micro_batch) for action in schedule.actions[stage]]

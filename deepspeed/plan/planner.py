@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from deepspeed.comm.axes import grid_mesh
 from deepspeed.comm.mesh import DATA, Mesh, data_mesh
 from deepspeed.comm.mesh_sources import mesh_of_config
@@ -18,11 +20,12 @@ from deepspeed.config.degrees import data_parallel_size
 from deepspeed.config.sections.root import Root
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.offload.homes import placement_of
-from deepspeed.plan.actions import Stage
 from deepspeed.plan.configs import changed, stage_of
 from deepspeed.plan.kinds import RankKind, kind_of, kinds_of, needed
-from deepspeed.plan.models import BlockCheckpointing, Workload, has_blocks
-from deepspeed.plan.pipeline import computations
+from deepspeed.plan.memory import META
+from deepspeed.plan.models import BlockCheckpointing, Workload
+from deepspeed.plan.pipeline import cut_of
+from deepspeed.plan.played_stage import Stage
 from deepspeed.plan.rehearsal import heaviest_rank, rehearse
 from deepspeed.plan.result import Plan, PlannedPart, Request
 from deepspeed.plan.scene import Part
@@ -84,44 +87,35 @@ def _plan_kinds(request: Request, part: Part, notices: list[str], *, compare: bo
     if pipeline.stages == 1:
         kind = kinds_of(part.mesh)[0] if request.rank is None else kind_of(part.mesh, request.rank)
         own = replace(part, rank=kind.rank)
-        return [_plan_kind(request, own, kind, request.source.build, notices, compare=compare)]
-    stages = request.source.stages(pipeline.stages)
+        return [_plan_kind(request, own, kind, notices, compare=compare)]
+    row = request.source.in_row()
+    with torch.device(META):
+        cut = cut_of(row.layers(), pipeline)
+    schedule = pipeline.of(micro_batches)
+    chunks = [schedule.chunks_of(stage) for stage in range(pipeline.stages)]
+    contents = [tuple(cut.contents[chunk] for chunk in own) for own in chunks]
+    in_flight = [pipeline.in_flight(stage, micro_batches) for stage in range(pipeline.stages)]
     kinds = kinds_of(part.mesh)
-    if request.rank is None:
-        chosen = needed(kinds, [stage.content for stage in stages])
-    else:
-        chosen = [kind_of(part.mesh, request.rank)]
-    schedule = pipeline.of(pipeline.enough(micro_batches))
+    chosen = needed(kinds, contents, in_flight) if request.rank is None else [kind_of(part.mesh, request.rank)]
     found = []
     for kind in chosen:
-        stage = Stage(kind.stage, kind.stages, tuple(computations(schedule, kind.stage)))
-        own = replace(part, rank=kind.rank, stage=stage)
-        made = _plan_kind(request, own, kind, stages[kind.stage].build, notices, compare=compare)
-        content = stages[kind.stage].content
-        alike = [place for place, other in enumerate(stages) if other.content == content]
-        in_flight = {place: pipeline.in_flight(place, micro_batches) for place in alike}
-        found.append(replace(made, layers={place: stages[place].layers for place in alike}, in_flight=in_flight))
+        stage = Stage(kind.stage, pipeline, row, cut.bounds, pipeline.enough(micro_batches), request.checkpointing)
+        made = _plan_kind(request, replace(part, rank=kind.rank, stage=stage), kind, notices, compare=compare)
+        alike = [place for place, other in enumerate(contents) if other == contents[kind.stage]]
+        layers = {place: tuple(cut.bounds[chunk : chunk + 2] for chunk in chunks[place]) for place in alike}
+        found.append(replace(made, layers=layers, in_flight={place: in_flight[place] for place in alike}))
     return found
 
 
-def _plan_kind(
-    request: Request,
-    part: Part,
-    kind: RankKind,
-    build: Callable[[], Workload],
-    notices: list[str],
-    *,
-    compare: bool,
-) -> PlannedPart:
+def _plan_kind(request: Request, part: Part, kind: RankKind, notices: list[str], *, compare: bool) -> PlannedPart:
     named = (part.config.get("optimizer") or {}).get("type")
     if named == "Muon" and request.rank is None and part.mesh.world_size > kind.stages and stage_of(part.config) > 0:
-        part = replace(part, rank=heaviest_rank(_workload(request, build), part))
+        part = replace(part, rank=heaviest_rank(_workload(request, part), part))
         notices.append(f"Muon: rank {part.rank} is planned, which orthogonalises the largest matrix")
-    made, other_setting = _workload(request, build), None
+    made, other_setting = _workload(request, part), None
     if compare:
         try:
-            checkpointing = BlockCheckpointing(made.model)
-            other_setting = checkpointing.off if request.checkpointing else checkpointing.on
+            other_setting = _other_checkpointing(request, made)
         except DeepSpeedConfigError as error:
             notices.append(str(error))
     found = rehearse(made, part, other_setting)
@@ -130,6 +124,14 @@ def _plan_kind(
         activations[not request.checkpointing] = found.other_activations
     notices += [notice for notice in found.notices if notice not in notices]
     return PlannedPart(replace(kind, rank=part.rank), found, activations)
+
+
+def _other_checkpointing(request: Request, workload: Workload | None) -> Callable[[Any], None]:
+    """What changes whether activations are checkpointed."""
+    if workload is None:  # a stage
+        return lambda engine: engine.module.set_checkpoint_interval(int(not request.checkpointing))
+    checkpointing = BlockCheckpointing(workload.model)
+    return lambda _engine: checkpointing.off() if request.checkpointing else checkpointing.on()
 
 
 def mesh_of(root: Root, ranks: int, stages: int = 1) -> Mesh:
@@ -142,9 +144,12 @@ def mesh_of(root: Root, ranks: int, stages: int = 1) -> Mesh:
     return Mesh(axes) if len(axes) > 1 else data_mesh(ranks) if not axes or axes[0][0] == DATA else Mesh(axes)
 
 
-def _workload(request: Request, build: Callable[[], Workload]) -> Workload:
-    made = build()
-    if request.checkpointing and (request.pipeline.stages == 1 or has_blocks(made.model)):
+def _workload(request: Request, part: Part) -> Workload | None:
+    """The model and its inputs; None for a stage of a pipeline, which is built where it runs."""
+    if part.stage is not None:
+        return None
+    made = request.source.build()
+    if request.checkpointing:
         BlockCheckpointing(made.model).on()
     return made
 

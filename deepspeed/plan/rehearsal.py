@@ -19,26 +19,24 @@ from torch import nn
 
 from deepspeed.comm.codec import Codec
 from deepspeed.comm.counters import traffic
-from deepspeed.comm.mesh import DATA, PIPE, SEQUENCE, Mesh
+from deepspeed.comm.mesh import SEQUENCE
 from deepspeed.engine.initialize import initialize
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
 from deepspeed.ops.muon import Muon
 from deepspeed.parallel.expert.prepare import expert_layers
-from deepspeed.parallel.pipe.channel import Form
-from deepspeed.parallel.pipe.values import slots_of, taken_apart
+from deepspeed.parallel.pipe.schedule.actions import Kind as Computation
 from deepspeed.parallel.sequence.sharing import sharing_of
 from deepspeed.plan import decoder
-from deepspeed.plan.actions import Act, actions_of_step, loss_of, received_inputs
+from deepspeed.plan.actions import Act, actions_of_step, loss_of
 from deepspeed.plan.codes import GradientSum, gradient_codec, gradient_sums
 from deepspeed.plan.devices import in_words
 from deepspeed.plan.flow import Flow
 from deepspeed.plan.memory import Moment, Peak
 from deepspeed.plan.models import Inputs, Workload
+from deepspeed.plan.played_stage import PlayedStage, Seen
 from deepspeed.plan.scene import Part, scene
 from deepspeed.plan.stage_set import PlayedDisk
 from deepspeed.plan.values import Rehearsal
-from deepspeed.zero.micro_batch import MicroBatch
-from deepspeed.zero.micro_batch import Part as ModelPart
 from deepspeed.zero.outputs import tensors_in
 from deepspeed.zero.placement import Home
 from deepspeed.zero.storage import Kind
@@ -53,15 +51,16 @@ class Rehearsed:
     Attributes:
         parameters: Elements of the model's parameters, experts of all ranks included.
         trained: Of those, the trained ones.
+        repeated: Of those, the ones that an earlier stage has too.
         peaks: By home, the highest sum of everything and what it was made of.
         kind_peaks: Most bytes of each kind, by home.
         states: Bytes of each kind, by home, between backward and update.
-        activations: Bytes that forward keeps for backward.
+        activations: Bytes that forward keeps for backward; of a stage, the most of its chunks.
         pinned: Most bytes of locked host memory.
         file_bytes: Size of the rank's files.
         flow: What the step moved and computed.
-        forward_flops: Of them, those of one forward.
-        backward_flops: Those of one backward.
+        chunk_flops: Of each chunk of a stage and each kind of computation, operations for one micro-batch.
+        chunk_activations: Of each chunk of a stage, bytes that forward keeps for backward, with what it received.
         members: By axis of the books, the ranks along it.
         sums: Of gradients, of a whole step.
         codec: How gradients travel, or momenta in their place; None: as they are.
@@ -82,8 +81,9 @@ class Rehearsed:
     file_bytes: int
     flow: Flow
     init_peak: int
-    forward_flops: int = 0
-    backward_flops: int = 0
+    repeated: int = 0
+    chunk_flops: dict[int, dict[Computation, int]] = field(default_factory=dict)
+    chunk_activations: dict[int, int] = field(default_factory=dict)
     members: dict[str, tuple[int, ...]] = field(default_factory=dict)
     sums: list[GradientSum] = field(default_factory=list)
     codec: Codec | None = None
@@ -93,29 +93,31 @@ class Rehearsed:
     notices: list[str] = field(default_factory=list)
 
 
-def rehearse(workload: Workload, part: Part, other_setting: Callable[[], None] | None = None) -> Rehearsed:
+def rehearse(workload: Workload | None, part: Part, other_setting: Callable[[Any], None] | None = None) -> Rehearsed:
     """Builds the engine and runs it; raises what the engine raises.
 
     Args:
-        workload: What runs.
+        workload: What runs; None: the stage of ``part``.
         part: How.
-        other_setting: Changes whether the model checkpoints its activations, for one more forward at the end.
+        other_setting: Given the engine, changes whether the model checkpoints its activations, for more at the end.
     """
     with scene(part) as (count, disk, world):
         found = _Run(workload, part, count, disk).result(other_setting)
-        found.members = {t.axis: t.ranks for t in reversed(world.transports)}
+        found.members = {**{t.axis: t.ranks for t in reversed(world.transports)}, **found.members}
         return found
 
 
-def heaviest_rank(workload: Workload, part: Part) -> int:
+def heaviest_rank(workload: Workload | None, part: Part) -> int:
     """The rank that needs most memory, as far as its optimizer says so; else the one of ``part``."""
     with scene(part) as (count, disk, _):
         return _Run(workload, part, count, disk).heaviest_rank()
 
 
 class _Run:
-    def __init__(self, workload: Workload, part: Part, count: Rehearsal, disk: PlayedDisk) -> None:
+    def __init__(self, workload: Workload | None, part: Part, count: Rehearsal, disk: PlayedDisk) -> None:
         self._workload = workload
+        with count.overlooking():
+            self._model = workload.model if workload is not None else _module_of(part)
         self._part = part
         self._count = count
         self._disk = disk
@@ -123,37 +125,39 @@ class _Run:
         self._steps = min(part.accumulation_steps, most)
         self._activations = 0
         self._states: dict[tuple[Kind, Home], int] = {}
-        self._flops = {True: 0, False: 0}  # of the last forward and the last backward
-        self._names = {module: name for name, module in workload.model.named_modules()}
+        self._seen = Seen()  # of a stage
+        self._names = {module: name for name, module in self._model.named_modules()}
         self._stack: list[str] = []
 
-    def result(self, other_setting: Callable[[], None] | None) -> Rehearsed:
+    def result(self, other_setting: Callable[[Any], None] | None) -> Rehearsed:
         """Runs everything; see :func:`rehearse`."""
-        count, model = self._count, self._workload.model
+        count, model = self._count, self._model
         self._enter("initialize")
         elsewhere = _experts_elsewhere(model)
         parameters = sum(p.numel() * elsewhere.get(p, 1) for p in model.parameters())
         trained = sum(p.numel() * elsewhere.get(p, 1) for p in model.parameters() if p.requires_grad)
+        repeated = sum(p.numel() for p in model.parameters() if getattr(p, "ds_pipe_replicated", False))
         engine, inputs = self._ready()
         count.look()
         init_peak = count.peaks[Home.DEVICE].nbytes
         try:
             with self._modules_watched(), self._own_errors_named():
                 # As many micro-batches as in the step that counts: what a step leaves allocated depends on it.
-                run_step = self._step if self._part.stage is None else self._stage_step
-                run_step(engine, inputs, self._steps)
+                run_step = self._steps_of(engine, inputs)
+                run_step()
                 if engine._updater is not None:
                     engine._updater.count_state()
                 engine._runtime.ledger.reset_peak()
                 count.reset_peaks()
                 self._activations = 0
-                flows = run_step(engine, inputs, self._steps)
+                flows = run_step()
             count.look()
             found = self._found(engine, parameters, trained, init_peak, flows)
+            found.repeated = repeated
             found.notices += self._while_generating(engine)
             if other_setting is not None:
                 with self._own_errors_named():
-                    self._add_other_activations(found, engine, inputs, other_setting)
+                    self._add_other_activations(found, engine, run_step, inputs, other_setting)
         finally:
             engine.destroy()
         return found
@@ -172,8 +176,9 @@ class _Run:
             file_bytes=self._disk.nbytes,
             flow=self._extended(flows),
             init_peak=init_peak,
-            forward_flops=self._flops[True],
-            backward_flops=self._flops[False],
+            members={peers.axis: peers.ranks} if (peers := engine._parts.groups.peers).ranks else {},
+            chunk_flops=self._seen.flops,
+            chunk_activations=self._seen.kept,
             sums=gradient_sums(engine, self._part.rank, self._part.mesh.world_size, self._part.accumulation_steps),
             codec=gradient_codec(engine),
             sends_momentum=engine._parts.placement.sends_momentum,
@@ -198,16 +203,24 @@ class _Run:
         ]
 
     def _add_other_activations(
-        self, found: Rehearsed, engine: Any, inputs: Inputs, other_setting: Callable[[], None]
+        self,
+        found: Rehearsed,
+        engine: Any,
+        run_step: Callable[[], list[Flow]],
+        inputs: Any,
+        other_setting: Callable[[Any], None],
     ) -> None:
         try:
-            other_setting()
+            other_setting(engine)
         except DeepSpeedConfigError as error:
             found.notices.append(str(error))
             return
         self._enter("forward")
         self._activations = 0
-        self._forward(engine, inputs)
+        if self._part.stage is None:
+            self._forward(engine, inputs)
+        else:
+            run_step()
         found.other_activations = self._activations
 
     def heaviest_rank(self) -> int:
@@ -218,16 +231,17 @@ class _Run:
         engine.destroy()
         return self._part.rank if rank is None else rank
 
-    def _ready(self) -> tuple[Any, Inputs]:
+    def _ready(self) -> tuple[Any, Any]:
         """The engine and a micro-batch."""
         optimizer = _client_optimizer(self._part.config)
-        if self._part.stage is not None:
-            stages, ranks = self._part.stage.stages, self._part.mesh.world_size
-            self._workload.model.mesh = Mesh(((PIPE, stages), (DATA, ranks // stages)))  # type: ignore[assignment]
-        engine = initialize(model=self._workload.model, optimizer=optimizer, config=self._config())[0]
+        engine = initialize(model=self._model, optimizer=optimizer, config=self._config())[0]
         ranks = self._part.mesh.size(SEQUENCE)
-        args, named = self._workload.inputs(self._part.micro_batch, self._part.sequence_length // ranks)
-        if ranks > 1 and sharing_of(self._workload.model) is not None:
+        sizes = self._part.micro_batch, self._part.sequence_length // ranks
+        if self._part.stage is not None:
+            return engine, self._part.stage.row.items(*sizes)
+        assert self._workload is not None
+        args, named = self._workload.inputs(*sizes)
+        if ranks > 1 and sharing_of(self._model) is not None:
             named = {"position_ids": torch.zeros_like(named["input_ids"]), **named}  # which its attention needs
             named = {"shift_labels": named["labels"], **named} if "labels" in named else named  # as the ranks must
         return engine, (args, named)
@@ -237,25 +251,44 @@ class _Run:
         config.pop("train_batch_size", None)
         config["train_micro_batch_size_per_gpu"] = self._part.micro_batch
         config["gradient_accumulation_steps"] = self._steps
+        if config.get("pipeline"):  # the module was told
+            told = {"schedule", "num_chunks", "activation_checkpoint_interval"}
+            config["pipeline"] = {key: value for key, value in config["pipeline"].items() if key not in told}
         if config.get("tensor_parallel"):  # there are no values to compare
             config["tensor_parallel"] = {**config["tensor_parallel"], "verify": False}
         return config
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
+    def _steps_of(self, engine: Any, inputs: Any) -> Callable[[], list[Flow]]:
+        """What makes a step, and gives what each micro-batch moved, or the groups in its middle and the rest."""
+        stage = self._part.stage
+        if stage is None:
+            return lambda: self._step(engine, inputs, self._steps)
+        played = PlayedStage(
+            engine,
+            stage,
+            inputs,
+            flow=self._flow,
+            held=lambda: self._count.other(Home.DEVICE),
+            enter=self._enter,
+            after_backward=lambda: self._note_states(engine),
+        )
+
+        def step() -> list[Flow]:
+            self._seen = played.step()
+            self._activations = max(self._seen.kept.values())
+            return [self._seen.middle, self._seen.rest]
+
+        return step
+
     def _forward(self, engine: Any, inputs: Inputs) -> torch.Tensor:
-        held, flops = self._count.other(Home.DEVICE), self._count.flops
-        loss = engine(*inputs[0], **inputs[1])
-        if self._part.stage is None or self._part.stage.is_last:
-            loss = loss_of(loss)  # and nothing keeps the rest, such as logits
+        held = self._count.other(Home.DEVICE)
+        loss = loss_of(engine(*inputs[0], **inputs[1]))  # and nothing keeps the rest, such as logits
         self._activations = max(self._activations, self._count.other(Home.DEVICE) - held)
-        self._flops[True] = self._count.flops - flops
         return loss
 
-    def _backward(self, engine: Any, *args: Any, **kwargs: Any) -> None:
-        flops = self._count.flops
-        engine.backward(*args, **kwargs)
-        self._flops[False] = self._count.flops - flops
+    def _note_states(self, engine: Any) -> None:
         ledger = engine._runtime.ledger
         self._states = {(kind, home): ledger.live(kind, home) for kind in Kind for home in Home}
 
@@ -271,7 +304,8 @@ class _Run:
                 engine.set_gradient_accumulation_boundary(number == micro_batches - 1)
                 losses[number] = self._forward(engine, inputs)
             elif action.act is Act.BACKWARD:
-                self._backward(engine, losses[number])
+                engine.backward(losses[number])
+                self._note_states(engine)
             else:
                 engine.step()
                 del losses[number]
@@ -279,58 +313,14 @@ class _Run:
                 before = self._flow()
         return flows
 
-    def _stage_step(self, engine: Any, inputs: Inputs, micro_batches: int) -> list[Flow]:
-        """The computations of a stage and an update.
-
-        What comes from other stages is made here: a new tensor for each activation and each gradient.
-
-        Returns:
-            First what a micro-batch in the middle moved, then everything else.
-        """
-        stage = self._part.stage
-        assert stage is not None
-        running: dict[int, tuple[Any, Any]] = {}
-        middle, rest = Flow(), Flow()
-        for action in stage.actions():
-            number, before = action.micro_batch, self._flow()
-            self._enter(action.act.value)
-            if action.act is Act.FORWARD:
-                received = inputs if stage.is_first else received_inputs(inputs)
-                running[number] = received, self._forward(engine, received)
-                if not stage.is_last:
-                    self._sent(running[number][1])
-            elif action.act is Act.BACKWARD:
-                received, outputs = running.pop(number)
-                told = _said(engine, number, micro_batches)
-                if stage.is_last:
-                    self._backward(engine, outputs, micro_batch=told)
-                else:
-                    self._backward(engine, outputs, gradients=torch.empty_like(outputs), micro_batch=told)
-                if not stage.is_first:
-                    self._sent(next(t.grad for t in tensors_in(received) if t.grad is not None))
-                del received, outputs
-            else:
-                engine.step()
-            moved = self._flow().plus(before, -1)
-            if number == 1 and micro_batches > 2 and action.act is not Act.STEP:
-                middle = middle.plus(moved, 1)
-            else:
-                rest = rest.plus(moved, 1)
-        return [middle, rest]
-
-    def _sent(self, tensor: torch.Tensor) -> None:
-        form = Form(slots_of(taken_apart(tensor)[0]), packs=self._part.kind == "cpu")
-        nbytes, transfers = form.cost
-        traffic.record_asked("send", nbytes, PIPE)
-        traffic.record_ran("send", nbytes, PIPE, transfers)
-
     def _extended(self, flows: list[Flow]) -> Flow:
-        """The flow of all micro-batches: all but the last are alike."""
+        """The flow of all micro-batches: the first of ``flows`` stands for those that were left out."""
         total = Flow()
         for flow in flows:
             total = total.plus(flow, 1)
+        group = 1 if self._part.stage is None else self._part.stage.pipeline.group
         left_out = self._part.accumulation_steps - self._steps
-        return total.plus(flows[0], left_out)
+        return total.plus(flows[0], left_out // group)
 
     def _flow(self) -> Flow:
         return Flow(
@@ -355,7 +345,7 @@ class _Run:
             if place is None:
                 raise
             raise DeepSpeedConfigError(
-                f"plan: {self._count.moment.phase or 'the step'} of {type(self._workload.model).__name__} failed at "
+                f"plan: {self._count.moment.phase or 'the step'} of {type(self._model).__name__} failed at "
                 f"{place}: {type(error).__name__}: {error} (micro-batch {self._part.micro_batch}, sequences of "
                 f"{self._part.sequence_length} tokens, tensors without values). Choose sizes that the model allows, "
                 "and keep what depends on values (masks that select, .tolist()) out of forward"
@@ -395,12 +385,10 @@ class _Run:
                     tensor.register_hook(lambda _gradient, name=name: self._enter("backward", name))
 
 
-def _said(engine: Any, number: int, micro_batches: int) -> MicroBatch:
-    """What a pipeline says of a backward: all parameters of the stage are reached until the last one."""
-    reaches, is_last = frozenset(engine.module.parameters()), number == micro_batches - 1
-    each = engine._parts.placement.shard_params
-    part = ModelPart(reaches, closes=reaches if is_last else frozenset(), reduces_each=each)
-    return MicroBatch(number, number == 0, is_last, part)
+def _module_of(part: Part) -> nn.Module:
+    """The module of the stage of ``part``."""
+    assert part.stage is not None
+    return part.stage.module()
 
 
 def _experts_elsewhere(model: nn.Module) -> dict[nn.Parameter, int]:

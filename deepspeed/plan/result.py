@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 
 from deepspeed.comm.mesh import Mesh
 from deepspeed.engine.communication_compression import default_codec
+from deepspeed.parallel.pipe.schedule.actions import Kind as Computation
+from deepspeed.parallel.pipe.schedule.simulate import Times
 from deepspeed.plan.codes import NAMES, CodedCost, coded_costs
 from deepspeed.plan.devices import Machine
 from deepspeed.plan.kinds import RankKind
@@ -58,15 +61,15 @@ class PlannedPart:
         rehearsed: What was counted.
         activations: Bytes that a forward keeps for backward, by whether blocks are checkpointed; what was not planned
             is missing.
-        layers: Of each stage of this content, the first of the model's layers that it holds and the one after its last;
-            empty without stages.
-        in_flight: Of each of them, for how many micro-batches it keeps activations at once, at most.
+        layers: Of each stage of this content, by chunk, the first of the model's layers that it holds and the one after
+            its last; empty without stages.
+        in_flight: Of each of them, for how many micro-batches (of any chunk) it keeps activations, at most.
     """
 
     kind: RankKind
     rehearsed: Rehearsed
     activations: dict[bool, int]
-    layers: dict[int, tuple[int, int]] = field(default_factory=dict)
+    layers: dict[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     in_flight: dict[int, int] = field(default_factory=dict)
 
 
@@ -124,12 +127,14 @@ class Plan:
     @property
     def parameters(self) -> int:
         """Elements of the model's parameters, of all stages that were planned or are like one that was."""
-        return sum(part.rehearsed.parameters * max(len(part.layers), 1) for part in self.parts)
+        return sum(
+            (part.rehearsed.parameters - part.rehearsed.repeated) * max(len(part.layers), 1) for part in self.parts
+        )
 
     @property
     def trained(self) -> int:
         """Of those, the trained ones."""
-        return sum(part.rehearsed.trained * max(len(part.layers), 1) for part in self.parts)
+        return sum((part.rehearsed.trained - part.rehearsed.repeated) * max(len(part.layers), 1) for part in self.parts)
 
     @property
     def device_bytes(self) -> int:
@@ -181,18 +186,31 @@ class Plan:
     @cached_property
     def idle(self) -> Idle | None:
         """How long stages wait for each other; None without stages, rates, or a plan of all of them."""
-        flops = self.machine.device.flops
-        times = {
-            stage: (part.rehearsed.forward_flops + part.rehearsed.backward_flops) / flops if flops > 0 else 0.0
-            for part in self.parts
-            for stage in part.layers
-        }
-        if self.request.pipeline.stages == 1 or flops <= 0 or len(times) < self.request.pipeline.stages:
+        flops, pipeline = self.machine.device.flops, self.request.pipeline
+        if pipeline.stages == 1 or flops <= 0 or sum(len(p.layers) for p in self.parts) < pipeline.stages:
             return None
         sends = [moved for part in self.parts for moved in self._travels(part) if moved.name == "send"]
         rate = self.machine.network if any(moved.between for moved in sends) else self.machine.device.link
         sent = max(moved.nbytes / moved.calls for moved in sends)
-        return idle_time([times[stage] for stage in sorted(times)], self.accumulation_steps, sent / rate if rate else 0)
+        transfer = sent / rate if rate else 0.0
+        times = {}
+        for part in self.parts:
+            for stage in part.layers:
+                chunks = [chunk for chunk, owner in enumerate(pipeline.stage_of) if owner == stage]
+                for place, chunk in enumerate(chunks):
+                    times[chunk] = _times(part.rehearsed.chunk_flops[place], flops, transfer)
+        return idle_time(pipeline, times, self.accumulation_steps)
+
+    def activations_in_flight(self, part: PlannedPart, stage: int) -> int:
+        """Bytes of the activations that a stage like ``part`` keeps at once, at most."""
+        schedule = self.request.pipeline.of(self.accumulation_steps)
+        own = schedule.chunks_of(stage)
+        most = held = 0
+        for action in schedule.actions[stage]:
+            change = (action.kind is Computation.FORWARD) - action.kind.gives_weight_gradient
+            held += change * part.rehearsed.chunk_activations[own.index(action.chunk)]
+            most = max(most, held)
+        return most
 
     @cached_property
     def lower_bounds(self) -> dict[str, float]:
@@ -286,10 +304,10 @@ class Plan:
         stages = [
             {
                 "stage": stage,
-                "layers": list(layers),
+                "layers": [list(bounds) for bounds in layers],
                 "parameters": part.rehearsed.parameters,
                 "micro_batches_in_flight": part.in_flight[stage],
-                "activations_in_flight": part.in_flight[stage] * part.rehearsed.activations,
+                "activations_in_flight": self.activations_in_flight(part, stage),
                 "planned_rank": part.kind.rank if part.kind.stage == stage else None,
                 "device_bytes": part.rehearsed.peaks[Home.DEVICE].nbytes if part.kind.stage == stage else None,
             }
@@ -299,6 +317,7 @@ class Plan:
         pipeline = self.request.pipeline
         return {
             "schedule": pipeline.schedule,
+            "chunks_per_stage": len(pipeline.stage_of) // pipeline.stages,
             "stages": sorted(stages, key=lambda row: row["stage"]),
             "idle_share": None if self.idle is None else self.idle.share,
             "idle_share_by_schedule": idle_shares(pipeline.stages, self.accumulation_steps),
@@ -318,6 +337,17 @@ class Plan:
 
     def __str__(self) -> str:
         return self.table()
+
+
+def _times(found: Mapping[Computation, int], rate: float, transfer: float) -> Times:
+    """How long a chunk computes, from its operations."""
+    split = found.get(Computation.BACKWARD_INPUT, 0) + found.get(Computation.BACKWARD_WEIGHT, 0)
+    return Times(
+        found[Computation.FORWARD] / rate,
+        found.get(Computation.BACKWARD, split) / rate,
+        found.get(Computation.BACKWARD_WEIGHT, 0) / rate,
+        transfer,
+    )
 
 
 def _short(plan: Plan) -> dict[str, Any]:

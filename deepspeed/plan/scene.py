@@ -19,10 +19,11 @@ from deepspeed.logging import quiet
 from deepspeed.offload.disk import disk_is
 from deepspeed.offload.pinned import host_memory_from
 from deepspeed.ops.chunks import drop_scratch
-from deepspeed.plan.actions import Stage
+from deepspeed.parallel.pipe.wires import wires_from
 from deepspeed.plan.autocasting import asked_for_meta
 from deepspeed.plan.memory import META
 from deepspeed.plan.network import PlayedWorld
+from deepspeed.plan.played_stage import Stage, played_wires
 from deepspeed.plan.stage_set import PlayedDevice, PlayedDisk, PlayedHostMemory
 from deepspeed.plan.values import Rehearsal
 
@@ -84,6 +85,8 @@ def scene(part: Part) -> Iterator[tuple[Rehearsal, PlayedDisk, PlayedWorld]]:
                 count.counting(),
             ):
                 stack.enter_context(context)
+            if part.stage is not None:
+                stack.enter_context(wires_from(played_wires(part.stage, packs=part.kind == "cpu")))
             if part.autocast:
                 stack.enter_context(device.casting.active())
             yield count, disk, world

@@ -146,13 +146,13 @@ def _stages(plan: Plan) -> Table | None:
         table.add_column(heading, justify="right")
     rows = [(stage, part) for part in plan.parts for stage in part.layers]
     for stage, part in sorted(rows, key=lambda row: row[0]):
-        found, (first, end) = part.rehearsed, part.layers[stage]
+        found, layers = part.rehearsed, part.layers[stage]
         table.add_row(
             f"{stage + 1}",
-            f"{first + 1} to {end}",
+            ", ".join(f"{first + 1} to {end}" for first, end in layers),
             f"{found.parameters:,}",
             f"{part.in_flight[stage]}",
-            in_words(part.in_flight[stage] * found.activations),
+            in_words(plan.activations_in_flight(part, stage)),
             in_words(found.peaks[Home.DEVICE].nbytes) if part.kind.stage == stage else "less",
         )
     shares = idle_shares(pipeline.stages, plan.accumulation_steps)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,3 +150,22 @@ class StageWires:
         if not self._native:
             return route, tagged
         return route, _Ordered(self._native[kind, source < target], tagged, place)
+
+
+_maker: Callable[[Mesh, torch.device], Any] = StageWires
+
+
+@contextmanager
+def wires_from(maker: Callable[[Mesh, torch.device], Any]) -> Iterator[None]:
+    """Inside, stages are connected by what ``maker`` makes in place of :class:`StageWires`."""
+    global _maker
+    before, _maker = _maker, maker
+    try:
+        yield
+    finally:
+        _maker = before
+
+
+def connect_stages(mesh: Mesh, device: torch.device) -> StageWires:
+    """The channels of this rank's stage. Every rank of the job must call it; arguments as of :class:`StageWires`."""
+    return _maker(mesh, device)  # type: ignore[no-any-return]

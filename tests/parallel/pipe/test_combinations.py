@@ -132,5 +132,5 @@ def _three_axes(pipe, tensor, data, stage):
 )
 def test_three_axes(pipe, tensor, data, stage):
     expected = run_ranks(_three_axes, data, 1, 1, data, 0)[0]
-    for found in run_ranks(_three_axes, pipe * tensor * data, pipe, tensor, data, stage):
+    for found in run_ranks(_three_axes, pipe * tensor * data, pipe, tensor, data, stage, timeout=240):
         torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=5e-6, atol=2e-6)
