@@ -1,4 +1,10 @@
-"""The longest sequences with which a training fits, found by planning it with others."""
+"""The longest sequences with which a training fits, found by planning it with others.
+
+A plan takes as long as its tokens have tiles, so few are made, and few of them long. At each moment of a step memory
+grows by so much with each token; which moment is the highest depends on the length. So a line is laid through each
+moment of two plans, and where the first of the lines crosses what there is, the next plan is made. The lines are
+believed as far as the last plan was as they had said.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +14,18 @@ from dataclasses import replace
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.plan.planner import make_plan
 from deepspeed.plan.result import Plan, Request
+from deepspeed.zero.placement import Home
 
 _MOST = 1 << 32  # tokens; what fits with more is not limited by memory
+_STEP = 8  # times as long as what was planned, where the lines are not believed yet
+_NEAR = 0.01  # of a plan's sum, by which the lines may miss it
 
 
 def longest_sequence(request: Request, *, grain: int = 1024) -> Plan:
     """The plan with the longest sequences that fit.
 
-    Memory grows with every token, so there is one length up to which plans fit. It is looked for between one that does
-    and one that does not, where a line through their memory crosses what the device offers; a few plans suffice.
+    Memory grows with every token, so there is one length up to which plans fit. The plan of that length is made; that
+    the next longer one does not fit is seen in a plan too, or follows from lines that were believed.
 
     Args:
         request: What is planned; its own length does not matter.
@@ -32,32 +41,80 @@ def longest_sequence(request: Request, *, grain: int = 1024) -> Plan:
         raise DeepSpeedConfigError(f"longest sequence: expected a grain of 1 token or more, found {grain}")
     ranks = max(int(request.config.get("sequence_parallel_size") or 1), 1)
     unit = math.lcm(grain, ranks)
-    shortest = _planned(request, unit)
-    if not shortest.fits:
+    fitting = _planned(request, unit)
+    if not fitting.fits:
         raise DeepSpeedConfigError(
-            f"longest sequence: not even {unit:,} tokens fit ({shortest.device_bytes:,} bytes on the device, "
-            f"{shortest.machine.usable:,} usable); see what a plan of that length suggests"
+            f"longest sequence: not even {unit:,} tokens fit ({fitting.device_bytes:,} bytes on the device, "
+            f"{fitting.machine.usable:,} usable); see what a plan of that length suggests"
         )
-    fitting, failing = shortest, _planned(request, 2 * unit)
-    while failing.fits and _length(failing) < _MOST:
-        fitting, failing = failing, _planned(request, 2 * _length(failing))
-    halve = False
-    while _length(failing) - _length(fitting) > unit and not failing.fits:
-        tried = _planned(request, _between(fitting, failing, unit, halve=halve))
-        halve = not halve
-        fitting, failing = (tried, failing) if tried.fits else (fitting, tried)
-    return failing if failing.fits else fitting
+    before, last = fitting, _planned(request, 2 * unit)
+    failing = None if last.fits else last
+    if last.fits:
+        fitting = last
+    believed = halve = False
+    while failing is None or _length(failing) - _length(fitting) > unit:
+        lines = _Lines(before, last)
+        guess = lines.longest(unit)
+        if believed and guess == _length(fitting):
+            break
+        if failing is None:
+            most = _MOST // unit * unit if believed else _STEP * _length(fitting)
+        else:
+            most = _length(failing) - unit
+        if halve and failing is not None:
+            guess = (_length(fitting) + _length(failing)) // 2 // unit * unit
+        guess = min(max(guess, _length(fitting) + unit), most)
+        made = _planned(request, guess)
+        believed = lines.miss(made) <= _NEAR * made.device_bytes
+        halve = not believed and not halve
+        if made.fits:
+            fitting = made
+            if guess >= _MOST // unit * unit:
+                break
+        else:
+            failing = made
+        before, last = (last, made) if failing is None else (fitting, failing)
+    return fitting
 
 
-def _between(fitting: Plan, failing: Plan, unit: int, *, halve: bool) -> int:
-    """A length between two: where the line through them meets what is usable, or in the middle."""
-    low, high = _length(fitting), _length(failing)
-    share = 0.5
-    grown = failing.device_bytes - fitting.device_bytes
-    if not halve and grown > 0:
-        share = (fitting.machine.usable - fitting.device_bytes) / grown
-    guess = low + int((high - low) * share) // unit * unit
-    return min(max(guess, low + unit), high - unit)
+class _Lines:
+    """How memory grows with tokens, by rank that was planned, home and moment."""
+
+    def __init__(self, one: Plan, other: Plan) -> None:
+        self._plan = one
+        self._lengths = _length(one), _length(other)
+        self._tops = [
+            {
+                home: [(tops.get(moment, top), top) for moment, top in its.rehearsed.tops[home].items()]
+                for home, tops in mine.rehearsed.tops.items()
+            }
+            for mine, its in zip(one.parts, other.parts, strict=True)
+        ]
+
+    def longest(self, unit: int) -> int:
+        """The most tokens with which all of it would fit, a multiple of ``unit``; 0: none."""
+        low, high = 0, _MOST // unit
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self._would_fit(middle * unit) else (low, middle - 1)
+        return low * unit
+
+    def miss(self, plan: Plan) -> float:
+        """By how many bytes the lines miss a plan, where they miss it most."""
+        return max(abs(self._most(home, _length(plan)) - most) for home, most in _sums(plan).items())
+
+    def _would_fit(self, tokens: int) -> bool:
+        on_host = self._most(Home.HOST, tokens) * self._plan.machine.devices_per_node
+        return self._plan.would_fit(int(self._most(Home.DEVICE, tokens)), int(on_host))
+
+    def _most(self, home: Home, tokens: int) -> float:
+        first, second = self._lengths
+        share = (tokens - first) / (second - first)
+        return max((a + (b - a) * share for part in self._tops for a, b in part[home]), default=0.0)
+
+
+def _sums(plan: Plan) -> dict[Home, int]:
+    return {home: max(part.rehearsed.peaks[home].nbytes for part in plan.parts) for home in (Home.DEVICE, Home.HOST)}
 
 
 def _length(plan: Plan) -> int:

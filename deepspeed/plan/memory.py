@@ -75,15 +75,16 @@ class _Storage(weakref.ref[Any]):
 
 
 class _Books:
-    """What is alive in one home, and the most there was."""
+    """What is alive in one home, and the most there was, at all and by moment."""
 
-    __slots__ = ("booked", "home", "kinds", "other", "peak")
+    __slots__ = ("booked", "home", "kinds", "other", "peak", "tops")
 
     def __init__(self, home: Home) -> None:
         self.home = home
         self.kinds: dict[Kind, int] = defaultdict(int)
         self.booked = self.other = 0  # sum of kinds; bytes of no kind
         self.peak = Peak()
+        self.tops: dict[Moment, int] = {}
 
 
 class MemoryCount(TorchDispatchMode):
@@ -151,10 +152,15 @@ class MemoryCount(TorchDispatchMode):
         """The highest sum of each home."""
         return {home: books.peak for home, books in self._books.items()}
 
+    @property
+    def tops(self) -> dict[Home, dict[Moment, int]]:
+        """The highest sum of each home by moment; of device and host."""
+        return {books.home: books.tops for books in self._compared}
+
     def reset_peaks(self) -> None:
         """From now on."""
         for books in self._books.values():
-            books.peak = Peak()
+            books.peak, books.tops = Peak(), {}
         self.look()
 
     def live(self, home: Home) -> int:
@@ -171,10 +177,13 @@ class MemoryCount(TorchDispatchMode):
         It is done before something goes, when an entry of a ledger and the storage that it stands for have both been
         seen; while more and more comes there is no peak.
         """
+        moment = self._moment_of_last_change
         for books in self._compared:
             total = books.booked + books.other
+            if total > books.tops.get(moment, 0):
+                books.tops[moment] = total
             if total > books.peak.nbytes:
-                books.peak = Peak(total, dict(books.kinds), books.other, self._moment_of_last_change)
+                books.peak = Peak(total, dict(books.kinds), books.other, moment)
 
     # -- what ledgers say --------------------------------------------------------------------------------------------
 

@@ -53,6 +53,7 @@ class Rehearsed:
         trained: Of those, the trained ones.
         repeated: Of those, the ones that an earlier stage has too.
         peaks: By home, the highest sum of everything and what it was made of.
+        tops: By home, device and host, the highest sum at each moment.
         kind_peaks: Most bytes of each kind, by home.
         states: Bytes of each kind, by home, between backward and update.
         activations: Bytes that forward keeps for backward; of a stage, the most of its chunks.
@@ -74,6 +75,7 @@ class Rehearsed:
     parameters: int
     trained: int
     peaks: dict[Home, Peak]
+    tops: dict[Home, dict[Moment, int]]
     kind_peaks: dict[tuple[Kind, Home], int]
     states: dict[tuple[Kind, Home], int]
     activations: int
@@ -169,6 +171,7 @@ class _Run:
             parameters=parameters,
             trained=trained,
             peaks=count.peaks,
+            tops=count.tops,
             kind_peaks={key: nbytes for key, nbytes in kinds.items() if nbytes},
             states={key: nbytes for key, nbytes in self._states.items() if nbytes},
             activations=self._activations,

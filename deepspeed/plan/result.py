@@ -155,11 +155,14 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Whether device and host memory suffice."""
+        return self.would_fit(self.device_bytes, self.host_bytes)
+
+    def would_fit(self, device_bytes: int, host_bytes: int) -> bool:
+        """Whether device and host memory would suffice for such sums."""
         host = self.machine.host_memory
-        needed_on_host = self.host_bytes
         if self.request.kind == "cpu":
-            needed_on_host += self.device_bytes * self.machine.devices_per_node
-        return self.device_bytes <= self.machine.usable and (host is None or needed_on_host <= host)
+            host_bytes += device_bytes * self.machine.devices_per_node
+        return device_bytes <= self.machine.usable and (host is None or host_bytes <= host)
 
     @cached_property
     def travels(self) -> list[Travel]:
