@@ -36,9 +36,16 @@ def _big(**more):
     )  # fmt: skip
 
 
+def _big_mixture():
+    return models.mixtral_config(
+        hidden_size=256, intermediate_size=768, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=8,
+        vocab_size=1000, num_local_experts=8,
+    )  # fmt: skip
+
+
 def _start():
     gc.collect()
-    pids = [None] * RANKS
+    pids = [None] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())
     watch = AnonymousMemory(pids) if dist.get_rank() == 0 else None
     dist.barrier()
@@ -92,3 +99,17 @@ def test_no_rank_ever_has_more_than_its_share_and_a_module(tmp_path, build):
     assert loaded[1] - first <= (1.35 if build else 1.25) * nbytes
     assert moved[1] - first <= 1.35 * nbytes  # from the provisional shards to the final ones, in portions
     assert moved[2] - first <= 1.25 * nbytes
+
+
+def test_a_mixture_of_experts_is_read_layer_by_layer(tmp_path):
+    """Files have it expert by expert: rank 0 stacks one weight of a layer while all gather it, and both are small."""
+    import transformers
+
+    kind = transformers.AutoModelForCausalLM
+    kind.from_config(_big_mixture()).save_pretrained(tmp_path / "big", max_shard_size="40MB")
+    kind.from_config(models.mixtral_config()).save_pretrained(tmp_path / "small")
+    nbytes, (first, most, after), _ = run_ranks(_load, 2, str(tmp_path), False, timeout=280, fresh=True)[0]
+    layer = 8 * 3 * 256 * 768 * 4
+    above = (most - first - nbytes) / 2 / layer
+    print(f"{nbytes / 2**20:.0f} MiB on 2 ranks: a rank had {above:.2f} layers above its share while loading")
+    assert above <= 2.25 and after - first <= 1.1 * nbytes

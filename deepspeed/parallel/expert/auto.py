@@ -158,7 +158,7 @@ def _modules(model: nn.Module, section: ExpertParallel) -> dict[str, nn.Module]:
         raise _NothingFound(
             f"expert_parallel.enabled: {type(model).__name__} has no module with stacked experts (parameters "
             f"gate_up_proj or up_proj and down_proj with three dimensions)"
-            f"{'; it has ' + ', '.join(named) if named else ''}. Models of Transformers 5 and newer have such "
+            f"{'; it has ' + ', '.join(named) if named else ''}. Most models of Transformers 5 have such "
             "modules; build other models with deepspeed.moe.layer.MoE, or leave the section out"
         )
     return stacks

@@ -115,6 +115,10 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         **_LATENT, "ffn_hidden_size": 24, "expert_ffn_hidden_size": 12, "zero_expert_num": 2, "moe_topk": 2,
         "num_layers": 2,
     }),
+    "dbrx": ("DbrxConfig", {
+        "d_model": 16, "n_layers": 1, "n_heads": 2, "max_seq_len": 32, "ffn_config": {"moe_num_experts": 4},
+        "attn_config": {"kv_n_heads": 1, "rope_theta": 1e4},
+    }),
     "doge": ("DogeConfig", {"intermediate_size": 24, "num_experts": 4, "is_moe": True, **_TWO}),
 }  # fmt: skip
 """Ones that do not."""

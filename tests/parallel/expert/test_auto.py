@@ -146,6 +146,7 @@ def _refused() -> None:
             {},
             "ParamWrapper adapts the weight 'down_proj' of the experts .*target_modules instead of target_parameters",
         ),
+        (build("dbrx"), {}, r"'transformer.blocks.0.ffn.experts' \(DbrxExperts\).* Most models of Transformers 5"),
         (build("doge"), {}, "DogeForCausalLM has no module with stacked experts"),
     ):
         settings = config(1)
