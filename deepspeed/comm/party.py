@@ -112,6 +112,8 @@ def _abort(party: Party) -> None:
     if party.waits_on_host:
         # gloo cannot cancel a receive; one that times out closes every pair, which wakes all pending waits. One from a
         # rank whose own pairs are closed fails at once and closes nothing, so that each rank must be tried.
+        if not dist.is_initialized():  # the job has ended meanwhile, and with it all waits
+            return
         mine = party.ranks.index(dist.get_rank())
         for peer in (place for place in range(len(party.ranks)) if place != mine):
             with contextlib.suppress(RuntimeError):

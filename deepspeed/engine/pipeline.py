@@ -75,6 +75,7 @@ class PipelineEngine(Interpreter, DeepSpeedEngine):
         self._found = losses.MicroBatchLosses()
         self._mode, self._count = "", 0  # train, loss or outputs; micro-batches
         self._agreed: Callable[[], bool] | None = None
+        self._failure = ""  # what ended a call, and with it the connections between the ranks
         self._has_run_first = False
         self.agg_train_loss: torch.Tensor | None = None
         self.total_loss: torch.Tensor | None = None
@@ -285,6 +286,11 @@ class PipelineEngine(Interpreter, DeepSpeedEngine):
 
     def _get_ready(self, call: str, count: int, mode: str, *, needs_labels: bool) -> None:
         """Everything that may fail before anything is computed."""
+        if self._failure:
+            raise PipelineError(
+                f"{call}: an earlier call failed, and the ranks are no longer connected. {self._failure}. Start the "
+                "job again, from its last checkpoint"
+            )
         self._mode, self._count = mode, count
         self._found, self.fwd_outputs = losses.MicroBatchLosses(), []
         feed = self._feed if self._pulls_data else None
@@ -310,33 +316,28 @@ class PipelineEngine(Interpreter, DeepSpeedEngine):
 
     @contextmanager
     def _telling_others(self, call: str) -> Iterator[None]:
-        """An exception ends the step on every rank, with the same words."""
+        """An exception ends the step on every rank, with the same words; what connects the ranks ends with it."""
         try:
             yield
         except (CommunicationError, DivergenceError) as error:
-            said = str(error)
-            if said.startswith(f"{call}: "):
-                raise PipelineError(said) from None
-            raise PipelineError(f"{self._place(call)}: {said}") from error
+            was_told = str(error).startswith(f"{call}: ")
+            said = str(error) if was_told else f"{self._place(call)}: {error}"
+            self._failure = said
+            raise PipelineError(said) from (None if was_told else error)
         except DataError:
             raise
-        except PipelineError as error:
-            said = f"{self._place(call)}: {error}"
-            self._tell(said)
-            raise PipelineError(said) from error
         except Exception as error:
-            said = f"{self._place(call)}: {type(error).__name__}: {error}"
-            self._tell(said)
+            what = str(error) if isinstance(error, PipelineError) else f"{type(error).__name__}: {error}"
+            said = f"{self._place(call)}: {what}"
+            watch = self._parts.groups.job.watch
+            if watch is not None:  # there are others
+                self._failure = said
+                watch.tell_failure(said)
             raise PipelineError(said) from error
 
     def _place(self, call: str) -> str:
         where = f", {self.where}" if self.where else ""
         return f"{call}: stage {self.stage_id} (rank {self.global_rank}){where}"
-
-    def _tell(self, said: str) -> None:
-        watch = self._parts.groups.job.watch
-        if watch is not None:
-            watch.tell_failure(said)
 
     # -- computations ------------------------------------------------------------------------------------------------
 

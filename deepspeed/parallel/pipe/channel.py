@@ -195,7 +195,7 @@ class Outgoing:
             value: Any nesting; tensors must not be written to until they have left.
         """
         description, tensors = taken_apart(value)
-        text = pickle.dumps(description)
+        text = _as_text(description)
         is_new = text != self._text
         posted, has_room = self._expected.of(0), self._expected.has_room()
         before = self._expected.form
@@ -250,6 +250,16 @@ class Outgoing:
             self._route.guard(work, oldest.ticket, oldest.micro_batch)
         self._leaving.popleft()
         self._left += 1
+
+
+def _as_text(description: Any) -> bytes:
+    try:
+        return pickle.dumps(description)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise PipelineError(
+            f"what the stage gives to the next one holds, beside tensors, something that cannot be sent ({error}); let "
+            "its last layer return tensors and plain values in tuples, lists, dicts or dataclasses"
+        ) from error
 
 
 @dataclass

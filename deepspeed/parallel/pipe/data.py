@@ -15,6 +15,7 @@ from deepspeed.errors import PipelineError
 from deepspeed.parallel.pipe.samples import different_samples, fingerprints
 
 _PULLS_NOT, _HAS_NONE = -2, -1
+_CALLS = ("train_batch", "eval_batch", "_exec_schedule")
 
 
 class DataError(PipelineError):
@@ -76,25 +77,32 @@ def agree_on_data(
         rank: This one.
         feed: This rank's data; None on stages that need none.
         count: Micro-batches of the step.
-        call: What the ranks are about to do.
+        call: What the ranks are about to do: train_batch, eval_batch or _exec_schedule.
         needs_labels: The last stage has a use for labels.
 
     Returns:
         Waits for what the others say, and tells whether labels travel from the first stage, as the last one has no
-        data. It raises DataError if some rank has too few items, another number of micro-batches, or other samples than
-        the rest of its copy of the model; the same on every rank.
+        data. It raises DataError if some rank makes another call, has too few items, another number of micro-batches,
+        or other samples than the rest of its copy of the model; the same on every rank.
     """
     ready, said = _PULLS_NOT, (0, 0)
     if feed is not None:
         ready = feed.pull(count) if feed.has_any else _HAS_NONE
         said = feed.said_of(count)
-    mine = torch.tensor([count, ready, int(needs_labels), *said], dtype=torch.int64)
+    mine = torch.tensor([count, ready, int(needs_labels), *said, _CALLS.index(call)], dtype=torch.int64)
     rows = job.start_small(mine, channel="call", label=f"{call}, with {count} micro-batch(es)")
     return lambda: _labels_travel(rows().tolist(), mesh, rank, count, call)
 
 
 def _labels_travel(rows: list[list[int]], mesh: Mesh, rank: int, count: int, call: str) -> bool:
     """Whether they do; raises if the ranks do not fit together."""
+    other_calls = [other for other, row in enumerate(rows) if _CALLS[row[-1]] != call]
+    if other_calls:
+        theirs = _CALLS[rows[other_calls[0]][-1]]
+        raise DataError(
+            f"{call}: rank {rank} calls it, rank {other_calls[0]} calls {theirs}. Nothing was computed; make the calls "
+            "depend on what is equal on all ranks, such as engine.global_steps"
+        )
     others = [other for other, (number, *_) in enumerate(rows) if number != count]
     if others:
         raise DataError(
@@ -116,7 +124,7 @@ def _labels_travel(rows: list[list[int]], mesh: Mesh, rank: int, count: int, cal
                     "RepeatingLoader"
                 )
             )
-    wrong = different_samples([(inputs, labels, got == count) for _, got, _, inputs, labels in rows], mesh)
+    wrong = different_samples([(inputs, labels, got == count) for _, got, _, inputs, labels, _ in rows], mesh)
     if wrong is not None:
         raise DataError(
             f"{call}: {wrong}. Nothing was computed; load by engine.grid.data_parallel_id and shuffle by one seed on "

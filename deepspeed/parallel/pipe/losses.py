@@ -18,17 +18,19 @@ class MicroBatchLosses:
 
     def __init__(self) -> None:
         self.losses: list[torch.Tensor] = []
-        self._metrics: dict[str, torch.Tensor] = {}
-        self._count = 0
+        self._metrics: dict[str, tuple[torch.Tensor, int]] = {}  # sums, and how many micro-batches gave each
 
     def add(self, loss: torch.Tensor, metrics: Mapping[str, Any] | None) -> None:
-        """Notes those of a micro-batch; they stay on the device."""
+        """Notes those of a micro-batch; they stay on the device.
+
+        Raises:
+            PipelineError: A metric is no number.
+        """
         self.losses.append(loss.detach().float())
-        if metrics:
-            self._count += 1
-            for name, value in metrics.items():
-                number = torch.as_tensor(value, device=loss.device).detach().float()
-                self._metrics[name] = self._metrics[name] + number if name in self._metrics else number
+        for name, value in (metrics or {}).items():
+            number = _as_number(name, value, loss.device)
+            total, count = self._metrics.get(name, (torch.zeros_like(number), 0))
+            self._metrics[name] = total + number, count + 1
 
     @property
     def mean(self) -> torch.Tensor:
@@ -37,8 +39,22 @@ class MicroBatchLosses:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Their means over the micro-batches."""
-        return {name: float(value) / self._count for name, value in self._metrics.items()}
+        """The mean of each over the micro-batches that gave it."""
+        return {name: float(total) / count for name, (total, count) in self._metrics.items()}
+
+
+def _as_number(name: str, value: Any, device: torch.device) -> torch.Tensor:
+    try:
+        number = torch.as_tensor(value, device=device)
+    except (TypeError, ValueError, RuntimeError):
+        number = None
+    if number is None or number.numel() != 1 or number.is_complex():
+        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)[:80]
+        raise PipelineError(
+            f"the metric {name!r}, given beside the loss, is {what}; expected a number or a tensor of one element, of "
+            "which the mean over micro-batches is taken"
+        )
+    return number.detach().float().reshape(())
 
 
 def split_loss(value: Any) -> tuple[Any, Mapping[str, Any] | None]:
@@ -83,15 +99,17 @@ def read_rows(
         found: As there.
 
     Returns:
-        The losses of this rank's copy of the model by micro-batch, the mean over micro-batches and copies, and the
-        means of the metrics.
+        The losses of this rank's copy of the model by micro-batch, the mean over micro-batches and copies, and of each
+        metric the mean over the copies that gave it.
     """
     tellers = [other for other, told in enumerate(rows.tolist()) if told[0]]
     metrics: dict[str, float] = {}
     if bool(rows[:, 1].any()):
         told = gather_objects(job, found.metrics if found is not None else None, label="the metrics of the step")
         given = [each for each in told if each]
-        metrics = {name: sum(each[name] for each in given) / len(given) for name in given[0]}
+        for name in dict.fromkeys(name for each in given for name in each):
+            values = [each[name] for each in given if name in each]
+            metrics[name] = sum(values) / len(values)
     pipeline = mesh.group(rank, PIPE)
     mine = next(rows[other, 2:].tolist() for other in tellers if other in pipeline)
     return mine, float(rows[tellers, 2:].mean()), metrics

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
+import pytest
 import torch
 
+import deepspeed
+from deepspeed.errors import PipelineError
+from deepspeed.pipe import PipelineModule
 from tests.harness.pool import run_ranks
 from tests.parallel.pipe import support
 
@@ -68,9 +74,6 @@ def _labels_from_the_first_stage():
 
 
 def _from_training_data():
-    import deepspeed
-    from deepspeed.pipe import PipelineModule
-
     samples = [tuple(part[row] for part in support.items(0, 0, 1)[0]) for row in range(2)] * 4
     torch.manual_seed(3)
     module = PipelineModule(support.layers(), num_stages=2, loss_fn=_with_metrics)
@@ -91,3 +94,39 @@ def test_data():
         _close(told, [loss for loss, _ in expected])
     (losses, metrics), other = run_ranks(_from_training_data, 2)
     assert other == (losses, metrics) and losses[-1] < losses[0] and 0 <= metrics["right"] <= 1
+
+
+def _metrics_of(kind):
+    calls = []
+
+    def loss_fn(logits, labels):
+        calls.append(kind)
+        given = {
+            "sometimes": {"always": 2.0, **({"odd": 4.0} if len(calls) % 2 else {})},
+            "copies": {f"of rank {deepspeed.comm.get_rank()}": 1.0, "same": torch.tensor([3.0], requires_grad=True)},
+            "text": {"name": "a word"},
+            "several": {"scores": torch.ones(3)},
+        }
+        return support.loss_fn(logits, labels), given[kind]
+
+    stages = 1 if kind == "copies" else 2
+    module = PipelineModule(support.layers(), num_stages=stages, loss_fn=loss_fn)
+    engine, *_ = deepspeed.initialize(model=module, config=support.config(1, 3))
+    try:
+        support.train(engine, 3, 1)
+    except PipelineError as error:
+        return str(error)
+    return engine.metrics
+
+
+def test_metrics_count_where_they_are_given():
+    for found in run_ranks(_metrics_of, 2, "sometimes"):
+        assert found == {"always": 2.0, "odd": 4.0}
+    for found in run_ranks(_metrics_of, 2, "copies"):
+        assert found == {"of rank 0": 1.0, "same": 3.0, "of rank 1": 1.0}
+
+
+@pytest.mark.parametrize(("kind", "what"), [("text", "'name', .* 'a word'"), ("several", "'scores', .* shape .3,.")])
+def test_metrics_that_are_no_numbers(kind, what):
+    for said in run_ranks(_metrics_of, 2, kind):
+        assert re.match(f"train_batch: stage 1 .*micro_batch=0.*the metric {what}.* expected a number", said), said

@@ -192,3 +192,53 @@ def test_an_exception_in_evaluation():
     for first, (said, seconds) in run_ranks(fail_in_evaluation, 2):
         assert first > 0 and seconds < SOON
         assert said.startswith("PipelineError: eval_batch: stage 1 (rank 1)") and "this layer cannot take it" in said
+
+
+def call_after_a_failure() -> list[Any]:
+    engine = engine_of([nn.Linear(4, 4), Fails(forward=5)], 2, 2)
+    return [
+        said_by(lambda: engine.train_batch(iter(items(2, 5)))),
+        said_by(lambda: engine.train_batch(iter(items(2, 2)))),
+        said_by(lambda: engine.eval_batch(iter(items(2, 2)))),
+    ]
+
+
+def test_calls_after_a_failure_name_its_cause():
+    for first, *later in run_ranks(call_after_a_failure, 2):
+        for call, (said, seconds) in zip(("train_batch", "eval_batch"), later, strict=True):
+            assert said.startswith(f"PipelineError: {call}: an earlier call failed, and the ranks are no longer connec")
+            assert first[0].removeprefix("PipelineError: ") in said and seconds < 1
+
+
+def call_differently() -> list[Any]:
+    engine = engine_of(linears(2), 2, 2)
+    call = engine.train_batch if engine.is_first_stage() else engine.eval_batch
+    said = said_by(lambda: call(iter(items(2, 2))))
+    return [said, engine.train_batch(iter(items(2, 2))).item()]  # nothing was computed: the engine goes on
+
+
+def test_another_call_on_one_stage():
+    (first, loss), (second, other) = run_ranks(call_differently, 2)
+    assert first[0].startswith("PipelineError: train_batch: rank 0 calls it, rank 1 calls eval_batch. Nothing was comp")
+    assert second[0].startswith("PipelineError: eval_batch: rank 1 calls it, rank 0 calls train_batch")
+    assert loss == other > 0
+
+
+class Gives(nn.Module):
+    def __init__(self, given: Any) -> None:
+        super().__init__()
+        self.layer, self.given = nn.Linear(4, 4), given
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layer(x), self.given()
+
+
+def send_what_cannot_be_sent() -> tuple[str, float]:
+    engine = engine_of([Gives(lambda: (i for i in range(3))), nn.Linear(4, 4)], 2, 2)
+    return said_by(lambda: engine.train_batch(iter(items(2, 2))))
+
+
+def test_what_cannot_be_sent():
+    for said, seconds in run_ranks(send_what_cannot_be_sent, 2):
+        assert "stage 0 (rank 0), SendActivation" in said and "micro_batch=0" in said and seconds < SOON
+        assert "cannot be sent (cannot pickle 'generator' object); let its last layer return tensors" in said
