@@ -12,7 +12,7 @@ from deepspeed.comm.expert_groups import connect_experts, declare_experts, group
 from deepspeed.comm.groups import declare_expert_groups
 from deepspeed.comm.world import rank_in
 from deepspeed.parallel.expert.layer import MOELayer
-from deepspeed.parallel.expert.stages import told_by_stages
+from deepspeed.parallel.stages import told_by_stages
 from deepspeed.zero.describe import cut_experts
 from deepspeed.zero.holder import full_shape
 from deepspeed.zero.parts import say_part

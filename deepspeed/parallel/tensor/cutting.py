@@ -22,7 +22,7 @@ from deepspeed.config.sections.tensor_parallel import TensorParallel
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 from deepspeed.parallel.expert.auto import spread_modules
-from deepspeed.parallel.expert.stages import raise_for_all_stages
+from deepspeed.parallel.stages import raise_for_all_stages
 from deepspeed.parallel.tensor import rules as rules_module
 from deepspeed.parallel.tensor.attention import slice_arguments, tell
 from deepspeed.parallel.tensor.batches import BatchCheck, same_random_states

@@ -1,7 +1,7 @@
-"""What the stages of a pipeline tell each other of their experts, before anything is made together.
+"""What the stages of a pipeline tell each other of their layers, before anything is made together.
 
-Groups are made by all ranks of a job in one order, but a stage sees its own layers only: it may have no experts, or
-layers of other sizes than the rest.
+Groups are made by all ranks of a job in one order, but a stage sees its own layers only: it may have no experts and
+nothing to cut, or layers of other sizes than the rest.
 """
 
 from __future__ import annotations
