@@ -12,7 +12,9 @@ another one there, the ranks have parted already, though each has issued somethi
 keys, which are posted too. Being late is never an error.
 
 A program may also call torch's own collectives, which nobody counts. So a circle must be seen twice, and every rank in
-it must have looked again in the same wait: then all of them wait indeed.
+it must have looked again in the same wait: then all of them wait indeed. Layers that are known to call them tell where
+they are (:meth:`Watch.stand`): a rank that has got there may need the others there, whatever it does until it says
+something else, and as all ranks pass the same places in the same order, such words serve as those of a wait do.
 
 A rank whose program ends posts that as its last word, so that one that still waits for it can say so. One that fails
 where others depend on it may post why (:meth:`Watch.tell_failure`), and they raise with its words.
@@ -96,6 +98,7 @@ class Watch:
         self._issued: dict[str, int] = defaultdict(int)
         self._keys: dict[str, dict[int, int]] = defaultdict(dict)  # of a channel's latest transfers, by number
         self._awaited: Awaited | None = None
+        self._stood: Awaited | None = None  # the latest that this rank said of a place
         self._verdict: str | None = None
         self._farewell: str | None = None  # of a rank that this one waited for
         self._failure: str | None = None  # of any rank
@@ -158,11 +161,8 @@ class Watch:
         # Beside training there is nobody to hold up: the end of a peer breaks the connection, and that will do.
         beside = self._training.is_elsewhere()
         if not beside:
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=_watching, args=(weakref.ref(self), self._wake), name="deepspeed-watch", daemon=True
-                )
-                self._thread.start()
+            self._begin_watching()
+            outer = self._awaited
             self._awaited = awaited
         try:
             blocking()
@@ -170,7 +170,23 @@ class Watch:
             raise self._explain(error, awaited, patience) from error
         finally:
             if not beside:
-                self._awaited = None
+                self._awaited = outer
+
+    def stand(self, awaited: Awaited) -> None:
+        """Says where this rank may wait from now on, in code that supervises no wait."""
+        self._begin_watching()
+        self._awaited = self._stood = awaited
+
+    def known_reason(self) -> Exception | None:
+        """Why a wait where this rank stood latest failed, if any rank knows. Does not wait for that."""
+        return None if self._stood is None else self._reason(self._stood, 0.0)[0]
+
+    def _begin_watching(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=_watching, args=(weakref.ref(self), self._wake), name="deepspeed-watch", daemon=True
+            )
+            self._thread.start()
 
     def wait_for_keys(
         self, keys: Sequence[str], channel: str, index: int, label: str, members: tuple[int, ...], timeout: timedelta
@@ -290,9 +306,17 @@ class Watch:
 
     def _explain(self, error: RuntimeError, awaited: Awaited, patience: float | None) -> Exception:
         """A failed wait: by a verdict of any rank, by the end of a rank's program, or by something else."""
-        deadline = time.monotonic() + (self._patience if patience is None else patience)
+        seconds = self._patience if patience is None else patience
         if patience is None:
             self._patience = 0.0  # what is broken stays broken; later waits need not be patient too
+        reason, gone = self._reason(awaited, seconds)
+        return reason or CommunicationError(
+            f"waiting for {awaited.label} failed; a peer has probably died or timed out{gone}: {_plain(error)}"
+        )
+
+    def _reason(self, awaited: Awaited, patience: float) -> tuple[Exception | None, str]:
+        """What any rank has found out, or finds out in so many seconds; and the words for a store that is gone."""
+        deadline = time.monotonic() + patience
         gone = ""
         while not self.is_in_vain():
             try:
@@ -309,14 +333,12 @@ class Watch:
                 break
             time.sleep(0.05)
         if self._verdict is not None:
-            return DivergenceError(self._verdict)
+            return DivergenceError(self._verdict), gone
         if self._failure is not None:
-            return CommunicationError(self._failure)
+            return CommunicationError(self._failure), gone
         if self._farewell is not None:
-            return CommunicationError(self._farewell)
-        return CommunicationError(
-            f"waiting for {awaited.label} failed; a peer has probably died or timed out{gone}: {_plain(error)}"
-        )
+            return CommunicationError(self._farewell), gone
+        return None, gone
 
     def say_farewell(self) -> None:
         """Posts that this rank's program has ended."""

@@ -14,6 +14,7 @@ from torch import nn
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.load import Loaded
 from deepspeed.checkpoint.subject import COUNTERS, Subject
+from deepspeed.comm.waypoints import reason_of
 from deepspeed.engine.accessors import ConfigAccessors
 from deepspeed.engine.batches import Batches
 from deepspeed.engine.checkpointing import EngineCheckpoints
@@ -162,6 +163,8 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, nn.Modul
             with self._precision.forward_context(get_accelerator()):
                 outputs = self.module(*inputs, **kwargs)
         except RuntimeError as error:
+            if (reason := reason_of(error)) is not None:
+                raise reason from error
             said = explain_mismatch(error, self._precision, inputs, kwargs)
             if said is None:
                 raise
@@ -251,6 +254,10 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, nn.Modul
         try:
             self._open_backward()
             yield
+        except RuntimeError as error:
+            if (reason := reason_of(error)) is not None:
+                raise reason from error
+            raise
         finally:
             self._managed_backward = False
         self._close_backward()

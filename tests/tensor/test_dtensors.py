@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
 
 import deepspeed
-from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.comm.party import job_watch
+from deepspeed.errors import CommunicationError, DeepSpeedConfigError, DivergenceError
 from tests.harness import run_ranks
 from tests.tensor.support import adamw, assert_weights_equal, config, llama, loss_of, plain_run
 
@@ -72,6 +75,50 @@ def _stages(stages: tuple[int, ...], size: int, folder: str):
 
 def test_parallelize_module(tmp_path):
     run_ranks(_stages, 4, (0, 1, 2, 3), 2, str(tmp_path), timeout=120)
+
+
+class _Skips(torch.nn.Module):
+    """One rank leaves a layer out, or ends where it should begin."""
+
+    def __init__(self, layer, ends: bool):
+        super().__init__()
+        self.layer, self.ends = layer, ends
+
+    def forward(self, hidden):
+        if dist.get_rank() == 1 and self.ends:
+            job_watch().say_farewell()  # as the end of a program does
+            raise SystemExit
+        return hidden if dist.get_rank() == 1 else self.layer(hidden)
+
+
+def _parting(how: str):
+    model = _parallelized(2)
+    if how in ("skips a layer", "ends"):
+        model.model.layers[1].mlp = _Skips(model.model.layers[1].mlp, how == "ends")
+    engine = deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=config(0, 1))[0]
+    began = time.monotonic()
+    try:
+        loss = loss_of(engine, 0, 0)
+        if how != "skips the backward" or dist.get_rank() == 0:
+            engine.backward(loss)
+        engine.step()
+        loss_of(engine, 1, 0)
+    except (CommunicationError, DivergenceError) as error:
+        return type(error).__name__, str(error), time.monotonic() - began < 8
+    except SystemExit:
+        pass
+    return "nothing", "", True
+
+
+@pytest.mark.parametrize("how", ("skips a layer", "skips the backward", "ends"))
+def test_a_rank_that_goes_another_way_is_named(how):
+    """Torch's own collectives inside the layers wait without a limit, and nobody supervises them one by one."""
+    first, second = run_ranks(_parting, 2, how, timeout=60)
+    assert first[0] == ("CommunicationError" if how == "ends" else "DivergenceError") and first[2], (first, second)
+    if how == "ends":
+        assert "rank 1 has ended while this rank waits for the others at the layer 'model.layers.1.mlp." in first[1]
+    else:
+        assert first == second and "rank 0 waits for the others at " in first[1], (first, second)
 
 
 def _qwen():

@@ -19,6 +19,7 @@ from torch import nn
 from deepspeed import comm
 from deepspeed.comm.mesh import TENSOR, Mesh
 from deepspeed.comm.mesh_sources import TAKEN
+from deepspeed.comm.waypoints import Waypoints
 from deepspeed.comm.world import rank_in
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
@@ -28,6 +29,8 @@ from deepspeed.parallel.tensor.cutting import CUT, CutModel
 from deepspeed.parallel.tensor.layout import Layout
 from deepspeed.parallel.tensor.making import sum_own_gradients
 from deepspeed.parallel.tensor.rules import Way, of_plan
+from deepspeed.uncompiled import uncompiled
+from deepspeed.zero.outputs import tensors_in
 from deepspeed.zero.parts import Holders, part_of_placements, say_holders, say_part
 
 
@@ -84,8 +87,10 @@ def adopt_dtensors(model: nn.Module, mesh: Mesh, device: torch.device) -> dict[i
             say_part(made, parts[name][channel.rank])
             say_holders(made, Holders(channel.transport, tuple(parts[name])))
             made.tensor_model_parallel = True  # type: ignore[attr-defined]
-    for module in model.modules():
-        _exchange(module, exchanged)
+    waypoints = Waypoints(next(iter(found.values())).device_mesh.get_group())  # type: ignore[attr-defined]
+    for name, module in model.named_modules():
+        _exchange(name, module, exchanged, waypoints)
+    model.register_forward_hook(functools.partial(_announce_backward, waypoints))
     for name, rule in of_plan(model).items() if getattr(model, "tp_size", None) else ():
         if rule.way is Way.SUMMED:
             # Transformers sums it by a hook that the first forward puts on the parameter, after ZeRO has taken it.
@@ -128,7 +133,7 @@ def _plain(parameter: Any) -> nn.Parameter:
     return made
 
 
-def _exchange(module: nn.Module, exchanged: dict[int, nn.Parameter]) -> None:
+def _exchange(name: str, module: nn.Module, exchanged: dict[int, nn.Parameter], waypoints: Waypoints) -> None:
     """Puts the new parameters into a module, whose forward sees them as they were."""
     placed: dict[str, _Placed] = {}
     for key, value in module._parameters.items():
@@ -137,11 +142,20 @@ def _exchange(module: nn.Module, exchanged: dict[int, nn.Parameter]) -> None:
             module._parameters[key] = made
             placed[key] = made.__dict__["_ds_placed"]
     if placed:
-        module.forward = _placing(module, placed)  # type: ignore[method-assign]
+        module.forward = _placing(name, module, placed, waypoints)  # type: ignore[method-assign]
 
 
-def _placing(module: nn.Module, placed: dict[str, _Placed]) -> Callable[..., Any]:
+@uncompiled
+def _announce_backward(waypoints: Waypoints, _module: nn.Module, _args: Any, outputs: Any) -> None:
+    """Torch's collectives in a backward: one waypoint for all of it, as its layers have no hooks of their own."""
+    for tensor in tensors_in(outputs):
+        if tensor.requires_grad:
+            tensor.register_hook(lambda _gradient: waypoints.reach("a backward through layers of DTensors"))
+
+
+def _placing(name: str, module: nn.Module, placed: dict[str, _Placed], waypoints: Waypoints) -> Callable[..., Any]:
     original = module.forward
+    place = f"the layer {name!r}, whose parameters are DTensors"
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -150,6 +164,7 @@ def _placing(module: nn.Module, placed: dict[str, _Placed]) -> Callable[..., Any
         for key, value in plain.items():
             if value is not None:
                 own[key] = placed[key].place(value)  # type: ignore[assignment]
+        waypoints.reach(place)
         try:
             return original(*args, **kwargs)
         finally:
