@@ -198,6 +198,7 @@ def _build_parts(client: Client, config: Any, distributed_port: int, dist_init_r
         feeds_back=any(group.feeds_back for group in groups),
         may_skip=precision.may_skip,
         sends_momentum=sends_momentum,
+        preconditions=isinstance(torch_optimizer, ExchangesMomentum) and torch_optimizer.precondition,
         meets=islands is not None,
         base_home=Home.HOST if OFFLOADED in copies else Home.DEVICE,
     )

@@ -150,13 +150,13 @@ class MemoryFormula:
         return total, f"{wide} x Psi" if to_owner else f"{wide} x (Psi + Psi / N)"
 
     def _momentum(self) -> tuple[int, str]:
-        """What an exchange of momenta keeps: errors and, beside parts of the masters, the momentum as a whole."""
-        total = 0
+        """What an exchange of momenta keeps: errors and, beside parts of the masters, what its sender needs whole."""
+        total, whole = 0, (1 + self._placement.preconditions) if self._placement.shard_master else 0
         for bucket, _ in self._trained():
             if bucket.num_slices > 1:
                 numel = padded_numel(bucket.trained_numel, bucket.num_slices)
-                total += 4 * (numel + numel // bucket.num_slices + (numel if self._placement.shard_master else 0))
-        return total, "4 x (2 Psi + Psi / N)" if self._placement.shard_master else "4 x (Psi + Psi / N)"
+                total += 4 * (numel + numel // bucket.num_slices + whole * numel)
+        return total, f"4 x ({1 + whole} Psi + Psi / N)" if whole else "4 x (Psi + Psi / N)"
 
     def gradients(
         self,

@@ -88,6 +88,7 @@ class Placement:
         feeds_back: Each rank keeps, for itself, what reductions have lost of its gradients.
         sends_momentum: Momenta travel instead of gradients (``zero.onebit``): each rank keeps, for itself, what that
             loses, and where masters are sharded the whole momentum.
+        preconditions: Where masters are sharded, the root of the whole variance too.
         may_skip: It keeps it twice, as updates may be skipped, which leave it as it was.
         meets: Masters meet those of other islands now and then: of each element, its owner keeps where that was and a
             momentum, for itself.
@@ -106,6 +107,7 @@ class Placement:
     feeds_back: bool = False
     may_skip: bool = False
     sends_momentum: bool = False
+    preconditions: bool = False
     meets: bool = False
     base_home: Home = Home.DEVICE
 

@@ -27,21 +27,23 @@ class Message:
     def slice_of(self, rank: int) -> slice:
         return slice(min(rank * self.part, self.numel), min((rank + 1) * self.part, self.numel))
 
-    def exchange(self, vectors: list[torch.Tensor]) -> torch.Tensor:
-        """The compressed all-reduce."""
+    def exchange(self, vectors: list[torch.Tensor], unit: torch.Tensor | None = None) -> torch.Tensor:
+        """The compressed all-reduce of ``vectors / unit``, times it; errors are kept in no unit."""
         if self.ranks == 1:
             return vectors[0]
+        unit = torch.ones(self.numel) if unit is None else unit
         said = []
         for rank, vector in enumerate(vectors):
-            due = vector + self.sent[rank]
+            due = (vector + self.sent[rank]) / unit
             said.append(compressed(due))
-            self.sent[rank] = due - said[-1]
+            self.sent[rank] = (due - said[-1]) * unit
         found = []
         for rank in range(self.ranks):
-            mean = sum(one[self.slice_of(rank)] for one in said) / self.ranks + self.owned[rank]
+            part = self.slice_of(rank)
+            mean = sum(one[part] for one in said) / self.ranks + self.owned[rank] / unit[part]
             found.append(compressed(mean))
-            self.owned[rank] = mean - found[-1]
-        return torch.cat(found)
+            self.owned[rank] = (mean - found[-1]) * unit[part]
+        return torch.cat(found) * unit
 
 
 def compressed(values: torch.Tensor) -> torch.Tensor:
@@ -61,6 +63,11 @@ def messages_of(engine: DeepSpeedEngine, ranks: int) -> list[Message]:
     return made
 
 
+def unit_of(message: Message, variance: dict[str, torch.Tensor], eps: float) -> torch.Tensor:
+    """What an update divides momentum by, in the order of a message."""
+    return torch.cat([variance[name].sqrt().reshape(-1) + eps for name in message.names])
+
+
 class OneBitAdam:
     """1-bit Adam, algorithm 1 of arXiv 2102.02888, over ranks and micro-batches."""
 
@@ -75,7 +82,9 @@ class OneBitAdam:
         eps: float = 1e-8,
         clip: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.999),
+        precondition: bool = False,
     ) -> None:
+        self.precondition = precondition
         self.model = copy.deepcopy(model).float()
         self.messages, self.ranks = messages, messages[0].ranks
         self.freeze, self.lr, self.decay, self.eps, self.clip, self.betas = freeze, lr, decay, eps, clip, betas
@@ -124,7 +133,8 @@ class OneBitAdam:
                 own = [self.sent(name, m) for name, m in zip(message.names, own, strict=True)]
                 masked = [m * self.masks.get(n, 1) for n, m in zip(message.names, own, strict=True)]
                 vectors.append(torch.cat([m.reshape(-1) for m in masked]))
-            parts = message.exchange(vectors).split(message.numels)
+            unit = unit_of(message, self.v, self.eps) if self.precondition else None
+            parts = message.exchange(vectors, unit).split(message.numels)
             for name, part in zip(message.names, parts, strict=True):
                 self.m[name] = self.received(name, part.view_as(self.m[name])) * self.masks.get(name, 1)
             self.clear_masked(message)
@@ -222,7 +232,9 @@ class ZeroOneAdam:
         decay: float,
         eps: float,
         clip: float,
+        precondition: bool = False,
     ) -> None:
+        self.precondition = precondition
         self.messages, self.ranks = messages, messages[0].ranks
         self.models = [copy.deepcopy(model).float() for _ in range(self.ranks)]
         self.at = [dict(one.named_parameters()) for one in self.models]
@@ -282,7 +294,8 @@ class ZeroOneAdam:
     def exchange(self) -> None:
         for message in self.messages:
             mine = [torch.cat([self.u[rank][name].reshape(-1) for name in message.names]) for rank in range(self.ranks)]
-            for name, part in zip(message.names, message.exchange(mine).split(message.numels), strict=True):
+            unit = unit_of(message, self.v, self.eps) if self.precondition else None
+            for name, part in zip(message.names, message.exchange(mine, unit).split(message.numels), strict=True):
                 moved = part.view_as(self.v[name])
                 self.anchor[name] -= moved / (self.v[name].sqrt() + self.eps)
                 for rank in range(self.ranks):

@@ -71,10 +71,19 @@ def train(engine: DeepSpeedEngine, step: int, accumulation: int = 1) -> None:
 def cells(stages: tuple[int, ...]) -> None:
     ranks = torch.distributed.get_world_size()
     for stage in stages:
-        for accumulation, clip in ((1, 0.0), (2, 0.05)):
-            engine = make(stage, more={"weight_decay": 0.1}, accumulation=accumulation, gradient_clipping=clip)
+        # As published, then in the units of updates.
+        for accumulation, clip, precondition in ((1, 0.0, False), (2, 0.05, True)):
+            more = {"weight_decay": 0.1, "precondition": precondition}
+            engine = make(stage, more=more, accumulation=accumulation, gradient_clipping=clip)
             simulation = simulated.OneBitAdam(
-                tower(), simulated.messages_of(engine, ranks), freeze=FREEZE, lr=LR, decay=0.1, eps=EPS, clip=clip
+                tower(),
+                simulated.messages_of(engine, ranks),
+                freeze=FREEZE,
+                lr=LR,
+                decay=0.1,
+                eps=EPS,
+                clip=clip,
+                precondition=precondition,
             )
             for step in range(STEPS):
                 train(engine, step, accumulation)
@@ -142,7 +151,8 @@ def precisions() -> None:
     for name, section in PRECISIONS.items():
         for stage in (0, 2):
             engine = make(stage, **section)
-            simulation = simulated.OneBitAdam(tower(), simulated.messages_of(engine, 2), freeze=FREEZE, lr=LR, eps=EPS)
+            messages = simulated.messages_of(engine, 2)
+            simulation = simulated.OneBitAdam(tower(), messages, freeze=FREEZE, lr=LR, eps=EPS, precondition=True)
             for step in range(STEPS):
                 train(engine, step)
                 simulation.step(simulation.gradients(losses(step, 1)))
@@ -204,7 +214,7 @@ def masked(folder: str) -> None:
     def client(model: Sparse) -> torch.optim.Optimizer:
         rest = [*model.last.parameters(), *model.seldom.parameters(), *model.never.parameters()]
         groups = [{"params": [model.embedding.weight], "exp_avg_mask": mask}, {"params": rest}]
-        return OneBitAdam(groups, lr=LR, freeze_step=FREEZE, eps=EPS)
+        return OneBitAdam(groups, lr=LR, freeze_step=FREEZE, eps=EPS, precondition=False)
 
     for stage in (0, 2):
         model = Sparse()

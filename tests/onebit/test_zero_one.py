@@ -22,16 +22,16 @@ STEPS, LR, EPS = 12, 0.003, 3e-3
 SCHEDULE = {"var_freeze_step": 4, "var_update_scaler": 1, "local_step_scaler": 2, "local_step_clipper": 3}
 
 
-def make(stage: int = 0, seed: int = 3, **settings: Any) -> DeepSpeedEngine:
-    params = {"lr": LR, "eps": EPS, "weight_decay": 0.1, **SCHEDULE}
+def make(stage: int = 0, seed: int = 3, *, precondition: bool = True, **settings: Any) -> DeepSpeedEngine:
+    params = {"lr": LR, "eps": EPS, "weight_decay": 0.1, "precondition": precondition, **SCHEDULE}
     section = {"optimizer": {"type": "ZeroOneAdam", "params": params}}
     return engine_with(tower(seed=seed), stage, None, section, **settings)
 
 
 def cells() -> None:
     ranks = torch.distributed.get_world_size()
-    for accumulation, clip in ((1, 0.0), (2, 0.05)):
-        engine = make(accumulation=accumulation, gradient_clipping=clip)
+    for accumulation, clip, precondition in ((1, 0.0, False), (2, 0.05, True)):  # as published, in units of updates
+        engine = make(accumulation=accumulation, gradient_clipping=clip, precondition=precondition)
         simulation = simulated.ZeroOneAdam(
             tower(),
             simulated.messages_of(engine, ranks),
@@ -43,6 +43,7 @@ def cells() -> None:
             decay=0.1,
             eps=EPS,
             clip=clip,
+            precondition=precondition,
         )
         assert simulation.variance == [1, 2, 4] == sorted(updates_of_variance(4, 1))
         for step in range(STEPS):

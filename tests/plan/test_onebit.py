@@ -22,5 +22,6 @@ def test_errors_and_momentum_are_in_the_plan(stage: int) -> None:
         SHAPE, config, nodes=1, devices_per_node=4, sequence_length=64, suggest=False, compare_checkpointing=False
     )
     kept = plan.rehearsed.kind_peaks[Kind.PRIVATE, Home.DEVICE]
-    errors = kept / (4 * 1.25) if stage == 0 else kept / (4 * 2.25)  # Psi + Psi / N, and Psi for the whole momentum
+    # Psi + Psi / N, and Psi each for the whole momentum and what it is divided by.
+    errors = kept / (4 * 1.25) if stage == 0 else kept / (4 * 3.25)
     assert 0.9 * errors < plan.rehearsed.kind_peaks[Kind.COMPUTE, Home.DEVICE] / 2 < 1.1 * errors

@@ -152,9 +152,16 @@ class OneBitParams(Parameters):
     )
 
 
+_PRECONDITION = (
+    "Divide what travels by the root of the variance, and multiply what arrives: errors of signs are then of one size "
+    "in all weights. The publication does not."
+)
+
+
 class OneBitAdamParams(OneBitParams):
     """1-bit Adam: AdamW for freeze_step updates, then its variance stays and its momentum travels in 1 bit."""
 
+    precondition: Bool = key(True, _PRECONDITION)
     freeze_step: Int = key(100000, "Updates of the warm-up; 15 to 25 % of all.", unit="updates", minimum=1)
     bias_correction: Bool = key(
         False, "Correct the averages for their start at zero. The publication does not; upstream ignores it."
@@ -177,6 +184,7 @@ class OneBitLambParams(OneBitParams):
 class ZeroOneAdamParams(OneBitParams):
     """0/1 Adam: everything travels in 1 bit; the variance is updated ever more seldom, then ranks exchange so."""
 
+    precondition: Bool = key(True, _PRECONDITION)
     bias_correction: Bool = key(False, "From Adam.", no_effect="the publication has none")
     var_freeze_step: Int = key(
         100000,

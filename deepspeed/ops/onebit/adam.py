@@ -85,6 +85,9 @@ class OneBitAdam(ElementwiseOptimizer):
         amsgrad: Must be False.
         cuda_aware: Of no use: messages are tensors of the process group's own backend.
         comm_backend_name: Of no use: the process group is the engine's.
+        precondition: Divide momentum by the root of the variance before it travels, and multiply what arrives, so that
+            what a sign gets wrong is of one size in all weights. As published it travels as it is: one scale for
+            elements of all sizes, where the frozen variance then makes giants of the errors of small ones.
 
     Raises:
         ValueError: A number is out of range, or something is asked for that does not exist.
@@ -105,10 +108,12 @@ class OneBitAdam(ElementwiseOptimizer):
         amsgrad: bool = False,
         cuda_aware: bool = False,
         comm_backend_name: str = "nccl",
+        precondition: bool = True,
     ) -> None:
         check_hyperparameters(self, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
         check_family(self, eps_inside_sqrt=eps_inside_sqrt, max_grad_norm=max_grad_norm, freeze_step=freeze_step)
         self.freeze_step = freeze_step
+        self.precondition = precondition
         self.phase = Phase.WARM_UP
         self.reminder = Reminder(self, "1-bit Adam", freeze_step)
         defaults = {
@@ -121,7 +126,7 @@ class OneBitAdam(ElementwiseOptimizer):
         super().__init__(params, defaults)
 
     def _kept_attributes(self) -> tuple[str, ...]:
-        return (*super()._kept_attributes(), "freeze_step", "phase")
+        return (*super()._kept_attributes(), "freeze_step", "precondition", "phase")
 
     @property
     def rule(self) -> Rule:

@@ -65,6 +65,9 @@ class OneBitLamb(FusedLamb):
         ValueError: A number is out of range, or something is asked for that does not exist.
     """
 
+    precondition = False
+    """Its coefficients scale whole tensors, as published."""
+
     def __init__(
         self,
         params: ParamsT,

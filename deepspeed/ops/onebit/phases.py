@@ -33,6 +33,8 @@ class ExchangesMomentum(Protocol):
 
     phase: Phase
     """Of the update that :meth:`begin_update` announced."""
+    precondition: bool
+    """Whether what travels is divided by the root of the variance, and multiplied by it as it arrives."""
     reminder: Reminder
     """Says at the end that nothing was compressed, where that is so."""
 

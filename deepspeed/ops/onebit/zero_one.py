@@ -108,6 +108,7 @@ class ZeroOneAdam(ElementwiseOptimizer):
         amsgrad: Must be False.
         cuda_aware: Of no use.
         comm_backend_name: Of no use: the process group is the engine's.
+        precondition: As of :class:`~deepspeed.ops.onebit.OneBitAdam`.
 
     Raises:
         ValueError: A number is out of range, or something is asked for that does not exist.
@@ -131,6 +132,7 @@ class ZeroOneAdam(ElementwiseOptimizer):
         amsgrad: bool = False,
         cuda_aware: bool = False,
         comm_backend_name: str = "nccl",
+        precondition: bool = True,
     ) -> None:
         check_hyperparameters(self, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
         check_family(self, eps_inside_sqrt=eps_inside_sqrt, max_grad_norm=max_grad_norm, freeze_step=var_freeze_step)
@@ -142,6 +144,7 @@ class ZeroOneAdam(ElementwiseOptimizer):
             if value < 1:
                 raise ValueError(f"ZeroOneAdam: {name} must be at least 1, but is {value}")
         self.var_freeze_step = var_freeze_step
+        self.precondition = precondition
         self.local_step_scaler = local_step_scaler
         self.local_step_clipper = local_step_clipper
         self._variance = updates_of_variance(var_freeze_step, var_update_scaler)
@@ -160,7 +163,7 @@ class ZeroOneAdam(ElementwiseOptimizer):
         super().__init__(params, defaults)
 
     def _kept_attributes(self) -> tuple[str, ...]:
-        own = ("var_freeze_step", "local_step_scaler", "local_step_clipper", "_variance")
+        own = ("precondition", "var_freeze_step", "local_step_scaler", "local_step_clipper", "_variance")
         return (*super()._kept_attributes(), *own, "phase", "updates_variance", "comes_together")
 
     @property

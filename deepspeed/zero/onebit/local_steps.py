@@ -148,6 +148,7 @@ class LocalSteps(MomentumExchange):
         return squares if group.counts and group.place == 0 else 0.0
 
     def _update_variance(self, bucket: BucketMomentum, flags: list[bool], mean: torch.Tensor) -> None:
+        before = bucket.find_root()
         for run in bucket.master.runs:
             variance = self._optimizer.state[run.param]["exp_avg_sq"]
             beta = float(self._optimizer.param_groups[run.span.param_group]["betas"][1])
@@ -155,6 +156,10 @@ class LocalSteps(MomentumExchange):
                 if flags[tile]:
                     part = variance[start - run.span.start : stop - run.span.start]
                     part.mul_(beta).addcmul_(mean[start:stop], mean[start:stop], value=1 - beta)
+        after = bucket.find_root()
+        if before is not None and after is not None:
+            # What is owed stays what it is. Where nothing could move before nothing is owed.
+            bucket.rescale(before.masked_fill_(before.isinf(), 0.0).div_(after))
 
     def _exchange(self, work: Work, clip: float) -> None:
         """The movement of this one step travels, and its momentum is what has come, by the learning rate."""

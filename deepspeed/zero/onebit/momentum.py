@@ -21,7 +21,7 @@ from deepspeed.comm.codec import Residual
 from deepspeed.comm.one_bit import OneBitExchange, one_bit_nbytes, padded_numel
 from deepspeed.comm.transport import LocalTransport, transfer_key
 from deepspeed.logging import log_dist
-from deepspeed.ops.onebit.phases import ExchangesMomentum, Phase, mask_of
+from deepspeed.ops.onebit.phases import ExchangesMomentum, Phase, frozen_root, mask_of
 from deepspeed.zero.gradient_bucket import GradientBucket
 from deepspeed.zero.group import Groups
 from deepspeed.zero.masters import MasterBucket
@@ -53,6 +53,7 @@ class BucketMomentum:
         private: The errors of this rank, 1-D fp32: of what it sends, then of the slice that it sums.
         momentum: The whole momentum as of the last update, in the order of the message; None where the optimizer's
             state has all of it.
+        root: In the same case, what momentum is divided by before it travels; None where it travels as it is.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, master: MasterBucket, ledger: Ledger) -> None:
@@ -76,7 +77,11 @@ class BucketMomentum:
             nothing = torch.zeros(0, device=master.bucket.device)
             self._error = Residual(nothing, nothing)
         self._padded = padded
+        assert isinstance(optimizer, ExchangesMomentum)
         self.momentum = self._buffer(padded, ledger) if master.is_sharded else None
+        self.root: FlatBuffer | None = None
+        if master.is_sharded and optimizer.precondition and self.private is not None:
+            self.root = self._buffer(padded, ledger)
         self._mask: torch.Tensor | None = None
         self._message: torch.Tensor | None = None
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -101,21 +106,56 @@ class BucketMomentum:
 
     def collect(self) -> None:
         """Makes the replicated momentum whole from the parts in the ranks' optimizer states; a collective."""
-        if self.momentum is None:
-            return
+        if self.momentum is not None:
+            self._gather("exp_avg", self.momentum.tensor)
+        if self.root is not None:
+            self._gather("exp_avg_sq", self.root.tensor)
+            self._make_root(self.root.tensor)
+
+    def _gather(self, key: str, out: torch.Tensor) -> None:
+        """The whole of a state, in the order of the message."""
         master, layout = self.master, self.master.layout
-        flat = torch.zeros(layout.numel, device=self.momentum.tensor.device)
+        flat = torch.zeros(layout.numel, device=out.device)
         lower = layout.slice_bounds(master.rank)[0]
         for run in master.runs:
             state = self._optimizer.state.get(run.param) or {}
-            if "exp_avg" in state:
-                flat[lower + run.span.start : lower + run.span.stop] = state["exp_avg"].view(-1)
+            if key in state:
+                flat[lower + run.span.start : lower + run.span.stop] = state[key].view(-1)
         self.rounds += 1
         owners = master.transport
         owners.all_gather(flat, key=self._key(owners.owner), label=f"the momentum of {master.bucket.label}").wait()
         for tensor in self._tensors:
             start = layout.starts[tensor.tile]
-            self.momentum.tensor[tensor.place] = flat[start : start + tensor.numel]
+            out[tensor.place] = flat[start : start + tensor.numel]
+
+    def _make_root(self, variance: torch.Tensor) -> None:
+        """Of a variance in the order of the message, what momentum is divided by; infinite where nothing moves."""
+        frozen_root(variance, out=variance)
+        for tensor in self._tensors:
+            group = self._optimizer.param_groups[self.master.layout.tiles[tensor.tile].param_group]
+            variance[tensor.place].add_(float(group["eps"]))
+
+    def find_root(self) -> torch.Tensor | None:
+        """What the message is divided by before it travels; None: it travels as it is. Do not change it."""
+        assert isinstance(self._optimizer, ExchangesMomentum)
+        if not self._optimizer.precondition or self.private is None:
+            return None
+        if self.root is not None:
+            return self.root.tensor
+        made = torch.zeros(self._padded, dtype=torch.float32, device=self.master.bucket.device)
+        found = self.of_states("exp_avg_sq")
+        for tensor in self._tensors:
+            if tensor.tile in found:
+                made[tensor.place] = found[tensor.tile]
+        self._make_root(made)
+        return made
+
+    def rescale(self, factor: torch.Tensor) -> None:
+        """The unit of what travels changes; so do the errors. ``factor`` is as long as the message."""
+        if self.private is not None:
+            assert self._error.owned is not None
+            self._error.sent.mul_(factor)
+            self._error.owned.mul_(self._wire.my_slice(factor))
 
     def _key(self, owner: int) -> int:
         return transfer_key(owner, self.master.bucket.index, _MOMENTUM, self.rounds)
@@ -214,6 +254,9 @@ class BucketMomentum:
 
     def _launch(self, message: torch.Tensor) -> None:
         self._apply_mask(message)
+        root = self.find_root()
+        if root is not None:
+            message.div_(root)
         self.rounds += 1
         label = f"the momentum of {self.master.bucket.label}"
         self._work = OneBitExchange(
@@ -225,6 +268,9 @@ class BucketMomentum:
         assert self._work is not None and self._message is not None
         self._work.finish()
         self._work = None
+        root = self.find_root()
+        if root is not None:
+            self._message.mul_(root.masked_fill(root.isinf(), 0.0))
         self._apply_mask(self._message)
         mask = self._find_mask()
         if mask is not None and self.private is not None:
