@@ -120,6 +120,49 @@ def test_masks_and_sums():
             sequence_tiled_compute(*arguments)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype):
+    """Beside fp32: values are as near as without tiles; so are gradients of weights under autocast, summed in fp32."""
+    tokens, tiles = 256, 64
+    y = torch.randint(0, 13, (2, tokens), generator=torch.Generator().manual_seed(2))
+    y[0, :40] = -100
+    start = torch.randn(2, tokens, 5, generator=torch.Generator().manual_seed(3))
+
+    def ways(module, x, is_tiled):
+        if not is_tiled:
+            return module(x).float().sin().sum(), _loss_of(module, x, y), _loss_of(module, x, y)
+        return (
+            TiledMLP.apply(Mlp.forward, module, x, tiles).float().sin().sum(),
+            TiledFusedLogitsLoss.apply(_loss_of, module, x, y, None, tiles),
+            chunked_cross_entropy(x, module.head, y, tile_tokens=2 * tokens // tiles),
+        )
+
+    exact = Mlp()
+    wanted = []
+    for number in range(3):
+        x = start.clone().requires_grad_()
+        value = ways(exact, x, False)[number]
+        wanted.append((value, _gradients(value, exact, x)))
+    for casts, number in itertools.product((True, False), range(3)):
+        apart = {}
+        for is_tiled in (False, True):
+            module, x = Mlp(), start.clone()
+            if not casts:
+                module, x = module.to(dtype), x.to(dtype)
+            x.requires_grad_()
+            with torch.autocast("cpu", dtype, enabled=casts):
+                value = ways(module, x, is_tiled)[number]
+            torch.testing.assert_close(value.float(), wanted[number][0], rtol=2e-2, atol=2e-2)
+            apart[is_tiled] = [
+                ((one.float() - other).norm() / other.norm()).item()
+                for one, other in zip(_gradients(value, module, x), wanted[number][1], strict=True)
+            ]
+        for near, far in zip(apart[True], apart[False], strict=True):
+            # Gradients of weights that are half themselves are summed in that dtype: errors add up as at random.
+            more = 0.3 * far + 1e-5 if casts else torch.finfo(dtype).eps * tiles**0.5
+            assert near <= far + more, (casts, number, apart)
+
+
 class Largest(TorchDispatchMode):
     """The largest tensor with a vocabulary for its last axis that an operation returns."""
 

@@ -46,9 +46,16 @@ def tile_lengths(tokens: int, tiles: int) -> list[int]:
 
 
 def run_again(function: Callable[..., Any], *tensors: Any) -> Any:
-    """Runs a tile; backward runs it again."""
+    """Runs a tile; backward runs it again.
+
+    Under autocast each tile casts the weights for itself: a cast that tiles share would sum their gradients in its own
+    dtype, and what is rounded off grows with the number of tiles.
+    """
     if not torch.is_grad_enabled():
         return function(*tensors)
+    kind = next((x.device.type for x in tensors if isinstance(x, torch.Tensor)), "cpu")
+    if torch.is_autocast_enabled(kind):
+        function = torch.autocast(kind, torch.get_autocast_dtype(kind), cache_enabled=False)(function)
     return checkpoint(function, *tensors, use_reentrant=False)
 
 
