@@ -5,8 +5,8 @@ called with (masks, positions, rotary tables), whatever the family computes for 
 whichever stage has them, with what was recorded, which travels along. The last layer runs the causal model's own
 forward around a decoder that only hands over what the blocks have made, so what a family does to its logits is done.
 
-The row is: token embedding, everything before the blocks, the blocks, the last norm, the head. A head that shares the
-embedding's weight is tied to it.
+The row is: token embedding, everything before the blocks, the blocks, the last norm (and what follows it), the head. A
+head that shares the embedding's weight is tied to it.
 
 Where a mixture of experts counts its routers in the loss (``output_router_logits``), what they said travels along too,
 and the model's own forward makes its balance loss of it at the head; its gradient goes back the same way.
@@ -26,6 +26,7 @@ from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.parallel.pipe.spec import LayerSpec, TiedLayerSpec
 
 _LAST_NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "norm_f", "ln_out")
+_AFTER_NORM = ("project_out",)  # of OPT, where vectors of tokens are narrower than those of blocks
 
 
 def layers_of(model_or_config: Any) -> list[Any]:
@@ -159,18 +160,23 @@ class _Plan:
     def __init__(self, skeleton: Any, model: Any) -> None:
         self._skeleton, self._model = skeleton, model
         self.config = skeleton.config
-        self._prefix = str(skeleton.base_model_prefix)
+        self._prefix = self._base_path = str(skeleton.base_model_prefix)
         base: Any = getattr(skeleton, self._prefix, None)
+        if base is not None and [name for name, _ in base.named_children()] == ["decoder"]:
+            self._base_path, base = f"{self._prefix}.decoder", base.decoder  # OPT
         head = skeleton.get_output_embeddings() if hasattr(skeleton, "get_output_embeddings") else None
         blocks = [name for name, child in base.named_children() if isinstance(child, nn.ModuleList)] if base else []
-        norms = [name for name in _LAST_NORMS if isinstance(getattr(base, name, None), nn.Module)]
-        if len(blocks) != 1 or len(norms) != 1 or head is None:
+        norms, after = (
+            [name for name in names if isinstance(getattr(base, name, None), nn.Module)]
+            for names in (_LAST_NORMS, _AFTER_NORM)
+        )
+        if len(blocks) != 1 or len(norms) > 1 or not (norms or after) or head is None:
             raise NotYetSupportedError(
                 f"from_transformers: {type(skeleton).__name__} is not a decoder-only model of one list of blocks, a "
                 f"last norm and a head (found the lists {blocks}, the norms {norms}, the head {type(head).__name__}); "
                 "write its layers as LayerSpecs"
             )
-        self._base, self._blocks, self._norm = base, blocks[0], norms[0]
+        self._base, self._blocks, self._tail = base, blocks[0], [*norms, *after]
         self._embedding = _name_of(base, base.get_input_embeddings())
         self._head = _name_of(skeleton, head)
         tied = base.get_input_embeddings().weight is head.weight
@@ -185,15 +191,16 @@ class _Plan:
 
     def layers(self) -> list[Any]:
         """The row."""
-        embedding = self._part(self._prefix, self._embedding)
+        embedding = self._part(self._base_path, self._embedding)
         blocks = len(getattr(self._base, self._blocks))
         row: list[Any] = [LayerSpec(_Embed, embedding)]
-        names = (self._blocks, self._norm, self._embedding)
-        row.append(LayerSpec(_Begin, self._part(self._prefix), *names, hears_routers=self._hears_routers))
+        elsewhere = (self._embedding, *self._tail)
+        begin = self._part(self._base_path)
+        row.append(LayerSpec(_Begin, begin, self._blocks, elsewhere, hears_routers=self._hears_routers))
         routers = _recorded_routers(self._base) if self._hears_routers else None
         for i in range(blocks):
-            row.append(LayerSpec(_Block, self._part(self._prefix, self._blocks, str(i)), i, routers))
-        row.append(LayerSpec(_Norm, self._part(self._prefix, self._norm)))
+            row.append(LayerSpec(_Block, self._part(self._base_path, self._blocks, str(i)), i, routers))
+        row += [LayerSpec(_Norm, self._part(self._base_path, name)) for name in self._tail]
         shell = _shell(self._skeleton, self._prefix, self._head)
         if self._is_tied:
             row[0] = TiedLayerSpec("embedding", _Embed, embedding, tied_weight_attr="part.weight")
@@ -236,6 +243,11 @@ class _HandsOver(nn.Module):
 
     given: Any
     heard: Heard = None
+
+    @property
+    def decoder(self) -> _HandsOver:
+        """Itself: some models call the decoder of what is in its place."""
+        return self
 
     def forward(self, *_arguments: Any, **_named: Any) -> Any:
         from transformers.modeling_outputs import MoeModelOutputWithPast
@@ -350,7 +362,7 @@ class _Begin(nn.Module):
     part: Any
     _calls: list[Any]
 
-    def __init__(self, part: _Part, blocks: str, norm: str, embedding: str, *, hears_routers: bool = False) -> None:
+    def __init__(self, part: _Part, blocks: str, elsewhere: tuple[str, ...], *, hears_routers: bool = False) -> None:
         super().__init__()
         self._hears_routers = hears_routers
         whole: Any = copy.copy((part.model or part.skeleton).get_submodule(part.path))
@@ -359,19 +371,25 @@ class _Begin(nn.Module):
         for name, child in whole._modules.items():
             if name == blocks:
                 modules[name] = nn.ModuleList(_Recorder(block, self._calls) for block in child)
-            elif name in (norm, embedding):
+            elif name in elsewhere:
                 modules[name] = nn.Identity()
             else:
                 path = f"{part.path}.{name}"
                 modules[name] = _Part(part.skeleton, part.model, path).get() if child is not None else None
         whole._modules = modules
         self.part = whole
+        self._count = len(modules[blocks])
 
     def forward(self, value: dict[str, Any]) -> Travelling:
         self._calls.clear()
         self.part(**value, use_cache=False)
         calls = list(self._calls)
         self._calls.clear()
+        if len(calls) != self._count:
+            raise NotYetSupportedError(
+                f"from_transformers: {type(self.part).__name__} calls {len(calls)} of its {self._count} blocks; a "
+                "pipeline needs every block once in each forward, so switch off what skips or repeats them (layerdrop)"
+            )
         values: list[Any] = []
         places: dict[int, int] = {}
 
@@ -420,7 +438,7 @@ class _Block(nn.Module):
 
 
 class _Norm(nn.Module):
-    """The last norm; what the blocks needed is left behind."""
+    """The last norm, or what follows it; what the blocks needed is left behind."""
 
     part: Any
 
@@ -428,9 +446,10 @@ class _Norm(nn.Module):
         super().__init__()
         self.part = part.get()
 
-    def forward(self, value: Travelling) -> Any:
-        normed: torch.Tensor = self.part(value[0])
-        return normed if value[3] is None else (normed, value[3])
+    def forward(self, value: Any) -> Any:
+        hidden, *_, heard = value if isinstance(value, tuple) else (value, None)
+        made: torch.Tensor = self.part(hidden)
+        return made if heard is None else (made, heard)
 
 
 class _Head(nn.Module):

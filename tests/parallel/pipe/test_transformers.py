@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import deepspeed
-from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.pipe import PipelineModule, transformers_state_dict
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.harness.pool import run_ranks
@@ -90,7 +90,9 @@ def _pipeline(name, stages, folder):
 
 FIVE = {"vocab_size": 37, "hidden_size": 24, "num_hidden_layers": 5, "num_attention_heads": 4}
 GROUPED = {**FIVE, "intermediate_size": 40, "num_key_value_heads": 2, "max_position_embeddings": 32}
-# Blocks that return a tuple or a tensor, take biases for positions, or windows in some layers only.
+OPT = {**FIVE, "ffn_dim": 40, "max_position_embeddings": 32, "pad_token_id": 1}
+# Blocks that return a tuple or a tensor, take biases for positions, or windows in some layers only; a decoder inside
+# the model, and without a last norm but with vectors of tokens that are narrower than those of blocks.
 MORE = {
     "Falcon": {**FIVE, "multi_query": True, "alibi": True},
     "GPTJ": {"vocab_size": 37, "n_embd": 24, "n_layer": 5, "n_head": 4, "n_positions": 32, "rotary_dim": 4},
@@ -98,6 +100,8 @@ MORE = {
     "Qwen3": {**GROUPED, "head_dim": 6},
     "Phi3": {**GROUPED, "pad_token_id": 0, "sliding_window": 3},
     "Mixtral": {**GROUPED, "num_local_experts": 4},
+    "OPT": {**OPT, "word_embed_proj_dim": 24},
+    "OPT narrow": {**OPT, "word_embed_proj_dim": 12, "do_layer_norm_before": False},
     "GptOss": {**GROUPED, "head_dim": 6, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4},
 }
 
@@ -107,7 +111,8 @@ def _differing_models():
     found = []
     for name, sizes in MORE.items():
         torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, f"{name}Config")(**sizes)).eval()
+        config = getattr(transformers, f"{name.split()[0]}Config")(**sizes)
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
         with torch.no_grad():
             expected = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits
             made = PipelineModule.from_transformers(model, num_stages=1).eval()((tokens, mask))
@@ -118,6 +123,17 @@ def _differing_models():
 
 def test_more_models_compute_what_they_did():
     assert run_ranks(_differing_models, 1) == [[]]
+
+
+def _skipping_blocks():
+    config = transformers.OPTConfig(**OPT, word_embed_proj_dim=24, layerdrop=1.0)
+    module = PipelineModule.from_transformers(config, num_stages=1)
+    with pytest.raises(NotYetSupportedError, match="OPTDecoder calls 0 of its 5 blocks; .* switch off .* .layerdrop"):
+        module(_items(0)[0])
+
+
+def test_models_that_skip_blocks_are_refused():
+    run_ranks(_skipping_blocks, 1)
 
 
 @pytest.mark.parametrize("name", list(CONFIGS))
