@@ -163,8 +163,8 @@ def _cut(tag: Path, info: dict | None) -> None:
         torch.save(optim, tag / f"bf16_zero_pp_rank_0_mp_rank_{place:02d}_optim_states.pt")
 
 
-def _everything(folder: Path) -> dict[tuple[str, str], torch.Tensor]:
-    source, found = open_source(folder, "tag"), {}
+def _everything(folder: Path, tag: str = "tag") -> dict[tuple[str, str], torch.Tensor]:
+    source, found = open_source(folder, tag), {}
     for name, parameter in source.parameters.items():
         for kind, dtype in parameter.kinds.items():
             found[name, kind] = torch.empty(parameter.numel, dtype=dtype)
@@ -184,6 +184,28 @@ def test_layers_that_tensor_parallel_ranks_cut(unpack):
     (folder / "tag" / "layer_02-model_01-model_states.pt").unlink()
     with pytest.raises(CheckpointError, match="tensor-parallel rank 1 lacks the file of layer 2"):
         open_source(folder, "tag")
+
+
+def test_the_universal_form_of_layers_that_tensor_parallel_ranks_cut(unpack):
+    """Parameters lie whole there; the model states of four ranks tell the shapes of their slices."""
+    folder = unpack("pipe2-stage1-bf16")
+    expected, universal = _everything(folder, "tag_universal"), folder / "tag_universal"
+    for path in sorted(universal.glob("mp_rank_*"), reverse=True):
+        model, stage = load(path), int(path.name.split("_")[2])
+        for rank in range(2):
+            shapes = [
+                {name: _slice(name, torch.empty(shape, device="meta"), rank).shape for name, shape in group.items()}
+                for group in model["param_shapes"]
+            ]
+            told = {**model, "param_shapes": shapes, INFO: CUTS, "checkpoint_parallel_dimensions": {"tp_degree": 2}}
+            torch.save(told, universal / f"mp_rank_{2 * stage + rank:02d}_model_states.pt")
+    found = _everything(folder, "tag_universal")
+    assert found.keys() == expected.keys() and ("1.up.weight", "master") in found
+    for key, value in expected.items():
+        assert torch.equal(found[key], value), key
+    (universal / "mp_rank_03_model_states.pt").unlink()
+    with pytest.raises(CheckpointError, match="of 3 ranks, which 2 tensor-parallel ranks of each stage cannot have"):
+        _everything(folder, "tag_universal")
 
 
 def test_cut_layers_of_which_nothing_is_said_are_refused(unpack):

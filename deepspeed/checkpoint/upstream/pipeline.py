@@ -135,26 +135,33 @@ def _of_layers(beginnings: Sequence[str], trained: Sequence[Sequence[str]]) -> l
     return [[name for begins in in_order for name in names if name.startswith(begins)] for names in trained]
 
 
-def joined_states(folder: Path, *, trust: bool) -> dict[str, Any] | None:
-    """The model states of all stages as if they were one model's; None where the folder is not a pipeline's.
+def joined_states(folder: Path, *, trust: bool) -> list[dict[str, Any]]:
+    """The model states of all stages as if they were one model's, of each tensor-parallel rank.
 
     Args:
         folder: The tag folder.
         trust: As of :func:`read_pipeline`.
 
+    Returns:
+        Empty where the folder is not a pipeline's.
+
     Raises:
-        CheckpointError: Tensor-parallel ranks wrote it too.
+        CheckpointError: Files of some ranks are missing.
     """
     first = folder / "mp_rank_00_model_states.pt"
     if not first.is_file() or load(first, trust=trust).get("module", {}) is not None:
-        return None
-    stages = [load(files.model[0], trust=trust) for files in find_stages(folder)]
-    tensor_ranks = (stages[0].get("checkpoint_parallel_dimensions") or {}).get("tp_degree", 1)
-    if tensor_ranks > 1:
+        return []
+    saved = [load(files.model[0], trust=trust) for files in find_stages(folder)]
+    tensor_ranks = int((saved[0].get("checkpoint_parallel_dimensions") or {}).get("tp_degree", 1))
+    if len(saved) % tensor_ranks:
         raise CheckpointError(
-            f"{folder}: the layers of this pipeline were cut over {tensor_ranks} tensor-parallel ranks; such "
-            "checkpoints cannot be read"
+            f"{folder}: there are model-states files of {len(saved)} ranks, which {tensor_ranks} tensor-parallel ranks "
+            "of each stage cannot have written; copy the others too"
         )
+    return [_joined(saved[rank::tensor_ranks]) for rank in range(tensor_ranks)]
+
+
+def _joined(stages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     groups: list[dict[str, Any]] = [{} for _ in stages[0].get("param_shapes") or []]
     for stage in stages:
         for known, shapes in zip(groups, stage.get("param_shapes") or [], strict=True):

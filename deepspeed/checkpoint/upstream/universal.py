@@ -25,8 +25,9 @@ def read_universal(folder: Path, *, trust: bool) -> Content:
         trust: Unpickle objects of the caller, which may run code.
     """
     pipeline = joined_states(folder, trust=trust)
-    ranks = find_files(folder) if pipeline is None else ()
-    models = [[load(path, trust=trust) for path in files.model] for files in ranks] or [[pipeline or {}]]
+    ranks = () if pipeline else find_files(folder)
+    models = [[load(path, trust=trust) for path in files.model] for files in ranks]
+    models = models or [[states] for states in pipeline] or [[{}]]
     first = models[0][0]
     content = Content(training_state(first))
     content.aliases.update(first.get("shared_params") or {})
