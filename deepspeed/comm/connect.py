@@ -13,6 +13,7 @@ from deepspeed.comm.gloo import GlooTransport
 from deepspeed.comm.native import NativeTransport
 from deepspeed.comm.new_groups import groups_beside, my_group
 from deepspeed.comm.party import party_of
+from deepspeed.comm.same_host_exchange import SameHostTransport
 from deepspeed.comm.store import backend_for, is_alive
 from deepspeed.comm.transport import LocalTransport, Transport
 from deepspeed.comm.world import ranks_of, stand_in
@@ -79,7 +80,7 @@ def _over(group: Any, backend: str, device: torch.device | None) -> Transport:
         return LocalTransport()
     transport: Transport
     if backend == "gloo":
-        transport = GlooTransport(group, rank, size)
+        transport = SameHostTransport(group, rank, size)
     else:
         transport = NativeTransport(group, rank, size, device or torch.device(get_accelerator().current_device_name()))
     transport.joins(party)

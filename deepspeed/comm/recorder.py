@@ -151,7 +151,7 @@ class _TimedTransfer:
 
 
 def timed(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorates a transport's method that starts a transfer of ``flat``, so that the log sees it.
+    """Decorates a transport's method that starts a transfer of ``flat``, tensors or one, so that the log sees it.
 
     The method has a parameter ``label``, or one ``how`` that has a label.
 
@@ -163,10 +163,10 @@ def timed(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         signature = inspect.signature(method)
 
         @functools.wraps(method)
-        def wrapper(self: Any, flat: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        def wrapper(self: Any, flat: Any, *args: Any, **kwargs: Any) -> Any:
             if not log.wants(name, False):
                 return method(self, flat, *args, **kwargs)
-            size, device = num_bytes(flat), flat.device
+            size, device = num_bytes(flat), _device_of(flat)
             arguments = signature.bind(self, flat, *args, **kwargs).arguments
             what = arguments["label"] if "label" in arguments else arguments["how"].label
             _settle(device)
@@ -193,8 +193,8 @@ def _settle(device: torch.device | None) -> None:
 def _device_of(value: object) -> torch.device | None:
     if isinstance(value, torch.Tensor):
         return value.device
-    if isinstance(value, (list, tuple)) and value:
-        return _device_of(value[0])
+    if isinstance(value, (list, tuple)):
+        return next((device for device in map(_device_of, value) if device is not None), None)
     return None
 
 

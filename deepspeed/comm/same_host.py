@@ -1,20 +1,18 @@
-"""Sums among ranks of one host, through memory that they share.
+"""Memory that ranks of one host share, and how they tell each other what lies in it.
 
-Gloo sends what it sums through sockets, and threads of its own add it up: on a host whose cores compute, that is time
-taken from them. Here a rank leaves its summand in memory that the others see, says so in one short message, and adds up
-what it finds with them. A layer can compute into that memory, and then nothing is copied at all.
+Gloo sends through sockets, with threads of its own: on a host whose cores compute, that is time taken from them. Here a
+rank writes into memory that the others see and says so in one short message.
 
-A rank has :data:`_PLACES` places, used in turn. One may be written again when every other rank has read it, which their
-messages say. They also say what a sum is of, so that sums of different things are an error and not a tensor. The memory
-and the sockets have no names in any file system, so nothing is left behind by a process that is killed, and the sockets
-of one that ends wake those that wait for it.
+What happens comes in rounds, which all ranks begin in one order. A rank has :data:`PLACES` places, used in turn. One
+may be written again when every rank for which something lay there has read it, which their messages say. They also say
+what a round is of, so that ranks that have parted are an error and not a tensor. The memory and the sockets have no
+names in any file system, so nothing is left behind by a process that is killed, and the sockets of one that ends wake
+those that wait for it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import math
 import mmap
 import os
 import secrets
@@ -24,28 +22,31 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import NamedTuple, Protocol
 
 import torch
 
-from deepspeed.comm.counters import traffic
 from deepspeed.comm.gloo import GlooTransport
 from deepspeed.comm.objects import gather_objects
 from deepspeed.comm.relay import catch_up
 from deepspeed.comm.transport import Transport
 from deepspeed.comm.world import stand_in
-from deepspeed.errors import DivergenceError
+from deepspeed.errors import CommunicationError, DivergenceError
 
-_PLACES = 2
-_MOST = 64 * 2**20  # bytes of the largest summand; larger ones are the backend's, as the memory is kept
+PLACES = 2
+MOST = 64 * 2**20  # bytes of the most that is written for a rank; more is the backend's, as the memory is kept
 _GRAIN = 2**20  # bytes by which places grow
-_MESSAGE = struct.Struct("=qq")  # sums that the sender has begun, and sums of which it has read all
-_LONGEST = 512  # bytes of a message, which ends with what the last sum is of
+_MESSAGE = struct.Struct(
+    "=qqqq"
+)  # rounds that the sender has begun, those of which it has read all, and a letter's ends
+_LONGEST = 512  # bytes of a message, which ends with what the last round is of
+LONGEST_WORDS = _LONGEST - _MESSAGE.size
 _PATIENCE = timedelta(minutes=30)  # torch's own for gloo
 _MEETING = 10.0  # seconds in which ranks of one host must find each other
 
 
-class _Place:
-    """Memory for one summand: written by its owner, read by the others.
+class Place:
+    """Memory that is written by its owner and read by the others.
 
     Args:
         file: Descriptor of memory that the ranks share; the owner's grows, in all others' eyes too.
@@ -54,45 +55,80 @@ class _Place:
     def __init__(self, file: int) -> None:
         self._file = file
         self._bytes = torch.empty(0, dtype=torch.uint8)
-        self._view = self._bytes
+        self._view, self._start = self._bytes, 0
         weakref.finalize(self, os.close, file)
 
-    def of(self, numel: int, dtype: torch.dtype, *, is_mine: bool) -> torch.Tensor:
-        """A summand, 1-D, where it lies."""
-        if self._view.dtype == dtype and self._view.numel() == numel:
+    def of(self, numel: int, dtype: torch.dtype, *, start: int = 0, is_mine: bool) -> torch.Tensor:
+        """What lies at byte ``start``, 1-D.
+
+        Raises:
+            CommunicationError: There is not so much memory.
+        """
+        if self._view.dtype == dtype and self._view.numel() == numel and self._start == start:
             return self._view
-        nbytes = numel * dtype.itemsize
-        if nbytes > self._bytes.numel():
-            length = -(-nbytes // _GRAIN) * _GRAIN
-            if is_mine:
-                os.ftruncate(self._file, length)
-            self._bytes = torch.frombuffer(mmap.mmap(self._file, length), dtype=torch.uint8)
-        self._view = self._bytes[:nbytes].view(dtype)
+        stop = start + numel * dtype.itemsize
+        with torch.inference_mode(False):  # or what was made inside could not be written outside
+            if stop > self._bytes.numel():
+                self._bytes = self._grown(-(-stop // _GRAIN) * _GRAIN, is_mine)
+            self._view, self._start = self._bytes[start:stop].view(dtype), start
         return self._view
 
+    def _grown(self, length: int, is_mine: bool) -> torch.Tensor:
+        try:
+            if is_mine:
+                os.ftruncate(self._file, length)
+            return torch.frombuffer(mmap.mmap(self._file, length), dtype=torch.uint8)
+        except (OSError, ValueError) as error:
+            raise CommunicationError(
+                f"ranks of one host share {length} bytes of memory to tell each other tensors, and these could not be "
+                f"had: {error}. Raise this process's limits (ulimit -v, ulimit -f), or send less at once"
+            ) from error
 
-class _Peer:
+
+class Letter(NamedTuple):
+    """What a rank tells another one about a round.
+
+    Attributes:
+        start: Byte of the sender's place where it begins.
+        nbytes: Its length there.
+        words: What it is of; at most :data:`LONGEST_WORDS` bytes.
+    """
+
+    start: int
+    nbytes: int
+    words: bytes
+
+
+class Peer:
     """Another rank, as this one knows it.
 
     Attributes:
         rank: Its place in the group.
-        places: Where its summands lie.
-        begun: Sums that it has begun.
-        read: Sums of which it has read all summands.
-        words: What its latest sums are of.
+        places: Where it writes.
+        begun: Rounds that it has begun.
+        read: Rounds of which it has read all.
     """
 
     def __init__(self, rank: int, connection: socket.socket, files: list[int]) -> None:
         self.rank = rank
         self.connection = connection
-        self.places = [_Place(file) for file in files]
+        self.places = [Place(file) for file in files]
         self.begun = self.read = 0
-        self.words = [b""] * _PLACES
+        self._letters = [Letter(0, 0, b"")] * PLACES
 
-    def tell(self, message: bytes) -> None:
+    def letter(self, number: int) -> Letter:
+        """What it has said of one of its latest rounds."""
+        return self._letters[number % PLACES]
+
+    def wrote(self, number: int, dtype: torch.dtype) -> torch.Tensor:
+        """What it wrote for this rank in one of its latest rounds, 1-D."""
+        place, letter = self.places[number % PLACES], self._letters[number % PLACES]
+        return place.of(letter.nbytes // dtype.itemsize, dtype, start=letter.start, is_mine=False)
+
+    def tell(self, begun: int, read: int, letter: Letter) -> None:
         """Says how far this rank is. One that has gone may have begun all that was wanted of it: the wait will show."""
         with contextlib.suppress(ConnectionError):
-            self.connection.send(message)
+            self.connection.send(_MESSAGE.pack(begun, read, letter.start, letter.nbytes) + letter.words)
 
     def hear(self) -> None:
         """Waits for its next message."""
@@ -105,196 +141,170 @@ class _Peer:
             raise RuntimeError(f"nothing came from rank {self.rank} of the group ({error})") from error
         if not message:
             raise RuntimeError(f"rank {self.rank} of the group has closed its connection")
-        self.begun, self.read = _MESSAGE.unpack_from(message)
-        self.words[self.begun % _PLACES] = message[_MESSAGE.size :]
+        self._take(message)
+
+    def hear_what_came(self) -> None:
+        """Takes in what it has said already, without waiting."""
+        with contextlib.suppress(OSError):
+            while message := self.connection.recv(_LONGEST, socket.MSG_DONTWAIT):
+                self._take(message)
+
+    def _take(self, message: bytes) -> None:
+        self.begun, self.read, start, nbytes = _MESSAGE.unpack_from(message)
+        self._letters[self.begun % PLACES] = Letter(start, nbytes, message[_MESSAGE.size :])
 
 
-class SameHostSums:
-    """Sums over ranks of one host. All of them must begin the same sums, in one order.
+class Round(Protocol):
+    """A round that this rank has begun.
+
+    Attributes:
+        number: Of the round.
+    """
+
+    number: int
+
+    def wait(self) -> object:
+        """Reads what the others wrote for this rank, and says so by :meth:`SameHost.has_read`."""
+
+
+class SameHost:
+    """The rounds of ranks of one host. All of them must begin the same ones, in one order.
 
     Args:
         transport: Over these ranks; its watch sees the waits.
         files: Descriptors of this rank's places.
         peers: The others.
+
+    Attributes:
+        transport: As given.
+        peers: As given.
     """
 
-    def __init__(self, transport: Transport, files: list[int], peers: list[_Peer]) -> None:
-        self._transport = transport
-        self._places = [_Place(file) for file in files]
-        self._peers = peers
+    def __init__(self, transport: Transport, files: list[int], peers: list[Peer]) -> None:
+        self.transport = transport
+        self.peers = peers
+        self._places = [Place(file) for file in files]
         self._begun = 0
-        self._unfinished: list[_Sum | None] = [None] * _PLACES
-        self._offered: torch.Tensor | None = None
-        self._words = b""
+        self._unread: list[Round | None] = [None] * PLACES
+        self._readers: list[list[Peer]] = [[] for _ in range(PLACES)]
+        self._letters = [Letter(0, 0, b"")] * len(peers)
         self._is_closed = False
         if transport.watch is not None:
             mine = weakref.ref(self)
             transport.watch.aborts[id(self)] = lambda: _abort(mine)
             weakref.finalize(self, transport.watch.aborts.pop, id(self), None)
 
-    def serves(self, numel: int, dtype: torch.dtype) -> bool:
-        """Whether a summand of ``numel`` elements is summed here; the same on all ranks."""
-        return numel * dtype.itemsize <= _MOST
-
-    def place(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Where the summand of the next sum may be written; it is good for the next :meth:`start` only."""
+    def place(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
+        """Where this rank may write for the next round, 1-D; waits until the others have read what lay there."""
         number = self._begun + 1
-        earlier = self._unfinished[number % _PLACES]
+        earlier = self._unread[number % PLACES]
         if earlier is not None:
             earlier.wait()
-        wanted = number - _PLACES
-        if any(peer.read < wanted for peer in self._peers):
-            self._guard(lambda: self._wait_for_readers(wanted), "room for a sum", None)
-        self._offered = self._places[number % _PLACES].of(math.prod(shape), dtype, is_mine=True).view(shape)
-        return self._offered
+        wanted = number - PLACES
+        for peer in self.peers:
+            if peer.begun != self._begun:  # nobody waits for one that has nothing for this rank, but its words pile up
+                peer.hear_what_came()
+        if any(peer.read < wanted for peer in self._readers[number % PLACES]):
+            self._guard(lambda: self._wait_for_readers(number), label, None)
+        return self._places[number % PLACES].of(numel, dtype, is_mine=True)
 
-    def start(self, values: torch.Tensor, label: str) -> _Sum:
-        """Begins a sum.
+    def next_number(self) -> int:
+        """Of the next round."""
+        return self._begun + 1
+
+    def begin(self, begun: Round, letters: list[Letter]) -> None:
+        """Tells the others of a round for which all has been written.
 
         Args:
-            values: Contiguous: what :meth:`place` gave, or any other tensor, which the result will be written to.
-            label: What travels, for whoever waits in vain.
+            begun: The round; its number is the next one.
+            letters: For each of :attr:`peers`.
         """
-        mine, out, self._offered = self._offered, None, None
-        if mine is None or mine.data_ptr() != values.data_ptr():
-            mine, out = self.place(values.shape, values.dtype).copy_(values), values
-            self._offered = None
-        if self._transport.watch is not None and self._transport.watch.is_in_vain():
+        if self.transport.watch is not None and self.transport.watch.is_in_vain():
             self.close()  # or this would answer a wait of a rank that has parted from this one
-        nbytes = mine.numel() * mine.element_size()
-        traffic.record_asked("all_reduce", 2 * nbytes, self._transport.axis)
-        traffic.record_ran("all_reduce", 2 * nbytes, self._transport.axis)  # as the backend, which a plan counts
-        self._begun += 1
-        self._words = _words(label, mine.numel(), mine.dtype)
-        made = _Sum(self, self._begun, mine, out, label, self._words, self._transport.issue("sum"))
-        self._unfinished[self._begun % _PLACES] = made
+        place = begun.number % PLACES
+        self._begun, self._unread[place], self._letters = begun.number, begun, letters
+        self._readers[place] = [peer for peer, letter in zip(self.peers, letters, strict=True) if letter.nbytes]
         self._tell()
-        return made
 
-    def finish(self, work: _Sum) -> torch.Tensor:
-        """Waits for the other summands of ``work`` and adds them, in the order of the ranks."""
-        number, mine = work.number, work.mine
-        if self._is_closed or any(peer.begun < number for peer in self._peers):
-            self._guard(lambda: self._wait_for_writers(number), work.label, work.ticket)
-        for peer in self._peers:
-            if peer.words[number % _PLACES] != work.words:
-                self.close()
-                raise self._parted(peer, work)
-        self._unfinished[number % _PLACES] = None
-        summands = {self._transport.rank: mine}
-        for peer in self._peers:
-            place = peer.places[number % _PLACES].of(mine.numel(), mine.dtype, is_mine=False)
-            summands[peer.rank] = place.view(mine.shape)
-        return _added([summands[rank] for rank in range(len(summands))], work.out)
+    def wait_for(self, peers: Sequence[Peer], number: int, label: str, ticket: tuple[str, int]) -> None:
+        """Waits until ``peers`` have begun round ``number``."""
+        if self._is_closed or any(peer.begun < number for peer in peers):
+            self._guard(lambda: self._wait_for_writers(peers, number), label, ticket)
 
-    def _tell(self) -> None:
-        waiting = [work.number for work in self._unfinished if work is not None]
-        read = min(waiting, default=self._begun + 1) - 1
-        message = _MESSAGE.pack(self._begun, read) + self._words
-        for peer in self._peers:
-            peer.tell(message)
+    def has_read(self, number: int) -> None:
+        """This rank needs nothing of round ``number`` any more."""
+        self._unread[number % PLACES] = None
 
-    def _parted(self, peer: _Peer, work: _Sum) -> DivergenceError:
-        said = {self._transport.rank: work.words, peer.rank: peer.words[work.number % _PLACES]}
-        names = self._transport.ranks
-        parts = [f"rank {names[rank]} sums {words.decode(errors='replace')}" for rank, words in sorted(said.items())]
+    def parted(self, number: int, peer: Peer, mine: str, doing: str) -> DivergenceError:
+        """What to raise where ``peer`` has begun something else; the connections are closed.
+
+        Args:
+            number: Of the round.
+            peer: The other rank.
+            mine: What this rank began.
+            doing: A verb for it.
+        """
+        self.close()
+        said = {self.transport.rank: mine, peer.rank: peer.letter(number).words.decode(errors="replace")}
+        names = self.transport.ranks
+        parts = "; ".join(f"rank {names[rank]} {doing} {words}" for rank, words in sorted(said.items()))
         return DivergenceError(
-            f"ranks took different branches: {'; '.join(parts)}. Ranks that share layers must run the same ones, in "
-            "one order. Make the branch depend on data that is equal on all of them"
+            f"ranks took different branches: {parts}. Ranks that share layers must run the same ones, in one order. "
+            "Make the branch depend on data that is equal on all of them"
         )
 
-    def _wait_for_writers(self, number: int) -> None:
-        if self._is_closed:  # what is there may be of another sum than this one
+    def _tell(self) -> None:
+        unread = [work.number for work in self._unread if work is not None]
+        read = min(unread, default=self._begun + 1) - 1
+        for peer, letter in zip(self.peers, self._letters, strict=True):
+            peer.tell(self._begun, read, letter)
+
+    def _wait_for_writers(self, peers: Sequence[Peer], number: int) -> None:
+        if self._is_closed:  # what is there may be of another round than this one
             raise RuntimeError("the connections were closed after an earlier failure")
-        for peer in self._peers:
+        for peer in peers:
             while peer.begun < number:
                 peer.hear()
 
     def _wait_for_readers(self, number: int) -> None:
-        self._tell()  # they may wait for this rank likewise, and their next sum would be the next to say so
-        for peer in self._peers:
-            while peer.read < number:
+        self._tell()  # they may wait for this rank likewise, and their next round would be the next to say so
+        for peer in self._readers[number % PLACES]:
+            while peer.read < number - PLACES:
                 peer.hear()
 
     def _guard(self, blocking: Callable[[], None], label: str, ticket: tuple[str, int] | None) -> None:
         catch_up()
-        self._transport.guard(blocking, ticket or self._transport.issue("room"), label)
+        self.transport.guard(blocking, ticket or self.transport.issue("room"), label)
 
     def close(self) -> None:
         """Makes whoever waits for this rank, or in it, raise."""
         self._is_closed = True
-        for peer in self._peers:
+        for peer in self.peers:
             with contextlib.suppress(OSError):
                 peer.connection.shutdown(socket.SHUT_RDWR)
 
 
-class _Sum:
-    """A sum on its way.
-
-    Attributes:
-        number: Of the sum.
-        mine: This rank's summand, where the others see it.
-        out: Where the result goes; None: memory of its own.
-        label: What travels.
-        words: The same, with its size, as the ranks compare it.
-        ticket: Of the watch.
-    """
-
-    def __init__(
-        self,
-        sums: SameHostSums,
-        number: int,
-        mine: torch.Tensor,
-        out: torch.Tensor | None,
-        label: str,
-        words: bytes,
-        ticket: tuple[str, int],
-    ) -> None:
-        self.number, self.mine, self.out = number, mine, out
-        self.label, self.words, self.ticket = label, words, ticket
-        self._sums: SameHostSums | None = sums
-        self._result = mine
-
-    def wait(self) -> torch.Tensor:
-        """The sum, in the shape of the summand and no view of anything; may be called again."""
-        if self._sums is not None:
-            self._result = self._sums.finish(self)
-            self._sums = None
-        return self._result
-
-
-@functools.lru_cache(maxsize=4096)
-def _words(label: str, numel: int, dtype: torch.dtype) -> bytes:
-    return f"{label} ({numel} elements of {dtype})".encode()[: _LONGEST - _MESSAGE.size]
-
-
-def _added(parts: list[torch.Tensor], out: torch.Tensor | None) -> torch.Tensor:
-    if len(parts) == 2:
-        return torch.add(*parts, out=torch.empty_like(parts[0]) if out is None else out)
-    wide = parts[0].dtype if parts[0].dtype.itemsize > 2 else torch.float32
-    total = parts[0].to(wide, copy=True)
-    for part in parts[1:]:
-        total.add_(part)
-    return total.to(parts[0].dtype) if out is None else out.copy_(total)
-
-
-def _abort(reference: weakref.ref[SameHostSums]) -> None:
-    sums = reference()
-    if sums is not None:
-        sums.close()
+def _abort(reference: weakref.ref[SameHost]) -> None:
+    host = reference()
+    if host is not None:
+        host.close()
 
 
 # -- finding each other ------------------------------------------------------------------------------------------------
 
 
-def same_host_sums(transport: Transport) -> SameHostSums | None:
-    """Sums over the ranks of ``transport``; None where they are not all on one host, or have another backend.
+def meet_on_host(transport: Transport, label: str) -> SameHost | None:
+    """Connects the ranks of ``transport``; None where they are not all on one host, or have another backend.
 
     Every rank of ``transport`` must call it, at the same time.
+
+    Args:
+        transport: Between the ranks.
+        label: What for, for whoever waits in vain.
     """
     if stand_in() is not None or not isinstance(transport, GlooTransport):
         return None
-    found: tuple[list[int], list[_Peer]] | None = None
+    found: tuple[list[int], list[Peer]] | None = None
     listener: socket.socket | None = None
     address = ""
     if sys.platform == "linux":
@@ -304,16 +314,15 @@ def same_host_sums(transport: Transport) -> SameHostSums | None:
             listener.bind(address)
             listener.listen(transport.size)
             listener.settimeout(_MEETING)
-    what = "finding the ranks of one host"
-    addresses = gather_objects(transport, (_host(), address if listener is not None else ""), label=what)
+    addresses = gather_objects(transport, (_host(), address if listener is not None else ""), label=label)
     if listener is not None and len({host for host, _ in addresses}) == 1 and all(where for _, where in addresses):
         with contextlib.suppress(OSError):  # of different network namespaces: the others cannot be reached
             found = _connect(transport, listener, [where for _, where in addresses])
     if listener is not None:
         listener.close()
-    if not all(gather_objects(transport, found is not None, label=what)) or found is None:
+    if not all(gather_objects(transport, found is not None, label=label)) or found is None:
         return None
-    return SameHostSums(transport, *found)
+    return SameHost(transport, *found)
 
 
 def _host() -> str:
@@ -323,27 +332,27 @@ def _host() -> str:
     return f"{socket.gethostname()} {os.getpid()}"
 
 
-def _connect(transport: Transport, listener: socket.socket, addresses: list[str]) -> tuple[list[int], list[_Peer]]:
+def _connect(transport: Transport, listener: socket.socket, addresses: list[str]) -> tuple[list[int], list[Peer]]:
     """Connects to every rank before this one and waits for those after it; then they hand each other their memory."""
-    files = [os.memfd_create("deepspeed sums") for _ in range(_PLACES)]
+    files = [os.memfd_create("deepspeed") for _ in range(PLACES)]
     connections: dict[int, socket.socket] = {}
     for rank in range(transport.rank):
         made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         made.settimeout(_MEETING)
         made.connect(addresses[rank])
-        made.send(_MESSAGE.pack(transport.rank, 0))
+        made.send(struct.pack("=q", transport.rank))
         connections[rank] = made
     while len(connections) < transport.size - 1:
         made, _ = listener.accept()
         made.settimeout(_MEETING)
-        rank, _ = _MESSAGE.unpack(made.recv(_MESSAGE.size))
+        (rank,) = struct.unpack("=q", made.recv(8))
         connections[rank] = made
     for made in connections.values():
         socket.send_fds(made, [b"places"], files)
     peers = []
     for rank, made in sorted(connections.items()):
-        _, theirs, _, _ = socket.recv_fds(made, 64, _PLACES)
+        _, theirs, _, _ = socket.recv_fds(made, 64, PLACES)
         made.settimeout(None)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", int(_PATIENCE.total_seconds()), 0))
-        peers.append(_Peer(rank, made, list(theirs)))
+        peers.append(Peer(rank, made, list(theirs)))
     return files, peers

@@ -23,9 +23,11 @@ from typing import Any, Protocol
 
 import torch
 
+from deepspeed.comm import pieces
 from deepspeed.comm.codec import Residual
 from deepspeed.comm.counters import waiting
 from deepspeed.comm.party import Party
+from deepspeed.comm.pieces import Pieces, numel_of
 from deepspeed.comm.watch import Watch
 from deepspeed.comm.zero_rows import ZeroRows
 
@@ -103,6 +105,24 @@ class Reduction:
     visit: Visit | None = None
     error: Residual | None = None
     rows: ZeroRows | None = None
+
+
+class _Unpacking:
+    """A transfer whose result is copied to where it belongs."""
+
+    def __init__(self, work: Work, flat: torch.Tensor, places: Pieces) -> None:
+        self._work, self._flat, self._places = work, flat, places
+
+    def wait(self) -> None:
+        """See ``Work``."""
+        self._work.wait()
+        with torch.no_grad():
+            pieces.read(self._flat, self._places)
+        self._flat, self._places = self._flat[:0], ()
+
+    def will_arrive(self) -> bool:
+        """See ``Work``."""
+        return self._work.will_arrive()
 
 
 class DoneWork:
@@ -285,6 +305,47 @@ class Transport:
             label: What travels, for error messages.
         """
         raise NotImplementedError
+
+    def room(self, numel: int, like: torch.Tensor, *, label: str) -> torch.Tensor:
+        """Where what leaves in the very next :meth:`exchange` may be written: saves a copy where ranks share memory.
+
+        Args:
+            numel: Elements for all other ranks together; what they get lies there in their order.
+            like: Has the dtype and device.
+            label: Of the exchange.
+
+        Returns:
+            1-D, with any values.
+        """
+        return like.new_empty(numel)
+
+    def exchange(
+        self, leaving: Sequence[Pieces], arriving: Sequence[Pieces], like: torch.Tensor, *, label: str
+    ) -> Work:
+        """Hands every rank its pieces, and fills pieces with what the ranks hand to this one.
+
+        Every rank must call it, as often and in the same order. Autograd does not see it.
+
+        Args:
+            leaving: By rank, tensors of any strides; there may be none.
+            arriving: By rank, memory for as many elements as that rank says leave for this one; for those of this rank
+                itself, pieces of the same shapes as leave.
+            like: Has the dtype in which they travel, which is that of ``arriving``, and their device.
+            label: What travels, for error messages.
+        """
+        sent, received = ([numel_of(part) for part in parts] for parts in (leaving, arriving))
+        flat = [piece for part in leaving for piece in part]
+        source = pieces.in_place(flat, like.dtype)
+        if source is None:
+            source = like.new_empty(sum(sent))
+            with torch.no_grad():
+                pieces.write(flat, source)
+        places = [piece for part in arriving for piece in part]
+        out = pieces.in_place(places, like.dtype)
+        if out is not None:
+            return self.all_to_all(source, sent, out, received, label=label)
+        out = like.new_empty(sum(received))
+        return _Unpacking(self.all_to_all(source, sent, out, received, label=label), out, places)
 
     def next_move(self, label: str = "") -> int:
         """The key of the next round of pieces.

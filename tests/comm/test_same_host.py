@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.comm import same_host
+from deepspeed.comm import same_host_sums as sums_of_host
 from deepspeed.comm.connect import create_transport
-from deepspeed.comm.same_host import same_host_sums
+from deepspeed.comm.same_host_sums import same_host_sums
 from deepspeed.errors import CommunicationError, DivergenceError
 from deepspeed.parallel.tensor.channel import Channel
 from tests.harness import run_ranks
@@ -61,7 +61,7 @@ def test_sums(size):
 
 def _larger_ones() -> None:
     """Summands above the limit are gloo's, in between others."""
-    before, same_host._MOST = same_host._MOST, 64
+    before, sums_of_host.MOST = sums_of_host.MOST, 64
     try:
         transport = create_transport()
         channel = Channel(transport, same_host_sums(transport))
@@ -70,7 +70,7 @@ def _larger_ones() -> None:
             place.fill_(dist.get_rank() + 1.0)
             assert torch.equal(channel.start_sum(place, "a sum").wait(), torch.full((rows, 4), 3.0))
     finally:
-        same_host._MOST = before
+        sums_of_host.MOST = before
 
 
 def test_large_sums_are_the_backends():

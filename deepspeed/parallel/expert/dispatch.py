@@ -28,7 +28,8 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from deepspeed.comm import within_backward
+from deepspeed.comm import pieces, within_backward
+from deepspeed.comm.pieces import Pieces
 from deepspeed.comm.transport import LocalTransport, Transport, Work
 
 
@@ -213,7 +214,7 @@ class _ToExperts(torch.autograd.Function):
         def fill(routes: slice, out: torch.Tensor) -> None:
             torch.index_select(x, 0, plan.tokens[routes], out=out)
 
-        rows = _there(plan, x.new_empty(len(plan.order), x.shape[1]), fill)
+        rows = _there(plan, x, fill)
         return rows.split(plan.load) if in_pieces else rows
 
     @staticmethod
@@ -261,7 +262,7 @@ class _FromExperts(torch.autograd.Function):
             if factors is not None:
                 out.mul_(factors[routes])
 
-        rows = _there(plan, gradient.new_empty(len(plan.order), gradient.shape[1]), fill)
+        rows = _there(plan, gradient, fill)
         ctx.talk = None  # it has been said
         for_weights = None
         if results is not None:
@@ -276,33 +277,35 @@ class _FromExperts(torch.autograd.Function):
 # -- the pieces: rows in the order of routes and of experts ------------------------------------------------------------
 
 
-def _there(plan: Plan, rows: torch.Tensor, fill: Callable[[slice, torch.Tensor], None]) -> torch.Tensor:
-    """Fills ``rows``, which are in the order of ``plan``, and takes them to their experts.
+def _there(plan: Plan, x: torch.Tensor, fill: Callable[[slice, torch.Tensor], None]) -> torch.Tensor:
+    """Takes rows in the order of ``plan`` to their experts.
 
     Args:
         plan: The routes.
-        rows: ``[R, M]``, empty.
+        x: Has the width, dtype and device of the rows.
         fill: Writes the rows of some routes.
 
     Returns:
         The rows of this rank's experts, sorted by expert, then by the rank they came from.
     """
-    own = slice(plan.num_own)
-    if plan.transport.size == 1:
-        fill(own, rows)
+    width, num_own, wire = x.shape[1], plan.num_own, plan.transport
+    rows = x.new_empty(sum(plan.load), width)
+    if wire.size == 1:
+        fill(slice(num_own), rows)
         return rows
-    others = slice(plan.num_own, None)
-    fill(others, rows[others])
-    arriving = rows.new_empty(sum(plan.received), rows.shape[1])
     label = "tokens on their way to experts"
-    work = plan.transport.all_to_all(rows[others], plan.sent, arriving, plan.received, label=label)
-    fill(own, rows[own])  # while the others travel
+    leaving = wire.room(sum(plan.sent) * width, x, label=label).view(-1, width)
+    fill(slice(num_own, None), leaving)
+    places = rows.split([counts[expert] for expert in range(len(plan.load)) for counts in plan.arrived])
+    by_rank = [places[rank :: wire.size] for rank in range(wire.size)]
+    own, by_rank[wire.rank] = by_rank[wire.rank], ()  # which stay out of the exchange
+    work = wire.exchange([[part] for part in leaving.split(plan.sent)], by_rank, x, label=label)
+    staying = own[0] if len(own) == 1 else x.new_empty(num_own, width)
+    fill(slice(num_own), staying)  # while the others travel
+    if len(own) > 1:
+        pieces.read(staying, own)
     plan.wait(work)
-    me = plan.transport.rank
-    of_others = arriving.split([n for rank, counts in enumerate(plan.arrived) if rank != me for n in counts])
-    experts = len(plan.load)
-    pieces = [*of_others[: me * experts], *rows[own].split(plan.arrived[me]), *of_others[me * experts :]]
-    return torch.cat([piece for expert in range(experts) for piece in pieces[expert::experts]])
+    return rows
 
 
 def _back(plan: Plan, results: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
@@ -321,16 +324,13 @@ def _back(plan: Plan, results: Sequence[torch.Tensor], dtype: torch.dtype) -> to
     if len(results) != len(plan.load):
         results = results[0].split(plan.load)
     width = next((result.shape[1] for result in results if len(result)), results[0].shape[1])
-    pieces = [result.split([counts[e] for counts in plan.arrived]) for e, result in enumerate(results)]
-    by_rank = [[of_expert[rank] for of_expert in pieces] for rank in range(plan.transport.size)]
-    own = by_rank.pop(plan.transport.rank)
-    leaving = _joined([piece for of_rank in by_rank for piece in of_rank], dtype)
-    rows = leaving.new_empty(len(plan.order), width)
-    label = "what experts made of tokens"
-    work = plan.transport.all_to_all(leaving, plan.received, rows[plan.num_own :], plan.sent, label=label)
-    if plan.num_own:
-        torch.cat([piece.to(dtype) for piece in own if len(piece)], out=rows[: plan.num_own])  # while the others travel
-    plan.wait(work)
+    rows = results[0].new_empty(len(plan.order), width, dtype=dtype)
+    own, *others = rows.split([plan.num_own, *plan.sent])
+    of_experts = [result.split([counts[e] for counts in plan.arrived]) for e, result in enumerate(results)]
+    leaving = list(zip(*of_experts, strict=True))
+    arriving: list[Pieces] = [[part] for part in others]
+    arriving[plan.transport.rank] = own.split(plan.arrived[plan.transport.rank])
+    plan.wait(plan.transport.exchange(leaving, arriving, rows, label="what experts made of tokens"))
     return rows
 
 

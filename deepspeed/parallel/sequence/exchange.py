@@ -6,7 +6,6 @@ arXiv 2309.14509). A tensor of n elements on each of p ranks moves (p - 1) / p o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -96,10 +95,10 @@ class _Exchange(torch.autograd.Function):
 
 
 def _moved(x: torch.Tensor, move: _Move) -> torch.Tensor:
-    """Each element is copied once: heads are cut on the way out, or put together on the way in.
+    """Each element is copied once on its way out and once on its way in, those that stay only once.
 
-    What travels has its tokens first. So tokens that come are in place, and those that leave are a range of memory if
-    they were first (one sequence, or an axis of tokens in front); else there is one more copy.
+    What travels has its tokens first; so where they are first in memory too, tokens that leave or come are a range of
+    it.
     """
     return _heads_together(x, move) if move.back else _heads_apart(x, move)
 
@@ -108,21 +107,16 @@ def _heads_apart(x: torch.Tensor, move: _Move) -> torch.Tensor:
     """Sends to rank r its heads; gathers the tokens, which come first in memory."""
     wire, x = move.wire, x.movedim(move.sequence_axis, 0)
     after = move.head_axis + (move.head_axis < move.sequence_axis)  # where heads are, now that tokens are in front
-    row = math.prod(_with(x, after, 1))  # per head
-    sent = [length_of(share) * row for share in move.heads]
-    source = x.new_empty(sum(sent))
-    for share, place in zip(move.heads, source.split(sent), strict=True):
-        part = _at(x, after, share)
-        place.view(part.shape).copy_(part)
     shape = _with(x, after, length_of(move.heads[wire.rank]))
-    received = [length_of(share) * math.prod(shape[1:]) for share in move.tokens]
     shape[0] = move.tokens[-1][1]
     shape.insert(move.sequence_axis, shape.pop(0))
     axes = list(range(len(shape)))
     axes.insert(0, axes.pop(move.sequence_axis))
     out = _laid_out(x, shape, axes)
-    arrived = out.movedim(move.sequence_axis, 0).view(-1)
-    wire.all_to_all(source, sent, arrived, received, label=_LABEL).wait()
+    arrived = out.movedim(move.sequence_axis, 0)
+    leaving = [[_at(x, after, share)] for share in move.heads]
+    arriving = [[_at(arrived, 0, share)] for share in move.tokens]
+    wire.exchange(leaving, arriving, x, label=_LABEL).wait()
     return out
 
 
@@ -131,24 +125,20 @@ def _heads_together(x: torch.Tensor, move: _Move) -> torch.Tensor:
     wire, axes = move.wire, list(range(x.dim()))
     if move.head_axis < move.sequence_axis:  # in memory heads come behind tokens, as layers have them
         axes.insert(move.sequence_axis, axes.pop(move.head_axis))
-    x = x.movedim(move.sequence_axis, 0).contiguous()
-    after = move.head_axis + (move.head_axis < move.sequence_axis)
-    sent = [length_of(share) * math.prod(x.shape[1:]) for share in move.tokens]
-    shape = _with(x, after, 1)
-    shape[0] = length_of(move.tokens[wire.rank])
-    received = [length_of(share) * math.prod(shape) for share in move.heads]
-    arrived = x.new_empty(sum(received))
-    wire.all_to_all(x.view(-1), sent, arrived, received, label=_LABEL).wait()
-    shape[after] = move.heads[-1][1]
-    shape.insert(move.sequence_axis, shape.pop(0))
-    coincide = sum(map(length_of, move.heads)) != move.heads[-1][1]
+    shape = _with(x, move.head_axis, move.heads[-1][1])
+    shape[move.sequence_axis] = length_of(move.tokens[wire.rank])
     out = _laid_out(x, shape, axes)
-    if coincide:
-        out.zero_()
-    for share, part in zip(move.heads, arrived.split(received), strict=True):
-        place = _at(out, move.head_axis, share).movedim(move.sequence_axis, 0)
-        part = part.view(place.shape)
-        place.add_(part) if coincide else place.copy_(part)
+    x = x.movedim(move.sequence_axis, 0)
+    leaving = [[_at(x, 0, share)] for share in move.tokens]
+    places = [_at(out, move.head_axis, share).movedim(move.sequence_axis, 0) for share in move.heads]
+    if sum(map(length_of, move.heads)) == move.heads[-1][1]:
+        wire.exchange(leaving, [[place] for place in places], x, label=_LABEL).wait()
+        return out
+    parts = [x.new_empty(place.shape) for place in places]
+    wire.exchange(leaving, [[part] for part in parts], x, label=_LABEL).wait()
+    out.zero_()
+    for place, part in zip(places, parts, strict=True):
+        place.add_(part)
     return out
 
 

@@ -20,7 +20,7 @@ from deepspeed.comm.gloo import GlooTransport
 from deepspeed.comm.mesh import TENSOR, Mesh
 from deepspeed.comm.new_groups import my_group
 from deepspeed.comm.relay import catch_up
-from deepspeed.comm.same_host import SameHostSums, same_host_sums
+from deepspeed.comm.same_host_sums import SameHostSums, same_host_sums
 from deepspeed.comm.store import backend_for
 from deepspeed.comm.transport import Piece, Reduction, Transport, transfer_key
 from deepspeed.comm.world import rank_in, stand_in

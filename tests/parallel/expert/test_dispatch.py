@@ -28,6 +28,8 @@ class Rows(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.split_with_sizes_copy.out:
+            self.written += sum(map(len, kwargs["out"]))
         first = found[0] if isinstance(found, (tuple, list)) else found
         writes = not func.is_view and "empty" not in func.name() and "detach" not in func.name()
         if writes and isinstance(first, torch.Tensor) and first.dim() == 2 and first.shape[1] == M:
@@ -71,9 +73,10 @@ def _cell(transport: Transport | None, k: int, tokens: int, share_dropped: float
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(found, torch.autograd.grad(expected, (x, weights), gradient))
     routes, arrived = len(plan.order), sum(plan.load)
-    # Each way: gathered, sorted by expert (where others' come between), sorted by route, summed. Backward also the
+    # Each way: gathered (to where others read them), sorted by expert (where others' come between), sorted by route, of
+    # which those of others once for them to read and once by the rank that they are for, summed. Backward also the
     # products with the weights and for their gradient.
-    each_way = routes + arrived * (2 if size > 1 else 1) + tokens
+    each_way = routes + arrived * (2 if size > 1 else 1) + sum(plan.sent) + tokens
     assert forward + counter.written <= 2 * each_way + 2 * routes, (k, size, share_dropped, in_pieces)
 
 

@@ -1,0 +1,232 @@
+"""What ranks of one host hand each other through memory that they share."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from deepspeed.comm import same_host, same_host_exchange
+from deepspeed.comm.connect import create_transport
+from deepspeed.comm.counters import counted
+from deepspeed.comm.same_host_exchange import SameHostTransport
+from deepspeed.comm.transport import Transport
+from deepspeed.errors import CommunicationError, DivergenceError
+from tests.harness import RanksFailed, run_ranks
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool)
+
+
+def _values(round_: int, source: int, target: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    draws = torch.Generator().manual_seed(1000 * round_ + 10 * source + target)
+    return torch.randint(0, 2 if dtype is torch.bool else 100, (numel,), generator=draws).to(dtype)
+
+
+def _in_pieces(flat: torch.Tensor, draws: random.Random) -> list[torch.Tensor]:
+    """The same elements in pieces of any strides, as rows of one width or of none."""
+    width = draws.choice((1, 2, 3))
+    if draws.random() < 0.3 or flat.numel() % width:
+        return list(flat.split(max(flat.numel() // 2, 1)))
+    rows = torch.stack((flat.view(-1, width), torch.zeros_like(flat).view(-1, width)), dim=1)[:, 0]
+    return list(rows.split(draws.randint(1, 5))) if len(rows) else []
+
+
+def _places(numel: int, dtype: torch.dtype, draws: random.Random) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    pieces = _in_pieces(torch.zeros(numel, dtype=dtype), draws)
+    return pieces, [piece.reshape(-1) for piece in pieces]
+
+
+def _exchanges(large: int) -> None:
+    """Many rounds of which any rank may be late, two at a time on their way, waited for in any order."""
+    transport = create_transport()
+    assert isinstance(transport, SameHostTransport)
+    rank, size = transport.rank, transport.size
+    same_host_exchange.MOST = large
+    shapes, own, late = random.Random(size), random.Random(rank), random.Random(77 + rank)
+    pending = []
+    for round_ in range(60):
+        dtype = shapes.choice(DTYPES)
+        most = shapes.choice((0, 1, 5, 40, 40, 3000))
+        numels = [[shapes.choice((0, shapes.randint(0, most))) for _ in range(size)] for _ in range(size)]
+        sent, received = numels[rank], [row[rank] for row in numels]
+        flats = [_values(round_, rank, target, numel, dtype) for target, numel in enumerate(sent)]
+        expected = torch.cat([_values(round_, source, rank, numel, dtype) for source, numel in enumerate(received)])
+        like = torch.empty(0, dtype=dtype)
+        if late.random() < 0.2:
+            time.sleep(late.random() * 0.01)
+        kind = shapes.randrange(3)
+        if kind == 0:
+            out = torch.empty(sum(received), dtype=dtype)
+            work, found = transport.all_to_all(torch.cat(flats), sent, out, received, label="flat"), [out]
+        else:
+            arriving = [list(torch.zeros(numel, dtype=dtype)[None]) for numel in received]
+            if kind == 1:
+                leaving = [_in_pieces(flat, own) for flat in flats]
+                arriving = [_places(numel, dtype, own)[0] for numel in received]
+                leaving[rank], arriving[rank] = [flats[rank]], [torch.zeros(received[rank], dtype=dtype)]
+            else:
+                others = [flat for target, flat in enumerate(flats) if target != rank]
+                room = transport.room(sum(flat.numel() for flat in others), like, label="pieces")
+                places = iter(room.split([flat.numel() for flat in others]))
+                leaving = [[flats[rank]] if target == rank else [next(places)] for target in range(size)]
+                for part, flat in zip((p for t, p in enumerate(leaving) if t != rank), others, strict=True):
+                    part[0].copy_(flat)
+            work = transport.exchange(leaving, arriving, like, label="pieces")
+            found = [piece for part in arriving for piece in part]
+        pending.append((work, found, expected))
+        while len(pending) > shapes.randrange(3):
+            work, found, expected = pending.pop(own.randrange(len(pending)))
+            if late.random() < 0.2:
+                time.sleep(late.random() * 0.01)  # the others are ahead: they must not write where this one reads
+            work.wait()
+            work.wait()
+            assert torch.equal(torch.cat([piece.reshape(-1) for piece in found] or [expected[:0]]), expected), round_
+
+
+@pytest.mark.parametrize(("size", "large"), [(2, 2**26), (3, 600), (4, 2**26)])
+def test_everything_arrives_whoever_is_late(size, large):
+    """``large``: bytes from which on gloo takes over, for some ranks and not for others."""
+    run_ranks(_exchanges, size, large)
+
+
+def _one_sided() -> None:
+    """Rank 0 tells, nobody answers, and nobody hears rank 2: no queue fills."""
+    transport = create_transport()
+    for round_ in range(800):
+        sent = [0, 3, 0] if transport.rank == 0 else [0, 0, 0]
+        received = [3, 0, 0] if transport.rank == 1 else [0, 0, 0]
+        out = torch.zeros(sum(received))
+        transport.all_to_all(torch.full((sum(sent),), float(round_)), sent, out, received, label="one way").wait()
+        assert torch.equal(out, torch.full_like(out, float(round_)))
+
+
+def test_ranks_that_get_nothing_wait_for_nobody():
+    run_ranks(_one_sided, 3)
+
+
+def _modes() -> None:
+    """Inside and outside inference mode, of tensors that want a gradient; the bytes are counted once."""
+    transport = create_transport()
+    transport.room(0, torch.empty(0), label="a tensor")  # now they know each other
+    source = torch.arange(6.0).requires_grad_()
+    for mode in (torch.inference_mode(), torch.enable_grad(), torch.inference_mode()):
+        with mode, counted() as books:
+            out = torch.zeros(6)
+            transport.all_to_all(source, [3, 3], out, [3, 3], label="a tensor").wait()
+        mine = torch.arange(6.0)[3 * transport.rank :][:3]
+        assert torch.equal(out, mine.repeat(2))
+        assert books.asked["all_to_all"].nbytes == books.ran["send"].nbytes == 12
+
+
+def test_modes_of_autograd_do_not_matter():
+    run_ranks(_modes, 2)
+
+
+def _elsewhere() -> None:
+    """Ranks of different hosts, or without such memory on one of them, exchange over gloo."""
+    rank = dist.get_rank()
+    before = same_host._host, os.memfd_create
+
+    def refused(_name: str) -> int:
+        raise PermissionError("no memfd_create in this container")
+
+    for spoil in ("host", "memory"):
+        try:
+            if spoil == "host":
+                same_host._host = lambda: f"host {rank}"
+            elif rank == 0:
+                same_host._MEETING, os.memfd_create = 0.5, refused
+            else:
+                same_host._MEETING = 0.5
+            transport = create_transport()
+            x, places = torch.arange(4.0).view(2, 2) + 10 * rank, torch.zeros(2, 3)
+            leaving, arriving = [[x[:, 0]], [x[:, 1]]], [[places[:, 0]], [places[:, 2]]]
+            transport.exchange(leaving, arriving, x, label="columns").wait()
+            assert torch.equal(places, torch.tensor([[0.0, -rank, 10.0], [2.0, -rank, 12.0]]) + rank)
+            assert transport._host is None
+        finally:
+            same_host._host, os.memfd_create = before
+            same_host._MEETING = 10.0
+
+
+def test_ranks_of_several_hosts_use_the_backend():
+    run_ranks(_elsewhere, 2)
+
+
+def _exchange(transport: Transport, numels: Sequence[int], label: str) -> None:
+    sent, received = [0, 0], [0, 0]
+    sent[1 - transport.rank], received[1 - transport.rank] = numels
+    transport.all_to_all(torch.ones(numels[0]), sent, torch.empty(numels[1]), received, label=label).wait()
+
+
+def _parted(first: str) -> None:
+    transport = create_transport()
+    if first:
+        _exchange(transport, (2, 2), first)
+    label = ("the tokens of a", "the tokens of b")[transport.rank]
+    with pytest.raises(DivergenceError, match="rank 0 exchanges the tokens of a .*rank 1 exchanges the tokens of b"):
+        _exchange(transport, (2, 2), label)
+    with pytest.raises((CommunicationError, DivergenceError)):
+        _exchange(transport, (2, 2), "what is broken stays broken")
+
+
+@pytest.mark.parametrize("first", ["", "what both do"])
+def test_exchanges_of_different_things_are_named(first):
+    run_ranks(_parted, 2, first, fresh=True)
+
+
+def _miscounted() -> None:
+    transport = create_transport()
+    if transport.rank == 0:
+        with pytest.raises(DivergenceError, match="rank 0 exchanges.* expects 16 bytes of it where 12 come"):
+            _exchange(transport, (2, 4), "tokens")
+    else:
+        with pytest.raises((DivergenceError, CommunicationError)):
+            _exchange(transport, (3, 2), "tokens")
+            _exchange(transport, (3, 2), "tokens")
+
+
+def test_counts_that_do_not_match_are_named():
+    run_ranks(_miscounted, 2, fresh=True)
+
+
+def _in_vain() -> None:
+    transport = create_transport()
+    _exchange(transport, (2, 2), "what both do")
+    begun = time.monotonic()
+    with pytest.raises(DivergenceError, match="rank 0 waits for the tokens.*rank 1 waits for another call"):
+        if transport.rank == 0:
+            _exchange(transport, (2, 2), "the tokens")
+        else:
+            transport.gather_small(torch.ones(1), channel="call", label="another call")
+    assert time.monotonic() - begun < 10
+
+
+def test_ranks_that_wait_in_vain_are_named():
+    run_ranks(_in_vain, 2, fresh=True)
+
+
+def _killed(folder: str) -> None:
+    """A rank is killed between the rounds of an exchange."""
+    transport = create_transport()
+    _exchange(transport, (1 << 16, 1 << 16), "what both do")
+    if transport.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begun = time.monotonic()
+    with pytest.raises(CommunicationError, match="waiting for the tokens failed; a peer has probably died"):
+        _exchange(transport, (2, 2), "the tokens")
+    assert time.monotonic() - begun < 15
+    with open(f"{folder}/named", "w"):
+        pass
+
+
+def test_a_rank_that_is_killed_ends_the_wait(tmp_path):
+    with pytest.raises(RanksFailed):
+        run_ranks(_killed, 2, str(tmp_path), fresh=True)
+    assert (tmp_path / "named").exists()
