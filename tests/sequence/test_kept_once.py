@@ -35,7 +35,8 @@ class Alive(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(tensor, torch.Tensor):
+            # What cannot be resized is not torch's: pages that ranks share, which are there once for all layers.
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().resizable():
                 reference = StorageWeakRef(tensor.untyped_storage())
                 self._made[reference.cdata] = reference, tensor.untyped_storage().nbytes()
         return out

@@ -7,9 +7,10 @@ ranks a layer sends about ``k S M (1 - 1 / ep)`` elements each way, whatever the
 of tokens, none included.
 
 **Rows are touched little.** Forward they are written four times: gathered from the tokens, put in the order of experts,
-put in that of ranks, and summed by token with their weights in one pass (``embedding_bag``); the first two of these are
-one where this rank has all experts. Backward likewise, and once for the gradient of the weights. Rows for this rank's
-own experts come first in every buffer, so that the others' are in one piece and travel while these are being copied.
+put in that of routes, and summed by token with their weights in one pass (``embedding_bag``); the first two of these
+are one where this rank has all experts. Backward likewise, and once for the gradient of the weights. On one host ranks
+read what the others wrote, so only the way back writes rows of others once more. Those leave first, and travel while
+the own ones are being copied.
 
 **Ranks must take part alike.** A rank whose experts get no row still has a backward with two exchanges: the graph of
 what comes back hangs on an anchor, and that of no rows on the rows themselves. It also gathers its experts where they
