@@ -191,3 +191,38 @@ def test_trainer():
 @pytest.mark.parametrize(("size", "stage"), [(2, 3), (4, 1), (4, 3)])
 def test_trainer_on_four(size, stage):
     run_ranks(_trainer, 4, size, stage, timeout=180)
+
+
+@on_cpu_ranks
+def _resumes(folder, stage):
+    """Half of a training, saved, and the rest by another Trainer, beside all of it at once."""
+    from transformers import Trainer, TrainingArguments
+
+    config = {
+        "zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto",
+        "gradient_accumulation_steps": "auto", "train_batch_size": "auto",
+    }  # fmt: skip
+    found, seen = {}, {}
+    for name, resume in (("whole", None), ("rest", f"{folder}/whole/checkpoint-3")):
+        given = TrainingArguments(
+            f"{folder}/{name}", deepspeed=config, parallelism_config=_sharing(2), per_device_train_batch_size=1,
+            max_steps=6, logging_steps=1, report_to="none", disable_tqdm=True, save_strategy="steps", save_steps=3,
+            dataloader_pin_memory=False, learning_rate=0.01, lr_scheduler_type="linear", seed=3,
+        )  # fmt: skip
+        model = llama()
+        rows = []
+        model.register_forward_pre_hook(lambda _m, _a, kw, rows=rows: rows.append(kw["input_ids"]), with_kwargs=True)
+        trainer = Trainer(model, given, train_dataset=_rows(8))
+        trainer.train(resume_from_checkpoint=resume)
+        assert trainer.state.global_step == 6
+        found[name], seen[name] = dict(trainer.model_wrapped.iter_full("fp32")), rows
+    assert len(seen["whole"]) == 6 and len(seen["rest"]) == 3
+    for one, other in zip(seen["whole"][3:], seen["rest"], strict=True):
+        assert torch.equal(one, other)
+    for name, value in found["whole"].items():
+        assert torch.equal(found["rest"][name], value), name
+
+
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_the_trainer_resumes(tmp_path, stage):
+    run_ranks(_resumes, 2, str(tmp_path), stage, timeout=180)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from deepspeed import comm
 from deepspeed.logging import log_dist_once
 from deepspeed.parallel.sequence.batches import Told, check, parts_of, prepared
+from deepspeed.parallel.sequence.skipping import teach_accelerate
 
 _CLASS = "UlyssesSPDataLoaderAdapter"
 
@@ -45,10 +46,26 @@ class UlyssesSPDataLoaderAdapter:
         self._batches: Iterator[Any] | None = None
         self._waiting: deque[dict[str, Any]] = deque()
         self._compared = False
+        self._left_out = 0  # of the batches that come next
+        teach_accelerate(UlyssesSPDataLoaderAdapter)
 
     def __len__(self) -> int:
         assert isinstance(self.dl, Sized)
-        return len(self.dl) * self.sp_world_size
+        return len(self.dl) * self.sp_world_size - self._left_out
+
+    def skipping(self, batches: int, skip: Callable[[Any, int], Any]) -> UlyssesSPDataLoaderAdapter:
+        """A loader of what follows the first ``batches`` of this one, counted as its own are.
+
+        Args:
+            batches: How many.
+            skip: Of a loader and a number, that loader without its first batches: Accelerate's.
+        """
+        whole, rest = divmod(batches, self.sp_world_size)
+        made = UlyssesSPDataLoaderAdapter(
+            skip(self.dl, whole), self.sp_rank, self.sp_group, self.sp_world_size, self.device
+        )
+        made._left_out = rest
+        return made
 
     def __getattr__(self, name: str) -> Any:
         if name == "dl":  # while it is copied or unpickled
@@ -60,9 +77,13 @@ class UlyssesSPDataLoaderAdapter:
 
     def __next__(self) -> dict[str, Any]:
         """The next batch, this rank's tokens. Every rank of the group must call it."""
-        if not self._waiting:
-            self._refill()
-        return self._waiting.popleft()
+        while True:
+            if not self._waiting:
+                self._refill()
+            batch = self._waiting.popleft()
+            if not self._left_out:
+                return batch
+            self._left_out -= 1
 
     def _refill(self) -> None:
         if self._batches is None:
