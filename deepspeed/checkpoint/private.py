@@ -29,7 +29,7 @@ def private_tensors(subject: Subject) -> list[tuple[str, torch.Tensor]]:
     momentum = None if subject.optimizer is None else subject.optimizer.momentum
     for bucket in () if momentum is None else momentum.buckets:
         if bucket.private is not None:
-            found.append((_name("momentum", bucket.master.bucket.layout), bucket.private.tensor))
+            found.append((_name(bucket.error_kind, bucket.master.bucket.layout), bucket.private.tensor))
     return [*found, *subject.outer]
 
 

@@ -348,8 +348,20 @@ def elsewhere(folder: str, stages: tuple[int, ...]) -> None:
     logger.removeHandler(lines)
 
 
+def other_unit(folder: str) -> None:
+    """Errors of published exchanges are of no use to those in units of updates, and would be giants there."""
+    lines = Lines()
+    logger.addHandler(lines)
+    engine = make(0, tower(seed=8), more={"precondition": False})
+    engine.load_checkpoint(f"{folder}/0-4")
+    assert rank() or sum("begins anew" in line for line in lines.said) == 1
+    assert not any(bucket.private.tensor.any() for bucket in engine.optimizer.momentum.buckets)
+    logger.removeHandler(lines)
+
+
 def test_a_checkpoint_goes_on(tmp_path: Path) -> None:
     run_ranks(resume, 2, str(tmp_path), (0, 2))
+    run_ranks(other_unit, 2, str(tmp_path))
     run_ranks(elsewhere, 3, str(tmp_path), (0, 2))
 
 

@@ -84,6 +84,7 @@ class BucketMomentum:
             self.root = self._buffer(padded, ledger)
         self._mask: torch.Tensor | None = None
         self._message: torch.Tensor | None = None
+        self._unit: torch.Tensor | None = None  # of what is on its way
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._flags: list[bool] = []
         self._work: OneBitExchange | None = None
@@ -127,6 +128,12 @@ class BucketMomentum:
         for tensor in self._tensors:
             start = layout.starts[tensor.tile]
             out[tensor.place] = flat[start : start + tensor.numel]
+
+    @property
+    def error_kind(self) -> str:
+        """What errors are of, for checkpoints: those in another unit are of no use."""
+        assert isinstance(self._optimizer, ExchangesMomentum)
+        return "update" if self._optimizer.precondition else "momentum"
 
     def _make_root(self, variance: torch.Tensor) -> None:
         """Of a variance in the order of the message, what momentum is divided by; infinite where nothing moves."""
@@ -254,9 +261,9 @@ class BucketMomentum:
 
     def _launch(self, message: torch.Tensor) -> None:
         self._apply_mask(message)
-        root = self.find_root()
-        if root is not None:
-            message.div_(root)
+        self._unit = self.find_root()
+        if self._unit is not None:
+            message.div_(self._unit)
         self.rounds += 1
         label = f"the momentum of {self.master.bucket.label}"
         self._work = OneBitExchange(
@@ -268,9 +275,9 @@ class BucketMomentum:
         assert self._work is not None and self._message is not None
         self._work.finish()
         self._work = None
-        root = self.find_root()
-        if root is not None:
-            self._message.mul_(root.masked_fill(root.isinf(), 0.0))
+        if self._unit is not None:
+            self._message.mul_(self._unit.masked_fill(self._unit.isinf(), 0.0))
+            self._unit = None
         self._apply_mask(self._message)
         mask = self._find_mask()
         if mask is not None and self.private is not None:
