@@ -18,7 +18,7 @@ from deepspeed.parallel.pipe import losses
 from deepspeed.parallel.pipe.data import DataError, DataFeed, agree_on_data, parts_of
 from deepspeed.parallel.pipe.interpreter import Interpreter
 from deepspeed.parallel.pipe.module import PipelineModule
-from deepspeed.parallel.pipe.schedule import StageSchedule, make_inference, make_schedule
+from deepspeed.parallel.pipe.schedule import inference_steps, training_steps
 from deepspeed.parallel.pipe.schedule import instructions as told
 from deepspeed.parallel.pipe.split import backward_to_inputs
 from deepspeed.parallel.pipe.values import detached, map_tensors, tensors_of
@@ -207,9 +207,9 @@ class PipelineEngine(Interpreter, DeepSpeedEngine):
         self.module.train()
         count = self.micro_batches
         self._get_ready("train_batch", count, "train", needs_labels=self.pipeline.loss_fn is not None)
-        schedule = make_schedule(self.pipeline.schedule, self.num_stages, count, self.pipeline.num_chunks)
+        chosen = (self.pipeline.schedule, self.num_stages, count, self.pipeline.num_chunks)
         with self._telling_others("train_batch"):
-            self._exec_schedule(StageSchedule(schedule, self.stage_id))
+            self._exec_schedule(training_steps(*chosen, self.stage_id))
         assert self.agg_train_loss is not None
         return self.agg_train_loss
 
@@ -254,7 +254,7 @@ class PipelineEngine(Interpreter, DeepSpeedEngine):
                 needs_labels = compute_loss and self.pipeline.loss_fn is not None
                 self._get_ready("eval_batch", count, "loss" if compute_loss else "outputs", needs_labels=needs_labels)
                 with self._telling_others("eval_batch"):
-                    self._exec_schedule(StageSchedule(make_inference(self._stage_of, count), self.stage_id))
+                    self._exec_schedule(inference_steps(self._stage_of, count, self.stage_id))
                     result = self._evaluated(count, compute_loss, reduce_output, bcast_loss)
         finally:
             self._feed = feed

@@ -52,7 +52,7 @@ class Interpreter:
         self._handed: dict[tuple[str, int, int], Any] = {}  # between chunks of this stage
         self._done: Counter[str] = Counter()  # instructions of each kind, for schedules that number nothing
         self._remaining: Counter[int] = Counter()  # backwards of each chunk
-        self.where = ""
+        self.where: Any = ""  # an instruction, or words
 
     # -- the engine's part -------------------------------------------------------------------------------------------
 
@@ -113,7 +113,7 @@ class Interpreter:
                     f"the schedule has the instruction {command!r}, which {type(self).__name__}._INSTRUCTION_MAP does "
                     "not know"
                 )
-            self.where = repr(command)
+            self.where = command
             MethodType(run, self)(**command.kwargs)
         self.where = "waiting until everything sent has left"
         self._wires.drain()

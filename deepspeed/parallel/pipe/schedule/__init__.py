@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from deepspeed.parallel.pipe.schedule.actions import Action, Kind, Schedule
 from deepspeed.parallel.pipe.schedule.lists import TRAIN_SCHEDULES, make_inference, make_schedule, place_chunks
-from deepspeed.parallel.pipe.schedule.stage import StageSchedule
+from deepspeed.parallel.pipe.schedule.stage import StageSchedule, inference_steps, training_steps
 
 __all__ = [
     "TRAIN_SCHEDULES",
@@ -16,7 +16,9 @@ __all__ = [
     "Kind",
     "Schedule",
     "StageSchedule",
+    "inference_steps",
     "make_inference",
     "make_schedule",
     "place_chunks",
+    "training_steps",
 ]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 from deepspeed.parallel.pipe.schedule import instructions as told
 from deepspeed.parallel.pipe.schedule.actions import Action, Kind, Schedule, held
+from deepspeed.parallel.pipe.schedule.lists import make_inference, make_schedule
 from deepspeed.parallel.pipe.schedule.published import PipeSchedule
 
 PASSES: dict[Kind, type[told.BufferOpInstruction]] = {
@@ -75,6 +77,22 @@ class StageSchedule(PipeSchedule):
         if action.kind.gives_input_gradient and action.chunk > 0:
             return [told.SendGrad(**about, peer=self.schedule.stage_of[action.chunk - 1])]
         return []
+
+
+@lru_cache(maxsize=16)
+def training_steps(
+    name: str, stages: int, micro_batches: int, num_chunks: int | None, stage_id: int
+) -> tuple[list[told.PipeInstruction], ...]:
+    """What a stage is told in a training step: the same again and again. Arguments as of ``make_schedule``."""
+    return tuple(StageSchedule(make_schedule(name, stages, micro_batches, num_chunks), stage_id))
+
+
+@lru_cache(maxsize=16)
+def inference_steps(
+    stage_of: tuple[int, ...], micro_batches: int, stage_id: int
+) -> tuple[list[told.PipeInstruction], ...]:
+    """What a stage is told in an evaluation. Arguments as of ``make_inference``."""
+    return tuple(StageSchedule(make_inference(stage_of, micro_batches), stage_id))
 
 
 def _ends(actions: tuple[Action, ...]) -> tuple[set[Action], set[Action]]:
