@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from deepspeed.errors import CallOrderError
+
 
 class DeepSpeedOptimizer:
     """What ``deepspeed.initialize`` returns as the optimizer. A plain object, not a torch ``Optimizer``.
@@ -30,6 +32,35 @@ class DeepSpeedOptimizer:
     def defaults(self) -> dict[str, Any]:
         """The defaults of the torch optimizer."""
         return self.optimizer.defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raises: see :func:`refuse_changed_groups`."""
+        raise CallOrderError(f"optimizer.add_param_group: {_REMEDY}")
+
+
+def refuse_changed_groups(optimizer: torch.optim.Optimizer, runs: int) -> None:
+    """Raises where somebody has added to the parameters of a group, taken from them, or added a group of some.
+
+    Args:
+        optimizer: The torch optimizer.
+        runs: How many there are of this rank; its groups list nothing else.
+
+    Raises:
+        CallOrderError: The groups list something else, which would never be trained.
+    """
+    found = [len(group["params"]) for group in optimizer.param_groups]
+    if sum(found) != runs:
+        raise CallOrderError(
+            f"engine.step: the {len(found)} param groups of {type(optimizer).__name__} list {sum(found)} tensors, but "
+            f"this rank trains {runs}: somebody has changed a group's `params`, or called add_param_group. {_REMEDY}"
+        )
+
+
+_REMEDY = (
+    "Which parameters belong to which group is settled at deepspeed.initialize, where they were laid out by it; the "
+    "other entries of a group, such as lr, may change. Give the optimizer all parameters before initialize: those that "
+    "train later with requires_grad=False until then, which costs no optimizer state"
+)
 
 
 class ZeROOptimizer(DeepSpeedOptimizer):

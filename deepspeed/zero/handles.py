@@ -6,7 +6,8 @@ the use is: a tied weight, a view of a foreign bucket, a parameter used outside 
 handles whose gradients have arrived may be freed again.
 
 ``torch.func`` refuses to differentiate while such hooks are active, so for the length of a transform ours stand aside.
-What is saved inside are bare views; memory that they see is left to them (``FlatBuffer.free``).
+What is saved inside are bare views; memory that they see is left to them (``FlatBuffer.free``). A backward with
+``create_graph`` saves as well, and no hook can be installed for it: it computes with copies, which live as its graph.
 
 In a model that ``torch.compile`` cut into pieces the hooks also run between the pieces, where the compiler follows
 every Python function. They are kept out of it, and what they call once in a while (a gather) with everything below it.
@@ -134,7 +135,9 @@ class SavedTensorHooks:
             return packed
         self._demand(packed.bucket)
         packed.refuse_if_stale()
-        return torch.as_strided(packed.bucket.full.tensor, packed.size, packed.stride, packed.offset)
+        found = torch.as_strided(packed.bucket.full.tensor, packed.size, packed.stride, packed.offset)
+        # A backward that is differentiated itself (create_graph) saves what it computes with, bare.
+        return found.clone() if torch.is_grad_enabled() else found
 
     def bucket_of(self, tensor: torch.Tensor) -> Bucket | None:
         """The bucket in whose memory ``tensor`` lies, or None."""

@@ -21,7 +21,7 @@ from deepspeed.ops.flat import FlatUpdate, flat_updater
 from deepspeed.ops.onebit.phases import ExchangesMomentum
 from deepspeed.ops.step_hooks import step_hooks
 from deepspeed.uncompiled import torchs
-from deepspeed.zero.base_optimizer import ZeROOptimizer
+from deepspeed.zero.base_optimizer import ZeROOptimizer, refuse_changed_groups
 from deepspeed.zero.gradients import GradientReducer
 from deepspeed.zero.group import Groups
 from deepspeed.zero.masters import MasterBucket, MasterRun, segment_table, split_state
@@ -303,6 +303,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
             with torch.enable_grad():
                 loss = closure()
         self._leave_backward("optimizer.step")
+        refuse_changed_groups(self.optimizer, sum(len(master.runs) for master in self._masters))
         self._reducer.settle()
         self._before_update()
         self._carry_user_writes()

@@ -9,6 +9,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from deepspeed.engine import initialize
+from deepspeed.errors import CallOrderError
 from tests.engine.support import SHARDED, adamw, engine_of, inputs, rank, tower
 from tests.harness import assert_states_equal, run_ranks
 from tests.oracle.models import build, losses_of, make_batch, param_groups
@@ -174,6 +175,32 @@ def _subset():
 
 def test_parameters_outside_the_groups():
     run_ranks(_subset, 2)
+
+
+def _changed_groups():
+    """What is added to the groups later would never be trained: it was taken in silence."""
+    for stage in range(4):
+        model = tower()
+        optimizer = torch.optim.SGD(model.last.parameters(), lr=0.1)
+        engine, wrapped, *_ = initialize(model=model, optimizer=optimizer, config=_config(stage))
+        engine.backward(engine(inputs(0, rank())))
+        engine.step()
+        with pytest.raises(CallOrderError, match="add_param_group: Which parameters .* is settled at deepspeed.init"):
+            wrapped.add_param_group({"params": list(model.first.parameters())})
+        optimizer.add_param_group({"params": list(model.first.parameters())})
+        before = full_params(engine)
+        engine.backward(engine(inputs(1, rank())))
+        with pytest.raises(CallOrderError, match="the 2 param groups of SGD list .* tensors, but this rank trains"):
+            engine.step()
+        assert_states_equal(full_params(engine), before)
+        del optimizer.param_groups[1]
+        engine.step()
+        assert bool((full_params(engine)["last.bias"] != before["last.bias"]).all())
+        engine.destroy()
+
+
+def test_groups_that_change_after_initialize_are_refused():
+    run_ranks(_changed_groups, 2)
 
 
 def _lambda_schedule():

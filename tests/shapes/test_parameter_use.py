@@ -157,3 +157,32 @@ def _written_in_groups(folder):
 
 def test_what_a_forward_writes_is_kept_by_groups_and_in_files(tmp_path):
     run_ranks(_written_in_groups, 4, str(tmp_path), timeout=100)
+
+
+def _penalised(model, step, of):
+    """A loss with a penalty on the gradient of the inputs, as of critics: a backward that is differentiated itself."""
+    x = inputs(step, of).requires_grad_()
+    loss = model(x)
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    return loss + gradient.square().sum()
+
+
+class Layered(nn.Module):
+    """Layers whose second derivatives need weights again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def _differentiated_twice():
+    compare(Layered, _penalised)
+
+
+def test_a_gradient_penalty():
+    run_ranks(_differentiated_twice, 2, timeout=100)
