@@ -105,6 +105,7 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, nn.Modul
         self._missing_step = MissingStep()
         self._in_forward = False  # of this engine; a whole training step may be part of it
         self._step_applied = False
+        self._is_destroyed = False
         self.monitor = parts.monitor
         self._progress = ProgressLog(self._root, self.monitor, self.global_rank == 0)
         self.timers = self._progress.timers
@@ -206,6 +207,7 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, nn.Modul
         Returns:
             The loss divided by the accumulation steps, without the loss scale; with ``gradients``, ``loss``.
         """
+        self._refuse_destroyed("engine.backward")
         if self._runtime.reducer is None:
             raise CallOrderError(
                 "engine.backward: this engine has no optimizer, so nothing is trained; give initialize an optimizer or "
@@ -322,6 +324,7 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, nn.Modul
         Args:
             lr_kwargs: Arguments for the schedule's ``step``.
         """
+        self._refuse_destroyed("engine.step")
         if self._updater is None:
             raise CallOrderError("engine.step: this engine has no optimizer; see initialize(optimizer=...)")
         if not self._batches.are_reduced:
@@ -562,12 +565,21 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, nn.Modul
         self._runtime.drop_failed_backward()
         self._runtime.free_gathered()
 
+    def _refuse_destroyed(self, call: str) -> None:
+        if self._is_destroyed:
+            raise CallOrderError(
+                f"{call}: this engine was destroyed, so nothing brings the gradients of all ranks together any more; "
+                "call engine.destroy() after the last step, or make another engine with deepspeed.initialize"
+            )
+
     def destroy(self) -> None:
         """Takes all hooks from the model and frees buffers. May be called in any state, more than once.
 
         The model keeps what it holds: at stage 3 that is nothing of the parameters that are sharded (they are empty
-        from then on), so save or gather them before.
+        from then on), so save or gather them before. It is not trained any more: :meth:`backward` and :meth:`step`
+        raise.
         """
+        self._is_destroyed = True
         empty = sum(bucket.layout.used_numel for bucket in self._runtime.buckets if bucket.is_sharded)
         if empty and not self._runtime.is_retired:
             log_dist_once(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from deepspeed.errors import CallOrderError
 from tests.engine.support import SHARDED, adamw, engine_of, inputs, rank, tower
 from tests.harness import assert_states_equal, run_ranks
 from tests.zero.reading import full_masters
@@ -70,6 +71,10 @@ def _one_after_another():
     after_one = full_masters(first)
     first.destroy()
     first.destroy()
+    loss = first(inputs(1, rank()))
+    for call, refused in {"backward": lambda: first.backward(loss), "step": first.step}.items():
+        with pytest.raises(CallOrderError, match=rf"engine.{call}: this engine was destroyed"):
+            refused()  # it trained each rank by itself
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     second = engine_of(model, 3, zero=SHARDED)
     assert_states_equal(full_masters(second), after_one)
