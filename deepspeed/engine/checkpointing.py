@@ -13,6 +13,7 @@ from deepspeed.checkpoint.load import Loaded, LoadOptions, load, load_by, load_s
 from deepspeed.checkpoint.save import SaveOptions, Saver
 from deepspeed.checkpoint.subject import Subject
 from deepspeed.checkpoint.weights_file import parse_size
+from deepspeed.errors import CheckpointError
 from deepspeed.logging import log_dist, log_dist_once
 
 if TYPE_CHECKING:
@@ -289,6 +290,12 @@ class EngineCheckpoints:
         self._runtime.leave_backward("load_module_state_dict")
         self._runtime.refuse_away("load_module_state_dict")
         self._runtime.refuse_open_blocks("load_module_state_dict")
+        if "module" not in checkpoint:
+            raise CheckpointError(
+                f"load_module_state_dict: expected a dict with the key 'module', as checkpoints have it, found "
+                f"{', '.join(map(repr, list(checkpoint)[:5])) or '(none)'}; a state dict is given as "
+                "{'module': state_dict}"
+            )
         subject = self._settled_subject()
         state_dict = checkpoint["module"]
         if custom_load_fn is not None:

@@ -287,6 +287,8 @@ def test_weights_that_cannot_be_written(tmp_path):
 def load_full(stage: int, state: dict):
     run = engine(stage, "bf16", seed=8)
     train(run, range(1))
+    with pytest.raises(CheckpointError, match=r"a dict with the key 'module', .* found '.*'; a state dict is given as"):
+        run.load_module_state_dict(state)
     with pytest.raises(CheckpointError, match="missing +gain"):
         run.load_module_state_dict({"module": {k: v for k, v in state.items() if k != "gain"}})
     run.load_module_state_dict(
