@@ -3,8 +3,8 @@
 The real engine runs one step as rank *r* of *N* on tensors without values, and what it holds and moves is counted: once
 for each kind of rank (``kinds``), as stages of a pipeline are not alike. Read ``rehearsal`` (the run), ``actions``,
 ``pipeline`` and ``played_stage`` (what a rank does in a step), ``scene``, ``stage_set``, ``network``, ``values`` and
-``autocasting`` (the world around it), ``memory`` (the counting), ``known_shapes`` (why it is quick), then ``planner``,
-``result`` and ``show``.
+``autocasting`` (the world around it), ``memory`` and ``whereabouts`` (the counting), ``known_shapes`` (why it is
+quick), then ``planner``, ``rehearsed``, ``result`` and ``show``.
 """
 
 from __future__ import annotations

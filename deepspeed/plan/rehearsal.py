@@ -7,92 +7,35 @@ are run; the second, in which every order is known and the optimizer has its sta
 
 from __future__ import annotations
 
-import os
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
-from deepspeed.comm.codec import Codec
 from deepspeed.comm.counters import traffic
 from deepspeed.comm.mesh import SEQUENCE
 from deepspeed.engine.initialize import initialize
-from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
+from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.ops.muon import Muon
 from deepspeed.parallel.expert.prepare import expert_layers
-from deepspeed.parallel.pipe.schedule.actions import Kind as Computation
 from deepspeed.parallel.sequence.sharing import sharing_of
-from deepspeed.plan import decoder
 from deepspeed.plan.actions import Act, actions_of_step, loss_of
-from deepspeed.plan.codes import GradientSum, gradient_codec, gradient_sums
+from deepspeed.plan.codes import gradient_codec, gradient_sums
 from deepspeed.plan.devices import in_words
 from deepspeed.plan.flow import Flow
-from deepspeed.plan.memory import Moment, Peak
 from deepspeed.plan.models import Inputs, Workload
 from deepspeed.plan.played_stage import PlayedStage, Seen
+from deepspeed.plan.rehearsed import Rehearsed
 from deepspeed.plan.scene import Part, scene
 from deepspeed.plan.stage_set import PlayedDisk
 from deepspeed.plan.values import Rehearsal
-from deepspeed.zero.outputs import tensors_in
+from deepspeed.plan.whereabouts import Whereabouts
 from deepspeed.zero.placement import Home
 from deepspeed.zero.storage import Kind
 
 _MOST_MICRO_BATCHES = 2  # of a step: the first, which all but the last are like, and the last
-
-
-@dataclass
-class Rehearsed:
-    """What one rank holds and moves in one step.
-
-    Attributes:
-        parameters: Elements of the model's parameters, experts of all ranks included.
-        trained: Of those, the trained ones.
-        repeated: Of those, the ones that an earlier stage has too.
-        peaks: By home, the highest sum of everything and what it was made of.
-        tops: By home, device and host, the highest sum at each moment.
-        kind_peaks: Most bytes of each kind, by home.
-        states: Bytes of each kind, by home, between backward and update.
-        activations: Bytes that forward keeps for backward; of a stage, the most of its chunks.
-        pinned: Most bytes of locked host memory.
-        file_bytes: Size of the rank's files.
-        flow: What the step moved and computed.
-        chunk_flops: Of each chunk of a stage and each kind of computation, operations for one micro-batch.
-        chunk_activations: Of each chunk of a stage, bytes that forward keeps for backward, with what it received.
-        members: By axis of the books, the ranks along it.
-        sums: Of gradients, of a whole step.
-        codec: How gradients travel, or momenta in their place; None: as they are.
-        sends_momentum: It is momenta.
-        may_skip: An update may be skipped.
-        init_peak: Highest sum on the device while the engine was built.
-        other_activations: Bytes that forward keeps with the other setting of activation checkpointing; None: not known.
-        notices: Why it is not known.
-    """
-
-    parameters: int
-    trained: int
-    peaks: dict[Home, Peak]
-    tops: dict[Home, dict[Moment, int]]
-    kind_peaks: dict[tuple[Kind, Home], int]
-    states: dict[tuple[Kind, Home], int]
-    activations: int
-    pinned: int
-    file_bytes: int
-    flow: Flow
-    init_peak: int
-    repeated: int = 0
-    chunk_flops: dict[int, dict[Computation, int]] = field(default_factory=dict)
-    chunk_activations: dict[int, int] = field(default_factory=dict)
-    members: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    sums: list[GradientSum] = field(default_factory=list)
-    codec: Codec | None = None
-    sends_momentum: bool = False
-    may_skip: bool = False
-    other_activations: int | None = None
-    notices: list[str] = field(default_factory=list)
 
 
 def rehearse(workload: Workload | None, part: Part, other_setting: Callable[[Any], None] | None = None) -> Rehearsed:
@@ -128,13 +71,12 @@ class _Run:
         self._activations = 0
         self._states: dict[tuple[Kind, Home], int] = {}
         self._seen = Seen()  # of a stage
-        self._names = {module: name for name, module in self._model.named_modules()}
-        self._stack: list[str] = []
+        self._whereabouts = Whereabouts(self._model, count)
 
     def result(self, other_setting: Callable[[Any], None] | None) -> Rehearsed:
         """Runs everything; see :func:`rehearse`."""
         count, model = self._count, self._model
-        self._enter("initialize")
+        self._whereabouts.enter("initialize")
         elsewhere = _experts_elsewhere(model)
         parameters = sum(p.numel() * elsewhere.get(p, 1) for p in model.parameters())
         trained = sum(p.numel() * elsewhere.get(p, 1) for p in model.parameters() if p.requires_grad)
@@ -143,7 +85,7 @@ class _Run:
         count.look()
         init_peak = count.peaks[Home.DEVICE].nbytes
         try:
-            with self._modules_watched(), self._own_errors_named():
+            with self._whereabouts.watched(), self._own_errors_named():
                 # As many micro-batches as in the step that counts: what a step leaves allocated depends on it.
                 run_step = self._steps_of(engine, inputs)
                 run_step()
@@ -218,7 +160,7 @@ class _Run:
         except DeepSpeedConfigError as error:
             found.notices.append(str(error))
             return
-        self._enter("forward")
+        self._whereabouts.enter("forward")
         self._activations = 0
         if self._part.stage is None:
             self._forward(engine, inputs)
@@ -261,6 +203,12 @@ class _Run:
             config["tensor_parallel"] = {**config["tensor_parallel"], "verify": False}
         return config
 
+    def _own_errors_named(self) -> AbstractContextManager[None]:
+        part = self._part
+        return self._whereabouts.own_errors_named(
+            f"micro-batch {part.micro_batch}, sequences of {part.sequence_length} tokens, tensors without values"
+        )
+
     # -- one step ----------------------------------------------------------------------------------------------------
 
     def _steps_of(self, engine: Any, inputs: Any) -> Callable[[], list[Flow]]:
@@ -274,7 +222,7 @@ class _Run:
             inputs,
             flow=self._flow,
             held=lambda: self._count.other(Home.DEVICE),
-            enter=self._enter,
+            enter=self._whereabouts.enter,
             after_backward=lambda: self._note_states(engine),
         )
 
@@ -302,7 +250,7 @@ class _Run:
         before = self._flow()
         for action in actions_of_step(micro_batches):
             number = action.micro_batch
-            self._enter(action.act.value)
+            self._whereabouts.enter(action.act.value)
             if action.act is Act.FORWARD:
                 engine.set_gradient_accumulation_boundary(number == micro_batches - 1)
                 losses[number] = self._forward(engine, inputs)
@@ -336,57 +284,6 @@ class _Run:
             written=self._disk.written,
         )
 
-    @contextmanager
-    def _own_errors_named(self) -> Iterator[None]:
-        """Turns an error of the model's own code into one that says under which circumstances it came."""
-        try:
-            yield
-        except DeepSpeedError:
-            raise
-        except Exception as error:
-            place = _own_place(error)
-            if place is None:
-                raise
-            raise DeepSpeedConfigError(
-                f"plan: {self._count.moment.phase or 'the step'} of {type(self._model).__name__} failed at "
-                f"{place}: {type(error).__name__}: {error} (micro-batch {self._part.micro_batch}, sequences of "
-                f"{self._part.sequence_length} tokens, tensors without values). Choose sizes that the model allows, "
-                "and keep what depends on values (masks that select, .tolist()) out of forward"
-            ) from error
-
-    # -- where we are ------------------------------------------------------------------------------------------------
-
-    def _enter(self, phase: str, module: str = "") -> None:
-        self._count.moment = Moment(phase, module)
-
-    @contextmanager
-    def _modules_watched(self) -> Iterator[None]:
-        """Keeps :attr:`MemoryCount.moment` up to date, without touching the model."""
-        before = nn.modules.module.register_module_forward_pre_hook(self._before)
-        after = nn.modules.module.register_module_forward_hook(self._after, always_call=True)
-        try:
-            yield
-        finally:
-            before.remove()
-            after.remove()
-
-    def _before(self, module: nn.Module, _args: Any) -> None:
-        name = self._names.get(module)
-        if name is not None:
-            self._stack.append(name)
-            self._enter(self._count.moment.phase, name)
-
-    def _after(self, module: nn.Module, _args: Any, output: Any) -> None:
-        name = self._names.get(module)
-        if name is None or not self._stack:
-            return
-        self._stack.pop()
-        self._enter(self._count.moment.phase, self._stack[-1] if self._stack else "")
-        if self._count.moment.phase == "forward" and torch.is_grad_enabled():
-            for tensor in tensors_in(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(lambda _gradient, name=name: self._enter("backward", name))
-
 
 def _module_of(part: Part) -> nn.Module:
     """The module of the stage of ``part``."""
@@ -397,17 +294,6 @@ def _module_of(part: Part) -> nn.Module:
 def _experts_elsewhere(model: nn.Module) -> dict[nn.Parameter, int]:
     """Of parameters of experts, over how many ranks as many others are spread."""
     return {p: layer.ep_size for _, layer in expert_layers(model) for p in layer.experts.parameters()}
-
-
-def _own_place(error: Exception) -> str | None:
-    """The innermost line of the model's code in a traceback; None if all of it is torch's and this package's."""
-    ours = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep, "<")
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        name = os.path.basename(frame.filename)
-        is_model = frame.filename == decoder.__file__ or not frame.filename.startswith(ours)
-        if is_model and name != "contextlib.py":
-            return f"{name}, line {frame.lineno}"
-    return None
 
 
 _SIDE_EFFECTS = frozenset(

@@ -18,7 +18,7 @@ from deepspeed.plan.devices import Machine
 from deepspeed.plan.kinds import RankKind
 from deepspeed.plan.models import ModelSource
 from deepspeed.plan.pipeline import Idle, Pipeline, idle_shares, idle_time
-from deepspeed.plan.rehearsal import Rehearsed
+from deepspeed.plan.rehearsed import Rehearsed
 from deepspeed.plan.show import plan_text
 from deepspeed.plan.times import Travel, lower_bounds, travels
 from deepspeed.zero.placement import Home

@@ -1,0 +1,64 @@
+"""What a rehearsal finds: what one rank holds and moves in one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from deepspeed.comm.codec import Codec
+from deepspeed.parallel.pipe.schedule.actions import Kind as Computation
+from deepspeed.plan.codes import GradientSum
+from deepspeed.plan.flow import Flow
+from deepspeed.plan.memory import Moment, Peak
+from deepspeed.zero.placement import Home
+from deepspeed.zero.storage import Kind
+
+
+@dataclass
+class Rehearsed:
+    """What one rank holds and moves in one step.
+
+    Attributes:
+        parameters: Elements of the model's parameters, experts of all ranks included.
+        trained: Of those, the trained ones.
+        repeated: Of those, the ones that an earlier stage has too.
+        peaks: By home, the highest sum of everything and what it was made of.
+        tops: By home, device and host, the highest sum at each moment.
+        kind_peaks: Most bytes of each kind, by home.
+        states: Bytes of each kind, by home, between backward and update.
+        activations: Bytes that forward keeps for backward; of a stage, the most of its chunks.
+        pinned: Most bytes of locked host memory.
+        file_bytes: Size of the rank's files.
+        flow: What the step moved and computed.
+        chunk_flops: Of each chunk of a stage and each kind of computation, operations for one micro-batch.
+        chunk_activations: Of each chunk of a stage, bytes that forward keeps for backward, with what it received.
+        members: By axis of the books, the ranks along it.
+        sums: Of gradients, of a whole step.
+        codec: How gradients travel, or momenta in their place; None: as they are.
+        sends_momentum: It is momenta.
+        may_skip: An update may be skipped.
+        init_peak: Highest sum on the device while the engine was built.
+        other_activations: Bytes that forward keeps with the other setting of activation checkpointing; None: not known.
+        notices: Why it is not known.
+    """
+
+    parameters: int
+    trained: int
+    peaks: dict[Home, Peak]
+    tops: dict[Home, dict[Moment, int]]
+    kind_peaks: dict[tuple[Kind, Home], int]
+    states: dict[tuple[Kind, Home], int]
+    activations: int
+    pinned: int
+    file_bytes: int
+    flow: Flow
+    init_peak: int
+    repeated: int = 0
+    chunk_flops: dict[int, dict[Computation, int]] = field(default_factory=dict)
+    chunk_activations: dict[int, int] = field(default_factory=dict)
+    members: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    sums: list[GradientSum] = field(default_factory=list)
+    codec: Codec | None = None
+    sends_momentum: bool = False
+    may_skip: bool = False
+    other_activations: int | None = None
+    notices: list[str] = field(default_factory=list)
