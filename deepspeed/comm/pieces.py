@@ -33,9 +33,11 @@ def write(pieces: Pieces, flat: torch.Tensor) -> None:
     filled = [piece for piece in pieces if piece.numel()]
     if len(filled) == 1:
         flat.view(filled[0].shape).copy_(filled[0])
+    elif filled and _are_rows(filled):
+        torch.cat(filled, out=flat.view(-1, *filled[0].shape[1:]))
     elif filled:
-        shape = (-1, *filled[0].shape[1:]) if _are_rows(filled) else (-1,)
-        torch.cat([piece.reshape(-1, *shape[1:]) for piece in filled], out=flat.view(shape))
+        for piece, part in zip(filled, flat.split([piece.numel() for piece in filled]), strict=True):
+            part.view(piece.shape).copy_(piece)
 
 
 def read(flat: torch.Tensor, pieces: Pieces) -> None:

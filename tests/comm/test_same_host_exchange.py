@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
+import resource
 import signal
 import time
 from collections.abc import Sequence
@@ -13,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.comm import same_host, same_host_exchange
-from deepspeed.comm.connect import create_transport
+from deepspeed.comm.connect import create_transport, transport_over
 from deepspeed.comm.counters import counted
 from deepspeed.comm.same_host_exchange import SameHostTransport
 from deepspeed.comm.transport import Transport
@@ -43,11 +45,18 @@ def _places(numel: int, dtype: torch.dtype, draws: random.Random) -> tuple[list[
 
 
 def _exchanges(large: int) -> None:
+    before, same_host_exchange.MOST = same_host_exchange.MOST, large
+    try:
+        _rounds()
+    finally:
+        same_host_exchange.MOST = before
+
+
+def _rounds() -> None:
     """Many rounds of which any rank may be late, two at a time on their way, waited for in any order."""
     transport = create_transport()
     assert isinstance(transport, SameHostTransport)
     rank, size = transport.rank, transport.size
-    same_host_exchange.MOST = large
     shapes, own, late = random.Random(size), random.Random(rank), random.Random(77 + rank)
     pending = []
     for round_ in range(60):
@@ -230,3 +239,58 @@ def test_a_rank_that_is_killed_ends_the_wait(tmp_path):
     with pytest.raises(RanksFailed):
         run_ranks(_killed, 2, str(tmp_path), fresh=True)
     assert (tmp_path / "named").exists()
+
+
+def _sees_file_limit() -> None:
+    """Memory that cannot be had is named by the rank that wants it, and no other rank hangs."""
+    transport = create_transport()
+    _exchange(transport, (2, 2), "what both do")
+    if transport.rank == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 21, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        with pytest.raises(CommunicationError, match=r"share 4194304 bytes of memory.*ulimit -f"):
+            _exchange(transport, (1 << 20, 2), "tokens")
+        transport._host.close()  # as its end does
+    else:
+        with pytest.raises(CommunicationError, match="waiting for tokens failed"):
+            _exchange(transport, (2, 1 << 20), "tokens")
+
+
+def test_memory_that_cannot_be_had():
+    run_ranks(_sees_file_limit, 2, fresh=True)
+
+
+def _many_at_once() -> None:
+    """Exchanges in three groups at once, one of all ranks, beside a process that was forked from this one."""
+    rank = dist.get_rank()
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
+    far = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]
+    transports = [transport_over(group) for group in (dist.group.WORLD, pairs, far)]
+    child = 0
+    for round_ in range(20):
+        if round_ == 3:
+            child = os.fork()
+            if child == 0:  # a data loader's worker, say
+                time.sleep(0.05)
+                os._exit(0)
+        works = []
+        for number, transport in enumerate(transports):
+            numels = [round_ + 1] * transport.size
+            source = torch.full((sum(numels),), float(100 * number + rank + round_))
+            out = torch.empty(sum(numels))
+            works.append((transport.all_to_all(source, numels, out, numels, label=f"group {number}"), out, number))
+        for work, out, number in works if rank % 2 else reversed(works):
+            work.wait()
+            ranks = transports[number].ranks
+            expected = torch.tensor([100.0 * number + other + round_ for other in ranks])
+            assert torch.equal(out, expected.repeat_interleave(round_ + 1))
+    os.waitpid(child, 0)
+    dist.barrier()
+    # What is let go is closed.
+    open_before = len(os.listdir("/proc/self/fd"))
+    del transports, transport, works, work
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= open_before - 2 * (3 + 1 + 1) - (3 + 1 + 1)
+
+
+def test_groups_at_once_and_a_fork():
+    run_ranks(_many_at_once, 4, fresh=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ class MOELayer(nn.Module):
         plan = plan_routes(routes.indices, routes.num_experts, self._connected(x.device))
         self.balance = Balance.of(plan)
         # One of them: the layer is a leaf, whose parameters are gathered together.
-        needed = list(self.experts.parameters())[:1]
+        needed = list(islice(self.experts.parameters(), 1))
         out = dispatch(x, routes.weights, plan, self.experts, needed, talker=self)
         out = out.to(hidden.dtype).reshape(hidden.shape)
         if self.wall_clock_breakdown:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from deepspeed.comm.pieces import Pieces
 from deepspeed.comm.transport import Transport, Work
 from deepspeed.parallel.sequence.online import Rows, Rule, Slopes, Tokens, grouped
 from deepspeed.parallel.sequence.wire import wire_of
@@ -103,41 +104,34 @@ def _deal(x: torch.Tensor, wire: Transport, back: bool) -> torch.Tensor:
     def length(chunk: int) -> int:
         return _chunk(chunk, x.size(2))[1]
 
-    def numel(chunk: int) -> int:
-        return length(chunk) * (x.numel() // x.size(2))
+    def by_rank(tensor: torch.Tensor, dealt: bool) -> list[list[torch.Tensor]]:
+        """The chunks of a tensor that is dealt or not, by the rank that has them where it is the other."""
+        names = chunks(wire.rank, dealt)
+        halves = dict(zip(names, tensor.split([length(chunk) for chunk in names], dim=2), strict=True))
+        return [[halves[chunk] for chunk in sorted(names) if place(chunk, not dealt) == rank] for rank in range(n)]
 
-    had, mine = chunks(wire.rank, back), chunks(wire.rank, not back)
-    halves = dict(zip(had, x.split([length(chunk) for chunk in had], dim=2), strict=True))
-    # In order of the receiving ranks, and for each in order of chunks.
-    leaving = sorted(halves, key=lambda chunk: (place(chunk, not back), chunk))
-    sent = [sum(numel(chunk) for chunk in halves if place(chunk, not back) == rank) for rank in range(n)]
-    coming = sorted(mine, key=lambda chunk: (place(chunk, back), chunk))
-    received = [sum(numel(chunk) for chunk in mine if place(chunk, back) == rank) for rank in range(n)]
-    out = x.new_empty(x.numel())
-    source = torch.cat([halves[chunk].reshape(-1) for chunk in leaving])
-    wire.all_to_all(source, sent, out, received, label="tokens in zigzag order (ring attention)").wait()
-    parts = zip(coming, out.split([numel(chunk) for chunk in coming]), strict=True)
-    found = {chunk: part.view(*x.shape[:2], length(chunk), *x.shape[3:]) for chunk, part in parts}
-    return torch.cat([found[chunk] for chunk in mine], dim=2)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    wire.exchange(by_rank(x, back), by_rank(out, not back), x, label="tokens in zigzag order (ring attention)").wait()
+    return out
 
 
 class _Turning:
     """Tensors on their way to the next rank, while those of the rank before come."""
 
     def __init__(self, wire: Transport, *tensors: torch.Tensor) -> None:
-        self._shapes = [tensor.shape for tensor in tensors]
-        source = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        self._arrived = torch.empty_like(source)
-        sent, received = ([0] * wire.size for _ in range(2))
-        sent[(wire.rank + 1) % wire.size] = received[(wire.rank - 1) % wire.size] = source.numel()
+        numels = [tensor.numel() for tensor in tensors]
+        parts = tensors[0].new_empty(sum(numels)).split(numels)
+        self._arriving = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+        leaving: list[Pieces] = [()] * wire.size
+        arriving: list[Pieces] = [()] * wire.size
+        leaving[(wire.rank + 1) % wire.size], arriving[(wire.rank - 1) % wire.size] = tensors, self._arriving
         label = "keys and values on their way round (ring attention)"
-        self._work: Work = wire.all_to_all(source, sent, self._arrived, received, label=label)
+        self._work: Work = wire.exchange(leaving, arriving, tensors[0], label=label)
 
     def arrived(self) -> list[torch.Tensor]:
         """Waits for them."""
         self._work.wait()
-        parts = self._arrived.split([shape.numel() for shape in self._shapes])
-        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+        return self._arriving
 
 
 class _Ring(torch.autograd.Function):
