@@ -76,10 +76,15 @@ class StackedExperts:
     after: Rowwise | None = None
 
     def run_each(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What each expert makes of its rows ``[n, M]``; none without rows is run."""
+        """What each expert makes of its rows ``[n, M]``; none without rows is run.
+
+        Where none has rows the first one is, on nothing: a stack that other ranks' parts of are used has gradients of
+        zero, not none, so that its weights decay and its moments go on as those of one whole stack.
+        """
         results = []
+        nobody = not any(map(len, rows))
         for expert, own in enumerate(rows):
-            if len(own):
+            if len(own) or (nobody and expert == 0):
                 result = self.down.of(expert, self.between(self.up.of(expert, own)))
                 results.append(result if self.after is None else self.after(result))
             else:
@@ -89,7 +94,7 @@ class StackedExperts:
     def run_grouped(self, rows: torch.Tensor, load: Sequence[int]) -> torch.Tensor:
         """What the experts make of ``rows`` ``[n, M]``, sorted by expert; ``load`` says how many each has."""
         if not len(rows):
-            return rows
+            return self.run_each([rows])[0]
         counts = torch.tensor(load, device=rows.device)
         ends = counts.cumsum(0).to(torch.int32)
         has_bias = self.up.bias is not None or self.down.bias is not None

@@ -80,12 +80,27 @@ class Sharing:
             if known is part:
                 return whole
         wire = self.wire(part.device)
+        self._check_sizes(part, wire)
         flat = part.new_empty(wire.size * part.numel())
         wire.my_slice(flat).copy_(part.reshape(-1))
         wire.all_gather(flat, key=wire.next_move(), label="position ids or padding mask (sequence parallel)").wait()
         whole = flat.view(wire.size, *part.shape).movedim(0, 1).reshape(part.size(0), -1)
         self._gathered = [*self._gathered[-7:], (part, whole)]
         return whole
+
+    def _check_sizes(self, part: torch.Tensor, wire: Transport) -> None:
+        """Every rank has the same part of as many sequences; raised on all of them, before anything else moves."""
+        mine = torch.tensor([part.size(0) << 40 | part.size(1)])
+        found = wire.gather_small(mine, channel="call", label="the sizes of the parts of sequences").flatten().tolist()
+        if len(set(found)) == 1:
+            return
+        parts = [f"rank {rank}: {each >> 40} of {each & (1 << 40) - 1} tokens" for rank, each in enumerate(found)]
+        model = self.model()
+        raise DeepSpeedConfigError(
+            f"sequence parallel: the parts of sequences that {type(model).__name__} got are not alike on all ranks of "
+            f"the group: {', '.join(parts)}; pad the sequences, so that every rank has as many tokens of as many "
+            "(UlyssesSPDataLoaderAdapter does)"
+        )
 
     def documents(self, positions: torch.Tensor | None, visible: torch.Tensor | None, batch: int) -> Documents | None:
         """See ``documents_of``, once for all layers; both of whole sequences, as :meth:`whole` gave them."""

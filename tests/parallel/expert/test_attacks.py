@@ -19,7 +19,7 @@ from tests.engine.support import SHARDED, WIDTH, adamw, engine_of, rank
 from tests.harness import run_ranks
 from tests.parallel.expert.models import VOCABULARY, batch, build
 from tests.parallel.expert.test_auto import adamw as adamw_of
-from tests.parallel.expert.test_auto import config
+from tests.parallel.expert.test_auto import config, of_this_rank
 from tests.parallel.expert.test_combinations import _losses, _net
 from tests.parallel.expert.test_parity import Net, close, logical, tokens, told_apart
 from tests.parallel.pipe.test_never_hang import SOON, said_by
@@ -204,7 +204,46 @@ def _one_expert_overflows() -> None:
         engine.destroy()
 
 
+def _all_to_one_rank() -> None:
+    """Two experts get every token; other ranks' parts of the stacks decay as a whole stack does in plain torch."""
+    world, ep_size = torch.distributed.get_world_size(), 2
+
+    def undecided(seed: int) -> nn.Module:
+        model: nn.Module = build("mixtral", seed, num_local_experts=6)
+        for name, parameter in model.named_parameters():
+            if name.endswith("mlp.gate.weight"):
+                nn.init.zeros_(parameter.requires_grad_(False))
+        return model
+
+    for stage in (0, 2, 3):
+        expected, model = undecided(0), undecided(rank())
+        optimizer = adamw_of(expected)
+        engine = deepspeed.initialize(model=model, optimizer=adamw_of(model), config=config(stage, ep_size))[0]
+        for step in range(3):
+            optimizer.zero_grad()
+            losses = [expected(**batch(step, other)).loss for other in range(world)]
+            (sum(losses) / world).backward()
+            nn.utils.clip_grad_norm_(expected.parameters(), 0.5)
+            optimizer.step()
+            loss = engine(**batch(step, rank())).loss
+            assert loss.item() == pytest.approx(losses[rank()].item(), abs=1e-5)
+            engine.backward(loss)
+            engine.step()
+            with torch.no_grad():  # between steps
+                found = engine.eval()(**batch(9, rank())).loss.item()
+                assert found == pytest.approx(expected(**batch(9, rank())).loss.item(), abs=1e-5)
+            engine.train()
+        wanted = dict(expected.named_parameters())
+        for name, parameter in engine.module.named_parameters():
+            if parameter.requires_grad:
+                close(
+                    safe_get_full_fp32_param(parameter), of_this_rank(parameter, wanted[name].detach(), ep_size), name
+                )
+        engine.destroy()
+
+
 BODIES = [
+    _all_to_one_rank,
     _odd_gates,
     _one_expert_overflows,
     _no_numbers,
