@@ -45,7 +45,7 @@ _WITHOUT_EFFECT: dict[str, dict[str, Any]] = {
     },
     "FusedLamb": {"max_grad_norm": 0},
     "OneBitAdam": {"max_grad_norm": 0, "cuda_aware": None, "comm_backend_name": None},
-    "ZeroOneAdam": {"max_grad_norm": 0, "cuda_aware": None, "comm_backend_name": None, "bias_correction": None},
+    "ZeroOneAdam": {"max_grad_norm": 0, "cuda_aware": None, "comm_backend_name": None},
     "OneBitLamb": {"max_grad_norm": 0, "cuda_aware": None, "comm_backend_name": None, "bias_correction": None},
 }
 

@@ -233,8 +233,9 @@ class ZeroOneAdam:
         eps: float,
         clip: float,
         precondition: bool = False,
+        correct: bool = False,
     ) -> None:
-        self.precondition = precondition
+        self.precondition, self.correct = precondition, correct
         self.messages, self.ranks = messages, messages[0].ranks
         self.models = [copy.deepcopy(model).float() for _ in range(self.ranks)]
         self.at = [dict(one.named_parameters()) for one in self.models]
@@ -288,7 +289,12 @@ class ZeroOneAdam:
             self.exchange()
         for rank in range(self.ranks):
             for name, parameter in self.at[rank].items():
-                parameter.copy_(self.anchor[name] - self.u[rank][name] / (self.v[name].sqrt() + self.eps))
+                parameter.copy_(self.anchor[name] - self.u[rank][name] / self.denominator(name))
+
+    def denominator(self, name: str) -> torch.Tensor:
+        count = sum(number <= self.count for number in self.variance)
+        second = 1 - 0.999**count if self.correct else 1.0
+        return (self.v[name] / second).sqrt() + self.eps
 
     @torch.no_grad()
     def exchange(self) -> None:
@@ -297,7 +303,8 @@ class ZeroOneAdam:
             unit = unit_of(message, self.v, self.eps) if self.precondition else None
             for name, part in zip(message.names, message.exchange(mine, unit).split(message.numels), strict=True):
                 moved = part.view_as(self.v[name])
-                self.anchor[name] -= moved / (self.v[name].sqrt() + self.eps)
+                first = 1 - 0.9**self.count if self.correct and self.count <= self.freeze else 1.0
+                self.anchor[name] -= moved / first / self.denominator(name)
                 for rank in range(self.ranks):
                     self.m[rank][name] = moved / self.gammas
                     self.u[rank][name] = torch.zeros_like(moved)

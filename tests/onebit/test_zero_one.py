@@ -22,16 +22,17 @@ STEPS, LR, EPS = 12, 0.003, 3e-3
 SCHEDULE = {"var_freeze_step": 4, "var_update_scaler": 1, "local_step_scaler": 2, "local_step_clipper": 3}
 
 
-def make(stage: int = 0, seed: int = 3, *, precondition: bool = True, **settings: Any) -> DeepSpeedEngine:
-    params = {"lr": LR, "eps": EPS, "weight_decay": 0.1, "precondition": precondition, **SCHEDULE}
+def make(stage: int = 0, seed: int = 3, *, published: bool = False, **settings: Any) -> DeepSpeedEngine:
+    ours = {"precondition": not published, "bias_correction": not published}
+    params = {"lr": LR, "eps": EPS, "weight_decay": 0.1, **ours, **SCHEDULE}
     section = {"optimizer": {"type": "ZeroOneAdam", "params": params}}
     return engine_with(tower(seed=seed), stage, None, section, **settings)
 
 
 def cells() -> None:
     ranks = torch.distributed.get_world_size()
-    for accumulation, clip, precondition in ((1, 0.0, False), (2, 0.05, True)):  # as published, in units of updates
-        engine = make(accumulation=accumulation, gradient_clipping=clip, precondition=precondition)
+    for accumulation, clip, published in ((1, 0.0, True), (2, 0.05, False)):
+        engine = make(accumulation=accumulation, gradient_clipping=clip, published=published)
         simulation = simulated.ZeroOneAdam(
             tower(),
             simulated.messages_of(engine, ranks),
@@ -43,7 +44,8 @@ def cells() -> None:
             decay=0.1,
             eps=EPS,
             clip=clip,
-            precondition=precondition,
+            precondition=not published,
+            correct=not published,
         )
         assert simulation.variance == [1, 2, 4] == sorted(updates_of_variance(4, 1))
         for step in range(STEPS):

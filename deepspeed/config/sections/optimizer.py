@@ -185,7 +185,9 @@ class ZeroOneAdamParams(OneBitParams):
     """0/1 Adam: everything travels in 1 bit; the variance is updated ever more seldom, then ranks exchange so."""
 
     precondition: Bool = key(True, _PRECONDITION)
-    bias_correction: Bool = key(False, "From Adam.", no_effect="the publication has none")
+    bias_correction: Bool = key(
+        False, "Correct the averages for their start at zero. The publication does not; upstream ignores it."
+    )
     var_freeze_step: Int = key(
         100000,
         "Last update of the variance; usually the end of the learning rate's warm-up.",

@@ -31,13 +31,16 @@ class ZeroOneRule:
     Args:
         phase: See :class:`~deepspeed.ops.onebit.phases.Phase`.
         comes_together: Ranks do in this step.
+        updates: So many updates, this one included.
+        of_variance: So many of them have updated the variance.
     """
 
     counts_steps = True
 
-    def __init__(self, phase: Phase, *, comes_together: bool) -> None:
+    def __init__(self, phase: Phase, *, comes_together: bool, updates: int, of_variance: int) -> None:
         self._phase = phase
         self._comes_together = comes_together
+        self._updates, self._of_variance = updates, of_variance
 
     def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
         """Adam's, what was moved since ranks came together, and where that was."""
@@ -49,17 +52,18 @@ class ZeroOneRule:
 
     def kernel(self, group: dict[str, Any], step: float | Tensor, device: torch.device) -> Kernel:
         """See :class:`~deepspeed.ops.rules.Rule`."""
-        lr, eps = float(group["lr"]), float(group["eps"])
+        lr = float(group["lr"])
         shrink = 1 - lr * float(group["weight_decay"])
         beta1, total = float(group["betas"][0]), float(group.get(TRAVELLED) or 1.0)
+        first = 1 - beta1**self._updates if group["bias_correction"] else 1.0
 
         def update(params: list[Tensor], grads: list[Tensor], states: list[list[Tensor]]) -> None:
             for param, grad, exp_avg, exp_avg_sq, moved, anchor in zip(params, grads, *states, strict=True):
                 denominator = scratch("one-bit", param.numel(), param.dtype, param.device)
-                frozen_root(exp_avg_sq, out=denominator).add_(eps)
+                denominator_of(exp_avg_sq, group, self._of_variance, out=denominator)
                 if self._phase is Phase.MOMENTUM:
                     exp_avg.copy_(grad)
-                    param.mul_(shrink).addcdiv_(exp_avg, denominator, value=-lr)
+                    param.mul_(shrink).addcdiv_(exp_avg, denominator, value=-lr / first)
                     anchor.copy_(param)
                     continue
                 anchor.mul_(shrink)
@@ -74,6 +78,21 @@ class ZeroOneRule:
                     torch.addcdiv(anchor, moved, denominator, value=-1, out=param)
 
         return update
+
+
+def denominator_of(variance: Tensor, group: dict[str, Any], updates: int, out: Tensor | None = None) -> Tensor:
+    """What movements are divided by.
+
+    Args:
+        variance: Of some elements.
+        group: Of theirs.
+        updates: Of the variance so far, at least 1.
+        out: As of :func:`~deepspeed.ops.onebit.phases.frozen_root`.
+    """
+    root = frozen_root(variance, out=out)
+    if group["bias_correction"]:
+        root.div_((1 - float(group["betas"][1]) ** updates) ** 0.5)
+    return root.add_(float(group["eps"]))
 
 
 class ZeroOneAdam(ElementwiseOptimizer):
@@ -94,7 +113,8 @@ class ZeroOneAdam(ElementwiseOptimizer):
         params: Parameters or group dictionaries; ``exp_avg_mask`` as of :class:`~deepspeed.ops.onebit.OneBitAdam`.
         deepspeed: The engine, as the original takes it; of no use here.
         lr: Step size.
-        bias_correction: Of no use: the publication has none.
+        bias_correction: Correct the variance for its start at zero, and the momentum until the variance is frozen; the
+            publication does not.
         betas: Decay of the momentum and of the variance.
         eps: Added to the root of the variance.
         eps_inside_sqrt: Must be False.
@@ -148,6 +168,7 @@ class ZeroOneAdam(ElementwiseOptimizer):
         self.local_step_scaler = local_step_scaler
         self.local_step_clipper = local_step_clipper
         self._variance = updates_of_variance(var_freeze_step, var_update_scaler)
+        self._updates, self.variance_updates = 1, 1
         self.phase = Phase.WARM_UP
         self.updates_variance = False
         self.comes_together = True
@@ -159,23 +180,37 @@ class ZeroOneAdam(ElementwiseOptimizer):
             "take steps of their own after %d. Lower var_freeze_step, usually to the end of the learning rate's "
             "warm-up",
         )
-        defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": tuple(betas),
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
         super().__init__(params, defaults)
 
     def _kept_attributes(self) -> tuple[str, ...]:
         own = ("precondition", "var_freeze_step", "local_step_scaler", "local_step_clipper", "_variance")
-        return (*super()._kept_attributes(), *own, "phase", "updates_variance", "comes_together")
+        counts = ("_updates", "variance_updates")
+        return (*super()._kept_attributes(), *own, "phase", "updates_variance", "comes_together", *counts)
 
     @property
     def rule(self) -> Rule:
         """The arithmetic of the announced update."""
-        return ZeroOneRule(self.phase, comes_together=self.comes_together)
+        return ZeroOneRule(
+            self.phase,
+            comes_together=self.comes_together,
+            updates=self._updates,
+            of_variance=self.variance_updates,
+        )
 
     def begin_update(self, before: int) -> None:
         """See :class:`~deepspeed.ops.onebit.phases.ExchangesMomentum`."""
         local = before - self.var_freeze_step
         self.phase = Phase.MOMENTUM if local < 0 else Phase.LOCAL
         self.updates_variance = before + 1 in self._variance
+        self._updates = before + 1
+        self.variance_updates = sum(number <= before + 1 for number in self._variance)
         gap = min(self.local_step_clipper, 2 ** min(local // self.local_step_scaler, 30)) if local >= 0 else 1
         self.comes_together = (local + 1) % gap == 0
 

@@ -12,8 +12,8 @@ import torch
 
 from deepspeed.comm.transport import LocalTransport, Reduction, transfer_key
 from deepspeed.ops.flat import FlatUpdate
-from deepspeed.ops.onebit.phases import Phase, frozen_root
-from deepspeed.ops.onebit.zero_one import LR_SUM, TRAVELLED, ZeroOneAdam
+from deepspeed.ops.onebit.phases import Phase
+from deepspeed.ops.onebit.zero_one import LR_SUM, TRAVELLED, ZeroOneAdam, denominator_of
 from deepspeed.zero.gradient_bucket import GradientBucket
 from deepspeed.zero.group import Groups
 from deepspeed.zero.masters import MasterBucket
@@ -232,7 +232,7 @@ class LocalSteps(MomentumExchange):
                     part = slice(start - run.span.start, start - run.span.start + place.stop - place.start)
                     moved = message[place]
                     state["exp_avg"][part] = moved / float(group[TRAVELLED])
-                    denominator = frozen_root(state["exp_avg_sq"][part]).add_(float(group["eps"]))
+                    denominator = denominator_of(state["exp_avg_sq"][part], group, self.optimizer.variance_updates)
                     state["anchor"][part].addcdiv_(moved, denominator, value=-1)
                     state["moved"][part] = 0.0
                     run.param.data.view(-1)[part] = state["anchor"][part]
