@@ -7,9 +7,9 @@ computation depends on another micro-batch, so what is left still runs, and no s
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from deepspeed.parallel.partition import partition_uniform
 from deepspeed.parallel.pipe.schedule.actions import Action, Kind, Schedule
@@ -63,7 +63,8 @@ def one_f_one_b(stage: int, stages: int, micro_batches: int, chunks: int) -> lis
     All stages but the last are one forward further ahead than published. So what a stage waits for is on its way while
     it computes something else, and transfers cost time when the pipeline fills and drains, not for every micro-batch.
     """
-    return _in_turn(stage, stages, micro_batches, chunks, ahead=stages - 1 - stage + (stage < stages - 1))
+    groups = _sizes(micro_batches, stages)
+    return _in_turn(stage, stages, chunks, groups, groups, ahead=stages - 1 - stage + (stage < stages - 1))
 
 
 def interleaved(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Action]:
@@ -71,8 +72,17 @@ def interleaved(stage: int, stages: int, micro_batches: int, chunks: int) -> lis
 
     Published are groups of p micro-batches, which cost extra where p does not divide m; groups of about equal size,
     none below p, reach (p - 1) (F + B) / v idle time for every m >= p.
+
+    The last stage waits for p transfers when a group comes round, unless the group is larger than p. Two groups, of
+    which the first goes forward and the last backward with p + 1, wait for none and keep less, as stages need not be as
+    far ahead of each other. (With a third group they would; where B > 3 F they idle up to 1 % longer.)
     """
-    return _in_turn(stage, stages, micro_batches, chunks, ahead=2 * (stages - 1 - stage))
+    after = stages - 1 - stage
+    if stages > 3 and 2 * stages <= micro_batches <= 2 * stages + 1:
+        two = (stages + 1, micro_batches - stages - 1)
+        return _in_turn(stage, stages, chunks, two, two[::-1], ahead=after + (after > 0))
+    groups = _sizes(micro_batches, stages)
+    return _in_turn(stage, stages, chunks, groups, groups, ahead=2 * after)
 
 
 def zb_h1(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Action]:
@@ -81,24 +91,38 @@ def zb_h1(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Acti
     Idle are (p - 1) (F + B - 2 W) / v; no stage holds more than the first of 1F1B, for m >= p divided by p (Qi et al.
     2023, who have one chunk per stage).
     """
-    return _in_turn(stage, stages, micro_batches, chunks, ahead=stages - 1 - stage, weights_late=stage)
+    groups = _sizes(micro_batches, stages)
+    return _in_turn(stage, stages, chunks, groups, groups, ahead=stages - 1 - stage, weights_late=stage)
+
+
+def _sizes(micro_batches: int, stages: int) -> tuple[int, ...]:
+    """Groups of about equal size, none below that of the stages unless there are fewer micro-batches."""
+    bounds = partition_uniform(micro_batches, max(1, micro_batches // stages))
+    return tuple(end - start for start, end in pairwise(bounds))
 
 
 def _in_turn(
-    stage: int, stages: int, micro_batches: int, chunks: int, *, ahead: int, weights_late: int | None = None
+    stage: int,
+    stages: int,
+    chunks: int,
+    forward_groups: Sequence[int],
+    backward_groups: Sequence[int],
+    *,
+    ahead: int,
+    weights_late: int | None = None,
 ) -> list[Action]:
     """A forward and a backward in turn; groups of micro-batches go through one chunk of the stage after the other.
 
     Args:
+        forward_groups: Their sizes.
+        backward_groups: Those in which they come back.
         ahead: Forwards before the first backward, beside those that let the first group reach the last chunk.
         weights_late: How many backwards wait for their weights' part; None: backwards are not split.
     """
-    bounds = partition_uniform(micro_batches, max(1, micro_batches // stages))
-    groups = [range(start, end) for start, end in pairwise(bounds)]
     own = range(stage, stages * chunks, stages)
-    forwards = [Action(Kind.FORWARD, chunk, i) for group in groups for chunk in own for i in group]
-    backwards = [(chunk, i) for group in groups for chunk in reversed(own) for i in group]
-    ahead += (chunks - 1) * len(groups[0])
+    forwards = [Action(Kind.FORWARD, chunk, i) for group in _ranges(forward_groups) for chunk in own for i in group]
+    backwards = [(chunk, i) for group in _ranges(backward_groups) for chunk in reversed(own) for i in group]
+    ahead += (chunks - 1) * forward_groups[0]
     actions = forwards[:ahead]
     weights: deque[Action] = deque()
     for number, (chunk, i) in enumerate(backwards):
@@ -111,6 +135,10 @@ def _in_turn(
         if number >= weights_late:
             actions.append(weights.popleft())
     return actions + [*weights]
+
+
+def _ranges(sizes: Sequence[int]) -> list[range]:
+    return [range(start, end) for start, end in pairwise(accumulate(sizes, initial=0))]
 
 
 def zbv(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Action]:
