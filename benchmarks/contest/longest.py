@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 STEP = 1 / 24
+GRAIN = 64  # tokens
 
 
 @dataclass
@@ -86,11 +87,16 @@ def find_longest(
         found.runs.append(run)
         if (found.fits and found.fails) or (not run.said and tokens == most):
             return found
-        tokens = _round(tokens * (1 - 2 * STEP if run.said else 1 + 2 * STEP), most)
+        if run.said and tokens == GRAIN:
+            sys.exit(f"not even {tokens} tokens fit: {run.said}")
+        if run.said:
+            tokens = min(_round(tokens * (1 - 2 * STEP), most), tokens - GRAIN)
+        else:
+            tokens = max(_round(tokens * (1 + 2 * STEP), most), min(tokens + GRAIN, most or tokens + GRAIN))
 
 
 def _round(tokens: float, most: int | None) -> int:
-    rounded = max(int(tokens) // 64 * 64, 64)
+    rounded = max(int(tokens) // GRAIN * GRAIN, GRAIN)
     return rounded if most is None else min(rounded, most)
 
 
