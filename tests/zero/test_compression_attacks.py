@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 from deepspeed.engine import DeepSpeedEngine, initialize
+from deepspeed.logging import logger
 from tests.engine.support import WIDTH, inputs, rank, same_on_all_ranks
 from tests.harness import run_ranks
+from tests.onebit.test_adam import Lines
 
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "sign": (2, {"communication_compression": {"gradients": "sign", "block": 64}}),
@@ -132,7 +134,9 @@ def test_accumulation_with_no_sync() -> None:
 
 
 def moved(folder: str, saves: bool) -> None:
-    """Checkpoints between sizes and between with and without codes."""
+    """Checkpoints between sizes and between with and without codes; what is lost of errors is said in one line."""
+    lines = Lines()
+    logger.addHandler(lines)
     names = ["sign", "int4", "1-bit Adam"]
     for name in names:
         if saves:
@@ -145,13 +149,17 @@ def moved(folder: str, saves: bool) -> None:
         saved: dict[str, torch.Tensor] | None = None
         for more in ({}, {"communication_compression": {}}) if name != "1-bit Adam" else ({},):
             engine = make(name, **more)
+            lines.said.clear()
             engine.load_checkpoint(f"{folder}/{name}")
+            said = sum("begins anew" in line for line in lines.said)
+            assert said == (rank() == 0 and not more), name
             mine = weights(engine)
             assert saved is None or all(torch.equal(value, mine[key]) for key, value in saved.items())
             saved = mine
             step(engine, 3)
             assert engine.global_steps == 4 and all(bool(v.isfinite().all()) for v in weights(engine).values())
             engine.destroy()
+    logger.removeHandler(lines)
 
 
 def test_checkpoints_between_sizes_and_ways(tmp_path: Path) -> None:
