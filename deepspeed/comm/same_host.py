@@ -41,7 +41,6 @@ _MESSAGE = struct.Struct(
 )  # rounds that the sender has begun, those of which it has read all, and a letter's ends
 _LONGEST = 512  # bytes of a message, which ends with what the last round is of
 LONGEST_WORDS = _LONGEST - _MESSAGE.size
-_PATIENCE = timedelta(minutes=30)  # torch's own for gloo
 _MEETING = 10.0  # seconds in which ranks of one host must find each other
 
 
@@ -137,6 +136,8 @@ class Peer:
                 message = self.connection.recv(_LONGEST)
             except ConnectionResetError:  # it left without reading all; said once, and then comes what it had sent
                 message = self.connection.recv(_LONGEST)
+        except BlockingIOError:
+            raise RuntimeError(f"rank {self.rank} of the group said nothing within the group's time limit") from None
         except OSError as error:
             raise RuntimeError(f"nothing came from rank {self.rank} of the group ({error})") from error
         if not message:
@@ -335,6 +336,15 @@ def _host() -> str:
 def _connect(transport: Transport, listener: socket.socket, addresses: list[str]) -> tuple[list[int], list[Peer]]:
     """Connects to every rank before this one and waits for those after it; then they hand each other their memory."""
     files = [os.memfd_create("deepspeed") for _ in range(PLACES)]
+    try:
+        return files, _introduced(transport, listener, addresses, files)
+    except OSError:
+        for file in files:
+            os.close(file)
+        raise
+
+
+def _introduced(transport: Transport, listener: socket.socket, addresses: list[str], files: list[int]) -> list[Peer]:
     connections: dict[int, socket.socket] = {}
     for rank in range(transport.rank):
         made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -349,10 +359,12 @@ def _connect(transport: Transport, listener: socket.socket, addresses: list[str]
         connections[rank] = made
     for made in connections.values():
         socket.send_fds(made, [b"places"], files)
+    limit: timedelta = transport.group._get_backend(torch.device("cpu")).options._timeout
     peers = []
     for rank, made in sorted(connections.items()):
         _, theirs, _, _ = socket.recv_fds(made, 64, PLACES)
         made.settimeout(None)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", int(_PATIENCE.total_seconds()), 0))
+        timeout = struct.pack("@ll", int(limit.total_seconds()), limit.microseconds)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
         peers.append(Peer(rank, made, list(theirs)))
-    return files, peers
+    return peers

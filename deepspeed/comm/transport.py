@@ -8,6 +8,8 @@ be called more than once. A transport is chosen once per group (``deepspeed.comm
 - ``GlooTransport`` (``deepspeed.comm.gloo``): tagged sends and receives straight into the slices, and reductions as an
   exchange of slices with a local sum in rank order in fp32. Both move the bytes of the collective, need no copy of the
   whole output, and give sums that do not depend on timing.
+- ``SameHostTransport`` (``deepspeed.comm.same_host_exchange``): the same, but what all hand to all goes through memory
+  where all ranks are on one host.
 - ``NativeTransport`` (``deepspeed.comm.native``): the backend's own collectives (NCCL and its kin).
 
 Every rank of the group must make the same calls with the same keys; on gloo the order may differ, elsewhere it may not.

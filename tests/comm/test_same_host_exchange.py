@@ -9,6 +9,7 @@ import resource
 import signal
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 
 import pytest
 import torch
@@ -257,6 +258,20 @@ def _sees_file_limit() -> None:
 
 def test_memory_that_cannot_be_had():
     run_ranks(_sees_file_limit, 2, fresh=True)
+
+
+def _too_late() -> None:
+    """A wait ends at the time limit of the group, as gloo's would."""
+    transport = transport_over(dist.new_group([0, 1], timeout=timedelta(seconds=1.5)))
+    _exchange(transport, (2, 2), "what both do")
+    if transport.rank == 0:
+        with pytest.raises(CommunicationError, match="rank 1 of the group said nothing within the group's time limit"):
+            _exchange(transport, (2, 2), "tokens")
+    dist.barrier()
+
+
+def test_a_wait_ends_at_the_time_limit():
+    run_ranks(_too_late, 2, fresh=True)
 
 
 def _many_at_once() -> None:
