@@ -6,14 +6,13 @@ import gc
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.checkpoint.load import Loaded
-from deepspeed.checkpoint.subject import COUNTERS, Subject
 from deepspeed.comm.waypoints import reason_of
 from deepspeed.engine.accessors import ConfigAccessors
 from deepspeed.engine.batches import Batches
@@ -31,14 +30,13 @@ from deepspeed.engine.parts import EngineParts
 from deepspeed.engine.progress import ProgressLog, StepFacts
 from deepspeed.engine.queries import EngineQueries
 from deepspeed.engine.reminders import MissingStep, watch_other_optimizers
-from deepspeed.engine.reports import memory_rows, precision_rows, state_text, summary
+from deepspeed.engine.reports import state_text, summary
+from deepspeed.engine.resuming import resume_from, subject_of
 from deepspeed.engine.rooms import EXPERT, is_loaded
 from deepspeed.engine.roots import check_loss, paired_roots
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.logging import log_dist, log_dist_once
 from deepspeed.profiling.timer import ThroughputTimer
-from deepspeed.release import VERSION
-from deepspeed.zero.access.whole_buckets import iter_full
 from deepspeed.zero.micro_batch import MicroBatch
 from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer
 from deepspeed.zero.runtime import ZeroRuntime
@@ -114,8 +112,8 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, nn.Modul
         self._profiled = ProfiledStep(self._root.flops_profiler, self) if self._root.flops_profiler.enabled else None
         self._checkpoints = EngineCheckpoints(
             parts,
-            subject=self._subject,
-            resume=self._resume_from,
+            subject=partial(subject_of, self),
+            resume=partial(resume_from, self),
             sums_are_open=lambda: self._batches.since_update > 0,
         )
         self._compiling = EngineCompile(self.module, gathers_between_pieces(parts.placement, parts.standing.zero_size))
@@ -418,12 +416,6 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, nn.Modul
         """Whether the latest ``step`` changed the parameters."""
         return self._step_applied
 
-    def get_global_grad_norm(self) -> float | None:
-        """Unscaled norm of the gradients of the latest update, before clipping; None before the first."""
-        if self._updater is None or self._updater.last_report is None:
-            return None
-        return self._updater.last_report.norm
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Throws away every gradient."""
         self._runtime.leave_backward("engine.zero_grad")
@@ -448,29 +440,6 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, nn.Modul
     # -- data --------------------------------------------------------------------------------------------------------
 
     deepspeed_io = forwarded("_loading", EngineLoading.deepspeed_io)
-
-    @property
-    def param_names(self) -> dict[nn.Parameter, str]:
-        """Parameter to qualified name."""
-        return self._runtime.param_names
-
-    def iter_full(self, kind: str = "param", bucket_bytes: int | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every full parameter, gradient or optimizer state. Every rank must go through all of it.
-
-        One collective per bucket; where everything is on every rank, none.
-
-        Args:
-            kind: ``param`` (in the compute dtype), ``fp32`` (master weights; frozen parameters cast), ``grad`` (reduced
-                and unscaled; between the last backward and the update), or a state's name, such as ``exp_avg``.
-            bucket_bytes: Most bytes gathered at once; a larger bucket is read in parts. None: a bucket at a time.
-
-        Yields:
-            ``(qualified name, tensor of the full shape)`` in model order; parameters without the quantity are left out.
-            Of a parameter that is cut over tensor-parallel ranks it is all of it, and these ranks must take part; where
-            nobody knows the holders of the other parts (a program's own layers), it is this rank's part.
-            The tensors of one bucket may share memory with each other, never with the model.
-        """
-        return iter_full(self._runtime, kind, bucket_bytes)
 
     # -- modes -------------------------------------------------------------------------------------------------------
 
@@ -508,53 +477,7 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, nn.Modul
 
     module_state_dict = forwarded("_checkpoints", EngineCheckpoints.module_state_dict)
 
-    def _subject(self) -> Subject:
-        """What a checkpoint of this moment holds."""
-        return Subject(
-            model=self.module,
-            runtime=self._runtime,
-            optimizer=self._updater,
-            lr_scheduler=self.lr_scheduler,
-            dataloader=self.training_dataloader,
-            counters={name: getattr(self, name) for name in COUNTERS},
-            config=self.config,
-            settings=self._root.checkpoint,
-            precision=self._precision.name,
-            stage=self._root.zero_optimization.stage,
-            dp_world_size=self._parts.standing.zero_size,
-            model_size=self._parts.standing.model_size,
-            local_rank=self.local_rank,
-            version=VERSION,
-            token_schedule=self._efficiency.token_schedule,
-            compression=self.compression_scheduler,
-            use_fp32_weights=self._root.zero_optimization.load_from_fp32_weights,
-            outer=self._islands.momenta if self._islands is not None else [],
-        )
-
-    def _resume_from(self, loaded: Loaded) -> None:
-        """Goes on where the run that saved a checkpoint was; accumulation begins anew."""
-        for name, value in loaded.counters.items():
-            setattr(self, name, value)
-        self._batches.count_anew()
-        if self._islands is not None:
-            self._islands.restart()
-        self._efficiency.at(self.global_steps)
-        if self.compression_scheduler is not None:
-            self.compression_scheduler.at(self.global_steps - self.skipped_steps)
-        if self._updater is not None:
-            self._updater.steps = self.global_steps
-        self.loaded_checkpoint_dp_world_size = loaded.world_size
-        self.loaded_checkpoint_mp_world_size = loaded.model_size
-
-    # -- reports -----------------------------------------------------------------------------------------------------
-
-    def memory_report(self) -> list[tuple[str, int, int, str]]:
-        """Model-state bytes of this rank now: ``(kind, counted, by formula, formula)`` for each kind."""
-        return memory_rows(self._runtime, self._updater, self._precision, self.gradient_accumulation_steps())
-
-    def precision_report(self) -> list[dict[str, Any]]:
-        """Dtypes per param group: ``compute``, ``accumulate``, ``reduce``, ``master`` and ``state``."""
-        return precision_rows(self._runtime, self.basic_optimizer, self._precision, self.gradient_accumulation_steps())
+    # -- the end -----------------------------------------------------------------------------------------------------
 
     def collect_python_gc(self) -> None:
         """Runs Python's garbage collector now, for runs under ``disable_python_gc``."""

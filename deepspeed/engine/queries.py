@@ -1,23 +1,33 @@
-"""Questions that scripts and integrations ask an engine: where it stands among the ranks, what its optimizer holds."""
+"""Questions that scripts and integrations ask an engine: where it stands among the ranks, what it holds."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from deepspeed.comm import groups
 from deepspeed.comm.mesh import OTHER_PARTS
+from deepspeed.engine.batches import Batches
 from deepspeed.engine.parts import EngineParts
+from deepspeed.engine.reports import memory_rows, precision_rows
 from deepspeed.engine.rooms import EXPERT, is_loaded
 from deepspeed.precision.policy import PrecisionPolicy
+from deepspeed.zero.access.whole_buckets import iter_full
+from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer
+from deepspeed.zero.runtime import ZeroRuntime
 
 
 class EngineQueries:
     """Mixin of the engine: read-only answers."""
 
     _parts: EngineParts
+    _batches: Batches
     _precision: PrecisionPolicy
+    _runtime: ZeroRuntime
+    _updater: DeepSpeedZeroOptimizer | None
     basic_optimizer: torch.optim.Optimizer | None
     mpu: Any
 
@@ -97,6 +107,47 @@ class EngineQueries:
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """Compute dtype and gradient accumulation dtype."""
         return self._precision.compute_dtype or torch.float32, self._precision.accumulate_dtype
+
+    def get_global_grad_norm(self) -> float | None:
+        """Unscaled norm of the gradients of the latest update, before clipping; None before the first."""
+        if self._updater is None or self._updater.last_report is None:
+            return None
+        return self._updater.last_report.norm
+
+    # -- parameters and memory ---------------------------------------------------------------------------------------
+
+    @property
+    def param_names(self) -> dict[nn.Parameter, str]:
+        """Parameter to qualified name."""
+        return self._runtime.param_names
+
+    def iter_full(self, kind: str = "param", bucket_bytes: int | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every full parameter, gradient or optimizer state. Every rank must go through all of it.
+
+        One collective per bucket; where everything is on every rank, none.
+
+        Args:
+            kind: ``param`` (in the compute dtype), ``fp32`` (master weights; frozen parameters cast), ``grad`` (reduced
+                and unscaled; between the last backward and the update), or a state's name, such as ``exp_avg``.
+            bucket_bytes: Most bytes gathered at once; a larger bucket is read in parts. None: a bucket at a time.
+
+        Yields:
+            ``(qualified name, tensor of the full shape)`` in model order; parameters without the quantity are left out.
+            Of a parameter that is cut over tensor-parallel ranks it is all of it, and these ranks must take part; where
+            nobody knows the holders of the other parts (a program's own layers), it is this rank's part.
+            The tensors of one bucket may share memory with each other, never with the model.
+        """
+        return iter_full(self._runtime, kind, bucket_bytes)
+
+    def memory_report(self) -> list[tuple[str, int, int, str]]:
+        """Model-state bytes of this rank now: ``(kind, counted, by formula, formula)`` for each kind."""
+        return memory_rows(self._runtime, self._updater, self._precision, self._batches.gradient_accumulation_steps())
+
+    def precision_report(self) -> list[dict[str, Any]]:
+        """Dtypes per param group: ``compute``, ``accumulate``, ``reduce``, ``master`` and ``state``."""
+        return precision_rows(
+            self._runtime, self.basic_optimizer, self._precision, self._batches.gradient_accumulation_steps()
+        )
 
     # -- mixture of experts ------------------------------------------------------------------------------------------
 

@@ -1,0 +1,52 @@
+"""What of an engine a checkpoint holds, and how an engine goes on from one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from deepspeed.checkpoint.subject import COUNTERS, Subject
+from deepspeed.release import VERSION
+
+if TYPE_CHECKING:
+    from deepspeed.checkpoint.load import Loaded
+    from deepspeed.engine.engine import DeepSpeedEngine
+
+
+def subject_of(engine: DeepSpeedEngine) -> Subject:
+    """What a checkpoint of this moment holds."""
+    return Subject(
+        model=engine.module,
+        runtime=engine._runtime,
+        optimizer=engine._updater,
+        lr_scheduler=engine.lr_scheduler,
+        dataloader=engine.training_dataloader,
+        counters={name: getattr(engine, name) for name in COUNTERS},
+        config=engine.config,
+        settings=engine._root.checkpoint,
+        precision=engine._precision.name,
+        stage=engine._root.zero_optimization.stage,
+        dp_world_size=engine._parts.standing.zero_size,
+        model_size=engine._parts.standing.model_size,
+        local_rank=engine.local_rank,
+        version=VERSION,
+        token_schedule=engine._efficiency.token_schedule,
+        compression=engine.compression_scheduler,
+        use_fp32_weights=engine._root.zero_optimization.load_from_fp32_weights,
+        outer=engine._islands.momenta if engine._islands is not None else [],
+    )
+
+
+def resume_from(engine: DeepSpeedEngine, loaded: Loaded) -> None:
+    """Goes on where the run that saved a checkpoint was; accumulation begins anew."""
+    for name, value in loaded.counters.items():
+        setattr(engine, name, value)
+    engine._batches.count_anew()
+    if engine._islands is not None:
+        engine._islands.restart()
+    engine._efficiency.at(engine.global_steps)
+    if engine.compression_scheduler is not None:
+        engine.compression_scheduler.at(engine.global_steps - engine.skipped_steps)
+    if engine._updater is not None:
+        engine._updater.steps = engine.global_steps
+    engine.loaded_checkpoint_dp_world_size = loaded.world_size
+    engine.loaded_checkpoint_mp_world_size = loaded.model_size
