@@ -172,9 +172,10 @@ class _Run:
         """Builds the engine."""
         engine, _ = self._ready()
         optimizer = engine._updater.optimizer
-        rank = optimizer.heaviest_rank if isinstance(optimizer, Muon) else None
+        place = optimizer.heaviest_rank if isinstance(optimizer, Muon) else None
+        ranks = engine._parts.groups.peers.ranks
         engine.destroy()
-        return self._part.rank if rank is None else rank
+        return self._part.rank if place is None or not ranks else ranks[place]
 
     def _ready(self) -> tuple[Any, Any]:
         """The engine and a micro-batch."""

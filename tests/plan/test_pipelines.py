@@ -177,6 +177,14 @@ def test_waiting():
     assert shares["interleaved"] == pytest.approx(3 / 16) and shares["zb-h1"] == pytest.approx(1 / 8)
 
 
+def test_the_heaviest_rank_of_a_stage_is_on_that_stage():
+    muon = (("optimizer", {"type": "Muon", "params": {"lr": 1e-3}}),)
+    plan = _planned(Cell(1, accumulation=4, more=muon))
+    assert [part.kind.stage for part in plan.parts] == [0, 1]
+    assert [plan.mesh.coordinate(part.kind.rank)["pipe"] for part in plan.parts] == [0, 1]
+    assert sum("which orthogonalises the largest matrix" in notice for notice in plan.notices) == 2
+
+
 def test_what_cannot_be_cut():
     with pytest.raises(DeepSpeedConfigError, match="has 5 layers .* fewer than the 6 stages"):
         _planned(Cell(1), pipe=6)
