@@ -54,7 +54,6 @@ class SameHostTransport(GlooTransport):
         leaving, arriving = source.split(list(sent)), out.split(list(received))
         return self.exchange([[part] for part in leaving], [[part] for part in arriving], out, label=label)
 
-    @timed("all_to_all_single")
     def exchange(
         self, leaving: Sequence[Pieces], arriving: Sequence[Pieces], like: torch.Tensor, *, label: str
     ) -> Work:
@@ -64,16 +63,17 @@ class SameHostTransport(GlooTransport):
         if host is None:
             return super().exchange(leaving, arriving, like, label=label)
         with torch.no_grad():
-            return self._exchanged(host, leaving, arriving, like, label, offered)
+            return self._exchanged(leaving, arriving, like, host, offered, label)
 
+    @timed("all_to_all_single")
     def _exchanged(
         self,
-        host: SameHost,
         leaving: Sequence[Pieces],
         arriving: Sequence[Pieces],
         like: torch.Tensor,
-        label: str,
+        host: SameHost,
         offered: torch.Tensor | None,
+        label: str,
     ) -> Work:
         key = self.next_move(label)
         ticket = self.issue("all_to_all", key)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from deepspeed.comm import same_host, same_host_exchange
 from deepspeed.comm.connect import create_transport, transport_over
 from deepspeed.comm.counters import counted
+from deepspeed.comm.recorder import log
 from deepspeed.comm.same_host_exchange import SameHostTransport
 from deepspeed.comm.transport import Transport
 from deepspeed.errors import CommunicationError, DivergenceError
@@ -309,3 +310,25 @@ def _many_at_once() -> None:
 
 def test_groups_at_once_and_a_fork():
     run_ranks(_many_at_once, 4, fresh=True)
+
+
+def _logged() -> None:
+    """The communication log has one line for an exchange, through memory or over gloo."""
+    before = same_host._host
+    for place in ("one host", "several"):
+        transport = create_transport()
+        same_host._host = before if place == "one host" else (lambda: f"host {dist.get_rank()}")
+        log.enabled, log.prof_all, log.totals = True, True, {}
+        try:
+            _exchange(transport, (2, 2), "tokens")
+            x = torch.arange(4.0)
+            transport.exchange([[x[:2]], [x[2:]]], [[x.new_empty(2)], [x.new_empty(2)]], x, label="pieces").wait()
+            exchanges = [(size, len(found.seconds)) for name, size, found in log.rows() if name == "all_to_all_single"]
+            assert exchanges == [(8, 1), (16, 1)], (place, exchanges)
+        finally:
+            same_host._host = before
+            log.enabled, log.totals = False, {}
+
+
+def test_exchanges_are_logged_once():
+    run_ranks(_logged, 2, fresh=True)
