@@ -37,8 +37,7 @@ RISE = 0.1  # of the steps, in which the learning rate rises, for all ways: befo
 def settings(way: str, steps: int) -> dict[str, Any]:
     """The part of the configuration that makes the way."""
     warm = max(round(WARM * steps), 1)
-    # A variance that is frozen must have seen rare bytes too: with a decay of 0.99 it had forgotten them, and 0/1 Adam
-    # lost at once what it had learned when one came.
+    # A variance that is frozen must be a mean over many steps: the published decay of 0.999.
     adam: dict[str, Any] = {"type": "Adam", "params": {"lr": 1e-3, "betas": [0.9, 0.999]}}
     stage, section, zero = 1, {}, {}
     if way in ("int8", "int4"):
