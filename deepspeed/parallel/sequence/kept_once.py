@@ -90,8 +90,10 @@ class KeptOnce:
                     "it as it was; change it out of place, or leave recompute_exchange out"
                 )
             with torch.no_grad():
-                memory = torch.empty_strided(size, stride, dtype=dtype, device=device)
-                return memory.copy_(exchanged(kept)).as_strided(*view, 0)
+                made = exchanged(kept)
+                if not _lies_so(made, stride):
+                    made = torch.empty_strided(size, stride, dtype=dtype, device=device).copy_(made)
+                return made.as_strided(*view, 0)
 
         for each in saved:
             tensor = each.tensor
@@ -103,6 +105,12 @@ class KeptOnce:
 
 def _place(tensor: torch.Tensor) -> tuple[int, torch.dtype]:
     return tensor.data_ptr(), tensor.dtype
+
+
+def _lies_so(tensor: torch.Tensor, stride: tuple[int, ...]) -> bool:
+    """Whether a tensor lies in memory with these strides, from its beginning; axes of one element have none."""
+    strides = zip(tensor.shape, tensor.stride(), stride, strict=True)
+    return not tensor.storage_offset() and all(own == wanted for extent, own, wanted in strides if extent > 1)
 
 
 def _bound(again: Callable[[Any], torch.Tensor], view: Any) -> Callable[[], torch.Tensor]:

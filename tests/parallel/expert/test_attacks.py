@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,13 +13,13 @@ import torch
 from torch import nn
 
 import deepspeed
-from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.errors import CommunicationError, DeepSpeedConfigError
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.sharded_moe import topkgating
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.utils import safe_get_full_fp32_param
 from tests.engine.support import SHARDED, WIDTH, adamw, engine_of, rank
-from tests.harness import run_ranks
+from tests.harness import RankDied, run_ranks
 from tests.parallel.expert.models import VOCABULARY, batch, build
 from tests.parallel.expert.test_auto import adamw as adamw_of
 from tests.parallel.expert.test_auto import config, of_this_rank
@@ -269,6 +272,28 @@ def test_on_two_ranks() -> None:
 def test_experts_in_files() -> None:
     with tempfile.TemporaryDirectory() as folder:
         run_ranks(_in_files, 2, folder, timeout=200)
+
+
+def _dies(said: str) -> None:
+    """Rank 1 ends before its second layer's experts, where the other waits for what they make of its tokens."""
+    model = build("mixtral")
+    engine = deepspeed.initialize(model=model, optimizer=adamw_of(model), config=config(1))[0]
+    if rank() == 1:
+        layers = [module for name, module in engine.module.named_modules() if name.endswith("experts")]
+        layers[1].register_forward_pre_hook(lambda *_: os._exit(7))
+    begun = time.monotonic()
+    try:
+        engine(**batch(0, rank()))
+    except CommunicationError as error:
+        Path(said).write_text(f"{time.monotonic() - begun} {error}")
+        raise
+
+
+def test_a_rank_that_ends_is_told_of(tmp_path: Path) -> None:
+    with pytest.raises(RankDied):
+        run_ranks(_dies, 2, str(tmp_path / "said"), fresh=True)
+    seconds, _, said = (tmp_path / "said").read_text().partition(" ")
+    assert float(seconds) < SOON and "how many tokens go to each expert failed; a peer has probably died" in said
 
 
 def _evaluates_alone() -> tuple[str, float]:
