@@ -136,6 +136,37 @@ def compare(world: int, sizes: tuple[int, int], stage: int, accumulation: int, c
     return norms
 
 
+class Scaled(nn.Module):
+    """Four experts of one weight each, whose gradients are 2, 4, 6 and 8 wherever they live."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.moe = MoE(1, nn.Linear(1, 1, bias=False), EXPERTS, size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = place_of(self.moe) * self.moe.num_local_experts
+        experts = self.moe.deepspeed_moe.experts.deepspeed_experts
+        values = [expert(x * 2.0 * (first + local + 1)) for local, expert in enumerate(experts)]
+        return torch.stack(values).sum() * self.moe.ep_size  # an expert gets the tokens of so many ranks
+
+
+FP16: dict[str, Any] = {"fp16": {"enabled": True, "initial_scale_power": 8}}
+
+
+def _each_expert_counts_once(sizes: list[int]) -> None:
+    for size in sizes:
+        for stage, precision in ((0, {}), (1, FP16), (2, {"bf16": {"enabled": True}}), (3, {})):
+            model = Scaled(size)
+            place_of(model.moe)
+            zero = SHARDED if stage == 3 else {}
+            engine = engine_of(model, stage, zero=zero, gradient_clipping=1.0, **precision)
+            engine.backward(engine(torch.ones(1, 1, dtype=next(model.parameters()).dtype)))
+            engine.step()
+            norm = engine.get_global_grad_norm()
+            assert norm == pytest.approx(math.sqrt(120), rel=1e-6), f"ep {size}, stage {stage}: {norm}"
+            engine.destroy()
+
+
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
 CELLS: list[tuple[tuple[int, int], int, int, float, dict[str, Any]]] = [
     ((2, 2), 0, 1, 0.2, {}),
@@ -163,7 +194,13 @@ def test_two_ranks_equal_one_process() -> None:
     run_ranks(_all_cells, 2, 2, CELLS, timeout=200)
 
 
+def test_the_norm_counts_each_expert_once_wherever_it_lives() -> None:
+    """Published case: 10.954 = sqrt(20 + 100) at every expert-parallel size; 7.236 is the mean of two ranks' norms."""
+    run_ranks(_each_expert_counts_once, 2, [1, 2])
+
+
 def _on_four() -> None:
+    _each_expert_counts_once([2, 4])
     with pytest.raises(DeepSpeedConfigError, match="cut the groups of all parameters alike, but 'ep_size_2'"):
         engine_of(Net((2, 1)), 3, zero={**SHARDED, "zero_hpz_partition_size": 2})
     with pytest.raises(DeepSpeedConfigError, match="cut the groups of all parameters alike, but 'ep_size_2'"):
