@@ -77,7 +77,7 @@ class GridTransport(Transport):
         self.shard_axis = shard_axis
         self.replicas_axis = replicas_axis
         self.belongs_to(everyone)
-        self.watch = everyone.watch
+        self.is_watched_by(everyone.watch)
 
     def rank_at(self, position: int) -> int:
         """See the class this one derives from."""

@@ -193,10 +193,13 @@ class SameHost:
         if transport.watch is not None:
             mine = weakref.ref(self)
             transport.watch.aborts[id(self)] = lambda: _abort(mine)
+            transport.watch.members.add(self)
             weakref.finalize(self, transport.watch.aborts.pop, id(self), None)
 
     def place(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
         """Where this rank may write for the next round, 1-D; waits until the others have read what lay there."""
+        if not self._places:
+            raise CommunicationError(f"{label}: the job of these ranks is over; make a new engine")
         number = self._begun + 1
         earlier = self._unread[number % PLACES]
         if earlier is not None:
@@ -283,6 +286,14 @@ class SameHost:
         for peer in self.peers:
             with contextlib.suppress(OSError):
                 peer.connection.shutdown(socket.SHUT_RDWR)
+
+    def leave(self) -> None:
+        """The job is over: closes the connections and gives the memory back."""
+        self.close()
+        for peer in self.peers:
+            peer.connection.close()
+            peer.places = []
+        self._places, self._unread = [], [None] * PLACES
 
 
 def _abort(reference: weakref.ref[SameHost]) -> None:

@@ -37,6 +37,11 @@ class SameHostTransport(GlooTransport):
             self._has_met = True
         return self._host
 
+    def leave(self) -> None:
+        """See the class this one derives from."""
+        super().leave()
+        self._host, self._has_met, self._offered = None, False, None
+
     def room(self, numel: int, like: torch.Tensor, *, label: str) -> torch.Tensor:
         """See the class this one derives from."""
         host = self._met(label)

@@ -32,6 +32,7 @@ from deepspeed.comm.party import Party
 from deepspeed.comm.pieces import Pieces, numel_of
 from deepspeed.comm.watch import Watch
 from deepspeed.comm.zero_rows import ZeroRows
+from deepspeed.errors import CommunicationError
 
 CHUNK = 262144  # elements of a local sum: 1 MiB of fp32, so that operands stay in cache (64Ki was 15 % slower)
 _PIECES = 2  # kind of transfer, see transfer_key
@@ -67,6 +68,16 @@ class Work(Protocol):
 
     def will_arrive(self) -> bool:
         """Whether waiting depends on no further call of this rank: all peers are known to have sent their part."""
+
+
+class _Gone:
+    """Stands where the process group of a job was that is over."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise CommunicationError(
+            "this engine belongs to a job that is over: its process group was destroyed (destroy_process_group), and "
+            "there is another one now. Make a new engine with deepspeed.initialize"
+        )
 
 
 @dataclass(frozen=True)
@@ -186,7 +197,18 @@ class Transport:
 
     def joins(self, party: Party) -> None:
         """Says as which process group of the job it is watched."""
-        self.ranks, self.scope, self.watch = party.ranks, party.scope, party.watch
+        self.ranks, self.scope = party.ranks, party.scope
+        self.is_watched_by(party.watch)
+
+    def is_watched_by(self, watch: Watch | None) -> None:
+        """Says which watch supervises its waits; it leaves the job when that ends."""
+        self.watch = watch
+        if watch is not None:
+            watch.members.add(self)
+
+    def leave(self) -> None:
+        """The job is over: whoever still has this transport keeps no process group alive by it."""
+        self.group = _Gone()
 
     def rank_at(self, position: int) -> int:
         """The rank in the whole group of the rank that has the slice number ``position``."""
@@ -194,7 +216,8 @@ class Transport:
 
     def take_place_of(self, other: Transport) -> None:
         """Makes this one serve where ``other``, over the same group, would have served."""
-        self.ranks, self.scope, self.watch = other.ranks, other.scope, other.watch
+        self.ranks, self.scope = other.ranks, other.scope
+        self.is_watched_by(other.watch)
         self._peers = other._peers
         self.axis = other.axis
 

@@ -34,7 +34,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 from deepspeed.comm.beside import TrainingThread
 from deepspeed.errors import CommunicationError, DivergenceError
@@ -67,6 +67,13 @@ class Awaited:
     since: float
 
 
+class Member(Protocol):
+    """What takes part in a job."""
+
+    def leave(self) -> None:
+        """The job is over: gives back what it holds."""
+
+
 class Watch:
     """The waits of one rank of a job.
 
@@ -81,6 +88,8 @@ class Watch:
         scope: As given.
         rank: As given.
         aborts: What makes pending waits raise: an action for every process group, by the identity of the group.
+        members: What holds process groups, connections or memory for the job, and is told when it is over. A program
+            may keep it alive by what no collector sees through: a tensor's graph, held by the model.
     """
 
     def __init__(self, store: Any, scope: str, rank: int, size: int) -> None:
@@ -89,6 +98,7 @@ class Watch:
         self.rank = rank
         self._size = size
         self.aborts: dict[int, Callable[[], None]] = {}
+        self.members: weakref.WeakSet[Member] = weakref.WeakSet()
         self._owners: dict[str, int] = defaultdict(int)
         self._training = TrainingThread()
         self._is_over = False
@@ -112,6 +122,9 @@ class Watch:
         """Ends the watching thread, and says nothing at the program's end: the process groups are gone."""
         self._end_thread(timedelta(0))
         atexit.unregister(self._at_exit)
+        for member in list(self.members):
+            member.leave()
+        self.aborts.clear()
 
     def next_owner(self, scope: str = "") -> int:
         """Counts the engines of a group from 0; ``scope`` is the group's name."""

@@ -20,6 +20,7 @@ from deepspeed.comm.connect import create_transport, transport_over
 from deepspeed.comm.counters import counted
 from deepspeed.comm.recorder import log
 from deepspeed.comm.same_host_exchange import SameHostTransport
+from deepspeed.comm.same_host_sums import SameHostSums, same_host_sums
 from deepspeed.comm.transport import Transport
 from deepspeed.errors import CommunicationError, DivergenceError
 from tests.harness import RanksFailed, run_ranks
@@ -332,3 +333,33 @@ def _logged() -> None:
 
 def test_exchanges_are_logged_once():
     run_ranks(_logged, 2, fresh=True)
+
+
+_KEPT: list[tuple[Transport, SameHostSums]] = []  # as what a tensor's graph keeps, which no collector sees through
+
+
+def _job_whose_transports_stay() -> tuple[int, int]:
+    transport = create_transport()
+    _exchange(transport, (2, 2), "tokens")
+    sums = same_host_sums(create_transport())
+    assert sums is not None
+    sums.start(torch.ones(3), "a sum").wait()
+    _KEPT.append((transport, sums))
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def _use_of_former_jobs() -> None:
+    for transport, sums in _KEPT:
+        with pytest.raises(CommunicationError, match="new engine"):
+            _exchange(transport, (2, 2), "tokens")
+        with pytest.raises(CommunicationError, match="new engine"):
+            sums.start(torch.ones(3), "a sum")
+        with pytest.raises(CommunicationError, match="new engine"):
+            transport.gather_small(torch.zeros(1), channel="call", label="a call")
+    _KEPT.clear()
+
+
+def test_what_is_left_of_a_job_holds_no_memory_sockets_or_threads():
+    found = [run_ranks(_job_whose_transports_stay, 2) for _ in range(4)]
+    assert found[3] == found[1], found
+    run_ranks(_use_of_former_jobs, 2)
