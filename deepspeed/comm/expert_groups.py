@@ -122,7 +122,7 @@ def make_torch_groups(ep_size: int) -> None:
         backend = dist.get_backend_config(dist.group.WORLD)
 
         def made(members: Sequence[Sequence[int]], why: str) -> Any:
-            return my_group(members, backend=backend, timeout=default_timeout(), why=why)
+            return my_group(members, backend=backend, timeout=default_timeout(), why=why, is_for_programs=True)
 
         sharing, same = size.ranks
         size.groups = (

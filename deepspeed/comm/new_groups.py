@@ -23,21 +23,31 @@ from deepspeed.errors import CommunicationError
 _TORCH_TIMEOUT = timedelta(minutes=30)  # torch's own for making a group
 
 _made: list[tuple[Any, list[list[int]], str, Any]] = []
-"""Gloo groups that exist: ``(all ranks of their time, the members of all groups of the axis, why, this rank's group)``.
+"""Groups that exist and are shared: ``(all ranks of their time, the members of all groups of the axis, why, this
+rank's group)``.
 
-Torch keeps groups, with their threads, until they are destroyed; so engines that come after each other share them. Only
-gloo's can be shared: elsewhere two users would have to agree on the order of their transfers.
+Torch keeps groups, with their threads, until they are destroyed; so engines that come after each other share them. Of
+those for transfers only gloo's can be shared: elsewhere two users would have to agree on the order of their transfers.
 """
 
 
-def my_group(groups: Sequence[Sequence[int]], *, backend: str, timeout: timedelta | None, why: str) -> Any:
+def my_group(
+    groups: Sequence[Sequence[int]],
+    *,
+    backend: str,
+    timeout: timedelta | None,
+    why: str,
+    is_for_programs: bool = False,
+) -> Any:
     """This rank's group of an axis. Every rank of the job must call it, in the same order, with the same list.
 
     Args:
         groups: The members of all groups of the axis; every rank of the job is in exactly one.
         backend: Of the groups. Gloo's are made once.
         timeout: For their transfers; None: torch's.
-        why: What they are for, in words, for whoever waits in vain.
+        why: What they are for, in words, for whoever waits in vain; equal words are one purpose.
+        is_for_programs: Nothing of this package travels in them, and programs order their own collectives; so they are
+            made once whatever their backend.
 
     Raises:
         DivergenceError: Some rank does something else.
@@ -47,7 +57,8 @@ def my_group(groups: Sequence[Sequence[int]], *, backend: str, timeout: timedelt
     if (others := stand_in()) is not None:
         return PlayedGroup(tuple(next(ranks for ranks in axis if others.rank in ranks)))
     world = dist.group.WORLD
-    if backend == "gloo":
+    is_shared = is_for_programs or backend == "gloo"
+    if is_shared:
         _made[:] = [entry for entry in _made if entry[0] is world and is_alive(entry[3])]
         known = next((group for _, members, use, group in _made if members == axis and use == why), None)
         if known is not None:
@@ -55,7 +66,7 @@ def my_group(groups: Sequence[Sequence[int]], *, backend: str, timeout: timedelt
     meet_to_make(f"the making of process groups {_shown(axis)} for {why}", timeout)
     made = [dist.new_group(ranks, backend=backend, timeout=timeout) for ranks in axis]
     mine = next(group for group, ranks in zip(made, axis, strict=True) if dist.get_rank() in ranks)
-    if backend == "gloo":
+    if is_shared:
         _made.append((world, axis, why, mine))
     return mine
 

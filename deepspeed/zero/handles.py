@@ -33,17 +33,17 @@ from deepspeed.zero.storage import storage_key
 class Handle:
     """A saved view of a bucket. Counts itself among the bucket's live handles until it dies."""
 
-    __slots__ = ("_on_death", "bucket", "offset", "size", "stride", "tile", "version")
+    __slots__ = ("_hooks", "bucket", "offset", "size", "stride", "tile", "version")
 
     @partial(uncompiled, recursive=False)
-    def __init__(self, bucket: Bucket, tensor: torch.Tensor, on_death: Callable[[Bucket], None]) -> None:
+    def __init__(self, bucket: Bucket, tensor: torch.Tensor, hooks: SavedTensorHooks) -> None:
         self.bucket = bucket
         self.offset = int(tensor.storage_offset())
         self.size = tensor.size()
         self.stride = tensor.stride()
         self.tile = bucket.tile_at(self.offset)
         self.version = bucket.params[self.tile]._version
-        self._on_death = on_death
+        self._hooks = hooks
         bucket.live_handles += 1
 
     def refuse_if_stale(self) -> None:
@@ -60,7 +60,7 @@ class Handle:
     def __del__(self) -> None:
         self.bucket.live_handles -= 1
         if self.bucket.live_handles == 0:
-            self._on_death(self.bucket)
+            self._hooks.on_death(self.bucket)
 
 
 class SavedTensorHooks:
@@ -70,6 +70,9 @@ class SavedTensorHooks:
         buckets: The sharded buckets.
         demand: Makes a bucket FULL; out of graphs, as ``on_death``.
         on_death: Called when the last live handle of a bucket dies.
+
+    Attributes:
+        on_death: As given.
     """
 
     def __init__(
@@ -79,8 +82,13 @@ class SavedTensorHooks:
         for bucket in buckets:
             bucket.full.on_move = self._follow
         self._demand = demand
-        self._on_death = on_death
+        self.on_death = on_death
         _alive.add(self)
+
+    def close(self) -> None:
+        """The engine is gone: what graphs have kept cannot be computed with any more, and keeps nothing of it alive."""
+        self._demand = _refuse
+        self.on_death = _let_be
 
     def _follow(self, old_key: int, new_key: int) -> None:
         """A bucket's memory was left to somebody else: what they save of it is theirs."""
@@ -127,7 +135,7 @@ class SavedTensorHooks:
         if tensor.layout is not torch.strided:
             return tensor
         bucket = self._by_storage.get(tensor.untyped_storage()._cdata)  # storage_key, without another function
-        return tensor if bucket is None else Handle(bucket, tensor, self._on_death)
+        return tensor if bucket is None else Handle(bucket, tensor, self)
 
     @partial(uncompiled, recursive=False)
     def _unpack(self, packed: Any) -> torch.Tensor:
@@ -142,6 +150,17 @@ class SavedTensorHooks:
     def bucket_of(self, tensor: torch.Tensor) -> Bucket | None:
         """The bucket in whose memory ``tensor`` lies, or None."""
         return self._by_storage.get(storage_key(tensor))
+
+
+def _refuse(bucket: Bucket) -> None:
+    raise CallOrderError(
+        f"backward needs the sharded parameters {bucket.label}, but engine.destroy was called since the forward, and "
+        "they are empty. Call backward before that"
+    )
+
+
+def _let_be(bucket: Bucket) -> None:
+    """Nothing to free."""
 
 
 _alive: weakref.WeakSet[SavedTensorHooks] = weakref.WeakSet()

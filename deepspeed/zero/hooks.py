@@ -135,6 +135,13 @@ class ForwardHooks:
             handle.remove()
         self.handles.clear()
 
+    def close(self) -> None:
+        """Takes every hook from the model, for good: graphs that are left keep nothing of it alive."""
+        self.remove()
+        self._saved.close()
+        for bucket in self._buckets:
+            bucket.gatherer = None
+
     # -- scopes ------------------------------------------------------------------------------------------------------
 
     def _enter(self, entry: int, buckets: list[Bucket], _inputs: Any) -> None:

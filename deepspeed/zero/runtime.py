@@ -330,7 +330,11 @@ class ZeroRuntime:
 
     def destroy(self) -> None:
         """Takes every hook from the model and gives its memory back; the parameters keep what they hold."""
-        self.hooks.remove()
+        for bucket in self.buckets:
+            # A model that keeps a tensor with a graph keeps its parameters by that, where no collector sees it; by
+            # this they would keep the engine, and all would stay for ever.
+            bucket.owner = None
+        self.hooks.close()
         for handle in (*self.handles, *self._untrained.handles):
             handle.remove()
         if self.reducer is not None:
