@@ -436,11 +436,14 @@ class PipelineEngine(Interpreter, DeepSpeedEngine):
     def _said(self, chunk: int, micro_batch: int, *, closes: bool = True) -> MicroBatch:
         """Where a backward stands in the update; ``closes``: its weights' gradients are computed in it, not later."""
         reaches = self._parameters_of[chunk]
-        later = (self._parameters_of[other] for other, left in self._remaining.items() if left > 0)
+        closed: frozenset[torch.nn.Parameter] = frozenset()
+        if closes and self._remaining[chunk] <= 0:
+            later = (self._parameters_of[other] for other, left in self._remaining.items() if left > 0)
+            closed = reaches.difference(*later)
         is_first, self._has_run_first = not self._has_run_first, True
         each = self._parts.placement.shard_params and closes
-        part = Part(reaches, closes=reaches.difference(*later) if closes else frozenset(), reduces_each=each)
-        return MicroBatch(micro_batch, is_first=is_first, is_last=not +self._remaining, part=part)
+        part = Part(reaches, closes=closed, reduces_each=each)
+        return MicroBatch(micro_batch, is_first=is_first, is_last=not any(self._remaining.values()), part=part)
 
     def _exec_reduce_tied_grads(self) -> None:
         """Part of the update: tied weights wait for it, as their stages do not finish together."""

@@ -225,6 +225,28 @@ class GradientBucket:
                 torch._foreach_copy_([self._views[index] for index in grads], list(grads.values()))
         self.bucket.gradients_in = True
 
+    def keep(self) -> None:
+        """Adds the gradients to this rank's own sum over micro-batches and drops ``.grad``.
+
+        They are packed first only where that rounds them, or where the squares of the sum are to be taken with it.
+        """
+        grads: dict[int, torch.Tensor] = {}
+        for index, parameter in enumerate(self.bucket.params):
+            if self._arrived[index] and parameter.grad is not None:
+                grads[index] = parameter.grad
+        dtype = self._flat.tensor.dtype
+        if self.sum.takes_squares or any(g.dtype != dtype or g.layout is not torch.strided for g in grads.values()):
+            self.pack()
+            self.accumulate_locally()
+            return
+        layout = self.bucket.layout
+        self.sum.add_apart(grads, layout.starts, [tile.shape for tile in layout.tiles])
+        for index in grads:
+            self.sum.used[index] = True
+            self.bucket.params[index].grad = None
+        self.bucket.gradients_in = True
+        self.state = GradientState.IDLE
+
     @property
     def _will_be_result(self) -> bool:
         """Whether what is packed now is what the update reads: a group of one without earlier micro-batches."""

@@ -79,6 +79,7 @@ class GradientSum:
         self.squares: Squares | None = None
         self.takes_squares = False
         self._additions = 0
+        self._cut: tuple[FlatBuffer, list[torch.Tensor]] | None = None  # a local sum, and each parameter's part of it
 
     # -- what is there -----------------------------------------------------------------------------------------------
 
@@ -135,10 +136,31 @@ class GradientSum:
             add_into(self.local.tensor, self._packed.tensor, self.fresh_squares(wanted=is_result))
         self._packed.free()
 
+    @torch.no_grad()
+    def add_apart(self, grads: dict[int, torch.Tensor], starts: tuple[int, ...], shapes: list[tuple[int, ...]]) -> None:
+        """Adds gradients that are not packed to the local sum.
+
+        Args:
+            grads: By the place of the parameter in the bucket; those left out are zero.
+            starts: Where in the bucket each parameter begins.
+            shapes: Of each parameter.
+        """
+        self.begin_addition()
+        is_first = self.local is None
+        if self.local is None:
+            self.local = self.new_buffer(self._packed.tensor.numel(), self.dtype)
+            if sum(grad.numel() for grad in grads.values()) < self.local.tensor.numel():
+                self.local.tensor.zero_()
+        if self._cut is None or self._cut[0] is not self.local:
+            self._cut = self.local, self.local.views(starts, shapes)
+        rooms = [self._cut[1][index] for index in grads]
+        if grads:
+            (torch._foreach_copy_ if is_first else torch._foreach_add_)(rooms, list(grads.values()))
+
     def take_local(self) -> FlatBuffer:
         """The local sum, which is this value's no more."""
         assert self.local is not None
-        taken, self.local = self.local, None
+        taken, self.local, self._cut = self.local, None, None
         return taken
 
     def add_partial(self, incoming: FlatBuffer) -> None:
@@ -239,5 +261,5 @@ class GradientSum:
         for buffer in (self.reduced, self.local, self.partial):
             if buffer is not None and buffer is not self._packed:
                 buffer.free()
-        self.reduced = self.local = self.partial = self.squares = None
+        self.reduced = self.local = self.partial = self.squares = self._cut = None
         self.used = [False] * len(self.used)

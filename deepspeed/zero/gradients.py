@@ -209,10 +209,11 @@ class GradientReducer:
 
     def _pack(self, position: int, backward: _Backward) -> None:
         gradients = self.buckets[position]
-        gradients.pack()
+        if position in backward.reduces:
+            gradients.pack()
+        else:
+            gradients.keep()
         backward.packed.add(position)
-        if position not in backward.reduces:
-            gradients.accumulate_locally()
         self._on_packed(gradients.bucket)
 
     def _send_ready(self, backward: _Backward) -> None:

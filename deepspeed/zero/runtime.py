@@ -155,9 +155,11 @@ class ZeroRuntime:
         part, everything = micro_batch.part, range(len(self.masters))
         if part is None:
             return everything, everything if micro_batch.is_last else ()
-        trained = [{p for p in master.bucket.params if p.requires_grad} for master in self.masters]
-        reaches = [position for position in everything if not trained[position].isdisjoint(part.reaches)]
-        return reaches, [position for position in reaches if trained[position] <= part.closes]
+        params = [master.bucket.params for master in self.masters]
+        reaches = [n for n in everything if any(p.requires_grad and p in part.reaches for p in params[n])]
+        if not part.closes:  # as of nearly every backward
+            return reaches, ()
+        return reaches, [n for n in reaches if all(p in part.closes for p in params[n] if p.requires_grad)]
 
     def _confirm(self, confirms: bool) -> None:
         """Whether gathers carry along how many reductions of their group have been started."""

@@ -15,9 +15,11 @@ never block; what they carry is kept until it has left.
 from __future__ import annotations
 
 import pickle
+import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -26,12 +28,12 @@ from deepspeed.comm.counters import traffic
 from deepspeed.comm.mesh import PIPE
 from deepspeed.comm.party import Party
 from deepspeed.errors import PipelineError
-from deepspeed.parallel.pipe.values import Slot, put_together, slots_of, taken_apart
+from deepspeed.parallel.pipe.values import Slot, put_together, quick_description, slots_of, taken_apart
 
 ACTIVATIONS, GRADIENTS = "activations", "gradients"
 WORDS, DESCRIPTIONS, TENSORS = range(3)  # what may be on its way side by side
-_WORD = 3
-_WORD_NBYTES = _WORD * torch.int64.itemsize
+_WORD = struct.Struct("=3q")
+_WORD_NBYTES = _WORD.size
 _ALIGNED = 16  # bytes; the largest element
 _PACKET = 1 << 16  # bytes up to which copying costs less than a transfer more
 _AHEAD = 2
@@ -73,9 +75,13 @@ class Route:
     party: Party
     owner: int
 
+    @cached_property
+    def _channel(self) -> str:
+        return f"{self.owner}/{self.kind} {self.source}->{self.target}/"
+
     def issue(self) -> tuple[str, int]:
         """Counts a message."""
-        return self.party.issue(f"{self.owner}/{self.kind} {self.source}->{self.target}/")
+        return self.party.issue(self._channel)
 
     def guard(self, work: Any, ticket: tuple[str, int], micro_batch: int) -> None:
         """Waits, watched."""
@@ -122,8 +128,8 @@ class Form:
 
     def put(self, packet: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
         """Copies tensors into a packet."""
-        for start, slot, tensor in zip(self._starts, self.slots, tensors, strict=True):
-            packet[start : start + slot.nbytes].copy_(as_bytes(tensor))
+        for room, tensor in zip(self.taken_from(packet), tensors, strict=True):
+            room.copy_(_plain(tensor))
 
     def taken_from(self, packet: torch.Tensor) -> list[torch.Tensor]:
         """The tensors of a packet, where they lie; each may be written to without the others' knowledge."""
@@ -183,6 +189,7 @@ class Outgoing:
         self._packs = packs
         self._taken = taken
         self._text = b""
+        self._quick: Any = None  # of the latest message
         self._expected = _Expected()
         self._leaving: deque[_Leaving] = deque()
         self._left = 0
@@ -194,22 +201,24 @@ class Outgoing:
             micro_batch: Its number.
             value: Any nesting; tensors must not be written to until they have left.
         """
-        description, tensors = taken_apart(value)
-        text = _as_text(description)
-        is_new = text != self._text
+        tensors: list[torch.Tensor] = []
+        quick = quick_description(value, tensors)
+        is_new = False
+        if quick is None or quick != self._quick:
+            self._quick = quick
+            description, tensors = taken_apart(value)
+            text = _as_text(description)
+            is_new, self._text = text != self._text, text
         posted, has_room = self._expected.of(0), self._expected.has_room()
         before = self._expected.form
-        self._text = text
         self._expected.message(Form(slots_of(description), packs=self._packs) if is_new else None)
         form = self._expected.form
         assert form is not None
         packet = torch.empty(posted.nbytes if posted and posted.is_packed else _WORD_NBYTES, dtype=torch.uint8)
-        packet[:_WORD_NBYTES].view(torch.int64).copy_(
-            torch.tensor([micro_batch, len(text) if is_new else 0, self._taken()])
-        )
+        _WORD.pack_into(packet.numpy().data, 0, micro_batch, len(self._text) if is_new else 0, self._taken())
         sent = [(packet, WORDS)]
         if is_new:
-            sent.append((torch.frombuffer(bytearray(text), dtype=torch.uint8), DESCRIPTIONS))
+            sent.append((torch.frombuffer(bytearray(self._text), dtype=torch.uint8), DESCRIPTIONS))
         if is_new and has_room:
             assert before is not None
             device = tensors[0].device if tensors else torch.device("cpu")
@@ -334,7 +343,7 @@ class Incoming:
         ticket = self._route.issue()
         posted = self._posted.popleft()
         self._wait(posted.work, ticket, micro_batch)
-        number, length, taken = posted.packet[:_WORD_NBYTES].view(torch.int64).tolist()
+        number, length, taken = _WORD.unpack_from(posted.packet.numpy().data)
         if number != micro_batch:
             raise PipelineError(
                 f"stage {self._route.target} expected {self._route.label(micro_batch)}, and micro-batch {number} came: "
@@ -342,7 +351,8 @@ class Incoming:
             )
         room = self._rest(posted, length, ticket, micro_batch)
         for slot, tensor in zip(self._known.form.slots, room, strict=True):  # type: ignore[union-attr]
-            tensor.requires_grad_(slot.requires_grad)
+            if slot.requires_grad:
+                tensor.requires_grad_()
         self.expected -= 1
         self.taken += 1
         if self._known.has_room():
@@ -382,7 +392,9 @@ class Incoming:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's values as a 1-D tensor of bytes, where it lies if it is dense."""
+    return _plain(tensor).resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.detach()
-    if plain.layout is not torch.strided:
-        plain = plain.to_dense()
-    return plain.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    return plain if plain.layout is torch.strided else plain.to_dense()

@@ -45,6 +45,7 @@ class Interpreter:
         """
         self._wires = wires
         self._stage_of = stage_of
+        self._first_chunk = stage_of.index(wires.stage)  # of this stage
         self._device = device
         self.pipe_buffers: dict[str, list[Any]] = {kind: [] for kind in BUFFERS}
         self._items: list[Any] = []
@@ -100,9 +101,8 @@ class Interpreter:
             buffers[:] = [None] * (max(room, default=-1) + 1)
         self._done.clear()
         self._handed.clear()
-        own = self._own_chunks()
         self._remaining = Counter(
-            getattr(command, "chunk", own[0]) for command in commands if isinstance(command, _BACKWARDS)
+            command.kwargs.get("chunk", self._first_chunk) for command in commands if isinstance(command, _BACKWARDS)
         )
         self._post_receives(commands)
         self._items = self.take_items()
@@ -113,16 +113,13 @@ class Interpreter:
                     f"the schedule has the instruction {command!r}, which {type(self).__name__}._INSTRUCTION_MAP does "
                     "not know"
                 )
-            self.where = command
+            vars(self)["where"] = command  # a module looks at what it is given, fifty times in a step
             MethodType(run, self)(**command.kwargs)
         self.where = "waiting until everything sent has left"
         self._wires.drain()
         for buffers in self.pipe_buffers.values():
             buffers.clear()
         self._items = []
-
-    def _own_chunks(self) -> list[int]:
-        return [chunk for chunk, stage in enumerate(self._stage_of) if stage == self._wires.stage]
 
     def _post_receives(self, commands: list[told.PipeInstruction]) -> None:
         counts: Counter[tuple[str, int]] = Counter()
@@ -142,7 +139,7 @@ class Interpreter:
         """Chunk and micro-batch of an instruction; published schedules leave them to be counted."""
         number = self._done[kind]
         self._done[kind] += 1
-        return int(arguments.get("chunk", self._own_chunks()[0])), int(arguments.get("micro_batch", number))
+        return int(arguments.get("chunk", self._first_chunk)), int(arguments.get("micro_batch", number))
 
     # -- instructions ------------------------------------------------------------------------------------------------
 
@@ -250,17 +247,7 @@ def leaves_of(value: Any) -> Any:
     return map_tensors(value, lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad))
 
 
-class _Writable(torch.autograd.Function):
-    """The same values as a tensor that is neither a leaf nor a view: a layer may begin with work in place."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.data
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
-
-
 def _writable(tensor: torch.Tensor) -> torch.Tensor:
-    return _Writable.apply(tensor) if tensor.requires_grad and tensor.is_leaf else tensor
+    """The same values as a tensor that is neither a leaf nor a view: a layer may begin with work in place."""
+    is_free = not (tensor.requires_grad and tensor.is_leaf)
+    return tensor if is_free else torch.ops.aten._unsafe_view.default(tensor, tensor.shape)

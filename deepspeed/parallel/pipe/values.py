@@ -87,6 +87,28 @@ def taken_apart(value: Any) -> tuple[Any, list[torch.Tensor]]:
     return map_tensors(value, slot), tensors
 
 
+def quick_description(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """What a description says, without making one: for messages that are like the one before them.
+
+    Args:
+        value: Any nesting.
+        tensors: Receives its tensors, in the order of the slots.
+
+    Returns:
+        Equal for values whose descriptions are equal; None for a value that holds other things than tensors, None,
+        tuples and lists.
+    """
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return value.dtype, value.shape, value.requires_grad
+    if value is None:
+        return ()
+    if type(value) not in (tuple, list):
+        return None
+    parts = [quick_description(item, tensors) for item in value]
+    return None if None in parts else (type(value), parts)
+
+
 def slots_of(description: Any) -> list[Slot]:
     """The slots of a description, in order."""
     found: list[Slot] = []
