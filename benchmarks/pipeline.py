@@ -29,6 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from contest.extensions import ExtensionFolder
 from rich.console import Console
 from rich.table import Table
 
@@ -36,6 +37,7 @@ from deepspeed.parallel.pipe.schedule import TRAIN_SCHEDULES, make_schedule
 from deepspeed.parallel.pipe.schedule.simulate import Times, simulate
 
 T = TypeVar("T")
+COMPILE_SECONDS = 600.0  # the longest that the published package may take to get ready where it has to compile
 ROOT = Path(__file__).resolve().parents[1]
 RANK = Path(__file__).parent / "contest" / "pipeline_rank.py"
 # What each workload's contestants are told beside the options, and which of them enter.
@@ -66,12 +68,20 @@ class Contestant:
         why_out: Why it takes no further turn; empty while it does.
     """
 
-    def __init__(self, name: str, told: dict[str, Any], peer_python: str | None, time_limit: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        told: dict[str, Any],
+        peer_python: str | None,
+        extensions: ExtensionFolder | None,
+        time_limit: float,
+    ) -> None:
         self.name = name
         self.took: list[dict[str, float]] = []
         self.why_out = ""
         self._time_limit = time_limit
         kind, _, schedule = name.partition(":")
+        self._compiles = kind == "upstream" and extensions is not None and not extensions.is_built
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -84,6 +94,8 @@ class Contestant:
             python = peer_python if kind == "upstream" else sys.executable
             message = {**told, "kind": kind, "schedule": schedule, "environment": environment}
             paths = {"PYTHONPATH": str(ROOT)} if kind == "ours" else {}
+            if kind == "upstream" and extensions is not None:
+                paths["TORCH_EXTENSIONS_DIR"] = str(extensions.path)
             self._ranks.append(
                 subprocess.Popen(
                     [str(python), str(RANK), json.dumps(message)],
@@ -97,7 +109,7 @@ class Contestant:
 
     def get_ready(self) -> None:
         """Waits until all ranks have built their part."""
-        for line in self._answers():
+        for line in self._answers(COMPILE_SECONDS if self._compiles else self._time_limit):
             assert line == "ready\n", line
 
     def step(self) -> dict[str, float]:
@@ -106,21 +118,21 @@ class Contestant:
             assert rank.stdin is not None
             rank.stdin.write("step\n")
             rank.stdin.flush()
-        answers = [json.loads(line) for line in self._answers()]
+        answers = [json.loads(line) for line in self._answers(self._time_limit)]
         return {
             "seconds": max(answer["seconds"] for answer in answers),
             "busy": max(answer["busy"] for answer in answers),
             "loss": max((answer["loss"] for answer in answers), key=abs),
         }
 
-    def _answers(self) -> list[str]:
-        deadline = time.monotonic() + self._time_limit
-        return [self._answer(rank, deadline) for rank in self._ranks]
+    def _answers(self, limit: float) -> list[str]:
+        deadline = time.monotonic() + limit
+        return [self._answer(rank, deadline, limit) for rank in self._ranks]
 
-    def _answer(self, rank: subprocess.Popen[str], deadline: float) -> str:
+    def _answer(self, rank: subprocess.Popen[str], deadline: float, limit: float) -> str:
         assert rank.stdout is not None
         if not select.select([rank.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            raise OutOfTheRace(f"did not answer in {self._time_limit:.0f} s")
+            raise OutOfTheRace(f"did not answer in {limit:.0f} s")
         if line := rank.stdout.readline():
             return line
         raise OutOfTheRace("ended before it answered")
@@ -135,12 +147,15 @@ class Contestant:
 def measure(names: list[str], told: dict[str, Any], options: argparse.Namespace) -> list[Contestant]:
     """Lets all take turns; the first steps, which connect and allocate, are not counted."""
     shuffle = random.Random(0)
+    extensions = ExtensionFolder(options.peer_python) if options.peer_python else None
     groups = [[name] for name in names] if options.apart else [names]
     measured = []
     for group in groups:
         alive: list[Contestant] = []
+        if extensions is not None:
+            extensions.remove_left_over()
         try:
-            alive += [Contestant(name, told, options.peer_python, options.time_limit) for name in group]
+            alive += [Contestant(name, told, options.peer_python, extensions, options.time_limit) for name in group]
             for contestant in alive:
                 _try(contestant, contestant.get_ready)
             for number in range(options.rounds + 2):

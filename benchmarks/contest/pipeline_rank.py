@@ -53,7 +53,7 @@ class _Both(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, side: Tensor) -> Tensor:
-        return x.view_as(x)
+        return x.data  # not a view: torch's split backwards detach what a stage gives, in place
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,8 @@
 
 Per backward a trainable bucket goes ``IDLE -> FILLING -> REDUCING -> REDUCED`` (or back to ``IDLE`` where the local sum
 took it). Autograd's own ``.grad`` holds each gradient until the last one of the bucket has arrived; one fused copy then
-packs them into the flat buffer and ``.grad`` is dropped. What earlier backwards left is in ``zero.gradient_sum``.
+packs them into the flat buffer, or adds them to the local sum where nothing is reduced yet, and ``.grad`` is dropped.
+What earlier backwards left is in ``zero.gradient_sum``.
 """
 
 from __future__ import annotations
