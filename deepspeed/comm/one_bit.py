@@ -7,13 +7,15 @@ sqrt(d) * sgn(x)``, ``d`` elements and ``sgn(0) = 1``, rank *i* of *n* has a vec
 2. Rank *j*: ``a = 1/n * (sum over ranks, in their order, of what arrived) + owned``; the signs and the scale of ``a``
    go to everybody; ``owned = a - C(a)``.
 
-The result is bit for bit equal on all ranks. A vector need not be divisible: the rest of the last slices is no element,
+``p`` and ``a`` can be limited, which the publications do not: what is cut off is in no error. The result is bit for bit
+equal on all ranks. A vector need not be divisible: the rest of the last slices is no element,
 has no error and counts in no scale.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -39,6 +41,10 @@ def one_bit_nbytes(numel: int, ranks: int) -> int:
     return 2 * (ranks - 1) * _row_nbytes(padded_numel(numel, ranks) // ranks)
 
 
+Limits = Sequence[tuple[int, int, float]]
+"""Of a vector: the first of some elements, the one after the last, and the largest magnitude that they may have."""
+
+
 class OneBitExchange:
     """One compressed all-reduce on its way. Making it starts it; every rank of the transport must.
 
@@ -49,21 +55,32 @@ class OneBitExchange:
         error: ``sent`` is as long as ``values``, ``owned`` one slice of it; both are replaced.
         key: As of :class:`~deepspeed.comm.transport.Reduction`.
         label: What travels, for error messages.
+        limits: Of what is coded, errors included, at both halves; with one rank of the result.
     """
 
     def __init__(
-        self, transport: Transport, values: torch.Tensor, numel: int, error: Residual, *, key: int, label: str
+        self,
+        transport: Transport,
+        values: torch.Tensor,
+        numel: int,
+        error: Residual,
+        *,
+        key: int,
+        label: str,
+        limits: Limits = (),
     ) -> None:
         self._transport = transport
         self._values = values
         self._numel = numel
+        self._limits = limits
         self._error = error
         self._key, self._label = key, label
         self._work: Work | None = None
         if isinstance(transport, LocalTransport):
+            _limit(values, limits)
             return  # nothing travels, so nothing need be lost
         sent = self._rows()
-        values.add_(error.sent)
+        _limit(values.add_(error.sent), limits)
         scale = _scale(values[:numel], numel)
         for row, part in zip(sent, values.view(transport.size, -1), strict=True):
             _write(row, scale, part)
@@ -92,8 +109,9 @@ class OneBitExchange:
         mine = transport.my_slice(self._values).zero_()
         for row in self._received:
             _add(row, mine)
-        mine.mul_(1.0 / transport.size).add_(owned)
-        real = min(max(self._numel - transport.rank * mine.numel(), 0), mine.numel())
+        first = transport.rank * mine.numel()
+        _limit(mine.mul_(1.0 / transport.size).add_(owned), self._limits, first)
+        real = min(max(self._numel - first, 0), mine.numel())
         scale = _scale(mine[:real], real)
         shared = self._rows()
         _write(shared[transport.rank], scale, mine)
@@ -104,6 +122,12 @@ class OneBitExchange:
         for row, part in zip(shared, self._values.view(transport.size, -1), strict=True):
             _add(row, part)
         self._values[self._numel :] = 0.0
+
+
+def _limit(values: torch.Tensor, limits: Limits, first: int = 0) -> None:
+    """In place; ``first``: the place of ``values`` in the vector that ``limits`` are of."""
+    for start, stop, limit in limits:
+        values[max(start - first, 0) : max(stop - first, 0)].clamp_(-limit, limit)
 
 
 def _scale(values: torch.Tensor, numel: int) -> torch.Tensor:

@@ -23,27 +23,43 @@ class Message:
         self.sent = [torch.zeros(self.numel) for _ in range(ranks)]
         slices = [self.slice_of(rank) for rank in range(ranks)]
         self.owned = [torch.zeros(len(range(self.numel)[part])) for part in slices]
+        self.cut = 0  # elements that were more than they may be
 
     def slice_of(self, rank: int) -> slice:
         return slice(min(rank * self.part, self.numel), min((rank + 1) * self.part, self.numel))
 
-    def exchange(self, vectors: list[torch.Tensor], unit: torch.Tensor | None = None) -> torch.Tensor:
-        """The compressed all-reduce of ``vectors / unit``, times it; errors are kept in no unit."""
-        if self.ranks == 1:
-            return vectors[0]
+    def exchange(
+        self, vectors: list[torch.Tensor], unit: torch.Tensor | None = None, most: float = math.inf
+    ) -> torch.Tensor:
+        """The compressed all-reduce of ``vectors / unit``, at most ``most``, times it; errors are kept in no unit."""
         unit = torch.ones(self.numel) if unit is None else unit
+        if self.ranks == 1:
+            return self.limited(vectors[0] / unit, most) * unit
         said = []
         for rank, vector in enumerate(vectors):
-            due = (vector + self.sent[rank]) / unit
+            due = self.limited((vector + self.sent[rank]) / unit, most)
             said.append(compressed(due))
             self.sent[rank] = (due - said[-1]) * unit
         found = []
         for rank in range(self.ranks):
             part = self.slice_of(rank)
             mean = sum(one[part] for one in said) / self.ranks + self.owned[rank] / unit[part]
+            mean = self.limited(mean, most)
             found.append(compressed(mean))
             self.owned[rank] = (mean - found[-1]) * unit[part]
         return torch.cat(found) * unit
+
+    def limited(self, values: torch.Tensor, most: float) -> torch.Tensor:
+        self.cut += int((values.abs() > most).sum())
+        return values.clamp(-most, most)
+
+
+def most_of_adam(beta1: float, beta2: float) -> float:
+    """What Adam moves at most for a learning rate of 1: after the gradients ``(beta1 / beta2) ** age``."""
+    gradients = [(beta1 / beta2) ** age for age in range(300)]
+    momentum = sum((1 - beta1) * beta1**age * gradient for age, gradient in enumerate(gradients))
+    variance = sum((1 - beta2) * beta2**age * gradient**2 for age, gradient in enumerate(gradients))
+    return momentum / math.sqrt(variance)
 
 
 def compressed(values: torch.Tensor) -> torch.Tensor:
@@ -134,7 +150,8 @@ class OneBitAdam:
                 masked = [m * self.masks.get(n, 1) for n, m in zip(message.names, own, strict=True)]
                 vectors.append(torch.cat([m.reshape(-1) for m in masked]))
             unit = unit_of(message, self.v, self.eps) if self.precondition else None
-            parts = message.exchange(vectors, unit).split(message.numels)
+            most = most_of_adam(*self.betas) if self.precondition else math.inf
+            parts = message.exchange(vectors, unit, most).split(message.numels)
             for name, part in zip(message.names, parts, strict=True):
                 self.m[name] = self.received(name, part.view_as(self.m[name])) * self.masks.get(name, 1)
             self.clear_masked(message)
@@ -289,19 +306,27 @@ class ZeroOneAdam:
             self.exchange()
         for rank in range(self.ranks):
             for name, parameter in self.at[rank].items():
-                parameter.copy_(self.anchor[name] - self.u[rank][name] / self.denominator(name))
+                most = self.most_moved() * math.sqrt(self.second())
+                parameter.copy_(self.anchor[name] - (self.u[rank][name] / self.denominator(name)).clamp(-most, most))
+
+    def second(self) -> float:
+        count = sum(number <= self.count for number in self.variance)
+        return 1 - 0.999**count if self.correct else 1.0
 
     def denominator(self, name: str) -> torch.Tensor:
-        count = sum(number <= self.count for number in self.variance)
-        second = 1 - 0.999**count if self.correct else 1.0
-        return (self.v[name] / second).sqrt() + self.eps
+        return (self.v[name] / self.second()).sqrt() + self.eps
+
+    def most_moved(self) -> float:
+        """Since ranks came together."""
+        return most_of_adam(0.9, 0.999) * self.gammas if self.precondition else math.inf
 
     @torch.no_grad()
     def exchange(self) -> None:
         for message in self.messages:
             mine = [torch.cat([self.u[rank][name].reshape(-1) for name in message.names]) for rank in range(self.ranks)]
             unit = unit_of(message, self.v, self.eps) if self.precondition else None
-            for name, part in zip(message.names, message.exchange(mine, unit).split(message.numels), strict=True):
+            parts = message.exchange(mine, unit, self.most_moved()).split(message.numels)
+            for name, part in zip(message.names, parts, strict=True):
                 moved = part.view_as(self.v[name])
                 first = 1 - 0.9**self.count if self.correct and self.count <= self.freeze else 1.0
                 self.anchor[name] -= moved / first / self.denominator(name)

@@ -153,8 +153,8 @@ class OneBitParams(Parameters):
 
 
 _PRECONDITION = (
-    "Divide what travels by the root of the variance, and multiply what arrives: errors of signs are then of one size "
-    "in all weights. The publication does not."
+    "Divide what travels by the root of the variance, bound it by what Adam could move, and multiply what arrives: "
+    "errors of signs are then of one size in all weights. The publication does not."
 )
 
 

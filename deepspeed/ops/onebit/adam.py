@@ -86,8 +86,11 @@ class OneBitAdam(ElementwiseOptimizer):
         cuda_aware: Of no use: messages are tensors of the process group's own backend.
         comm_backend_name: Of no use: the process group is the engine's.
         precondition: Divide momentum by the root of the variance before it travels, and multiply what arrives, so that
-            what a sign gets wrong is of one size in all weights. As published it travels as it is: one scale for
-            elements of all sizes, where the frozen variance then makes giants of the errors of small ones.
+            what a sign gets wrong is of one size in all weights; and bound what travels, with what is still owed, by
+            what Adam could move at most (``phases.largest_update``), so that an element whose frozen variance is far
+            too small for a later gradient neither moves further nor raises the scale of all others. What is cut off
+            is lost, as of a gradient that is clipped. As published momentum travels as it is: one scale for elements
+            of all sizes, where the frozen variance then makes giants of the errors of small ones.
 
     Raises:
         ValueError: A number is out of range, or something is asked for that does not exist.

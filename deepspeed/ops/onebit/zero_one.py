@@ -13,7 +13,7 @@ from deepspeed.ops.base import ElementwiseOptimizer
 from deepspeed.ops.checks import check_hyperparameters
 from deepspeed.ops.chunks import Kernel, scratch
 from deepspeed.ops.onebit.adam import check_family
-from deepspeed.ops.onebit.phases import Phase, Reminder, frozen_root, refuse_step
+from deepspeed.ops.onebit.phases import Phase, Reminder, frozen_root, largest_update, refuse_step
 from deepspeed.ops.onebit.schedule import updates_of_variance
 from deepspeed.ops.rules import Rule
 
@@ -26,19 +26,22 @@ class ZeroOneRule:
 
     Where all steps are exchanged it is the new momentum. Later it is this rank's own gradient, or, as ranks come
     together, the mean of what they have moved. Weights are always ``anchor``, where all ranks stood when they last came
-    together, less ``moved / (sqrt(v) + eps)``; weight decay shrinks the anchor.
+    together, less ``moved / (sqrt(v) + eps)``; weight decay shrinks the anchor. Where movements are bounded, that is at
+    most what Adam could have moved in these steps: what travels later is (``zero.onebit.momentum``).
 
     Args:
         phase: See :class:`~deepspeed.ops.onebit.phases.Phase`.
         comes_together: Ranks do in this step.
         updates: So many updates, this one included.
         of_variance: So many of them have updated the variance.
+        is_bounded: Movements are.
     """
 
     counts_steps = True
 
-    def __init__(self, phase: Phase, *, comes_together: bool, updates: int, of_variance: int) -> None:
+    def __init__(self, phase: Phase, *, comes_together: bool, updates: int, of_variance: int, is_bounded: bool) -> None:
         self._phase = phase
+        self._is_bounded = is_bounded
         self._comes_together = comes_together
         self._updates, self._of_variance = updates, of_variance
 
@@ -55,7 +58,11 @@ class ZeroOneRule:
         lr = float(group["lr"])
         shrink = 1 - lr * float(group["weight_decay"])
         beta1, total = float(group["betas"][0]), float(group.get(TRAVELLED) or 1.0)
-        first = 1 - beta1**self._updates if group["bias_correction"] else 1.0
+        first = second = 1.0
+        if group["bias_correction"]:
+            first, second = 1 - beta1**self._updates, 1 - float(group["betas"][1]) ** self._of_variance
+        # Denominators have the correction of the variance in them, which the bound is without.
+        farthest = largest_update(group["betas"]) * float(group.get(LR_SUM) or 0.0) * second**0.5
 
         def update(params: list[Tensor], grads: list[Tensor], states: list[list[Tensor]]) -> None:
             for param, grad, exp_avg, exp_avg_sq, moved, anchor in zip(params, grads, *states, strict=True):
@@ -75,7 +82,10 @@ class ZeroOneRule:
                 else:
                     exp_avg.lerp_(grad, 1 - beta1)
                     moved.add_(exp_avg, alpha=lr)
-                    torch.addcdiv(anchor, moved, denominator, value=-1, out=param)
+                    torch.div(moved, denominator, out=denominator)
+                    if self._is_bounded:
+                        denominator.clamp_(-farthest, farthest)
+                    torch.sub(anchor, denominator, out=param)
 
         return update
 
@@ -128,7 +138,8 @@ class ZeroOneAdam(ElementwiseOptimizer):
         amsgrad: Must be False.
         cuda_aware: Of no use.
         comm_backend_name: Of no use: the process group is the engine's.
-        precondition: As of :class:`~deepspeed.ops.onebit.OneBitAdam`.
+        precondition: As of :class:`~deepspeed.ops.onebit.OneBitAdam`; the bound is that of one step times the learning
+            rates since ranks came together, and holds for the ranks' own steps in between too.
 
     Raises:
         ValueError: A number is out of range, or something is asked for that does not exist.
@@ -202,6 +213,7 @@ class ZeroOneAdam(ElementwiseOptimizer):
             comes_together=self.comes_together,
             updates=self._updates,
             of_variance=self.variance_updates,
+            is_bounded=self.precondition,
         )
 
     def begin_update(self, before: int) -> None:

@@ -148,7 +148,7 @@ class LocalSteps(MomentumExchange):
         return squares if group.counts and group.place == 0 else 0.0
 
     def _update_variance(self, bucket: BucketMomentum, flags: list[bool], mean: torch.Tensor) -> None:
-        before = bucket.find_root()
+        before = None if bucket.private is None else bucket.find_root()
         for run in bucket.master.runs:
             variance = self._optimizer.state[run.param]["exp_avg_sq"]
             beta = float(self._optimizer.param_groups[run.span.param_group]["betas"][1])
@@ -156,7 +156,7 @@ class LocalSteps(MomentumExchange):
                 if flags[tile]:
                     part = variance[start - run.span.start : stop - run.span.start]
                     part.mul_(beta).addcmul_(mean[start:stop], mean[start:stop], value=1 - beta)
-        after = bucket.find_root()
+        after = None if before is None else bucket.find_root()
         if before is not None and after is not None:
             # What is owed stays what it is. Where nothing could move before nothing is owed.
             bucket.rescale(before.masked_fill_(before.isinf(), 0.0).div_(after))
@@ -165,22 +165,30 @@ class LocalSteps(MomentumExchange):
         """The movement of this one step travels, and its momentum is what has come, by the learning rate."""
         # A rate of 0 moves nothing, but its momentum is to be known.
         lrs = [max(float(group["lr"]), _LEAST) for group in self._optimizer.param_groups]
-        self._send(work, clip, lrs)
+        self._send(work, clip, lrs, lrs)
         for bucket, own, *_ in work:
             bucket.divide(lrs)
             bucket.settle(own)
 
     def _send(
-        self, work: Work, factor: float, lrs: Sequence[float], still: Mapping[BucketMomentum, list[int]] | None = None
+        self,
+        work: Work,
+        factor: float,
+        lrs: Sequence[float],
+        rates: Sequence[float],
+        still: Mapping[BucketMomentum, list[int]] | None = None,
     ) -> None:
-        """Sends the movement of this step; given ``still``, what was moved before too, and only that of its tiles."""
+        """Sends the movement of this step; given ``still``, what was moved before too, and only that of its tiles.
+
+        ``lrs`` are those of this step, ``rates`` the sums of those of all that travels, by param group.
+        """
         before: BucketMomentum | None = None
         for bucket, _, flags, flat in work:
             if still is None:
-                bucket.start(flat, factor, flags, multiply=lrs)
+                bucket.start(flat, factor, flags, multiply=lrs, rates=rates)
             else:
                 moved = bucket.of_states("moved")
-                bucket.start(flat, factor, flags, multiply=lrs, add=moved, only_added=still[bucket])
+                bucket.start(flat, factor, flags, multiply=lrs, add=moved, only_added=still[bucket], rates=rates)
             if before is not None:
                 before.finish()
             before = bucket
@@ -194,7 +202,7 @@ class LocalSteps(MomentumExchange):
             lrs.append(float(group["lr"]))
             group[LR_SUM] = float(group.get(LR_SUM) or 0.0) + lrs[-1]
         if self.optimizer.comes_together:
-            self._send(work, clip, lrs, still)
+            self._send(work, clip, lrs, self._rates(), still)
             self._count_from_zero()
             for bucket, own, *_ in work:
                 bucket.settle(own)
@@ -204,6 +212,10 @@ class LocalSteps(MomentumExchange):
             made.tensor.copy_(flat).mul_(clip)
             own.sum.add_reduced(made)
 
+    def _rates(self) -> list[float]:
+        """By param group, the sum of the learning rates since ranks came together."""
+        return [float(group.get(LR_SUM) or 0.0) for group in self._optimizer.param_groups]
+
     def _count_from_zero(self) -> None:
         for group in self._optimizer.param_groups:
             group[TRAVELLED], group[LR_SUM] = group.get(LR_SUM) or 1.0, 0.0
@@ -212,12 +224,13 @@ class LocalSteps(MomentumExchange):
     def synchronise(self) -> None:
         """Brings ranks together now, without a step, so that they have the same weights; every rank must call it."""
         groups = self._optimizer.param_groups
-        if not any(float(group.get(LR_SUM) or 0.0) for group in groups):
+        rates = self._rates()
+        if not any(rates):
             return
         apart = [(bucket, self._apart[index]) for index, bucket in enumerate(self.buckets) if index in self._apart]
         work = [(bucket, [tile for tile, flag in enumerate(flags) if flag], flags) for bucket, flags in apart]
         for bucket, tiles, flags in work:
-            bucket.start(None, 1.0, flags, add=bucket.of_states("moved"), only_added=tiles)
+            bucket.start(None, 1.0, flags, add=bucket.of_states("moved"), only_added=tiles, rates=rates)
             bucket.finish()
         self._count_from_zero()
         self._apart.clear()

@@ -2,7 +2,8 @@
 
 A rank's gradients stay its own until the update. Then all ranks agree that every one of them is finite, and only then
 anything changes: each adds its gradient to the momentum that all have, the compressed all-reduce (``comm.one_bit``)
-makes one momentum of them, and the update reads that where it else reads the gradient. So a skipped step leaves
+makes one momentum of them, and the update reads that where it else reads the gradient. What travels divided by the root
+of the variance is bounded by what Adam could move (``ops.onebit.phases.largest_update``). So a skipped step leaves
 momentum and errors as they were. Gradients are clipped before they enter the momentum, by one factor on all ranks.
 
 The momentum must be whole where it is sent. Where masters are sharded it is kept once more for that, replicated, beside
@@ -18,10 +19,10 @@ from itertools import pairwise
 import torch
 
 from deepspeed.comm.codec import Residual
-from deepspeed.comm.one_bit import OneBitExchange, one_bit_nbytes, padded_numel
+from deepspeed.comm.one_bit import Limits, OneBitExchange, one_bit_nbytes, padded_numel
 from deepspeed.comm.transport import LocalTransport, transfer_key
 from deepspeed.logging import log_dist
-from deepspeed.ops.onebit.phases import ExchangesMomentum, Phase, frozen_root, mask_of
+from deepspeed.ops.onebit.phases import ExchangesMomentum, Phase, frozen_root, largest_update, mask_of
 from deepspeed.zero.gradient_bucket import GradientBucket
 from deepspeed.zero.group import Groups
 from deepspeed.zero.masters import MasterBucket
@@ -145,7 +146,7 @@ class BucketMomentum:
     def find_root(self) -> torch.Tensor | None:
         """What the message is divided by before it travels; None: it travels as it is. Do not change it."""
         assert isinstance(self._optimizer, ExchangesMomentum)
-        if not self._optimizer.precondition or self.private is None:
+        if not self._optimizer.precondition:
             return None
         if self.root is not None:
             return self.root.tensor
@@ -156,6 +157,18 @@ class BucketMomentum:
                 made[tensor.place] = found[tensor.tile]
         self._make_root(made)
         return made
+
+    def _limits(self, rates: Sequence[float] | None) -> Limits:
+        """What elements may be at most in that unit, for a message with so much of the learning rate in it."""
+        found: list[tuple[int, int, float]] = []
+        for tensor in self._tensors:
+            group = self.master.layout.tiles[tensor.tile].param_group
+            limit = largest_update(self._optimizer.param_groups[group]["betas"]) * (rates[group] if rates else 1.0)
+            start, stop = tensor.start, tensor.start + tensor.numel
+            if found and found[-1][2] == limit:
+                start = found.pop()[0]
+            found.append((start, stop, limit))
+        return found
 
     def rescale(self, factor: torch.Tensor) -> None:
         """The unit of what travels changes; so do the errors. ``factor`` is as long as the message."""
@@ -201,6 +214,7 @@ class BucketMomentum:
         multiply: Sequence[float] | None = None,
         add: Mapping[int, torch.Tensor] | None = None,
         only_added: Collection[int] = (),
+        rates: Sequence[float] | None = None,
     ) -> None:
         """Sends this rank's momentum.
 
@@ -211,6 +225,7 @@ class BucketMomentum:
             multiply: By param group, what it is multiplied by before it travels.
             add: By tile, what is added then.
             only_added: Tiles of which nothing else travels.
+            rates: By param group, the sum of the learning rates that what travels has in it; None: momentum has none.
         """
         device = self.master.bucket.device
         self._flags = flags
@@ -245,7 +260,7 @@ class BucketMomentum:
                 part.mul_(multiply[self.master.layout.tiles[tensor.tile].param_group])
             if add is not None:
                 part.add_(add[tensor.tile])
-        self._launch(message)
+        self._launch(message, rates)
 
     def take(self) -> torch.Tensor:
         """What has come, in the order of the message; it is given up."""
@@ -259,15 +274,17 @@ class BucketMomentum:
         for tensor in self._tensors:
             self._message[tensor.place].div_(by[self.master.layout.tiles[tensor.tile].param_group])
 
-    def _launch(self, message: torch.Tensor) -> None:
+    def _launch(self, message: torch.Tensor, rates: Sequence[float] | None) -> None:
         self._apply_mask(message)
         self._unit = self.find_root()
+        limits: Limits = ()
         if self._unit is not None:
             message.div_(self._unit)
+            limits = self._limits(rates)
         self.rounds += 1
         label = f"the momentum of {self.master.bucket.label}"
         self._work = OneBitExchange(
-            self._wire, message, self.numel, self._error, key=self._key(self._wire.owner), label=label
+            self._wire, message, self.numel, self._error, key=self._key(self._wire.owner), label=label, limits=limits
         )
 
     def finish(self) -> None:
