@@ -17,7 +17,7 @@ import torch
 from deepspeed.errors import PipelineError
 from deepspeed.parallel.pipe.channel import ACTIVATIONS, GRADIENTS
 from deepspeed.parallel.pipe.schedule import instructions as told
-from deepspeed.parallel.pipe.values import map_tensors, tensors_of, to_device
+from deepspeed.parallel.pipe.values import leaves_of, tensors_of, to_device, writable
 from deepspeed.parallel.pipe.wires import StageWires
 
 BUFFERS = ("inputs", "labels", "outputs", "output_tensors", "gradients", "work")
@@ -164,7 +164,7 @@ class Interpreter:
                 buffers["labels"][buffer_id] = labels
         if chunk == len(self._stage_of) - 1 and not self._labels_travel and self._items:
             buffers["labels"][buffer_id] = self._items[micro_batch][1]
-        inputs = map_tensors(buffers["inputs"][buffer_id], _writable)
+        inputs = writable(buffers["inputs"][buffer_id])
         outputs = self.compute_forward(chunk, micro_batch, inputs, buffers["labels"][buffer_id])
         buffers["outputs"][buffer_id] = outputs
         buffers["output_tensors"][buffer_id] = [tensor for tensor in tensors_of(outputs) if tensor.requires_grad]
@@ -237,17 +237,3 @@ class Interpreter:
             return self._wires.incoming(kind, peer).take(micro_batch)
         value = self._handed.pop((kind, chunk, micro_batch))
         return leaves_of(value) if kind == ACTIVATIONS else value
-
-
-def leaves_of(value: Any) -> Any:
-    """``value`` with tensors that begin a graph of their own, as if they had come from another rank.
-
-    They are copies: the next chunk may write to them, and the backward of the one before may need them as they are.
-    """
-    return map_tensors(value, lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad))
-
-
-def _writable(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values as a tensor that is neither a leaf nor a view: a layer may begin with work in place."""
-    is_free = not (tensor.requires_grad and tensor.is_leaf)
-    return tensor if is_free else torch.ops.aten._unsafe_view.default(tensor, tensor.shape)

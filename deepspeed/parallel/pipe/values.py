@@ -129,3 +129,21 @@ def to_device(value: Any, device: torch.device) -> Any:
 def detached(value: Any) -> Any:
     """``value`` with tensors that no graph leads to."""
     return map_tensors(value, lambda tensor: tensor.detach())
+
+
+def leaves_of(value: Any) -> Any:
+    """``value`` with tensors that begin a graph of their own, as if they had come from another rank.
+
+    They are copies: the next chunk may write to them, and the backward of the one before may need them as they are.
+    """
+    return map_tensors(value, lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad))
+
+
+def writable(value: Any) -> Any:
+    """``value`` with leaves replaced by their values as tensors that are no views either: work in place may begin."""
+    return map_tensors(value, _writable)
+
+
+def _writable(tensor: torch.Tensor) -> torch.Tensor:
+    is_free = not (tensor.requires_grad and tensor.is_leaf)
+    return tensor if is_free else torch.ops.aten._unsafe_view.default(tensor, tensor.shape)
