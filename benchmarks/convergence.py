@@ -196,21 +196,32 @@ def show(options: argparse.Namespace) -> None:
 
 
 def picture(results: list[dict[str, Any]], path: Path) -> None:
-    """All curves of the validation loss."""
+    """The curves of the validation loss, and how far each is above its reference's, as means over the seeds."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 5))
-    for number, way in enumerate(WAYS):
-        for found in (result for result in results if result["way"] == way):
-            steps, _, losses = zip(*found["curve"], strict=True)
-            label = way if found["seed"] == min(r["seed"] for r in results if r["way"] == way) else None
-            axes.plot(steps, losses, color=f"C{number}", linewidth=1, label=label)
-    axes.set_xlabel("step")
-    axes.set_ylabel("validation loss, nats per byte")
-    axes.legend()
+    losses: dict[str, dict[int, dict[int, float]]] = {}  # by way, seed and step
+    for found in results:
+        losses.setdefault(found["way"], {})[found["seed"]] = {step: loss for step, _, loss in found["curve"]}
+    figure, (curves, gaps) = pyplot.subplots(1, 2, figsize=(12, 5))
+    for number, way in enumerate(way for way in WAYS if way in losses):
+        reference = losses.get(REFERENCES.get(way, "adam"), {})
+        steps = list(next(iter(losses[way].values())))
+        mean = [sum(curve[step] for curve in losses[way].values()) / len(losses[way]) for step in steps]
+        curves.plot(steps, mean, color=f"C{number}", linewidth=1, label=way)
+        pairs = [(curve, reference[seed]) for seed, curve in losses[way].items() if seed in reference]
+        if pairs and way not in ("adam", "lamb"):
+            apart = [sum(mine[step] - other[step] for mine, other in pairs) / len(pairs) for step in steps]
+            gaps.plot(steps, apart, color=f"C{number}", linewidth=1)
+    gaps.axhline(0.0, color="0.7", linewidth=0.5)
+    gaps.set_ylim(-0.15, 0.2)
+    curves.set_ylabel("validation loss, nats per byte")
+    gaps.set_ylabel("above the reference")
+    for axes in (curves, gaps):
+        axes.set_xlabel("step")
+    curves.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     print(f"curves: {path}")
