@@ -18,7 +18,8 @@ from deepspeed.zero.gradient_bucket import GradientBucket
 from deepspeed.zero.group import Groups
 from deepspeed.zero.masters import MasterBucket
 from deepspeed.zero.norm import squared_norm
-from deepspeed.zero.onebit.momentum import BucketMomentum, MomentumExchange, clip_factor
+from deepspeed.zero.onebit.bucket_momentum import BucketMomentum
+from deepspeed.zero.onebit.momentum import MomentumExchange, clip_factor
 from deepspeed.zero.storage import Ledger
 
 _MEAN = 3  # kind of transfer, as of an exchange of momenta, with which it shares the numbers

@@ -1,0 +1,344 @@
+"""The momentum of one bucket on its way between the ranks: what is sent of it, in which unit, and what comes of it.
+
+What travels divided by the root of the variance is bounded by what Adam could move
+(``ops.onebit.phases.largest_update``). The momentum must be whole where it is sent. Where masters are sharded it is
+kept once more for that, replicated, beside the parts that belong to the optimizer's state; these are what a checkpoint
+has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from deepspeed.comm.codec import Residual
+from deepspeed.comm.one_bit import Limits, OneBitExchange, padded_numel
+from deepspeed.comm.transport import LocalTransport, transfer_key
+from deepspeed.ops.onebit.phases import ExchangesMomentum, frozen_root, largest_update, mask_of
+from deepspeed.zero.gradient_bucket import GradientBucket
+from deepspeed.zero.masters import MasterBucket
+from deepspeed.zero.storage import FlatBuffer, Kind, Ledger
+
+_MOMENTUM = 3  # kind of transfer, see transfer_key
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """One tensor of a message: its tile, its first element in the message, and how many it has."""
+
+    tile: int
+    start: int
+    numel: int
+
+    @property
+    def place(self) -> slice:
+        """Where it lies in the message."""
+        return slice(self.start, self.start + self.numel)
+
+
+class BucketMomentum:
+    """The momentum of one bucket on its way: a message of the trained tensors one after the other, without padding.
+
+    Attributes:
+        master: Whose.
+        private: The errors of this rank, 1-D fp32: of what it sends, then of the slice that it sums.
+        momentum: The whole momentum as of the last update, in the order of the message; None where the optimizer's
+            state has all of it.
+        root: In the same case, what momentum is divided by before it travels; None where it travels as it is.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, master: MasterBucket, ledger: Ledger) -> None:
+        self.master = master
+        self._optimizer = optimizer
+        self._wire = master.bucket.group.reduce
+        layout = master.layout
+        trained = [tile for tile, one in enumerate(layout.tiles) if one.param_group >= 0 and one.numel]
+        ends = [0]
+        for tile in trained:
+            ends.append(ends[-1] + layout.tiles[tile].numel)
+        self._tensors = [_Tensor(tile, *span) for tile, span in zip(trained, _spans(ends), strict=True)]
+        self.numel = ends[-1]
+        size = self._wire.size
+        padded = padded_numel(self.numel, size)
+        self.private: FlatBuffer | None = None
+        if not isinstance(self._wire, LocalTransport):
+            self.private = self._buffer(padded + padded // size, ledger)
+            self._error = Residual(self.private.tensor[:padded], self.private.tensor[padded:])
+        else:
+            nothing = torch.zeros(0, device=master.bucket.device)
+            self._error = Residual(nothing, nothing)
+        self._padded = padded
+        assert isinstance(optimizer, ExchangesMomentum)
+        self.momentum = self._buffer(padded, ledger) if master.is_sharded else None
+        self.root: FlatBuffer | None = None
+        if master.is_sharded and optimizer.precondition and self.private is not None:
+            self.root = self._buffer(padded, ledger)
+        self._mask: torch.Tensor | None = None
+        self._message: torch.Tensor | None = None
+        self._unit: torch.Tensor | None = None  # of what is on its way
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._flags: list[bool] = []
+        self._work: OneBitExchange | None = None
+        self.rounds = 0
+
+    def _buffer(self, numel: int, ledger: Ledger) -> FlatBuffer:
+        made = FlatBuffer(numel, torch.float32, self.master.bucket.device, kind=Kind.PRIVATE, ledger=ledger)
+        made.tensor.zero_()
+        return made
+
+    def _beta(self, tensor: _Tensor) -> float:
+        group = self.master.layout.tiles[tensor.tile].param_group
+        return float(self._optimizer.param_groups[group]["betas"][0])
+
+    def _coefficient(self, tensor: _Tensor) -> float:
+        assert isinstance(self._optimizer, ExchangesMomentum)
+        return self._optimizer.coefficient(self.master.layout.tiles[tensor.tile].name)
+
+    # -- the momentum that all ranks have ------------------------------------------------------------------------------
+
+    def collect(self) -> None:
+        """Makes the replicated momentum whole from the parts in the ranks' optimizer states; a collective."""
+        if self.momentum is not None:
+            self._gather("exp_avg", self.momentum.tensor)
+        if self.root is not None:
+            self._gather("exp_avg_sq", self.root.tensor)
+            self._make_root(self.root.tensor)
+
+    def _gather(self, key: str, out: torch.Tensor) -> None:
+        """The whole of a state, in the order of the message."""
+        master, layout = self.master, self.master.layout
+        flat = torch.zeros(layout.numel, device=out.device)
+        lower = layout.slice_bounds(master.rank)[0]
+        for run in master.runs:
+            state = self._optimizer.state.get(run.param) or {}
+            if key in state:
+                flat[lower + run.span.start : lower + run.span.stop] = state[key].view(-1)
+        self.rounds += 1
+        owners = master.transport
+        owners.all_gather(flat, key=self._key(owners.owner), label=f"the momentum of {master.bucket.label}").wait()
+        for tensor in self._tensors:
+            start = layout.starts[tensor.tile]
+            out[tensor.place] = flat[start : start + tensor.numel]
+
+    @property
+    def error_kind(self) -> str:
+        """What errors are of, for checkpoints: those in another unit are of no use."""
+        assert isinstance(self._optimizer, ExchangesMomentum)
+        return "update" if self._optimizer.precondition else "momentum"
+
+    def _make_root(self, variance: torch.Tensor) -> None:
+        """Of a variance in the order of the message, what momentum is divided by; infinite where nothing moves."""
+        frozen_root(variance, out=variance)
+        for tensor in self._tensors:
+            group = self._optimizer.param_groups[self.master.layout.tiles[tensor.tile].param_group]
+            variance[tensor.place].add_(float(group["eps"]))
+
+    def find_root(self) -> torch.Tensor | None:
+        """What the message is divided by before it travels; None: it travels as it is. Do not change it."""
+        assert isinstance(self._optimizer, ExchangesMomentum)
+        if not self._optimizer.precondition:
+            return None
+        if self.root is not None:
+            return self.root.tensor
+        made = torch.zeros(self._padded, dtype=torch.float32, device=self.master.bucket.device)
+        found = self.of_states("exp_avg_sq")
+        for tensor in self._tensors:
+            if tensor.tile in found:
+                made[tensor.place] = found[tensor.tile]
+        self._make_root(made)
+        return made
+
+    def _limits(self, rates: Sequence[float] | None) -> Limits:
+        """What elements may be at most in that unit, for a message with so much of the learning rate in it."""
+        found: list[tuple[int, int, float]] = []
+        for tensor in self._tensors:
+            group = self.master.layout.tiles[tensor.tile].param_group
+            limit = largest_update(self._optimizer.param_groups[group]["betas"]) * (rates[group] if rates else 1.0)
+            start, stop = tensor.start, tensor.start + tensor.numel
+            if found and found[-1][2] == limit:
+                start = found.pop()[0]
+            found.append((start, stop, limit))
+        return found
+
+    def rescale(self, factor: torch.Tensor) -> None:
+        """The unit of what travels changes; so do the errors. ``factor`` is as long as the message."""
+        if self.private is not None:
+            assert self._error.owned is not None
+            self._error.sent.mul_(factor)
+            self._error.owned.mul_(self._wire.my_slice(factor))
+
+    def _key(self, owner: int) -> int:
+        return transfer_key(owner, self.master.bucket.index, _MOMENTUM, self.rounds)
+
+    def _old(self) -> list[torch.Tensor | None]:
+        """The momentum of each tensor of the message before this update; None: there was no update yet."""
+        if self.momentum is not None:
+            return [self.momentum.tensor[tensor.place] for tensor in self._tensors]
+        found = self.of_states("exp_avg")
+        return [found.get(tensor.tile) for tensor in self._tensors]
+
+    def of_states(self, key: str) -> dict[int, torch.Tensor]:
+        """Views of a per-element state by tile, where masters are not cut; without those that were never updated."""
+        found: dict[int, torch.Tensor] = {}
+        for run in self.master.runs:
+            state = self._optimizer.state.get(run.param) or {}
+            if key in state:
+                for tile, start, _ in self.master.tile_spans(run.span):
+                    offset = start - run.span.start
+                    numel = self.master.layout.tiles[tile].numel
+                    found[tile] = state[key].view(-1)[offset : offset + numel]
+        return found
+
+    def place_of(self, tile: int) -> slice | None:
+        """Where a tile lies in the message."""
+        return next((tensor.place for tensor in self._tensors if tensor.tile == tile), None)
+
+    # -- one update ----------------------------------------------------------------------------------------------------
+
+    def start(
+        self,
+        gradient: torch.Tensor | None,
+        factor: float,
+        flags: list[bool],
+        *,
+        multiply: Sequence[float] | None = None,
+        add: Mapping[int, torch.Tensor] | None = None,
+        only_added: Collection[int] = (),
+        rates: Sequence[float] | None = None,
+    ) -> None:
+        """Sends this rank's momentum.
+
+        Args:
+            gradient: 1-D, the whole bucket, this rank's own; None: it has none, which counts as zeros.
+            factor: Multiplier of the gradient.
+            flags: Per tile, whether any rank has a gradient of it; the others stay as they are.
+            multiply: By param group, what it is multiplied by before it travels.
+            add: By tile, what is added then.
+            only_added: Tiles of which nothing else travels.
+            rates: By param group, the sum of the learning rates that what travels has in it; None: momentum has none.
+        """
+        device = self.master.bucket.device
+        self._flags = flags
+        message = self._message = torch.zeros(self._padded, dtype=torch.float32, device=device)
+        sent, owned = self._error.sent, self._error.owned
+        assert owned is not None
+        first = self._wire.rank * owned.numel()
+        self._kept = []
+        for tensor, old in zip(self._tensors, self._old(), strict=True):
+            part = message[tensor.place]
+            if not flags[tensor.tile]:
+                # It takes no part: its errors are put back, and meanwhile it is zeros.
+                lower, upper = max(tensor.start - first, 0), min(tensor.start + tensor.numel - first, owned.numel())
+                for errors in (sent[tensor.place], owned[lower : max(lower, upper)]):
+                    self._kept.append((errors, errors.clone()))
+                    errors.zero_()
+                continue
+            if tensor.tile in only_added:
+                assert add is not None
+                part.copy_(add[tensor.tile])
+                continue
+            beta = self._beta(tensor)
+            if gradient is not None:
+                start = self.master.layout.starts[tensor.tile]
+                part.copy_(gradient[start : start + tensor.numel]).mul_((1 - beta) * factor)
+            if old is not None:
+                part.add_(old, alpha=beta)
+            coefficient = self._coefficient(tensor)
+            if coefficient != 1.0:
+                part.mul_(coefficient)
+            if multiply is not None:
+                part.mul_(multiply[self.master.layout.tiles[tensor.tile].param_group])
+            if add is not None:
+                part.add_(add[tensor.tile])
+        self._launch(message, rates)
+
+    def take(self) -> torch.Tensor:
+        """What has come, in the order of the message; it is given up."""
+        assert self._message is not None
+        message, self._message = self._message, None
+        return message
+
+    def divide(self, by: Sequence[float]) -> None:
+        """Divides what has come, by param group."""
+        assert self._message is not None
+        for tensor in self._tensors:
+            self._message[tensor.place].div_(by[self.master.layout.tiles[tensor.tile].param_group])
+
+    def _launch(self, message: torch.Tensor, rates: Sequence[float] | None) -> None:
+        self._apply_mask(message)
+        self._unit = self.find_root()
+        limits: Limits = ()
+        if self._unit is not None:
+            message.div_(self._unit)
+            limits = self._limits(rates)
+        self.rounds += 1
+        label = f"the momentum of {self.master.bucket.label}"
+        self._work = OneBitExchange(
+            self._wire, message, self.numel, self._error, key=self._key(self._wire.owner), label=label, limits=limits
+        )
+
+    def finish(self) -> None:
+        """Waits; from then on there is the momentum that all ranks agree on."""
+        assert self._work is not None and self._message is not None
+        self._work.finish()
+        self._work = None
+        if self._unit is not None:
+            self._message.mul_(self._unit.masked_fill(self._unit.isinf(), 0.0))
+            self._unit = None
+        self._apply_mask(self._message)
+        mask = self._find_mask()
+        if mask is not None and self.private is not None:
+            assert self._error.owned is not None
+            self._error.sent.mul_(mask)
+            self._error.owned.mul_(self._wire.my_slice(mask))
+        for tensor in self._tensors:
+            coefficient = self._coefficient(tensor)
+            if coefficient != 1.0:
+                self._message[tensor.place].div_(coefficient)
+        for errors, before in self._kept:
+            errors.copy_(before)
+        self._kept = []
+
+    def _apply_mask(self, message: torch.Tensor) -> None:
+        mask = self._find_mask()
+        if mask is not None:
+            message.mul_(mask)
+
+    def _find_mask(self) -> torch.Tensor | None:
+        """1 where momentum may be, as long as the message; None: everywhere."""
+        layout, groups = self.master.layout, self._optimizer.param_groups
+        if not any(group.get("exp_avg_mask") is not None for group in groups):
+            return None
+        if self._mask is None:
+            self._mask = torch.ones(self._padded, device=self.master.bucket.device)
+            for tensor in self._tensors:
+                tile = layout.tiles[tensor.tile]
+                mask = mask_of(groups[tile.param_group], tensor.numel, tile.name)
+                if mask is not None:
+                    self._mask[tensor.place] = mask.to(self._mask)
+        return self._mask
+
+    def settle(self, gradients: GradientBucket) -> None:
+        """Keeps what has come, and puts it where the update reads the gradient, which is that of the bucket."""
+        assert self._message is not None
+        message, self._message = self._message, None
+        for tensor, old in zip(self._tensors, self._old(), strict=True):
+            if not self._flags[tensor.tile] and old is not None:
+                message[tensor.place] = old
+        starts = {tensor.tile: tensor.start for tensor in self._tensors}
+        made = gradients.new_result(self.master.flat.numel())
+        result = made.tensor
+        for fragment in self.master.fragments:
+            if fragment.tile in starts:
+                start = starts[fragment.tile] + fragment.tile_start
+                result[fragment.in_slice] = message[start : start + fragment.numel]
+        gradients.sum.add_reduced(made)
+        if self.momentum is not None:
+            self.momentum.tensor.copy_(message)
+
+
+def _spans(ends: Sequence[int]) -> list[tuple[int, int]]:
+    return [(start, stop - start) for start, stop in pairwise(ends)]
