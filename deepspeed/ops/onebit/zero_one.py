@@ -27,7 +27,7 @@ class ZeroOneRule:
     Where all steps are exchanged it is the new momentum. Later it is this rank's own gradient, or, as ranks come
     together, the mean of what they have moved. Weights are always ``anchor``, where all ranks stood when they last came
     together, less ``moved / (sqrt(v) + eps)``; weight decay shrinks the anchor. Where movements are bounded, that is at
-    most what Adam could have moved in these steps: what travels later is (``zero.onebit.momentum``).
+    most what Adam could have moved in these steps: what travels later is (``zero.onebit.bucket_momentum``).
 
     Args:
         phase: See :class:`~deepspeed.ops.onebit.phases.Phase`.
