@@ -65,5 +65,4 @@ def _look_at(optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
 
 def _is_trained_by_an_engine(parameter: torch.Tensor) -> bool:
     address = address_of(parameter)
-    owner = None if address is None else address.holder.owner
-    return owner is not None and owner.reducer is not None and not owner.is_retired
+    return address is not None and address.holder.is_trained and address.holder.owner.reducer is not None

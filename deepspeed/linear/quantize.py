@@ -117,7 +117,7 @@ def quantize_model(
         if weight is None or not name or not any(part in name for part in only):
             continue
         address = address_of(cast("nn.Parameter", module.weight))
-        if address is not None and address.holder.owner is not None:
+        if address is not None and address.holder.is_trained:
             raise CallOrderError(
                 f"quantize_model: {name!r} belongs to an engine already; quantise before deepspeed.initialize"
             )

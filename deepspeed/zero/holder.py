@@ -8,6 +8,7 @@ Whoever wants to read, gather or move a parameter starts from there.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -65,7 +66,6 @@ class Holder:
         loans: Parameters that ``GatheredParameters`` keeps full, by tile.
         pins: Contexts that keep the whole holder full.
         gatherer: Makes a parameter full if that is allowed now, and says whether it did; None: never.
-        owner: The ZeRO runtime that trains the parameters, or None.
     """
 
     layout: BucketLayout
@@ -81,7 +81,26 @@ class Holder:
         self.loans: dict[int, Loan] = {}
         self.pins = 0
         self.gatherer: Gatherer | None = None
-        self.owner: Any = None
+        self._owner: Any = None  # weak from when it trains no more
+
+    @property
+    def owner(self) -> Any:
+        """The ZeRO runtime that trains the parameters, or has done so and is still there; else None."""
+        return self._owner() if isinstance(self._owner, weakref.ref) else self._owner
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether a runtime has the parameters now."""
+        return self._owner is not None and not isinstance(self._owner, weakref.ref)
+
+    def begin_training(self, owner: Any) -> None:
+        """A runtime takes the parameters; they keep it alive."""
+        self._owner = owner
+
+    def end_training(self) -> None:
+        """The runtime is done with the parameters, and lives as long as others keep it."""
+        if self.is_trained:
+            self._owner = weakref.ref(self._owner)
 
     @property
     def transport(self) -> Transport:

@@ -34,7 +34,7 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
 
 def _has_engine(parameter: torch.nn.Parameter) -> bool:
     address = parameter.__dict__.get("_ds_address")
-    return address is not None and address.holder.owner is not None
+    return address is not None and address.holder.is_trained
 
 
 def z3_leaf_module(model: nn.Module) -> bool:

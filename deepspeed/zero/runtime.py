@@ -98,7 +98,7 @@ class ZeroRuntime:
         self._late: list[int] = []  # positions of buckets that are trained since one of their parameters was unfrozen
         self._untrained = UntrainedGradients()
         for bucket in self.buckets:
-            bucket.owner = self
+            bucket.begin_training(self)
         self._drop_untrained_gradients()
 
     @property
@@ -335,7 +335,7 @@ class ZeroRuntime:
         for bucket in self.buckets:
             # A model that keeps a tensor with a graph keeps its parameters by that, where no collector sees it; by
             # this they would keep the engine, and all would stay for ever.
-            bucket.owner = None
+            bucket.end_training()
         self.hooks.close()
         for handle in (*self.handles, *self._untrained.handles):
             handle.remove()

@@ -1,4 +1,4 @@
-"""What is left of an engine that was destroyed: nothing but its model, and nothing of that once it is dropped."""
+"""What is left of an engine that was destroyed: what it answers while it is kept, and nothing once it is dropped."""
 
 from __future__ import annotations
 
@@ -6,12 +6,22 @@ import gc
 import os
 import weakref
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
 import deepspeed
+from deepspeed.errors import CallOrderError
+from deepspeed.linear import quantize_model
 from deepspeed.moe.layer import MoE
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+)
+from tests.engine.support import engine_of, inputs, rank, tower
 from tests.harness import run_ranks
 
 
@@ -59,3 +69,58 @@ def _many() -> None:
 
 def test_engines_one_after_the_other_leave_nothing_behind():
     run_ranks(_many, 2)
+
+
+def _answers() -> None:
+    """A destroyed engine that is kept tells its states, and of a second engine on its model."""
+    for stage in (0, 1, 2, 3):
+        model = tower()
+        engine = engine_of(model, stage)
+        engine.backward(engine(inputs(0, rank())))
+        engine.step()
+        first = model.first.weight
+        master, average = safe_get_full_fp32_param(first), safe_get_full_optimizer_state(first, "exp_avg")
+        engine.destroy()
+        gc.collect()
+        assert torch.equal(safe_get_full_fp32_param(first), master), stage
+        assert torch.equal(safe_get_full_optimizer_state(first, "exp_avg"), average)
+        safe_set_full_fp32_param(first, master + 1)
+        assert torch.equal(safe_get_full_fp32_param(first), master + 1)
+        again = engine_of(model, stage)
+        assert torch.equal(safe_get_full_fp32_param(first), master + 1), stage
+        with pytest.raises(CallOrderError, match=r"another deepspeed.initialize"):
+            engine(inputs(1, rank()))
+        again.backward(again(inputs(1, rank())))
+        again.step()
+        assert again.global_steps == 1
+        again.destroy()
+
+
+def test_a_destroyed_engine_answers_while_it_is_kept():
+    run_ranks(_answers, 2)
+
+
+def _says_that_it_is_gone() -> None:
+    for stage in (0, 2):
+        model = tower()
+        engine = engine_of(model, stage)
+        engine.backward(engine(inputs(0)))
+        engine.step()
+        engine.destroy()
+        quantized = quantize_model(model, bits=8)  # it is an ordinary model again, also while the engine is kept
+        assert quantized.layers
+        model = tower()
+        engine = engine_of(model, stage)
+        engine.destroy()
+        del engine
+        gc.collect()
+        parameter = model.first.weight
+        assert safe_get_full_fp32_param(parameter) is None
+        with pytest.raises(CallOrderError, match="its engine was destroyed"):
+            safe_set_full_fp32_param(parameter, torch.zeros_like(parameter))
+        with pytest.raises(CallOrderError, match="its engine was destroyed"):
+            safe_set_full_optimizer_state(parameter, torch.zeros_like(parameter), "exp_avg")
+
+
+def test_a_destroyed_engine_that_is_gone_is_named():
+    run_ranks(_says_that_it_is_gone, 1)

@@ -6,7 +6,7 @@ cut over tensor-parallel ranks they deal in all of it, and these ranks must call
 the other parts (a program's own layers), in the part that this rank's model has. *Local* functions deal in this rank's
 part of the flattened parameter (all of it where the state is replicated), 1-D and possibly empty. Getters return
 copies; None where there is nothing: a parameter that is frozen or under no engine, a gradient before backward or after
-the update, a state before the first update.
+the update, a state before the first update. Of a destroyed engine they tell for as long as it is kept.
 """
 
 from __future__ import annotations
@@ -115,10 +115,14 @@ def _trained(parameter: torch.Tensor) -> _Trained | None:
 def _need(parameter: torch.Tensor, call: str) -> _Trained:
     found = _trained(parameter)
     if found is None:
-        raise CallOrderError(
-            f"{call}: this parameter (shape {tuple(parameter.shape)}) is trained by no engine: it is frozen, in no "
-            "param group, or its model was not given to initialize"
+        address = address_of(parameter)
+        was_trained = address is not None and isinstance(address.holder, Bucket) and address.holder.owner is None
+        why = (
+            "its engine was destroyed, and is not kept any more"
+            if was_trained
+            else "it is frozen, in no param group, or its model was not given to initialize"
         )
+        raise CallOrderError(f"{call}: this parameter (shape {tuple(parameter.shape)}) is trained by no engine: {why}")
     return found
 
 
