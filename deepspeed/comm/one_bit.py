@@ -8,8 +8,8 @@ sqrt(d) * sgn(x)``, ``d`` elements and ``sgn(0) = 1``, rank *i* of *n* has a vec
    go to everybody; ``owned = a - C(a)``.
 
 ``p`` and ``a`` can be limited, which the publications do not: what is cut off is in no error. The result is bit for bit
-equal on all ranks. A vector need not be divisible: the rest of the last slices is no element,
-has no error and counts in no scale.
+equal on all ranks. A vector need not be divisible: the rest of the last slices is no element, has no error and counts
+in no scale.
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ class OneBitExchange:
 def _limit(values: torch.Tensor, limits: Limits, first: int = 0) -> None:
     """In place; ``first``: the place of ``values`` in the vector that ``limits`` are of."""
     for start, stop, limit in limits:
-        values[max(start - first, 0) : max(stop - first, 0)].clamp_(-limit, limit)
+        if limit < math.inf:
+            values[max(start - first, 0) : max(stop - first, 0)].clamp_(-limit, limit)
 
 
 def _scale(values: torch.Tensor, numel: int) -> torch.Tensor:

@@ -42,6 +42,28 @@ def test_no_gradients_take_adam_further(betas: tuple[float, float]) -> None:
 
 def test_a_momentum_that_remembers_longer_than_the_variance_has_no_bound() -> None:
     assert largest_update((0.9, 0.8)) == math.inf
+    assert largest_update((0.9, 0.8), 0.0) == math.inf
+
+
+def unbounded() -> None:
+    """Steps of a learning rate of 0 leave numbers, and those after them move on."""
+    params = {"lr": LR, "eps": EPS, "betas": [0.9, 0.8], **LATE["ZeroOneAdam"]}
+    engine = engine_with(tower(), 0, None, {"optimizer": {"type": "ZeroOneAdam", "params": params}})
+    seen = []
+    for step in range(STEPS):
+        for group in engine.optimizer.param_groups:
+            group["lr"] = 0.0 if FREEZE <= step < FREEZE + 5 else LR
+        engine.backward(engine(batch(step, 0, rank())))
+        engine.step()
+        seen.append({name: value.clone() for name, value in engine.iter_full("fp32")})
+    for name, value in seen[-1].items():
+        assert value.isfinite().all() and not torch.equal(value, seen[FREEZE + 4][name]), name
+    engine.destroy()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_no_bound_and_a_learning_rate_of_zero(ranks: int) -> None:
+    run_ranks(unbounded, ranks)
 
 
 NUMEL = 4000

@@ -72,8 +72,8 @@ def refuse_step(optimizer: object) -> None:
     )
 
 
-def largest_update(betas: tuple[float, float]) -> float:
-    """What ``|momentum| / sqrt(variance)`` of Adam never exceeds, whatever the gradients: 7.27 for 0.9 and 0.999.
+def largest_update(betas: tuple[float, float], rate: float = 1.0) -> float:
+    """What ``rate * |momentum| / sqrt(variance)`` of Adam never exceeds, whatever gradients: 7.27 for 0.9 and 0.999.
 
     Both are sums over past gradients, without correction for their start, and by Cauchy and Schwarz the quotient is at
     most ``(1 - beta1) / sqrt(1 - beta2) / sqrt(1 - beta1 ** 2 / beta2)`` (Adam, arXiv 1412.6980, section 2.1, has the
@@ -82,14 +82,15 @@ def largest_update(betas: tuple[float, float]) -> float:
 
     Args:
         betas: Decay of the momentum and of the variance.
+        rate: Learning rate, or the sum of those of several updates.
 
     Returns:
-        Infinity where momentum remembers longer than the variance does, ``beta1 ** 2 >= beta2``.
+        Infinity, also for a rate of 0, where momentum remembers longer than the variance does, ``beta1 ** 2 >= beta2``.
     """
     beta1, beta2 = betas
     if beta1**2 >= beta2:
         return math.inf
-    return (1 - beta1) / math.sqrt((1 - beta2) * (1 - beta1**2 / beta2))
+    return rate * ((1 - beta1) / math.sqrt((1 - beta2) * (1 - beta1**2 / beta2)))
 
 
 _UNCOMPRESSED = (

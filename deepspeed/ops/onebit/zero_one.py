@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -62,7 +63,7 @@ class ZeroOneRule:
         if group["bias_correction"]:
             first, second = 1 - beta1**self._updates, 1 - float(group["betas"][1]) ** self._of_variance
         # Denominators have the correction of the variance in them, which the bound is without.
-        farthest = largest_update(group["betas"]) * float(group.get(LR_SUM) or 0.0) * second**0.5
+        farthest = largest_update(group["betas"], float(group.get(LR_SUM) or 0.0)) * second**0.5
 
         def update(params: list[Tensor], grads: list[Tensor], states: list[list[Tensor]]) -> None:
             for param, grad, exp_avg, exp_avg_sq, moved, anchor in zip(params, grads, *states, strict=True):
@@ -83,7 +84,7 @@ class ZeroOneRule:
                     exp_avg.lerp_(grad, 1 - beta1)
                     moved.add_(exp_avg, alpha=lr)
                     torch.div(moved, denominator, out=denominator)
-                    if self._is_bounded:
+                    if self._is_bounded and farthest < math.inf:
                         denominator.clamp_(-farthest, farthest)
                     torch.sub(anchor, denominator, out=param)
 

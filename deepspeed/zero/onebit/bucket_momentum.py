@@ -156,7 +156,7 @@ class BucketMomentum:
         found: list[tuple[int, int, float]] = []
         for tensor in self._tensors:
             group = self.master.layout.tiles[tensor.tile].param_group
-            limit = largest_update(self._optimizer.param_groups[group]["betas"]) * (rates[group] if rates else 1.0)
+            limit = largest_update(self._optimizer.param_groups[group]["betas"], rates[group] if rates else 1.0)
             start, stop = tensor.start, tensor.start + tensor.numel
             if found and found[-1][2] == limit:
                 start = found.pop()[0]
