@@ -15,7 +15,6 @@ in no scale.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 
@@ -41,10 +40,6 @@ def one_bit_nbytes(numel: int, ranks: int) -> int:
     return 2 * (ranks - 1) * _row_nbytes(padded_numel(numel, ranks) // ranks)
 
 
-Limits = Sequence[tuple[int, int, float]]
-"""Of a vector: the first of some elements, the one after the last, and the largest magnitude that they may have."""
-
-
 class OneBitExchange:
     """One compressed all-reduce on its way. Making it starts it; every rank of the transport must.
 
@@ -55,7 +50,7 @@ class OneBitExchange:
         error: ``sent`` is as long as ``values``, ``owned`` one slice of it; both are replaced.
         key: As of :class:`~deepspeed.comm.transport.Reduction`.
         label: What travels, for error messages.
-        limits: Of what is coded, errors included, at both halves; with one rank of the result.
+        limit: The largest magnitude of what is coded, errors included, at both halves; with one rank of the result.
     """
 
     def __init__(
@@ -67,20 +62,20 @@ class OneBitExchange:
         *,
         key: int,
         label: str,
-        limits: Limits = (),
+        limit: float = math.inf,
     ) -> None:
         self._transport = transport
         self._values = values
         self._numel = numel
-        self._limits = limits
+        self._limit = limit
         self._error = error
         self._key, self._label = key, label
         self._work: Work | None = None
         if isinstance(transport, LocalTransport):
-            _limit(values, limits)
+            _clamp(values, limit)
             return  # nothing travels, so nothing need be lost
         sent = self._rows()
-        _limit(values.add_(error.sent), limits)
+        _clamp(values.add_(error.sent), limit)
         scale = _scale(values[:numel], numel)
         for row, part in zip(sent, values.view(transport.size, -1), strict=True):
             _write(row, scale, part)
@@ -110,7 +105,7 @@ class OneBitExchange:
         for row in self._received:
             _add(row, mine)
         first = transport.rank * mine.numel()
-        _limit(mine.mul_(1.0 / transport.size).add_(owned), self._limits, first)
+        _clamp(mine.mul_(1.0 / transport.size).add_(owned), self._limit)
         real = min(max(self._numel - first, 0), mine.numel())
         scale = _scale(mine[:real], real)
         shared = self._rows()
@@ -124,11 +119,9 @@ class OneBitExchange:
         self._values[self._numel :] = 0.0
 
 
-def _limit(values: torch.Tensor, limits: Limits, first: int = 0) -> None:
-    """In place; ``first``: the place of ``values`` in the vector that ``limits`` are of."""
-    for start, stop, limit in limits:
-        if limit < math.inf:
-            values[max(start - first, 0) : max(stop - first, 0)].clamp_(-limit, limit)
+def _clamp(values: torch.Tensor, limit: float) -> None:
+    if limit < math.inf:
+        values.clamp_(-limit, limit)
 
 
 def _scale(values: torch.Tensor, numel: int) -> torch.Tensor:

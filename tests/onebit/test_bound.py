@@ -46,7 +46,7 @@ def test_a_momentum_that_remembers_longer_than_the_variance_has_no_bound() -> No
 
 
 def unbounded() -> None:
-    """Steps of a learning rate of 0 leave numbers, and those after them move on."""
+    """Steps of a learning rate of 0 move nothing, and those after them move on."""
     params = {"lr": LR, "eps": EPS, "betas": [0.9, 0.8], **LATE["ZeroOneAdam"]}
     engine = engine_with(tower(), 0, None, {"optimizer": {"type": "ZeroOneAdam", "params": params}})
     seen = []
@@ -58,6 +58,7 @@ def unbounded() -> None:
         seen.append({name: value.clone() for name, value in engine.iter_full("fp32")})
     for name, value in seen[-1].items():
         assert value.isfinite().all() and not torch.equal(value, seen[FREEZE + 4][name]), name
+        assert torch.equal(seen[FREEZE - 1][name], seen[FREEZE + 4][name]), name
     engine.destroy()
 
 

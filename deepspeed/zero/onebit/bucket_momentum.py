@@ -1,13 +1,16 @@
 """The momentum of one bucket on its way between the ranks: what is sent of it, in which unit, and what comes of it.
 
-What travels divided by the root of the variance is bounded by what Adam could move
-(``ops.onebit.phases.largest_update``). The momentum must be whole where it is sent. Where masters are sharded it is
-kept once more for that, replicated, beside the parts that belong to the optimizer's state; these are what a checkpoint
-has.
+A message has one scale, so what travels is made of one size: momentum is divided by the root of the variance, and what
+has the learning rate in it by the share that its param group's has of the largest. Then one number bounds all of it:
+what Adam could move (``ops.onebit.phases.largest_update``).
+
+The momentum must be whole where it is sent. Where masters are sharded it is kept once more for that, replicated, beside
+the parts that belong to the optimizer's state; these are what a checkpoint has.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,7 +18,7 @@ from itertools import pairwise
 import torch
 
 from deepspeed.comm.codec import Residual
-from deepspeed.comm.one_bit import Limits, OneBitExchange, padded_numel
+from deepspeed.comm.one_bit import OneBitExchange, padded_numel
 from deepspeed.comm.transport import LocalTransport, transfer_key
 from deepspeed.ops.onebit.phases import ExchangesMomentum, frozen_root, largest_update, mask_of
 from deepspeed.zero.gradient_bucket import GradientBucket
@@ -79,6 +82,8 @@ class BucketMomentum:
         self._mask: torch.Tensor | None = None
         self._message: torch.Tensor | None = None
         self._unit: torch.Tensor | None = None  # of what is on its way
+        self._shares: list[float] | None = None  # by param group, of what is on its way
+        self._still: list[slice] = []  # what is on its way of no tensor that takes part
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._flags: list[bool] = []
         self._work: OneBitExchange | None = None
@@ -89,9 +94,11 @@ class BucketMomentum:
         made.tensor.zero_()
         return made
 
+    def _group(self, tensor: _Tensor) -> int:
+        return self.master.layout.tiles[tensor.tile].param_group
+
     def _beta(self, tensor: _Tensor) -> float:
-        group = self.master.layout.tiles[tensor.tile].param_group
-        return float(self._optimizer.param_groups[group]["betas"][0])
+        return float(self._optimizer.param_groups[self._group(tensor)]["betas"][0])
 
     def _coefficient(self, tensor: _Tensor) -> float:
         assert isinstance(self._optimizer, ExchangesMomentum)
@@ -133,8 +140,7 @@ class BucketMomentum:
         """Of a variance in the order of the message, what momentum is divided by; infinite where nothing moves."""
         frozen_root(variance, out=variance)
         for tensor in self._tensors:
-            group = self._optimizer.param_groups[self.master.layout.tiles[tensor.tile].param_group]
-            variance[tensor.place].add_(float(group["eps"]))
+            variance[tensor.place].add_(float(self._optimizer.param_groups[self._group(tensor)]["eps"]))
 
     def find_root(self) -> torch.Tensor | None:
         """What the message is divided by before it travels; None: it travels as it is. Do not change it."""
@@ -151,17 +157,30 @@ class BucketMomentum:
         self._make_root(made)
         return made
 
-    def _limits(self, rates: Sequence[float] | None) -> Limits:
-        """What elements may be at most in that unit, for a message with so much of the learning rate in it."""
-        found: list[tuple[int, int, float]] = []
+    def _limit(self, rate: float) -> float:
+        """What an element may be at most in that unit, with so much of the learning rate in it.
+
+        One number, as there is one scale: what is owed of an element whose limit were less than the scale would be cut
+        off in each exchange, and with it what the element had to say.
+        """
+        groups = [self._optimizer.param_groups[self._group(tensor)] for tensor in self._tensors]
+        return max((largest_update(group["betas"], rate) for group in groups), default=0.0)
+
+    def multiply_errors(self, by: Sequence[float]) -> None:
+        """By param group: what is owed becomes so many times as much."""
         for tensor in self._tensors:
-            group = self.master.layout.tiles[tensor.tile].param_group
-            limit = largest_update(self._optimizer.param_groups[group]["betas"], rates[group] if rates else 1.0)
-            start, stop = tensor.start, tensor.start + tensor.numel
-            if found and found[-1][2] == limit:
-                start = found.pop()[0]
-            found.append((start, stop, limit))
-        return found
+            factor = by[self._group(tensor)]
+            if factor != 1.0:
+                for errors in self._errors_of(tensor):
+                    errors.mul_(factor)
+
+    def _errors_of(self, tensor: _Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of what this rank has lost of it: as it sent, and of its slice."""
+        sent, owned = self._error.sent, self._error.owned
+        assert owned is not None
+        first = self._wire.rank * owned.numel()
+        lower, upper = max(tensor.start - first, 0), min(tensor.start + tensor.numel - first, owned.numel())
+        return sent[tensor.place], owned[lower : max(lower, upper)]
 
     def rescale(self, factor: torch.Tensor) -> None:
         """The unit of what travels changes; so do the errors. ``factor`` is as long as the message."""
@@ -219,20 +238,18 @@ class BucketMomentum:
             add: By tile, what is added then.
             only_added: Tiles of which nothing else travels.
             rates: By param group, the sum of the learning rates that what travels has in it; None: momentum has none.
+                A group of which it is 0 takes no part, as it is not to move, which a sign cannot say.
         """
         device = self.master.bucket.device
         self._flags = flags
         message = self._message = torch.zeros(self._padded, dtype=torch.float32, device=device)
-        sent, owned = self._error.sent, self._error.owned
-        assert owned is not None
-        first = self._wire.rank * owned.numel()
-        self._kept = []
+        self._kept, self._still = [], []
         for tensor, old in zip(self._tensors, self._old(), strict=True):
             part = message[tensor.place]
-            if not flags[tensor.tile]:
+            if not flags[tensor.tile] or (rates is not None and not rates[self._group(tensor)]):
                 # It takes no part: its errors are put back, and meanwhile it is zeros.
-                lower, upper = max(tensor.start - first, 0), min(tensor.start + tensor.numel - first, owned.numel())
-                for errors in (sent[tensor.place], owned[lower : max(lower, upper)]):
+                self._still.append(tensor.place)
+                for errors in self._errors_of(tensor):
                     self._kept.append((errors, errors.clone()))
                     errors.zero_()
                 continue
@@ -250,7 +267,7 @@ class BucketMomentum:
             if coefficient != 1.0:
                 part.mul_(coefficient)
             if multiply is not None:
-                part.mul_(multiply[self.master.layout.tiles[tensor.tile].param_group])
+                part.mul_(multiply[self._group(tensor)])
             if add is not None:
                 part.add_(add[tensor.tile])
         self._launch(message, rates)
@@ -265,20 +282,32 @@ class BucketMomentum:
         """Divides what has come, by param group."""
         assert self._message is not None
         for tensor in self._tensors:
-            self._message[tensor.place].div_(by[self.master.layout.tiles[tensor.tile].param_group])
+            self._message[tensor.place].div_(by[self._group(tensor)])
 
     def _launch(self, message: torch.Tensor, rates: Sequence[float] | None) -> None:
         self._apply_mask(message)
         self._unit = self.find_root()
-        limits: Limits = ()
         if self._unit is not None:
             message.div_(self._unit)
-            limits = self._limits(rates)
+        most, self._shares = 1.0, None
+        if rates is not None:
+            most = max((rates[self._group(tensor)] for tensor in self._tensors), default=0.0)
+            self._shares = [rate / most if rate and most else 1.0 for rate in rates]
+            inverse = [1 / share for share in self._shares]
+            self._multiply(message, inverse)
+            self.multiply_errors(inverse)
+        limit = math.inf if self._unit is None else self._limit(most)
         self.rounds += 1
         label = f"the momentum of {self.master.bucket.label}"
         self._work = OneBitExchange(
-            self._wire, message, self.numel, self._error, key=self._key(self._wire.owner), label=label, limits=limits
+            self._wire, message, self.numel, self._error, key=self._key(self._wire.owner), label=label, limit=limit
         )
+
+    def _multiply(self, message: torch.Tensor, by: Sequence[float]) -> None:
+        for tensor in self._tensors:
+            factor = by[self._group(tensor)]
+            if factor != 1.0:
+                message[tensor.place].mul_(factor)
 
     def finish(self) -> None:
         """Waits; from then on there is the momentum that all ranks agree on."""
@@ -288,6 +317,12 @@ class BucketMomentum:
         if self._unit is not None:
             self._message.mul_(self._unit.masked_fill(self._unit.isinf(), 0.0))
             self._unit = None
+        if self._shares is not None:
+            self._multiply(self._message, self._shares)
+            self.multiply_errors(self._shares)
+            self._shares = None
+        for place in self._still:
+            self._message[place] = 0.0
         self._apply_mask(self._message)
         mask = self._find_mask()
         if mask is not None and self.private is not None:
