@@ -91,7 +91,8 @@ class GradientBucket:
             kind=Kind.GRADIENT_BUCKET,
             ledger=ledger,
         )
-        self._views = self._flat.views(layout.starts, [tile.shape for tile in layout.tiles])
+        shapes = [tile.shape for tile in layout.tiles]
+        self._views = self._flat.views(layout.starts, shapes)
         self._gaps = self._padding()
         self._flat.free()
         self._arrived = [False] * len(bucket.params)
@@ -103,7 +104,8 @@ class GradientBucket:
         self._sum_dtype = torch.float64 if is_double else torch.float32
         self.sum = GradientSum(
             self._flat,
-            len(bucket.params),
+            layout.starts,
+            shapes,
             dtype=torch.float64 if is_double else policy.accumulate_dtype,
             device=bucket.device,
             landing=landing,
@@ -229,19 +231,20 @@ class GradientBucket:
     def keep(self) -> None:
         """Adds the gradients to this rank's own sum over micro-batches and drops ``.grad``.
 
-        They are packed first only where that rounds them, or where the squares of the sum are to be taken with it.
+        They are packed first only where their dtype is another than that of what is packed, or where the squares of the
+        sum are to be taken with it.
         """
         grads: dict[int, torch.Tensor] = {}
         for index, parameter in enumerate(self.bucket.params):
             if self._arrived[index] and parameter.grad is not None:
                 grads[index] = parameter.grad
         dtype = self._flat.tensor.dtype
-        if self.sum.takes_squares or any(g.dtype != dtype or g.layout is not torch.strided for g in grads.values()):
+        takes_squares = self.sum.takes_squares and self._is_local  # otherwise the sum over ranks is what they are of
+        if takes_squares or any(g.dtype != dtype or g.layout is not torch.strided for g in grads.values()):
             self.pack()
             self.accumulate_locally()
             return
-        layout = self.bucket.layout
-        self.sum.add_apart(grads, layout.starts, [tile.shape for tile in layout.tiles])
+        self.sum.add_apart(grads)
         for index in grads:
             self.sum.used[index] = True
             self.bucket.params[index].grad = None

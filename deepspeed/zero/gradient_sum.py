@@ -50,7 +50,8 @@ class GradientSum:
 
     Args:
         packed: The buffer into which gradients are packed.
-        params: How many parameters the bucket has.
+        starts: Where in the bucket each parameter begins.
+        shapes: Of each parameter.
         dtype: See the attribute.
         device: Of sums that have not landed.
         landing: Brings reduced gradients to where the update reads them.
@@ -60,7 +61,8 @@ class GradientSum:
     def __init__(
         self,
         packed: FlatBuffer,
-        params: int,
+        starts: tuple[int, ...],
+        shapes: list[tuple[int, ...]],
         *,
         dtype: torch.dtype,
         device: torch.device,
@@ -68,6 +70,7 @@ class GradientSum:
         ledger: Ledger,
     ) -> None:
         self._packed = packed
+        self._tiles = starts, shapes
         self.dtype = dtype
         self._device = device
         self._landing = landing
@@ -75,7 +78,7 @@ class GradientSum:
         self.local: FlatBuffer | None = None
         self.partial: FlatBuffer | None = None
         self.reduced: FlatBuffer | None = None
-        self.used = [False] * params
+        self.used = [False] * len(starts)
         self.squares: Squares | None = None
         self.takes_squares = False
         self._additions = 0
@@ -137,22 +140,21 @@ class GradientSum:
         self._packed.free()
 
     @torch.no_grad()
-    def add_apart(self, grads: dict[int, torch.Tensor], starts: tuple[int, ...], shapes: list[tuple[int, ...]]) -> None:
+    def add_apart(self, grads: dict[int, torch.Tensor]) -> None:
         """Adds gradients that are not packed to the local sum.
 
         Args:
             grads: By the place of the parameter in the bucket; those left out are zero.
-            starts: Where in the bucket each parameter begins.
-            shapes: Of each parameter.
         """
         self.begin_addition()
+        self.squares = None
         is_first = self.local is None
         if self.local is None:
             self.local = self.new_buffer(self._packed.tensor.numel(), self.dtype)
             if sum(grad.numel() for grad in grads.values()) < self.local.tensor.numel():
                 self.local.tensor.zero_()
         if self._cut is None or self._cut[0] is not self.local:
-            self._cut = self.local, self.local.views(starts, shapes)
+            self._cut = self.local, self.local.views(*self._tiles)
         rooms = [self._cut[1][index] for index in grads]
         if grads:
             (torch._foreach_copy_ if is_first else torch._foreach_add_)(rooms, list(grads.values()))

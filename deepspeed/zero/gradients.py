@@ -379,8 +379,7 @@ class GradientReducer:
         for gradients in unannounced:
             gradients.begin_backward(is_last=True)
             gradients.note_unannounced()
-            gradients.pack()
-            gradients.accumulate_locally()
+            gradients.keep()
         if self.holds_back:
             self._local_sums.clear()
             return
