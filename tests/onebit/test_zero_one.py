@@ -84,13 +84,13 @@ def test_in_16_bits_ranks_come_together() -> None:
 
 def resume(folder: str) -> None:
     """A save brings ranks together, so that what it has is the weights of all."""
-    for at in (3, 7, 10):
-        engine = make()
+    for at, settings in ((3, {}), (7, {}), (7, {"bf16": {"enabled": True}}), (10, {})):
+        engine = make(**settings)
         for step in range(at):
             train(engine, step)
         engine.save_checkpoint(f"{folder}/{at}")
         assert same_on_all_ranks([value.tolist() for _, value in engine.iter_full("param")])
-        again = make(seed=8)
+        again = make(seed=8, **settings)
         again.load_checkpoint(f"{folder}/{at}")
         for step in range(at, STEPS + 1):
             train(engine, step)

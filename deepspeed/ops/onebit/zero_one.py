@@ -59,11 +59,8 @@ class ZeroOneRule:
         lr = float(group["lr"])
         shrink = 1 - lr * float(group["weight_decay"])
         beta1, total = float(group["betas"][0]), float(group.get(TRAVELLED) or 1.0)
-        first = second = 1.0
-        if group["bias_correction"]:
-            first, second = 1 - beta1**self._updates, 1 - float(group["betas"][1]) ** self._of_variance
-        # Denominators have the correction of the variance in them, which the bound is without.
-        farthest = largest_update(group["betas"], float(group.get(LR_SUM) or 0.0)) * second**0.5
+        first = 1 - beta1**self._updates if group["bias_correction"] else 1.0
+        farthest = farthest_of(group, self._of_variance) if self._is_bounded else math.inf
 
         def update(params: list[Tensor], grads: list[Tensor], states: list[list[Tensor]]) -> None:
             for param, grad, exp_avg, exp_avg_sq, moved, anchor in zip(params, grads, *states, strict=True):
@@ -83,10 +80,7 @@ class ZeroOneRule:
                 else:
                     exp_avg.lerp_(grad, 1 - beta1)
                     moved.add_(exp_avg, alpha=lr)
-                    torch.div(moved, denominator, out=denominator)
-                    if self._is_bounded and farthest < math.inf:
-                        denominator.clamp_(-farthest, farthest)
-                    torch.sub(anchor, denominator, out=param)
+                    torch.sub(anchor, apart(moved, denominator, farthest), out=param)
 
         return update
 
@@ -102,8 +96,26 @@ def denominator_of(variance: Tensor, group: dict[str, Any], updates: int, out: T
     """
     root = frozen_root(variance, out=out)
     if group["bias_correction"]:
-        root.div_((1 - float(group["betas"][1]) ** updates) ** 0.5)
+        root.div_(_correction(group, updates))
     return root.add_(float(group["eps"]))
+
+
+def farthest_of(group: dict[str, Any], updates: int) -> float:
+    """How far Adam could be from the anchor after the learning rates since then; arguments as above."""
+    bound = largest_update(group["betas"], float(group.get(LR_SUM) or 0.0))
+    # Denominators have the correction of the variance in them, which the bound is without.
+    return bound * _correction(group, updates) if group["bias_correction"] else bound
+
+
+def _correction(group: dict[str, Any], updates: int) -> float:
+    """Of the root of a variance, for its start at zero."""
+    return float((1 - float(group["betas"][1]) ** updates) ** 0.5)
+
+
+def apart(moved: Tensor, denominator: Tensor, farthest: float) -> Tensor:
+    """How far a rank's weights are from the anchor, in the place of ``denominator``."""
+    torch.div(moved, denominator, out=denominator)
+    return denominator.clamp_(-farthest, farthest) if farthest < math.inf else denominator
 
 
 class ZeroOneAdam(ElementwiseOptimizer):

@@ -211,10 +211,6 @@ class BucketMomentum:
                     found[tile] = state[key].view(-1)[offset : offset + numel]
         return found
 
-    def place_of(self, tile: int) -> slice | None:
-        """Where a tile lies in the message."""
-        return next((tensor.place for tensor in self._tensors if tensor.tile == tile), None)
-
     # -- one update ----------------------------------------------------------------------------------------------------
 
     def start(
@@ -271,12 +267,6 @@ class BucketMomentum:
             if add is not None:
                 part.add_(add[tensor.tile])
         self._launch(message, rates)
-
-    def take(self) -> torch.Tensor:
-        """What has come, in the order of the message; it is given up."""
-        assert self._message is not None
-        message, self._message = self._message, None
-        return message
 
     def divide(self, by: Sequence[float]) -> None:
         """Divides what has come, by param group."""

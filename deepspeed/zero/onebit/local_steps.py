@@ -6,6 +6,7 @@ unit, whatever the learning rate does. Where the variance is to be updated, the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -13,10 +14,10 @@ import torch
 from deepspeed.comm.transport import LocalTransport, Reduction, transfer_key
 from deepspeed.ops.flat import FlatUpdate
 from deepspeed.ops.onebit.phases import Phase
-from deepspeed.ops.onebit.zero_one import LR_SUM, TRAVELLED, ZeroOneAdam, denominator_of
+from deepspeed.ops.onebit.zero_one import LR_SUM, TRAVELLED, ZeroOneAdam, apart, denominator_of, farthest_of
 from deepspeed.zero.gradient_bucket import GradientBucket
 from deepspeed.zero.group import Groups
-from deepspeed.zero.masters import MasterBucket
+from deepspeed.zero.masters import MasterBucket, MasterRun
 from deepspeed.zero.norm import squared_norm
 from deepspeed.zero.onebit.bucket_momentum import BucketMomentum
 from deepspeed.zero.onebit.momentum import MomentumExchange, clip_factor
@@ -35,7 +36,8 @@ class LocalSteps(MomentumExchange):
     def __init__(
         self, optimizer: torch.optim.Optimizer, masters: list[MasterBucket], groups: Groups, ledger: Ledger
     ) -> None:
-        self._apart: dict[int, list[bool]] = {}  # by bucket and tile, what was moved since ranks came together
+        # By bucket and tile, what was moved since ranks came together; None: the states say it.
+        self._apart: dict[int, list[bool]] | None = None
         super().__init__(optimizer, masters, groups, ledger)
 
     def run(
@@ -49,13 +51,15 @@ class LocalSteps(MomentumExchange):
         """See the class this one derives from; where the variance is updated, the norm is exact."""
         self._grow()
         self._open_states()
+        if self._apart is None:
+            self._take_up()
         taking = self._taking(used)
         return self._run(gradients, used, taking, scale, clip_grad, epsilon), taking
 
     def forget(self) -> None:
-        """See the class this one derives from; checkpoints are made where ranks are together."""
+        """See the class this one derives from."""
         super().forget()
-        self._apart.clear()
+        self._apart = None
 
     def _taking(self, used: list[list[bool]]) -> list[list[bool]]:
         """Of what there is an update: what has a gradient and, as ranks come together, what moved since they last did.
@@ -66,6 +70,7 @@ class LocalSteps(MomentumExchange):
         optimizer = self.optimizer
         if optimizer.phase is not Phase.LOCAL:
             return used
+        assert self._apart is not None
         for index, flags in enumerate(used):
             before = self._apart.get(index) or [False] * len(flags)
             self._apart[index] = [one or other for one, other in zip(before, flags, strict=True)]
@@ -223,35 +228,69 @@ class LocalSteps(MomentumExchange):
 
     @torch.no_grad()
     def synchronise(self) -> None:
-        """Brings ranks together now, without a step, so that they have the same weights; every rank must call it."""
-        groups = self._optimizer.param_groups
-        rates = self._rates()
-        if not any(rates):
-            return
-        apart = [(bucket, self._apart[index]) for index, bucket in enumerate(self.buckets) if index in self._apart]
-        work = [(bucket, [tile for tile, flag in enumerate(flags) if flag], flags) for bucket, flags in apart]
-        for bucket, tiles, flags in work:
-            bucket.start(None, 1.0, flags, add=bucket.of_states("moved"), only_added=tiles, rates=rates)
-            bucket.finish()
-        self._count_from_zero()
-        self._apart.clear()
-        for bucket, tiles, _ in work:
-            message, master = bucket.take(), bucket.master
-            for run in master.runs:
-                state, group = self._optimizer.state[run.param], groups[run.span.param_group]
-                for tile, start, _ in master.tile_spans(run.span):
-                    place = bucket.place_of(tile)
-                    if place is None or tile not in tiles:
-                        continue
-                    part = slice(start - run.span.start, start - run.span.start + place.stop - place.start)
-                    moved = message[place]
-                    state["exp_avg"][part] = moved / float(group[TRAVELLED])
-                    denominator = denominator_of(state["exp_avg_sq"][part], group, self.optimizer.variance_updates)
-                    state["anchor"][part].addcdiv_(moved, denominator, value=-1)
-                    state["moved"][part] = 0.0
-                    run.param.data.view(-1)[part] = state["anchor"][part]
-            master.publish()
-            master.bucket.remember_values()
+        """Brings ranks together now, without a step, so that they have the same weights; every rank must call it.
+
+        What each has moved since they last were becomes the exact mean of it, and so does momentum. The interval goes
+        on: the next exchange has all of it, and what is owed, which is of the size of a whole one, stays as it is.
+        """
+        for index, flags in (self._apart or {}).items():
+            bucket = self.buckets[index]
+            if any(flags) and not isinstance(bucket.master.bucket.group.reduce, LocalTransport):
+                self._average(bucket, flags)
+        self._apart = None
+
+    def _average(self, bucket: BucketMomentum, flags: list[bool]) -> None:
+        master, optimizer = bucket.master, self.optimizer
+        steps = torch.zeros(master.layout.numel, device=master.bucket.device)
+        momenta = torch.zeros_like(steps)
+        for run in master.runs:
+            place = slice(run.span.start, run.span.stop)
+            momenta[place] = optimizer.state[run.param]["exp_avg"]
+            steps[place] = self._from_anchor(run)
+        steps, momenta = self._mean(bucket, steps), self._mean(bucket, momenta)
+        for run in master.runs:
+            state, group = optimizer.state[run.param], optimizer.param_groups[run.span.param_group]
+            denominator = denominator_of(state["exp_avg_sq"], group, optimizer.variance_updates)
+            denominator.masked_fill_(denominator.isinf(), 0.0)
+            for tile, start, stop in master.tile_spans(run.span):
+                if flags[tile]:
+                    part, place = slice(start - run.span.start, stop - run.span.start), slice(start, stop)
+                    state["exp_avg"][part] = momenta[place]
+                    state["moved"][part] = steps[place] * denominator[part]
+            torch.sub(state["anchor"], self._from_anchor(run), out=run.param.data.view(-1))
+        master.publish()
+        master.bucket.remember_values()
+
+    def _from_anchor(self, run: MasterRun) -> torch.Tensor:
+        """How far this rank's weights are from where ranks were together."""
+        optimizer = self.optimizer
+        state, group = optimizer.state[run.param], optimizer.param_groups[run.span.param_group]
+        farthest = farthest_of(group, optimizer.variance_updates) if optimizer.precondition else math.inf
+        denominator = denominator_of(state["exp_avg_sq"], group, optimizer.variance_updates)
+        return apart(state["moved"], denominator, farthest)
+
+    @torch.no_grad()
+    def _take_up(self) -> None:
+        """Finds in the states what was moved since ranks were together, after they were brought together or replaced.
+
+        Weights that are not what the states say have been loaded or written: all begins at them.
+        """
+        self._apart, is_apart = {}, False
+        for index, bucket in enumerate(self.buckets):
+            flags = self._apart[index] = [False] * len(bucket.master.layout.tiles)
+            for run in bucket.master.runs:
+                state, weights = self._optimizer.state[run.param], run.param.data.view(-1)
+                stand = state["anchor"] - self._from_anchor(run)
+                if self.optimizer.phase is not Phase.LOCAL or not torch.equal(stand, weights):
+                    state["anchor"].copy_(weights)
+                    state["moved"].zero_()
+                for tile, start, stop in bucket.master.tile_spans(run.span):
+                    part = slice(start - run.span.start, stop - run.span.start)
+                    flags[tile] = flags[tile] or bool(state["moved"][part].any())
+            is_apart = is_apart or any(flags)
+        if not is_apart:
+            for group in self._optimizer.param_groups:
+                group[LR_SUM] = 0.0
 
 
 def exchange_for(
