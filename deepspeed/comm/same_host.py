@@ -29,7 +29,7 @@ import torch
 from deepspeed.comm.gloo import GlooTransport
 from deepspeed.comm.objects import gather_objects
 from deepspeed.comm.relay import catch_up
-from deepspeed.comm.transport import Transport
+from deepspeed.comm.transport import Transport, job_is_over
 from deepspeed.comm.world import stand_in
 from deepspeed.errors import CommunicationError, DivergenceError
 
@@ -199,7 +199,7 @@ class SameHost:
     def place(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
         """Where this rank may write for the next round, 1-D; waits until the others have read what lay there."""
         if not self._places:
-            raise CommunicationError(f"{label}: the job of these ranks is over; make a new engine")
+            raise job_is_over(label)
         number = self._begun + 1
         earlier = self._unread[number % PLACES]
         if earlier is not None:
@@ -223,6 +223,8 @@ class SameHost:
             begun: The round; its number is the next one.
             letters: For each of :attr:`peers`.
         """
+        if not self._places:
+            raise job_is_over(letters[0].words.decode(errors="replace"))
         if self.transport.watch is not None and self.transport.watch.is_in_vain():
             self.close()  # or this would answer a wait of a rank that has parted from this one
         place = begun.number % PLACES
@@ -232,6 +234,8 @@ class SameHost:
 
     def wait_for(self, peers: Sequence[Peer], number: int, label: str, ticket: tuple[str, int]) -> None:
         """Waits until ``peers`` have begun round ``number``."""
+        if not self._places:  # not a wait that failed: nobody is there to say why
+            raise job_is_over(label)
         if self._is_closed or any(peer.begun < number for peer in peers):
             self._guard(lambda: self._wait_for_writers(peers, number), label, ticket)
 

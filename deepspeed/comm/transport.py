@@ -70,14 +70,23 @@ class Work(Protocol):
         """Whether waiting depends on no further call of this rank: all peers are known to have sent their part."""
 
 
+def job_is_over(what: str) -> CommunicationError:
+    """What to raise where something that was made for a job is used after it.
+
+    Args:
+        what: Was wanted.
+    """
+    return CommunicationError(
+        f"{what}: what was to carry this belongs to a job that is over, as its process groups were destroyed "
+        "(destroy_process_group). Make a new engine with deepspeed.initialize"
+    )
+
+
 class _Gone:
     """Stands where the process group of a job was that is over."""
 
     def __getattr__(self, name: str) -> Any:
-        raise CommunicationError(
-            "this engine belongs to a job that is over: its process group was destroyed (destroy_process_group), and "
-            "there is another one now. Make a new engine with deepspeed.initialize"
-        )
+        raise job_is_over("a transfer between ranks")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import random
 import resource
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import pytest
@@ -363,3 +363,31 @@ def test_what_is_left_of_a_job_holds_no_memory_sockets_or_threads():
     found = [run_ranks(_job_whose_transports_stay, 2) for _ in range(4)]
     assert found[3] == found[1], found
     run_ranks(_use_of_former_jobs, 2)
+
+
+_BEGUN: list[Callable[[], object]] = []  # what is left to do of exchanges and sums
+
+
+def _job_that_ends_between() -> None:
+    transport = create_transport()
+    _BEGUN.append(transport.all_to_all(torch.ones(4), (2, 2), torch.empty(4), (2, 2), label="tokens").wait)
+    sums, others = same_host_sums(create_transport()), same_host_sums(create_transport())
+    assert sums is not None and others is not None
+    _BEGUN.append(sums.start(torch.ones(3), "tokens").wait)
+    summand = others.place((3,), torch.float32)
+    _BEGUN.append(lambda: others.start(summand, "tokens"))
+
+
+def _ends_of_former_jobs() -> None:
+    assert len(_BEGUN) == 3
+    begun = time.monotonic()
+    for rest in _BEGUN:
+        with pytest.raises(CommunicationError, match="tokens.*: what was to carry this belongs to a job that is over"):
+            rest()
+    assert time.monotonic() - begun < 1
+    _BEGUN.clear()
+
+
+def test_what_a_job_has_begun_cannot_be_ended_after_it():
+    run_ranks(_job_that_ends_between, 2)
+    run_ranks(_ends_of_former_jobs, 2)
