@@ -349,6 +349,7 @@ def _job_whose_transports_stay() -> tuple[int, int]:
 
 
 def _use_of_former_jobs() -> None:
+    assert len(_KEPT) == 4
     for transport, sums in _KEPT:
         with pytest.raises(CommunicationError, match="new engine"):
             _exchange(transport, (2, 2), "tokens")
