@@ -13,7 +13,7 @@ from typing import IO
 
 
 class ExtensionFolder:
-    """The folder of one environment, in use until this process ends.
+    """The folder of one environment, in use until it is dropped.
 
     Args:
         python: The environment's Python.

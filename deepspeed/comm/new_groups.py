@@ -43,7 +43,7 @@ def my_group(
 
     Args:
         groups: The members of all groups of the axis; every rank of the job is in exactly one.
-        backend: Of the groups. Gloo's are made once.
+        backend: Of the groups. Gloo's are made once; others, see ``is_for_programs``.
         timeout: For their transfers; None: torch's.
         why: What they are for, in words, for whoever waits in vain; equal words are one purpose.
         is_for_programs: Nothing of this package travels in them, and programs order their own collectives; so they are
