@@ -208,13 +208,15 @@ def picture(results: list[dict[str, Any]], path: Path) -> None:
     figure, (curves, gaps) = pyplot.subplots(1, 2, figsize=(12, 5))
     for number, way in enumerate(way for way in WAYS if way in losses):
         reference = losses.get(REFERENCES.get(way, "adam"), {})
-        steps = list(next(iter(losses[way].values())))
+        # Of runs of other lengths those that all have: a mean over others at each step would jump.
+        steps = [step for step in next(iter(losses[way].values())) if all(step in one for one in losses[way].values())]
         mean = [sum(curve[step] for curve in losses[way].values()) / len(losses[way]) for step in steps]
         curves.plot(steps, mean, color=f"C{number}", linewidth=1, label=way)
         pairs = [(curve, reference[seed]) for seed, curve in losses[way].items() if seed in reference]
         if pairs and way not in ("adam", "lamb"):
-            apart = [sum(mine[step] - other[step] for mine, other in pairs) / len(pairs) for step in steps]
-            gaps.plot(steps, apart, color=f"C{number}", linewidth=1)
+            shared = [step for step in steps if all(step in other for _, other in pairs)]
+            apart = [sum(mine[step] - other[step] for mine, other in pairs) / len(pairs) for step in shared]
+            gaps.plot(shared, apart, color=f"C{number}", linewidth=1)
     gaps.axhline(0.0, color="0.7", linewidth=0.5)
     gaps.set_ylim(-0.15, 0.2)
     curves.set_ylabel("validation loss, nats per byte")
