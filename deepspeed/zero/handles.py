@@ -89,6 +89,9 @@ class SavedTensorHooks:
         """The engine is gone: what graphs have kept cannot be computed with any more, and keeps nothing of it alive."""
         self._demand = _refuse
         self.on_death = _let_be
+        for bucket in self._by_storage.values():
+            bucket.full.on_move = None
+        self._by_storage = {}
 
     def _follow(self, old_key: int, new_key: int) -> None:
         """A bucket's memory was left to somebody else: what they save of it is theirs."""
@@ -155,7 +158,7 @@ class SavedTensorHooks:
 def _refuse(bucket: Bucket) -> None:
     raise CallOrderError(
         f"backward needs the sharded parameters {bucket.label}, but engine.destroy was called since the forward, and "
-        "they are empty. Call backward before that"
+        "nothing gathers them any more. Call backward before that"
     )
 
 

@@ -21,7 +21,7 @@ from deepspeed.utils import (
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
 )
-from tests.engine.support import engine_of, inputs, rank, tower
+from tests.engine.support import SHARDED, engine_of, inputs, rank, tower
 from tests.harness import run_ranks
 
 
@@ -124,3 +124,25 @@ def _says_that_it_is_gone() -> None:
 
 def test_a_destroyed_engine_that_is_gone_is_named():
     run_ranks(_says_that_it_is_gone, 1)
+
+
+def _part_of_a_graph() -> None:
+    """What a graph has gone through stays with it, but not what it never came to."""
+    model = tower()
+    engine = engine_of(model, 3, zero=SHARDED)
+    kept: list[torch.Tensor] = []
+    model.layers[0].register_forward_hook(lambda _module, _inputs, output: kept.append(output))
+    engine(inputs(0, rank()))
+    buckets = [(bucket.label, weakref.ref(bucket)) for bucket in engine._runtime.buckets]
+    engine.destroy()
+    with pytest.raises(CallOrderError, match=r"nothing gathers them any more"):
+        kept[0].sum().backward()
+    del engine, model
+    gc.collect()
+    left = [label for label, bucket in buckets if bucket() is not None]
+    assert any("layers.0" in label for label in left), "the graph's own"
+    assert not any("last" in label for label in left), left
+
+
+def test_a_graph_keeps_no_shard_that_it_has_not_gone_through():
+    run_ranks(_part_of_a_graph, 2)
