@@ -87,3 +87,28 @@ def as_fast_as_asked() -> None:
 def test_each_group_moves_with_its_own_learning_rate() -> None:
     run_ranks(as_fast_as_asked, 2)
     run_ranks(as_fast_as_asked, 1)
+
+
+def falls() -> None:
+    """A learning rate falls to a tenth and to a hundredth at once; so do the steps, whatever is still owed."""
+    late, signs = 80, torch.zeros(len(RATES), NUMEL)
+    for freeze, factor in ((1000, 0.1), (late, 0.01)):
+        engine = engine_of(betas=(0.5, 0.99), var_update_scaler=late, bias_correction=True, var_freeze_step=freeze)
+        for step in range(late + 16):
+            if step == late + 8:
+                for group in engine.optimizer.param_groups:
+                    group["lr"] *= factor
+            before = weights(engine) if step >= late else {}
+            engine.backward(engine(gradients(step, signs)))
+            engine.step()
+            after = weights(engine) if step >= late else {}
+            for name in after:
+                if RATES[name]:
+                    rate = RATES[name] * (factor if step >= late + 8 else 1.0)
+                    moved = (after[name] - before[name]).square().mean().sqrt().item() / rate
+                    assert 0.1 < moved < 1.5, (freeze, factor, step, name, moved)
+        engine.destroy()
+
+
+def test_steps_fall_with_the_learning_rate() -> None:
+    run_ranks(falls, 2)

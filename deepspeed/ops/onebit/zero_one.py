@@ -18,8 +18,9 @@ from deepspeed.ops.onebit.phases import Phase, Reminder, frozen_root, largest_up
 from deepspeed.ops.onebit.schedule import updates_of_variance
 from deepspeed.ops.rules import Rule
 
-TRAVELLED, LR_SUM = "lr_travelled", "lr_since_exchange"
-"""Keys of the param groups: by what the sum that has just come is to be divided, and that sum as it grows."""
+TRAVELLED, LR_SUM, LR_OWED = "lr_travelled", "lr_since_exchange", "lr_owed"
+"""Keys of the param groups: by what the sum that has just come is to be divided, that sum as it grows, and that of the
+last message, of whose size errors are."""
 
 
 class ZeroOneRule:

@@ -14,7 +14,7 @@ import torch
 from deepspeed.comm.transport import LocalTransport, Reduction, transfer_key
 from deepspeed.ops.flat import FlatUpdate
 from deepspeed.ops.onebit.phases import Phase
-from deepspeed.ops.onebit.zero_one import LR_SUM, TRAVELLED, ZeroOneAdam, apart, denominator_of, farthest_of
+from deepspeed.ops.onebit.zero_one import LR_OWED, LR_SUM, TRAVELLED, ZeroOneAdam, apart, denominator_of, farthest_of
 from deepspeed.zero.gradient_bucket import GradientBucket
 from deepspeed.zero.group import Groups
 from deepspeed.zero.masters import MasterBucket, MasterRun
@@ -26,6 +26,7 @@ from deepspeed.zero.storage import Ledger
 _MEAN = 3  # kind of transfer, as of an exchange of momenta, with which it shares the numbers
 
 _LEAST = 1e-12  # learning rate by which a movement is divided
+_AT_ONCE = 0.5  # of the learning rate, between two exchanges
 
 Work = Sequence[tuple[BucketMomentum, GradientBucket, list[bool], torch.Tensor]]
 
@@ -188,6 +189,7 @@ class LocalSteps(MomentumExchange):
 
         ``lrs`` are those of this step, ``rates`` the sums of those of all that travels, by param group.
         """
+        self._lower_errors(rates)
         before: BucketMomentum | None = None
         for bucket, _, flags, flat in work:
             if still is None:
@@ -200,6 +202,21 @@ class LocalSteps(MomentumExchange):
             before = bucket
         if before is not None:
             before.finish()
+
+    def _lower_errors(self, rates: Sequence[float]) -> None:
+        """Where the learning rate has fallen at once, so does what is owed.
+
+        As it comes back it is momentum too, what has come by the learning rate, which has fallen: in full it would come
+        ten times over. In a fall that is spread over exchanges feedback sees to it.
+        """
+        factors = []
+        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+            last = float(group.get(LR_OWED) or 0.0)
+            factors.append(rate / last if 0.0 < rate < _AT_ONCE * last else 1.0)
+            if rate:
+                group[LR_OWED] = rate
+        for bucket in self.buckets:
+            bucket.multiply_errors(factors)
 
     def _step_alone(self, work: Work, still: Mapping[BucketMomentum, list[int]], clip: float) -> None:
         """A step of this rank's own; where ranks come together, what they have moved travels."""
