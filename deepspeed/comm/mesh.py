@@ -122,16 +122,22 @@ class Mesh:
 
     def position(self, rank: int, *axes: str) -> int:
         """The number of ``rank`` in its group along ``axes``, of which the last named is the fastest."""
-        coordinate = self.coordinate(rank)
-        number = 0
-        for name in axes:
-            number = number * self.size(name) + coordinate.get(name, 0)
-        return number
+        known = self._positions.get((rank, axes))
+        if known is None:
+            coordinate, known = self.coordinate(rank), 0
+            for name in axes:
+                known = known * self.size(name) + coordinate.get(name, 0)
+            self._positions[rank, axes] = known
+        return known
 
     def group(self, rank: int, *axes: str) -> list[int]:
         """The ranks that differ from ``rank`` along ``axes`` only, itself included, in the order of their positions."""
-        coordinate = self.coordinate(rank)
-        return [self.rank_at({**coordinate, **place}) for place in self._places(axes)]
+        known = self._groups.get((rank, axes))
+        if known is None:
+            coordinate = self.coordinate(rank)
+            known = tuple(self.rank_at({**coordinate, **place}) for place in self._places(axes))
+            self._groups[rank, axes] = known
+        return list(known)
 
     def groups(self, *axes: str) -> list[list[int]]:
         """All groups along ``axes``, ordered by the coordinates of their ranks: every rank is in exactly one.
@@ -172,6 +178,16 @@ class Mesh:
         if not 0 <= rank < self.world_size:
             raise DeepSpeedConfigError(f"the {self} has no rank {rank}, only 0 to {self.world_size - 1}")
         return self._place_of_rank[rank] if self.ranks else rank
+
+    # What was asked before: pipelines ask for every rank in every step.
+
+    @cached_property
+    def _positions(self) -> dict[tuple[int, tuple[str, ...]], int]:
+        return {}
+
+    @cached_property
+    def _groups(self) -> dict[tuple[int, tuple[str, ...]], tuple[int, ...]]:
+        return {}
 
     @cached_property
     def _place_of_rank(self) -> dict[int, int]:
