@@ -47,6 +47,8 @@ class Home(Enum):
     HOST = "host"
     FILE = "file"
 
+    __hash__ = object.__hash__  # as of Kind
+
 
 @dataclass(frozen=True)
 class BucketPlacement:

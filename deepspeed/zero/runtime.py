@@ -96,6 +96,7 @@ class ZeroRuntime:
         self.open_blocks = 0
         self.is_retired = False
         self._late: list[int] = []  # positions of buckets that are trained since one of their parameters was unfrozen
+        self._is_alone = all(isinstance(group.reduce, LocalTransport) for group in groups)
         self._untrained = UntrainedGradients()
         for bucket in self.buckets:
             bucket.begin_training(self)
@@ -138,8 +139,7 @@ class ZeroRuntime:
         self.take_unfrozen()
         self.announcement.is_open = True
         if self.reducer is not None:
-            alone = all(isinstance(group.reduce, LocalTransport) for group in self.groups)
-            every = self.reducer.policy.every_micro_batch and not alone
+            every = self.reducer.policy.every_micro_batch and not self._is_alone
             reaches, closes = self._positions(micro_batch)
             reduced = reaches if every and (micro_batch.part is None or micro_batch.part.reduces_each) else closes
             self.reducer.begin(
@@ -297,7 +297,7 @@ class ZeroRuntime:
             call: For the message.
             *kinds: The kinds that it needs; none: all.
         """
-        missing = sorted(self.away.intersection(kinds) if kinds else self.away)
+        missing = sorted(self.away.intersection(kinds) if kinds else self.away) if self.away else None
         if missing:
             raise CallOrderError(
                 f"{call}: offload_states has moved {', '.join(missing)} to the host; call engine.reload_states() first"

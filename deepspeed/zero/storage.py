@@ -33,6 +33,8 @@ class Kind(Enum):
     STAGING = "staging buffers"
     PRIVATE = "error feedback"
 
+    __hash__ = object.__hash__  # Enum's own runs in Python, and the books are written for every bucket that moves
+
 
 class Auditor(Protocol):
     """Follows the books of every ledger as they are written, beside counts of its own."""
