@@ -36,13 +36,14 @@ from deepspeed.engine.rooms import EXPERT, is_loaded
 from deepspeed.engine.roots import check_loss, paired_roots
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.logging import log_dist, log_dist_once
+from deepspeed.plain_attributes import PlainAttributes
 from deepspeed.profiling.timer import ThroughputTimer
 from deepspeed.zero.micro_batch import MicroBatch
 from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer
 from deepspeed.zero.runtime import ZeroRuntime
 
 
-class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, nn.Module):
+class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttributes, nn.Module):
     """Wraps a model for training. Made by ``deepspeed.initialize``.
 
     Attributes unknown to the engine are those of the wrapped model.
@@ -174,8 +175,12 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, nn.Modul
             self._profiled.after_forward()
         self._progress.after("forward")
         if torch.is_grad_enabled() and not self._runtime.hooks.sees_forwards:
-            self._runtime.announcement.watch(outputs)
+            self._let_announce(outputs)
         return outputs
+
+    def _let_announce(self, outputs: Any) -> None:
+        """Whatever backward the program runs through ``outputs`` shows itself."""
+        self._runtime.announcement.watch(outputs)
 
     # -- backward ----------------------------------------------------------------------------------------------------
 

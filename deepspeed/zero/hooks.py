@@ -285,11 +285,14 @@ class ForwardHooks:
 
     def reach(self, entry: int) -> None:
         """The open backward has come through the outputs of a forward."""
-        self._reached.add(entry)
+        if self._buckets:
+            self._reached.add(entry)
         self._schedule.enter(entry)
 
     def end_backward(self) -> None:
         """Reshards what the backward had gathered; what other forwards keep for their own backwards stays."""
+        if not self._buckets:
+            return
         if self._reached:
             self._outstanding.subtract(self._reached)
             self._outstanding = +self._outstanding  # without those of which none is left

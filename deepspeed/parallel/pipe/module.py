@@ -36,12 +36,13 @@ from deepspeed.parallel.pipe.schedule.cut import LayerCost, best_cut
 from deepspeed.parallel.pipe.spec import LayerSpec, TiedLayerSpec
 from deepspeed.parallel.pipe.tied import Tie, declare_ties, settle_ties
 from deepspeed.parallel.pipe.topology import PipeDataParallelTopology, ProcessTopology
+from deepspeed.plain_attributes import PlainAttributes
 
 DEFAULT_SCHEDULE = "1f1b"
 _PLANNED_MICRO_BATCHES = 4  # per stage: the number of a step is not known when layers are cut
 
 
-class PipelineModule(nn.Module):
+class PipelineModule(PlainAttributes, nn.Module):
     """Layers that run one after the other, each on one value, divided among stages. Every rank must make it alike.
 
     Layer i is the child ``str(i)``, whatever stage has it, so names do not depend on the cut; tied layers are
