@@ -47,7 +47,11 @@ WORKLOADS: dict[str, dict[str, Any]] = {
     "gpt": {"stages": 2, "micro_batches": 8, "hidden": 256, "length": 128, "rows": 4},
 }
 ENTERED = {
-    "sleep": [*(f"ours:{name}" for name in TRAIN_SCHEDULES), *(f"torch:{name}" for name in TRAIN_SCHEDULES)],
+    "sleep": [
+        *(f"ours:{name}" for name in TRAIN_SCHEDULES),
+        *(f"torch:{name}" for name in TRAIN_SCHEDULES),
+        "torch:interleaved-zb",
+    ],
     "transfer": ["ours:1f1b", "torch:1f1b"],
     "gpt": ["ours:1f1b", "torch:1f1b"],
 }
@@ -197,7 +201,7 @@ def report(workload: str, measured: list[Contestant], told: dict[str, Any]) -> T
         kind, _, schedule = contestant.name.partition(":")
         median = medians[contestant.name]
         cells = [f"{median:.0f}", f"{1000 * min(took['seconds'] for took in contestant.took):.0f}"]
-        if workload == "gpt":
+        if workload == "gpt" or schedule not in TRAIN_SCHEDULES:
             cells += ["", ""]
         else:
             # As this project has them, with two layers per stage and so two chunks where there are several.

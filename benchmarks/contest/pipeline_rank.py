@@ -18,46 +18,69 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+_LATE = 3e-4  # seconds by which a sleep may end too late
 
-class _SleepForInputs(torch.autograd.Function):
-    """Sleeps in forward, and in backward for the part that gives the gradient of the inputs."""
+
+class _Taken:
+    """Takes the time of one layer: sleeps, and looks at the clock at the end, so that it is neither late nor early.
+
+    What autograd does around the sleeps is part of a layer's time, as it is of any layer's.
+    """
+
+    def __init__(self) -> None:
+        self._until = 0.0
+
+    def begin(self) -> None:
+        self._until = time.perf_counter()
+
+    def take(self, seconds: float) -> None:
+        self._until += seconds
+        while (left := self._until - time.perf_counter()) > 0:
+            if left > _LATE:
+                time.sleep(left - _LATE)
+
+
+class _ForInputs(torch.autograd.Function):
+    """Takes time in backward, for the part that gives the gradient of the inputs."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor | None, forward: float, backward: float) -> Tensor:
-        ctx.seconds, ctx.anchor = backward, anchor
-        time.sleep(forward)
+    def forward(ctx: Any, x: Tensor, anchor: Tensor | None, taken: _Taken, seconds: float) -> Tensor:
+        ctx.taken, ctx.seconds, ctx.anchor = taken, seconds, anchor
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        time.sleep(ctx.seconds)
+        ctx.taken.take(ctx.seconds)
         return gradient, None if ctx.anchor is None else torch.zeros_like(ctx.anchor), None, None
 
 
-class _SleepForWeights(torch.autograd.Function):
-    """Sleeps in backward only, for the part that gives the gradient of the weights."""
+class _ForWeights(torch.autograd.Function):
+    """Takes time in backward, for the part that gives the gradient of the weights."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float) -> Tensor:
-        ctx.seconds, ctx.shape = seconds, weight.shape
+    def forward(ctx: Any, x: Tensor, weight: Tensor, taken: _Taken, seconds: float) -> Tensor:
+        ctx.taken, ctx.seconds, ctx.shape = taken, seconds, weight.shape
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None]:
-        time.sleep(ctx.seconds)
-        return None, gradient.new_zeros(ctx.shape), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None, None]:
+        ctx.taken.take(ctx.seconds)
+        return None, gradient.new_zeros(ctx.shape), None, None
 
 
 class _Both(torch.autograd.Function):
-    """Passes one value on and its gradient to both."""
+    """Passes one value on and its gradient to both; takes the time of forward, and begins that of backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, side: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, side: Tensor, taken: _Taken, seconds: float) -> Tensor:
+        ctx.taken = taken
+        taken.take(seconds)
         return x.data  # not a view: torch's split backwards detach what a stage gives, in place
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        return gradient, gradient
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        ctx.taken.begin()
+        return gradient, gradient, None, None
 
 
 class SleepingLayer(nn.Module):
@@ -69,10 +92,13 @@ class SleepingLayer(nn.Module):
         self.seconds = (forward, backward - weight, weight)
 
     def forward(self, x: Tensor) -> Tensor:
+        taken = _Taken()
+        taken.begin()
         forward, backward_input, backward_weight = self.seconds
         # The inputs of the model need no gradient; its first layer takes as long as the others all the same.
-        main = _SleepForInputs.apply(x, None if x.requires_grad else self.weight, forward, backward_input)
-        return _Both.apply(main, _SleepForWeights.apply(x.detach(), self.weight, backward_weight))
+        main = _ForInputs.apply(x, None if x.requires_grad else self.weight, taken, backward_input)
+        side = _ForWeights.apply(x.detach(), self.weight, taken, backward_weight)
+        return _Both.apply(main, side, taken, forward)
 
 
 class Embedding(nn.Module):
@@ -186,6 +212,7 @@ class Torch:
         "1f1b": "Schedule1F1B",
         "interleaved": "ScheduleInterleaved1F1B",
         "zb-h1": "ScheduleInterleavedZeroBubble",
+        "interleaved-zb": "ScheduleInterleavedZeroBubble",
         "zbv": "ScheduleZBVZeroBubble",
         "dualpipev": "ScheduleDualPipeV",
     }
@@ -197,7 +224,7 @@ class Torch:
         layers, loss, inputs, labels = workload(told)
         self._rank, stages = dist.get_rank(), told["stages"]
         name = told["schedule"]
-        if name in ("gpipe", "1f1b"):
+        if name in ("gpipe", "1f1b", "zb-h1"):
             place = list(range(stages))
         else:
             turn = reversed(range(stages)) if name in ("zbv", "dualpipev") else range(stages)
@@ -213,7 +240,8 @@ class Torch:
             for module, chunk in zip(modules, own, strict=True)
         ]
         made = getattr(pipelining, self.NAMES[name])
-        self._schedule = made(parts[0] if len(place) == stages else parts, told["micro_batches"], loss_fn=loss)
+        takes_one = name in ("gpipe", "1f1b")
+        self._schedule = made(parts[0] if takes_one else parts, told["micro_batches"], loss_fn=loss)
         self._is_first, self._is_last = 0 in own, len(place) - 1 in own
         self._inputs = torch.cat([inputs] * told["micro_batches"])
         self._labels = torch.cat([labels] * told["micro_batches"])
