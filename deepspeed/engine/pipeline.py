@@ -25,6 +25,8 @@ from deepspeed.parallel.pipe.values import detached, map_tensors, tensors_of
 from deepspeed.parallel.pipe.wires import connect_stages
 from deepspeed.zero.micro_batch import MicroBatch, Part
 
+_NOTHING = (None, None)  # an item of a stage that has no data
+
 
 class PipelineEngine(Interpreter, DeepSpeedEngine):
     """Trains a :class:`~deepspeed.parallel.pipe.module.PipelineModule`. Made by ``deepspeed.initialize``.
@@ -89,7 +91,7 @@ class PipelineEngine(Interpreter, DeepSpeedEngine):
     @property
     def pipeline(self) -> PipelineModule:
         """The module."""
-        module = self.module
+        module = self._parts.model
         assert isinstance(module, PipelineModule)
         return module
 
@@ -204,7 +206,8 @@ class PipelineEngine(Interpreter, DeepSpeedEngine):
             raise RuntimeError("train_batch: called under torch.no_grad(); use eval_batch() for evaluation")
         if data_iter is not None:
             self.set_dataiterator(data_iter)
-        self.module.train()
+        if not self.pipeline.training:
+            self.pipeline.train()
         count = self.micro_batches
         self._get_ready("train_batch", count, "train", needs_labels=self.pipeline.loss_fn is not None)
         chosen = (self.pipeline.schedule, self.num_stages, count, self.pipeline.num_chunks)
@@ -300,19 +303,28 @@ class PipelineEngine(Interpreter, DeepSpeedEngine):
                 self._parts.groups.job, self.grid.mesh, self.global_rank, feed, count, call, needs_labels=needs_labels
             )
 
-    def take_items(self) -> list[Any]:
+    def own_items(self) -> list[Any]:
         """See the class this one derives from."""
         if self._agreed is None:  # the program runs a schedule of its own
             self._get_ready(
                 "_exec_schedule", self.micro_batches, "train", needs_labels=self.pipeline.loss_fn is not None
             )
-        assert self._agreed is not None
-        agreed, self._agreed, self.where = self._agreed, None, "pulling data"
-        self._labels_travel = agreed()
+        self.where = "pulling data"
         if not self._pulls_data:
             return []
-        count = self._count
-        return [parts_of(item) for item in self._feed.take(count)] if self._feed.has_any else [(None, None)] * count
+        return list(map(parts_of, self._feed.ready(self._count))) if self._feed.has_any else [_NOTHING] * self._count
+
+    def agree(self) -> bool:
+        """See the class this one derives from."""
+        assert self._agreed is not None
+        agreed, self._agreed, self.where = self._agreed, None, "pulling data"
+        labels_travel = agreed()
+        self._feed.use_up(self._count)
+        return labels_travel
+
+    def may_begin(self) -> bool:
+        """See the class this one derives from; where stages have several ranks, these talk in their forwards."""
+        return self.num_stages == self.world_size and self._feed.has_any and len(self._items) == self._count
 
     @contextmanager
     def _telling_others(self, call: str) -> Iterator[None]:
@@ -361,6 +373,9 @@ class PipelineEngine(Interpreter, DeepSpeedEngine):
         self._found.add(loss, {**(metrics or {}), **(further or {})})
         self.loss = loss.detach()
         return loss
+
+    def _let_announce(self, outputs: Any) -> None:
+        """There is no backward but those of the schedule."""
 
     def compute_backward(
         self,

@@ -246,17 +246,19 @@ class Outgoing:
     def let_go(self, taken: int) -> None:
         """Keeps nothing of the first ``taken`` messages, which are known to have been taken."""
         while self._left < taken and all(self._wire.has_left(*each) for each in self._leaving[0].works):
-            self._wait_for_oldest()
+            for work, _ in self._leaving[0].works:
+                work.wait()  # returns at once, so that nobody need watch it
+            self._forget_oldest()
 
     def drain(self) -> None:
         """Waits until everything has left."""
         while self._leaving:
-            self._wait_for_oldest()
+            oldest = self._leaving[0]
+            for work, _ in oldest.works:
+                self._route.guard(work, oldest.ticket, oldest.micro_batch)
+            self._forget_oldest()
 
-    def _wait_for_oldest(self) -> None:
-        oldest = self._leaving[0]
-        for work, _ in oldest.works:
-            self._route.guard(work, oldest.ticket, oldest.micro_batch)
+    def _forget_oldest(self) -> None:
         self._leaving.popleft()
         self._left += 1
 

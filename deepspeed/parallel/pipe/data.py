@@ -61,9 +61,14 @@ class DataFeed:
         """See :func:`fingerprints`, of the items that are ready."""
         return fingerprints(islice(self._pulled, count))
 
-    def take(self, count: int) -> list[Any]:
-        """The items that are ready."""
-        return [self._pulled.popleft() for _ in range(count)]
+    def ready(self, count: int) -> list[Any]:
+        """The items that are ready, at most ``count``."""
+        return list(islice(self._pulled, count))
+
+    def use_up(self, count: int) -> None:
+        """Forgets those items: the step that they are for has begun on all ranks."""
+        for _ in range(min(count, len(self._pulled))):
+            self._pulled.popleft()
 
 
 def agree_on_data(
@@ -100,8 +105,8 @@ def _labels_travel(rows: list[list[int]], mesh: Mesh, rank: int, count: int, cal
     if other_calls:
         theirs = _CALLS[rows[other_calls[0]][-1]]
         raise DataError(
-            f"{call}: rank {rank} calls it, rank {other_calls[0]} calls {theirs}. Nothing was computed; make the calls "
-            "depend on what is equal on all ranks, such as engine.global_steps"
+            f"{call}: rank {rank} calls it, rank {other_calls[0]} calls {theirs}. No weight has changed; make the "
+            "calls depend on what is equal on all ranks, such as engine.global_steps"
         )
     others = [other for other, (number, *_) in enumerate(rows) if number != count]
     if others:
@@ -120,14 +125,14 @@ def _labels_travel(rows: list[list[int]], mesh: Mesh, rank: int, count: int, cal
                 + (
                     "is missing: pass an iterator there, or set_batch_fn a function that can do without"
                     if is_missing
-                    else what + ". Nothing was computed; give the ranks that load data loaders of equal length, or a "
+                    else what + ". No weight has changed; give the ranks that load data loaders of equal length, or a "
                     "RepeatingLoader"
                 )
             )
     wrong = different_samples([(inputs, labels, got == count) for _, got, _, inputs, labels, _ in rows], mesh)
     if wrong is not None:
         raise DataError(
-            f"{call}: {wrong}. Nothing was computed; load by engine.grid.data_parallel_id and shuffle by one seed on "
+            f"{call}: {wrong}. No weight has changed; load by engine.grid.data_parallel_id and shuffle by one seed on "
             "all ranks, as the loader of initialize(training_data=...) does, or give data to the first stage alone: "
             "labels then travel. Where a stage does not need inputs or labels, None may stand for them"
         )

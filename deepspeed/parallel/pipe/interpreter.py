@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from itertools import takewhile
 from types import MethodType
 from typing import Any, ClassVar
 
@@ -22,6 +23,10 @@ from deepspeed.parallel.pipe.wires import StageWires
 
 BUFFERS = ("inputs", "labels", "outputs", "output_tensors", "gradients", "work")
 _BACKWARDS = (told.BackwardPass, told.BackwardWeight)
+
+
+def _needs_nobody(command: told.PipeInstruction) -> bool:
+    return isinstance(command, (told.LoadMicroBatch, told.ForwardPass))
 
 
 class Interpreter:
@@ -82,14 +87,25 @@ class Interpreter:
         """Computes the gradients of a chunk's weights."""
         raise NotImplementedError
 
-    def take_items(self) -> list[Any]:
-        """The step's pairs ``(inputs, labels)``, once all ranks are known to have theirs."""
+    def own_items(self) -> list[Any]:
+        """This rank's pairs ``(inputs, labels)`` of the step, as far as it has them."""
+        raise NotImplementedError
+
+    def agree(self) -> bool:
+        """Returns once all ranks are known to have their items: whether labels travel from the first stage."""
+        raise NotImplementedError
+
+    def may_begin(self) -> bool:
+        """Whether the first forwards may run before that, as they need nobody else."""
         raise NotImplementedError
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def _exec_schedule(self, pipe_schedule: Iterable[list[told.PipeInstruction]]) -> None:
         """Runs one step.
+
+        Nothing leaves this rank, and no gradient is computed, before all ranks are known to have their items. They tell
+        each other while the first stage computes its first forwards.
 
         Raises:
             PipelineError: Nobody knows an instruction.
@@ -105,7 +121,20 @@ class Interpreter:
             command.kwargs.get("chunk", self._first_chunk) for command in commands if isinstance(command, _BACKWARDS)
         )
         self._post_receives(commands)
-        self._items = self.take_items()
+        self._items = self.own_items()
+        try:
+            begun = list(takewhile(_needs_nobody, commands)) if self.may_begin() else []
+            self._run(begun)
+            self._labels_travel = self.agree()
+            self._run(commands[len(begun) :])
+            self.where = "waiting until everything sent has left"
+            self._wires.drain()
+        finally:
+            for buffers in self.pipe_buffers.values():
+                buffers.clear()
+            self._items = []
+
+    def _run(self, commands: list[told.PipeInstruction]) -> None:
         for command in commands:
             run = self._INSTRUCTION_MAP.get(type(command))
             if run is None:
@@ -113,13 +142,8 @@ class Interpreter:
                     f"the schedule has the instruction {command!r}, which {type(self).__name__}._INSTRUCTION_MAP does "
                     "not know"
                 )
-            vars(self)["where"] = command  # a module looks at what it is given, fifty times in a step
+            self.where = command
             MethodType(run, self)(**command.kwargs)
-        self.where = "waiting until everything sent has left"
-        self._wires.drain()
-        for buffers in self.pipe_buffers.values():
-            buffers.clear()
-        self._items = []
 
     def _post_receives(self, commands: list[told.PipeInstruction]) -> None:
         counts: Counter[tuple[str, int]] = Counter()
@@ -147,21 +171,18 @@ class Interpreter:
         """Puts an item of the data, which has been pulled already, where the computations find it."""
         _, micro_batch = self._about("load", arguments)
         inputs, labels = self._items[micro_batch]
-        keeps_inputs = self._stage_of[0] == self._wires.stage
-        self._items[micro_batch] = (to_device(inputs, self._device) if keeps_inputs else None, self._on_device(labels))
-
-    def _on_device(self, labels: Any) -> Any:
-        is_used = self._labels_travel or self._stage_of[-1] == self._wires.stage
-        return to_device(labels, self._device) if is_used else None
+        first, last = (self._stage_of[end] == self._wires.stage for end in (0, -1))
+        self._items[micro_batch] = (
+            to_device(inputs, self._device) if first else None,
+            to_device(labels, self._device) if last else labels,  # elsewhere they may travel
+        )
 
     def _exec_forward_pass(self, buffer_id: int, **arguments: Any) -> None:
         chunk, micro_batch = self._about("forward", arguments)
         buffers = self.pipe_buffers
         if chunk == 0:
-            buffers["inputs"][buffer_id], labels = self._items[micro_batch]
-            self._items[micro_batch] = (None, labels)
-            if self._labels_travel:
-                buffers["labels"][buffer_id] = labels
+            buffers["inputs"][buffer_id], buffers["labels"][buffer_id] = self._items[micro_batch]
+            self._items[micro_batch] = (None, buffers["labels"][buffer_id])
         if chunk == len(self._stage_of) - 1 and not self._labels_travel and self._items:
             buffers["labels"][buffer_id] = self._items[micro_batch][1]
         inputs = writable(buffers["inputs"][buffer_id])
@@ -173,7 +194,7 @@ class Interpreter:
         chunk, micro_batch = self._about("send activation", arguments)
         value = self.pipe_buffers["outputs"][buffer_id]
         if self._labels_travel:
-            value = (value, self.pipe_buffers["labels"][buffer_id])
+            value = (value, to_device(self.pipe_buffers["labels"][buffer_id], self._device))
         self._send(ACTIVATIONS, self._peer(arguments, 1), chunk + 1, micro_batch, value)
         self.pipe_buffers["outputs"][buffer_id] = None  # backward needs those with gradients only
 

@@ -34,7 +34,7 @@ def _missing_data(world):
     number = _what_is_said(lambda: engine.train_batch(iter(support.items(0, copy, 4))))
     if engine.is_first_stage():
         engine.set_train_batch_size(2 * 4)
-    # Nothing was computed, so the training goes on.
+    # No weight has changed, so the training goes on.
     engine.set_dataiterator(None)
     told = support.train(engine, 4, 3)
     return said[0], without[0], number[0], told
@@ -46,7 +46,7 @@ def test_missing_data_is_told_before_the_step():
     assert all(result[0] == said and result[1] == without and result[3] == told for result in results)
     assert said == (
         "train_batch: the data of stage 1 (rank 1) ended after 3 of 4 micro-batches, so micro-batch 3 is missing. "
-        "Nothing was computed; give the ranks that load data loaders of equal length, or a RepeatingLoader"
+        "No weight has changed; give the ranks that load data loaders of equal length, or a RepeatingLoader"
     )
     assert "the data of stage 0 (rank 0) ended after 0 of 4" in without
     assert "rank 0 has 3 micro-batches, rank 1 4" in number

@@ -99,7 +99,7 @@ def run_out_of_data() -> list[tuple[str, float] | float]:
     engine = engine_of(linears(2), 2, 3)
     here = engine.is_first_stage()
     said: list[Any] = [said_by(lambda: engine.train_batch(iter(items(2, 2) if here else items(2, 2, 2))))]
-    # Nothing was computed: the engine goes on.
+    # No weight has changed: the engine goes on.
     said.append(engine.train_batch(iter(items(2, 2, 2))).item())
     said.append(said_by(lambda: engine.train_batch(iter(items(2, 2, 2)) if here else iter(_broken()))))
     return said
@@ -219,7 +219,7 @@ def call_differently() -> list[Any]:
 
 def test_another_call_on_one_stage():
     (first, loss), (second, other) = run_ranks(call_differently, 2)
-    assert first[0].startswith("PipelineError: train_batch: rank 0 calls it, rank 1 calls eval_batch. Nothing was comp")
+    assert first[0].startswith("PipelineError: train_batch: rank 0 calls it, rank 1 calls eval_batch. No weight has")
     assert second[0].startswith("PipelineError: eval_batch: rank 1 calls it, rank 0 calls train_batch")
     assert loss == other > 0
 
