@@ -10,7 +10,7 @@ from tests.project import graph
 
 # Lowest first; a module may import from its own row and from the rows above it.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "logging", "features", "lazy", "ports", "release", "uncompiled"),
+    ("errors", "logging", "features", "lazy", "ports", "release", "uncompiled", "plain_attributes"),
     ("config",),
     ("accelerator", "comm"),
     # Optimizers and the loss scaler work on plain tensors and know nothing of sharding; `zero` drives them.
