@@ -138,7 +138,10 @@ class SavedTensorHooks:
         if tensor.layout is not torch.strided:
             return tensor
         bucket = self._by_storage.get(tensor.untyped_storage()._cdata)  # storage_key, without another function
-        return tensor if bucket is None else Handle(bucket, tensor, self)
+        if bucket is not None:
+            return Handle(bucket, tensor, self)
+        # An operation's own result would keep the operation, and that the result: until a backward, or for ever.
+        return tensor if tensor.grad_fn is None else tensor.detach()
 
     @partial(uncompiled, recursive=False)
     def _unpack(self, packed: Any) -> torch.Tensor:
