@@ -5,7 +5,6 @@ A reduction is an exchange of slices with a local sum in rank order in fp32, so 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -55,8 +54,7 @@ class GlooGather:
     def wait(self) -> None:
         """See ``Work``."""
         works, self._works = self._works, []
-        for work in works:
-            self._transport.guard(self._transport.waiting_for(work), self._ticket, self._label)
+        self._transport.guard_all(works, self._ticket, self._label, self._transport.patience)
         self._transport.note_confirmations(self._confirmations)
         self._confirmations = []
 
@@ -81,8 +79,7 @@ class _GlooExchange:
         works, self._works = self._works, []
         if works:
             catch_up()
-        for work in works:
-            self._transport.guard(work.wait, self._ticket, self._label)
+            self._transport.guard_all(works, self._ticket, self._label)
 
 
 class _GlooReduce:
@@ -142,8 +139,7 @@ class _GlooReduce:
             parts, works = self._pieces.pop(0)
             if self._bounds:
                 self._post(0)
-            for work in works:
-                self._transport.guard(work.wait, self._ticket, self._how.label)
+            self._transport.guard_all(works, self._ticket, self._how.label)
             scaled_sum(parts, self._out[start:stop], self._how.scale, self._how.visit)
         self._flat = self._out = torch.empty(0)
 
@@ -171,8 +167,7 @@ class _GlooSwap:
         if not self.will_arrive():
             catch_up()
         works, self._works = self._works, []
-        for work in works:
-            self._transport.guard(work.wait, self._ticket, self._label)
+        self._transport.guard_all(works, self._ticket, self._label)
 
 
 class _GlooAllReduce:
@@ -224,9 +219,17 @@ class GlooTransport(Transport):
         self.patience: timedelta | None = None
         self._sent = [0] * size
 
-    def waiting_for(self, work: Any) -> Callable[[], Any]:
-        """What waits for one of torch's works."""
-        return work.wait if self.patience is None else functools.partial(work.wait, self.patience)
+    def guard_all(
+        self, works: Sequence[Any], ticket: tuple[str, int], label: str, patience: timedelta | None = None
+    ) -> None:
+        """Waits for torch's works, which are one transfer; ``patience`` is for each of them."""
+        arguments = () if patience is None else (patience,)
+
+        def wait() -> None:
+            for work in works:
+                work.wait(*arguments)
+
+        self.guard(wait, ticket, label)
 
     def note_sent(self, peer: int, count: int) -> None:
         """Notes that ``peer`` has started at least ``count`` reductions."""
@@ -373,5 +376,4 @@ class GlooTransport(Transport):
                     nbytes += piece.tensor.numel() * piece.tensor.element_size()
         traffic.record_asked("move", nbytes, self.axis)
         catch_up()
-        for work in works:
-            self.guard(work.wait, ticket, label)
+        self.guard_all(works, ticket, label)

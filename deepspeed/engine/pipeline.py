@@ -84,7 +84,6 @@ class PipelineEngine(Interpreter, DeepSpeedEngine):
         self.loss: torch.Tensor | None = None
         self.fwd_outputs: list[Any] = []
         self._metrics: dict[str, float] = {}
-        self._additional: dict[str, torch.Tensor] = {}
         if self.training_dataloader is not None:
             self.set_dataloader(self.training_dataloader)
 
@@ -355,22 +354,20 @@ class PipelineEngine(Interpreter, DeepSpeedEngine):
 
     def compute_forward(self, chunk: int, micro_batch: int, inputs: Any, labels: Any) -> Any:
         """See the class this one derives from."""
-        self.pipeline.active_chunk = chunk
+        pipeline = self.pipeline
+        pipeline.active_chunk = chunk
         try:
             outputs = DeepSpeedEngine.forward(self, inputs)
         finally:
-            self.pipeline.active_chunk = None
+            pipeline.active_chunk = None
         if chunk != len(self._stage_of) - 1:
             return outputs
         if self._mode != "train":
             self.fwd_outputs.append(detached(outputs))
         if self._mode == "outputs":
             return outputs
-        value = outputs if self.pipeline.loss_fn is None else self.pipeline.loss_fn(outputs, labels)
-        loss, metrics = losses.split_loss(value)
-        further = self.pipeline.get_additional_losses()
-        self._additional_names = tuple(further or ())
-        self._found.add(loss, {**(metrics or {}), **(further or {})})
+        loss, metrics = losses.split_loss(outputs if pipeline.loss_fn is None else pipeline.loss_fn(outputs, labels))
+        self._found.add(loss, {**(metrics or {}), **(pipeline.get_additional_losses() or {})})
         self.loss = loss.detach()
         return loss
 

@@ -145,12 +145,16 @@ class GatherSchedule:
             entry: Number of the module that it enters the model by; a backward learns it from :meth:`enter`.
         """
         assert self._situation is None, f"segment {self._situation} is still open"
+        self._issued = []
+        if not self._buckets:
+            self._situation, self._order = (kind, entry, frozenset()), []
+            self._agreement.begin_segment(kind)
+            return
         full = frozenset(index for index, bucket in self._buckets.items() if bucket.state is State.FULL)
         if kind == "backward":
             full |= self._skipped & self._kept_after_forward
         self._situation = (kind, entry, full)
         self._order = self._known_order()
-        self._issued = []
         self._demanded_leaves.clear()
         # Nothing can be gathered where all is held gathered around it, so ranks need not do the same (a rank that
         # generates may stop earlier than others).
@@ -163,7 +167,7 @@ class GatherSchedule:
         """The open backward has come to the outputs of a forward; the first one before any gather is its entry."""
         assert self._situation is not None
         kind, known, full = self._situation
-        if known == _UNKNOWN and not self._issued:
+        if known == _UNKNOWN and not self._issued and self._buckets:
             self._situation = (kind, entry, full)
             self._order = self._known_order()
 
@@ -180,6 +184,10 @@ class GatherSchedule:
     def end(self) -> None:
         """Closes the segment: takes part in what was skipped, and agrees on the order if it was recorded."""
         assert self._situation is not None, "no segment is open"
+        if not self._buckets:
+            self._situation = None
+            self._agreement.end_segment(())
+            return
         if self._is_alone:
             self._situation = None
             self._show_shapes(False)

@@ -170,7 +170,7 @@ class _Leaving:
     ticket: tuple[str, int]
     micro_batch: int
     works: list[tuple[Any, int]]
-    kept: list[torch.Tensor]
+    kept: list[tuple[torch.Tensor, int]]
 
 
 class Outgoing:
@@ -232,11 +232,14 @@ class Outgoing:
         else:
             sent += [(as_bytes(tensor), TENSORS) for tensor in tensors]
         ticket = self._route.issue()
-        works = [(self._wire.send(tensor, what), what) for tensor, what in sent if tensor.numel()]
-        nbytes = sum(tensor.numel() for tensor, _ in sent)
+        nbytes, works = 0, []
+        for tensor, what in sent:
+            if size := tensor.numel():  # bytes
+                works.append((self._wire.send(tensor, what), what))
+                nbytes += size
         traffic.record_asked("send", nbytes, PIPE)
         traffic.record_ran("send", nbytes, PIPE, len(works))
-        self._leaving.append(_Leaving(ticket, micro_batch, works, [tensor for tensor, _ in sent]))
+        self._leaving.append(_Leaving(ticket, micro_batch, works, sent))
 
     @property
     def kept(self) -> int:
@@ -344,7 +347,7 @@ class Incoming:
         self._post()
         ticket = self._route.issue()
         posted = self._posted.popleft()
-        self._wait(posted.work, ticket, micro_batch)
+        self._route.guard(posted.work, ticket, micro_batch)
         number, length, taken = _WORD.unpack_from(posted.packet.numpy().data)
         if number != micro_batch:
             raise PipelineError(
@@ -366,9 +369,9 @@ class Incoming:
         """The tensors of a message whose word has come."""
         if length:
             text = torch.empty(length, dtype=torch.uint8)
-            self._wait(self._wire.receive(text, DESCRIPTIONS), ticket, micro_batch)
+            self._route.guard(self._wire.receive(text, DESCRIPTIONS), ticket, micro_batch)
             for work in posted.works:  # nothing of value
-                self._wait(work, ticket, micro_batch)
+                self._route.guard(work, ticket, micro_batch)
             posted.room, posted.works = [], []
             self._description = pickle.loads(text.numpy().tobytes())
             self._known.message(Form(slots_of(self._description), packs=self._packs))
@@ -380,16 +383,13 @@ class Incoming:
             packet = posted.packet
             if posted.form is not form:
                 packet = torch.empty(form.nbytes, dtype=torch.uint8)
-                self._wait(self._wire.receive(packet, TENSORS), ticket, micro_batch)
+                self._route.guard(self._wire.receive(packet, TENSORS), ticket, micro_batch)
             return form.taken_from(packet)
         if not posted.room:
             self._make_room(posted, form)
         for work in posted.works:
-            self._wait(work, ticket, micro_batch)
+            self._route.guard(work, ticket, micro_batch)
         return posted.room
-
-    def _wait(self, work: Any, ticket: tuple[str, int], micro_batch: int) -> None:
-        self._route.guard(work, ticket, micro_batch)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

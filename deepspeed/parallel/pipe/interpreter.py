@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import takewhile
-from types import MethodType
 from typing import Any, ClassVar
 
 import torch
@@ -143,7 +142,7 @@ class Interpreter:
                     "not know"
                 )
             self.where = command
-            MethodType(run, self)(**command.kwargs)
+            run(self, **command.kwargs)
 
     def _post_receives(self, commands: list[told.PipeInstruction]) -> None:
         counts: Counter[tuple[str, int]] = Counter()

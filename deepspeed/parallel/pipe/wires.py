@@ -82,7 +82,7 @@ class StageWires:
         self._host = my_group(pipes, backend="gloo", timeout=timeout, why="transfers between stages")
         party = party_of(self._host)
         assert party is not None
-        self._party: Party = party
+        self._party: Party | None = party
         self._owner = party.watch.next_owner(f"{party.scope}stages")
         self._native: dict[tuple[str, bool], Any] = {}
         if backend != "gloo":
@@ -93,11 +93,14 @@ class StageWires:
                     self._native[kind, upwards] = my_group(pipes, backend=backend, timeout=timeout, why=why)
         # Copying into a packet is worth it where tensors are on the host and travel as words do.
         self._packs = not self._native and device.type == "cpu"
+        party.watch.members.add(self)
 
-    @property
-    def watch(self) -> Any:
-        """The job's watch; None with one stage."""
-        return self._party.watch if len(self._ranks) > 1 else None
+    def leave(self) -> None:
+        """The job is over: whoever still refers to this keeps no process group and nothing that was sent."""
+        self._in.clear()
+        self._out.clear()
+        self._native.clear()
+        self._host = self._party = None
 
     def outgoing(self, kind: str, stage: int) -> Outgoing:
         """The channel that carries ``kind`` to another stage."""
@@ -140,6 +143,7 @@ class StageWires:
             channel.drain()
 
     def _connect(self, kind: str, source: int, target: int) -> tuple[Route, Any]:
+        assert self._party is not None
         peer = target if source == self.stage else source
         ranks = (self._ranks[source], self._ranks[target])
         route = Route(kind, source, target, ranks, self._party, self._owner)
