@@ -144,7 +144,7 @@ class _Exchange:
 
     def wait(self) -> None:
         """See ``Work``."""
-        host, self._host = self._host, None
+        host = self._host
         if host is None:
             return
         host.wait_for(self._senders, self.number, self._label, self._ticket)
@@ -158,6 +158,7 @@ class _Exchange:
             host.has_read(self.number)
             for part in self._by_gloo:
                 part.land(self._ticket, self._label)
+        self._host = None
         self._arriving, self._by_gloo = (), []
 
     def _parted(self, host: SameHost, peer: Peer) -> Exception:

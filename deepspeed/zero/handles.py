@@ -140,8 +140,7 @@ class SavedTensorHooks:
         bucket = self._by_storage.get(tensor.untyped_storage()._cdata)  # storage_key, without another function
         if bucket is not None:
             return Handle(bucket, tensor, self)
-        # An operation's own result would keep the operation, and that the result: until a backward, or for ever.
-        return tensor if tensor.grad_fn is None else tensor.detach()
+        return _without_graph(tensor)
 
     @partial(uncompiled, recursive=False)
     def _unpack(self, packed: Any) -> torch.Tensor:
@@ -189,8 +188,13 @@ def handing_on() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.T
         return None
     top = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if top is None:
-        return _same, _same
+        return _without_graph, _same
     return top if isinstance(getattr(top[0], "__self__", None), SavedTensorHooks) else None
+
+
+def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
+    """What is kept of a tensor: with its graph, an operation that kept its own result would be kept by it, for ever."""
+    return tensor if tensor.grad_fn is None else tensor.detach()
 
 
 def _same(value: Any) -> Any:

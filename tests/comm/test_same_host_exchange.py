@@ -382,7 +382,7 @@ def _job_that_ends_between() -> None:
 def _ends_of_former_jobs() -> None:
     assert len(_BEGUN) == 3
     begun = time.monotonic()
-    for rest in _BEGUN:
+    for rest in (*_BEGUN, *_BEGUN[:2]):  # no wait does at the second attempt either
         with pytest.raises(CommunicationError, match="tokens.*: what was to carry this belongs to a job that is over"):
             rest()
     assert time.monotonic() - begun < 1

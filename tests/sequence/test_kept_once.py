@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import deepspeed
 from deepspeed.comm.counters import counted
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.parallel.sequence.attention import DistributedAttention
+from deepspeed.parallel.sequence.kept_once import KeptOnce
 from deepspeed.sequence import mean_loss
 from tests.ecosystem.support import needs_transformers
 from tests.engine.support import SHARDED
@@ -150,3 +152,15 @@ def _by_configuration():
 @needs_transformers
 def test_by_configuration():
     run_ranks(_by_configuration, 2)
+
+
+def test_an_operation_within_attention_that_saves_its_own_result_is_not_kept_by_it():
+    kept, x = KeptOnce(), torch.ones(3, requires_grad=True)
+    with kept.attending():
+        weights = torch.tanh(x)
+        result = weights.sum(0, keepdim=True)
+    kept.became(result, result.clone(), lambda by_tokens: by_tokens)
+    gone = weakref.ref(weights)
+    del kept, weights, result
+    gc.collect()
+    assert gone() is None
