@@ -93,7 +93,8 @@ def set_mesh(found: Mesh | None, timeout: timedelta | None = None) -> None:
         return
     mesh, _mesh_world = found.check(size_of()), this_job()
     for axes in _WITH_A_GROUP:
-        group_along(*axes, timeout=timeout)
+        if _effective(axes):  # a group of one can be made when somebody asks: each has threads of its own
+            group_along(*axes, timeout=timeout)
 
 
 def group_along(*axes: str, timeout: timedelta | None = None) -> Any:
@@ -116,11 +117,12 @@ def group_along(*axes: str, timeout: timedelta | None = None) -> Any:
             "from the configuration, or call deepspeed.utils.groups.set_mesh first"
         )
     key = _effective(axes)
+    if not key:
+        return group_of_one()
     if key not in _of_axes:
         world = torch_dist.group.WORLD
-        size = mesh.size(*key)
-        if size in (1, mesh.world_size):
-            _of_axes[key] = _alone() if size == 1 else world
+        if mesh.size(*key) == mesh.world_size:
+            _of_axes[key] = world
         else:
             why = f"ranks along {' and '.join(key)}"
             backend = "" if stand_in() is not None else torch_dist.get_backend_config(world)
@@ -150,7 +152,10 @@ def _effective(axes: tuple[str, ...]) -> tuple[str, ...]:
 
 def _along(*axes: str) -> Any:
     """This rank's group along ``axes`` of the mesh; None without one."""
-    return None if mesh is None else _of_axes[_effective(axes)]
+    if mesh is None:
+        return None
+    key = _effective(axes)
+    return _of_axes[key] if key else group_of_one()
 
 
 def _mesh_size(*axes: str) -> int:
@@ -158,7 +163,7 @@ def _mesh_size(*axes: str) -> int:
 
 
 def _mesh_place(*axes: str) -> int:
-    return 0 if mesh is None else rank_in(_along(*axes))
+    return 0 if mesh is None or not _effective(axes) else rank_in(_along(*axes))
 
 
 def _mesh_or_data(*axes: str) -> Any:
@@ -179,7 +184,7 @@ def _size_of(group: Any) -> int:
     return size_of(group)
 
 
-def _alone() -> Any:
+def group_of_one() -> Any:
     """The group of this rank alone. Other ranks need not call it."""
     global _own_group, _own_group_world
     world = this_job()
@@ -226,7 +231,7 @@ def _ask_model(what: str) -> Any:
 
 def _get_model_parallel_group() -> Any:
     """The ranks that hold different parts of one copy of the model: those that cut layers, of all pipeline stages."""
-    return _ask_model("group") or _along(PIPE, TENSOR) or _alone()
+    return _ask_model("group") or _along(PIPE, TENSOR) or group_of_one()
 
 
 def _get_model_parallel_world_size() -> int:
@@ -246,7 +251,7 @@ def _get_model_parallel_rank() -> int:
 
 def _get_sequence_parallel_group() -> Any:
     """The ranks that share a sequence."""
-    return _ask("get_sequence_parallel_group") or _along(SEQUENCE) or _alone()
+    return _ask("get_sequence_parallel_group") or _along(SEQUENCE) or group_of_one()
 
 
 def _get_sequence_parallel_world_size() -> int:
@@ -284,7 +289,7 @@ def _get_sequence_data_parallel_rank() -> int:
 def _expert_groups(group_name: str) -> tuple[Any, Any]:
     if group_name != group_name_of(_mesh_size(EXPERT)) or group_name in _made():
         return torch_groups(group_name)
-    return _along(EXPERT) or _alone(), _mesh_or_data(DATA, SEQUENCE)
+    return _along(EXPERT) or group_of_one(), _mesh_or_data(DATA, SEQUENCE)
 
 
 def _made() -> list[str]:
@@ -434,7 +439,7 @@ def _ask_tensor(what: str) -> Any:
 
 def get_tensor_model_parallel_group() -> Any:
     """The ranks among which layers are cut."""
-    return _ask_tensor("group") or _along(TENSOR) or _alone()
+    return _ask_tensor("group") or _along(TENSOR) or group_of_one()
 
 
 def get_tensor_model_parallel_world_size() -> int:

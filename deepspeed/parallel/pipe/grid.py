@@ -35,15 +35,11 @@ class PipelineParallelGrid:
         is_last_stage: Whether it has the last ones.
         dp_groups: The ranks of every group along the data axis.
         dp_group: This rank's.
-        dp_proc_group: This rank's torch process group.
         pipe_groups: The ranks of every pipeline.
         pp_group: This rank's.
-        pp_proc_group: This rank's torch process group.
         model_groups: The ranks of every group that shares layers; empty where none do.
         slice_group: This rank's.
-        slice_proc_group: This rank's torch process group.
-        ds_model_proc_group: The torch process group of all ranks with parts of this rank's copy.
-        ds_model_rank: Its place there.
+        ds_model_rank: Its place among all ranks with parts of this rank's copy.
         ds_model_world_size: Their number.
         p2p_groups: Every rank with the rank of the next stage; the last stage with the first.
     """
@@ -70,11 +66,32 @@ class PipelineParallelGrid:
         self.model_groups = mesh.groups(TENSOR) if self.slice_parallel_size > 1 else []
         self.slice_group = mesh.group(rank, TENSOR)
         self.p2p_groups = [self._with_successor(one) for one in range(self.world_size)]
-        self.dp_proc_group = groups.group_along(DATA)
-        self.pp_proc_group = groups.group_along(PIPE)
-        self.slice_proc_group = groups.group_along(TENSOR)
-        self.ds_model_proc_group = groups.group_along(PIPE, TENSOR)
+        with_a_group = ((DATA,), (PIPE,), (TENSOR,), (PIPE, TENSOR))
+        self._proc_groups = {axes: groups.group_along(*axes) for axes in with_a_group if mesh.size(*axes) > 1}
         self.ds_model_rank, self.ds_model_world_size = mesh.position(rank, PIPE, TENSOR), mesh.size(PIPE, TENSOR)
+
+    def _proc_group(self, *axes: str) -> Any:
+        return self._proc_groups[axes] if axes in self._proc_groups else groups.group_of_one()
+
+    @property
+    def dp_proc_group(self) -> Any:
+        """The torch process group of the ranks with the same layers."""
+        return self._proc_group(DATA)
+
+    @property
+    def pp_proc_group(self) -> Any:
+        """The torch process group of this rank's pipeline."""
+        return self._proc_group(PIPE)
+
+    @property
+    def slice_proc_group(self) -> Any:
+        """The torch process group of the ranks that share this rank's layers."""
+        return self._proc_group(TENSOR)
+
+    @property
+    def ds_model_proc_group(self) -> Any:
+        """The torch process group of all ranks with parts of this rank's copy."""
+        return self._proc_group(PIPE, TENSOR)
 
     def _with_successor(self, rank: int) -> list[int]:
         stages = self.mesh.group(rank, PIPE)

@@ -78,8 +78,12 @@ class StageWires:
         if len(self._ranks) == 1:
             return
         timeout, pipes = comm.default_timeout(), mesh.groups(PIPE)
-        backend = backend_for(dist.group.WORLD, device)
-        self._host = my_group(pipes, backend="gloo", timeout=timeout, why="transfers between stages")
+        world = dist.group.WORLD
+        backend = backend_for(world, device)
+        if backend == "gloo" and len(self._ranks) == mesh.world_size:
+            self._host = world  # transfers have tags, and a group of its own has threads of its own
+        else:
+            self._host = my_group(pipes, backend="gloo", timeout=timeout, why="transfers between stages")
         party = party_of(self._host)
         assert party is not None
         self._party: Party | None = party
