@@ -205,8 +205,7 @@ class PipelineEngine(Interpreter, DeepSpeedEngine):
             raise RuntimeError("train_batch: called under torch.no_grad(); use eval_batch() for evaluation")
         if data_iter is not None:
             self.set_dataiterator(data_iter)
-        if not self.pipeline.training:
-            self.pipeline.train()
+        self.pipeline.train()
         count = self.micro_batches
         self._get_ready("train_batch", count, "train", needs_labels=self.pipeline.loss_fn is not None)
         chosen = (self.pipeline.schedule, self.num_stages, count, self.pipeline.num_chunks)
