@@ -134,8 +134,7 @@ class _GlooGatherByNodes(GlooGather):
         """See ``Relay``."""
         transport = self._transport
         from_far, self._from_far = self._from_far, []
-        for work in from_far:
-            transport.guard(work.wait, self._ticket, self._label)
+        transport.guard_all(from_far, self._ticket, self._label)
         self._works += [
             transport.send(self._slices[source], peer, self._key)
             for peer in self._nodes.neighbours(transport.rank)

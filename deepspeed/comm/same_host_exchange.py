@@ -195,8 +195,7 @@ class _ByGloo:
         """Waits for both."""
         if self._works:
             catch_up()
-        for work in self._works:
-            self._transport.guard(work.wait, ticket, label)
+            self._transport.guard_all(self._works, ticket, label)
         if self._arriving:
             pieces.read(self._flat, self._arriving)
 

@@ -15,6 +15,7 @@ from deepspeed.comm.mesh import PIPE, Mesh
 from deepspeed.comm.new_groups import my_group
 from deepspeed.comm.party import Party, party_of
 from deepspeed.comm.store import backend_for
+from deepspeed.comm.transport import job_is_over
 from deepspeed.comm.world import rank_in
 from deepspeed.parallel.pipe.channel import ACTIVATIONS, GRADIENTS, TENSORS, Incoming, Outgoing, Route
 
@@ -147,7 +148,8 @@ class StageWires:
             channel.drain()
 
     def _connect(self, kind: str, source: int, target: int) -> tuple[Route, Any]:
-        assert self._party is not None
+        if self._party is None:
+            raise job_is_over(f"{kind} between stages")
         peer = target if source == self.stage else source
         ranks = (self._ranks[source], self._ranks[target])
         route = Route(kind, source, target, ranks, self._party, self._owner)
