@@ -285,8 +285,9 @@ class ForwardHooks:
 
     def reach(self, entry: int) -> None:
         """The open backward has come through the outputs of a forward."""
-        if self._buckets:
-            self._reached.add(entry)
+        if not self._buckets:
+            return
+        self._reached.add(entry)
         self._schedule.enter(entry)
 
     def end_backward(self) -> None:

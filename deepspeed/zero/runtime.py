@@ -297,7 +297,9 @@ class ZeroRuntime:
             call: For the message.
             *kinds: The kinds that it needs; none: all.
         """
-        missing = sorted(self.away.intersection(kinds) if kinds else self.away) if self.away else None
+        if not self.away:  # as nearly always
+            return
+        missing = sorted(self.away.intersection(kinds) if kinds else self.away)
         if missing:
             raise CallOrderError(
                 f"{call}: offload_states has moved {', '.join(missing)} to the host; call engine.reload_states() first"

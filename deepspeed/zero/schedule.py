@@ -167,7 +167,7 @@ class GatherSchedule:
         """The open backward has come to the outputs of a forward; the first one before any gather is its entry."""
         assert self._situation is not None
         kind, known, full = self._situation
-        if known == _UNKNOWN and not self._issued and self._buckets:
+        if known == _UNKNOWN and not self._issued:
             self._situation = (kind, entry, full)
             self._order = self._known_order()
 
