@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import socket
+import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -10,10 +13,12 @@ import torch.distributed as dist
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.gloo import GlooTransport
+from deepspeed.comm.mail import Mail
 from deepspeed.comm.native import NativeTransport
 from deepspeed.comm.new_groups import groups_beside, my_group
 from deepspeed.comm.party import party_of
 from deepspeed.comm.same_host_exchange import SameHostTransport
+from deepspeed.comm.same_host_meeting import connect_on_host, limit_waits
 from deepspeed.comm.store import backend_for, is_alive
 from deepspeed.comm.transport import LocalTransport, Transport
 from deepspeed.comm.world import ranks_of, stand_in
@@ -135,3 +140,31 @@ _outside: dict[int, tuple[Any, Transport]] = {}
 def warm_up(transport: Transport) -> None:
     """Connects every pair of ranks once, so that the first step does not pay for it."""
     transport.gather_small(torch.zeros(1, dtype=torch.int64), channel="call", label="the engine's start")
+    open_mail(transport)
+
+
+def open_mail(transport: Transport) -> Mail | None:
+    """Connects the ranks of ``transport`` for short messages; None where they are not all on one host, or not on gloo.
+
+    Every rank of ``transport`` must call it, at the same time. What there is of the process group is used again.
+    """
+    party = transport.party
+    if party is None:
+        return None
+    if not party.has_met:
+        party.mail = connect_on_host(transport, _made_mail, "finding the ranks of one host")
+        party.has_met = True
+        if party.mail is not None:
+            party.watch.aborts[id(party.mail)] = functools.partial(_close, weakref.ref(party.mail))
+            party.watch.members.add(party.mail)
+    return party.mail
+
+
+def _made_mail(transport: Transport, connections: dict[int, socket.socket]) -> Mail:
+    seconds = [limit_waits(connection, transport) for connection in connections.values()]
+    return Mail(connections, seconds[0])
+
+
+def _close(mail: weakref.ref[Mail]) -> None:
+    if (open_one := mail()) is not None:
+        open_one.close()

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from deepspeed.comm.mail import Mail
 from deepspeed.comm.store import backend_for, is_alive, rendezvous_store
 from deepspeed.comm.watch import Watch
 from deepspeed.comm.world import stand_in
@@ -23,7 +24,7 @@ from deepspeed.comm.world import stand_in
 _ABORT_TAG = (1 << 30) - 1
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Party:
     """A process group of more than one rank, of which this rank is one.
 
@@ -33,6 +34,8 @@ class Party:
         scope: Its name, with which its channels begin; empty for the group of all ranks.
         watch: The job's.
         waits_on_host: Whether transfers of tensors on the host block the caller (gloo), instead of a stream.
+        has_met: Whether the ranks have looked whether they are on one host.
+        mail: Carries short messages where they are (``connect.open_mail``); for the training thread.
     """
 
     group: Any
@@ -40,6 +43,8 @@ class Party:
     scope: str
     watch: Watch
     waits_on_host: bool
+    has_met: bool = False
+    mail: Mail | None = None
 
     def issue(self, channel: str, key: int | None = None) -> tuple[str, int]:
         """Counts what this rank takes part in now; as of ``Watch.issue``."""
@@ -87,8 +92,10 @@ def party_of(group: Any = None) -> Party | None:
     if known is not None and known.group is group:
         return known
     for key in [key for key, party in _parties.items() if not is_alive(party.group)]:
-        del _parties[key]
+        gone = _parties.pop(key)
         watch.aborts.pop(key, None)
+        if gone.mail is not None:
+            gone.mail.leave()
     if dist.get_rank(group) < 0 or dist.get_world_size(group) == 1:
         return None
     scope = "" if group is dist.group.WORLD else f"{group.group_name}/"

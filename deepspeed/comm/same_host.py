@@ -15,22 +15,17 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import secrets
 import socket
 import struct
-import sys
 import weakref
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import NamedTuple, Protocol
 
 import torch
 
-from deepspeed.comm.gloo import GlooTransport
-from deepspeed.comm.objects import gather_objects
 from deepspeed.comm.relay import catch_up
+from deepspeed.comm.same_host_meeting import connect_on_host, limit_waits
 from deepspeed.comm.transport import Transport, job_is_over
-from deepspeed.comm.world import stand_in
 from deepspeed.errors import CommunicationError, DivergenceError
 
 PLACES = 2
@@ -41,7 +36,6 @@ _MESSAGE = struct.Struct(
 )  # rounds that the sender has begun, those of which it has read all, and a letter's ends
 _LONGEST = 512  # bytes of a message, which ends with what the last round is of
 LONGEST_WORDS = _LONGEST - _MESSAGE.size
-_MEETING = 10.0  # seconds in which ranks of one host must find each other
 
 
 class Place:
@@ -306,9 +300,6 @@ def _abort(reference: weakref.ref[SameHost]) -> None:
         host.close()
 
 
-# -- finding each other ------------------------------------------------------------------------------------------------
-
-
 def meet_on_host(transport: Transport, label: str) -> SameHost | None:
     """Connects the ranks of ``transport``; None where they are not all on one host, or have another backend.
 
@@ -318,68 +309,22 @@ def meet_on_host(transport: Transport, label: str) -> SameHost | None:
         transport: Between the ranks.
         label: What for, for whoever waits in vain.
     """
-    if stand_in() is not None or not isinstance(transport, GlooTransport):
-        return None
-    found: tuple[list[int], list[Peer]] | None = None
-    listener: socket.socket | None = None
-    address = ""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):
-            listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            address = f"\0deepspeed-{secrets.token_hex(16)}"
-            listener.bind(address)
-            listener.listen(transport.size)
-            listener.settimeout(_MEETING)
-    addresses = gather_objects(transport, (_host(), address if listener is not None else ""), label=label)
-    if listener is not None and len({host for host, _ in addresses}) == 1 and all(where for _, where in addresses):
-        with contextlib.suppress(OSError):  # of different network namespaces: the others cannot be reached
-            found = _connect(transport, listener, [where for _, where in addresses])
-    if listener is not None:
-        listener.close()
-    if not all(gather_objects(transport, found is not None, label=label)) or found is None:
-        return None
-    return SameHost(transport, *found)
+    return connect_on_host(transport, _introduced, label)
 
 
-def _host() -> str:
-    """A name of this boot of this host."""
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        return f"{socket.gethostname()} {file.read()}"
-    return f"{socket.gethostname()} {os.getpid()}"
-
-
-def _connect(transport: Transport, listener: socket.socket, addresses: list[str]) -> tuple[list[int], list[Peer]]:
-    """Connects to every rank before this one and waits for those after it; then they hand each other their memory."""
+def _introduced(transport: Transport, connections: dict[int, socket.socket]) -> SameHost:
+    """The ranks hand each other their memory."""
     files = [os.memfd_create("deepspeed") for _ in range(PLACES)]
     try:
-        return files, _introduced(transport, listener, addresses, files)
+        for made in connections.values():
+            socket.send_fds(made, [b"places"], files)
+        peers = []
+        for rank, made in connections.items():
+            _, theirs, _, _ = socket.recv_fds(made, 64, PLACES)
+            limit_waits(made, transport)
+            peers.append(Peer(rank, made, list(theirs)))
     except OSError:
         for file in files:
             os.close(file)
         raise
-
-
-def _introduced(transport: Transport, listener: socket.socket, addresses: list[str], files: list[int]) -> list[Peer]:
-    connections: dict[int, socket.socket] = {}
-    for rank in range(transport.rank):
-        made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        made.settimeout(_MEETING)
-        made.connect(addresses[rank])
-        made.send(struct.pack("=q", transport.rank))
-        connections[rank] = made
-    while len(connections) < transport.size - 1:
-        made, _ = listener.accept()
-        made.settimeout(_MEETING)
-        (rank,) = struct.unpack("=q", made.recv(8))
-        connections[rank] = made
-    for made in connections.values():
-        socket.send_fds(made, [b"places"], files)
-    limit: timedelta = transport.group._get_backend(torch.device("cpu")).options._timeout
-    peers = []
-    for rank, made in sorted(connections.items()):
-        _, theirs, _, _ = socket.recv_fds(made, 64, PLACES)
-        made.settimeout(None)
-        timeout = struct.pack("@ll", int(limit.total_seconds()), limit.microseconds)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
-        peers.append(Peer(rank, made, list(theirs)))
-    return peers
+    return SameHost(transport, files, peers)

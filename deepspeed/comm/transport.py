@@ -41,7 +41,7 @@ _ROUNDS = 1 << 10
 _BUCKETS = 1 << 15
 SMALL_CHANNELS = ("order", "step", "call", "objects")
 """Streams of small exchanges: the order of gathers, the agreements of an update, calls that all ranks make alike, and
-objects (``comm.objects``)."""
+objects (``comm.objects``), which another thread may exchange."""
 
 
 Visit = Callable[[torch.Tensor], None]
@@ -171,6 +171,7 @@ class Transport:
         ranks: Their numbers in the job; empty for the transport of one rank.
         owner: Number of the engine that the transfers belong to; equal on all ranks.
         watch: The job's; None where nobody is waited for.
+        party: How this rank takes part in the process group; None where it waits for nobody.
         scope: Begins the names of its channels.
         axis: Name of the axis that the ranks lie along, for the books of what travels.
         is_exact: What is gathered is what was there. Otherwise it is what some codes stand for, on all ranks the same
@@ -189,6 +190,7 @@ class Transport:
         self.ranks: tuple[int, ...] = ()
         self.owner = 0
         self.watch: Watch | None = None
+        self.party: Party | None = None
         self._moves = 0
         self.companion: Transport | None = None
         self.confirms = False
@@ -206,7 +208,7 @@ class Transport:
 
     def joins(self, party: Party) -> None:
         """Says as which process group of the job it is watched."""
-        self.ranks, self.scope = party.ranks, party.scope
+        self.ranks, self.scope, self.party = party.ranks, party.scope, party
         self.is_watched_by(party.watch)
 
     def is_watched_by(self, watch: Watch | None) -> None:
@@ -217,7 +219,7 @@ class Transport:
 
     def leave(self) -> None:
         """The job is over: whoever still has this transport keeps no process group alive by it."""
-        self.group = _Gone()
+        self.group, self.party = _Gone(), None
 
     def rank_at(self, position: int) -> int:
         """The rank in the whole group of the rank that has the slice number ``position``."""
@@ -225,7 +227,7 @@ class Transport:
 
     def take_place_of(self, other: Transport) -> None:
         """Makes this one serve where ``other``, over the same group, would have served."""
-        self.ranks, self.scope = other.ranks, other.scope
+        self.ranks, self.scope, self.party = other.ranks, other.scope, other.party
         self.is_watched_by(other.watch)
         self._peers = other._peers
         self.axis = other.axis

@@ -46,7 +46,7 @@ class Wire(Protocol):
     """
 
     def send(self, tensor: torch.Tensor, what: int) -> Any:
-        """Starts a send."""
+        """Starts a send; None where nothing needs to be kept for it."""
 
     def receive(self, tensor: torch.Tensor, what: int) -> Any:
         """Starts a receive."""
@@ -232,14 +232,19 @@ class Outgoing:
         else:
             sent += [(as_bytes(tensor), TENSORS) for tensor in tensors]
         ticket = self._route.issue()
-        nbytes, works = 0, []
+        nbytes = count = 0
+        works = []
         for tensor, what in sent:
             if size := tensor.numel():  # bytes
-                works.append((self._wire.send(tensor, what), what))
-                nbytes += size
+                nbytes, count = nbytes + size, count + 1
+                if (work := self._wire.send(tensor, what)) is not None:
+                    works.append((work, what))
         traffic.record_asked("send", nbytes, PIPE)
-        traffic.record_ran("send", nbytes, PIPE, len(works))
-        self._leaving.append(_Leaving(ticket, micro_batch, works, sent))
+        traffic.record_ran("send", nbytes, PIPE, count)
+        if works or self._leaving:  # they are let go of in order
+            self._leaving.append(_Leaving(ticket, micro_batch, works, sent))
+        else:
+            self._left += 1
 
     @property
     def kept(self) -> int:
@@ -248,7 +253,9 @@ class Outgoing:
 
     def let_go(self, taken: int) -> None:
         """Keeps nothing of the first ``taken`` messages, which are known to have been taken."""
-        while self._left < taken and all(self._wire.has_left(*each) for each in self._leaving[0].works):
+        while (
+            self._leaving and self._left < taken and all(self._wire.has_left(*each) for each in self._leaving[0].works)
+        ):
             for work, _ in self._leaving[0].works:
                 work.wait()  # returns at once, so that nobody need watch it
             self._forget_oldest()

@@ -11,13 +11,15 @@ import torch
 import torch.distributed as dist
 
 from deepspeed import comm
+from deepspeed.comm.connect import open_mail, transport_over
+from deepspeed.comm.mail import Mail
 from deepspeed.comm.mesh import PIPE, Mesh
 from deepspeed.comm.new_groups import my_group
 from deepspeed.comm.party import Party, party_of
 from deepspeed.comm.store import backend_for
 from deepspeed.comm.transport import job_is_over
 from deepspeed.comm.world import rank_in
-from deepspeed.parallel.pipe.channel import ACTIVATIONS, GRADIENTS, TENSORS, Incoming, Outgoing, Route
+from deepspeed.parallel.pipe.channel import ACTIVATIONS, GRADIENTS, TENSORS, WORDS, Incoming, Outgoing, Route
 
 _TAGS = (1 << 30) + (1 << 28)  # above those of transports
 _OWNERS = 8
@@ -44,11 +46,46 @@ class _Tagged:
 
 
 @dataclass(frozen=True)
+class _Letter:
+    """A word or packet that is to come."""
+
+    mail: Mail
+    peer: int
+    box: int
+    room: torch.Tensor
+
+    def wait(self) -> None:
+        self.mail.take(self.peer, self.box, self.room.numpy().data)
+
+
+@dataclass(frozen=True)
+class _Mailed:
+    """One channel between ranks of one host: words and packets, which are short, go straight from one to the other."""
+
+    mail: Mail
+    host: _Tagged
+
+    def send(self, tensor: torch.Tensor, what: int) -> Any:
+        if what != WORDS:
+            return self.host.send(tensor, what)
+        self.mail.post(self.host.peer, self.host.tag, tensor.numpy().data)
+        return None
+
+    def receive(self, tensor: torch.Tensor, what: int) -> Any:
+        if what != WORDS:
+            return self.host.receive(tensor, what)
+        return _Letter(self.mail, self.host.peer, self.host.tag, tensor)
+
+    def has_left(self, work: Any, what: int) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
 class _Ordered:
-    """One channel over a backend without tags, which has communicators of its own; words go over gloo."""
+    """One channel over a backend without tags, which has communicators of its own; words go as those on the host do."""
 
     group: Any
-    host: _Tagged
+    host: _Tagged | _Mailed
     peer: int
 
     def send(self, tensor: torch.Tensor, what: int) -> Any:
@@ -76,6 +113,7 @@ class StageWires:
         self.stage = mesh.position(rank, PIPE)
         self._out: dict[tuple[str, int], Outgoing] = {}
         self._in: dict[tuple[str, int], Incoming] = {}
+        self._mail: Mail | None = None
         if len(self._ranks) == 1:
             return
         timeout, pipes = comm.default_timeout(), mesh.groups(PIPE)
@@ -98,6 +136,8 @@ class StageWires:
                     self._native[kind, upwards] = my_group(pipes, backend=backend, timeout=timeout, why=why)
         # Copying into a packet is worth it where tensors are on the host and travel as words do.
         self._packs = not self._native and device.type == "cpu"
+        # Whoever knows the group has it open already; asked for here, as every rank of a pipeline is.
+        self._mail = open_mail(transport_over(self._host))
         party.watch.members.add(self)
 
     def leave(self) -> None:
@@ -105,7 +145,7 @@ class StageWires:
         self._in.clear()
         self._out.clear()
         self._native.clear()
-        self._host = self._party = None
+        self._host = self._party = self._mail = None
 
     def outgoing(self, kind: str, stage: int) -> Outgoing:
         """The channel that carries ``kind`` to another stage."""
@@ -146,6 +186,10 @@ class StageWires:
         """Waits until everything sent has left."""
         for channel in self._out.values():
             channel.drain()
+        if self._mail is not None and self._mail.has_unsent:
+            assert self._party is not None
+            ticket = self._party.issue("mail")
+            self._party.guard(self._mail.flush, ticket, "room for what is sent to other stages")
 
     def _connect(self, kind: str, source: int, target: int) -> tuple[Route, Any]:
         if self._party is None:
@@ -157,9 +201,10 @@ class StageWires:
         place = places.index(self._ranks[peer])
         number = self._owner % _OWNERS * len(_KINDS) + _KINDS.index(kind)
         tagged = _Tagged(self._host, place, _TAGS + 3 * number)
+        wire = tagged if self._mail is None else _Mailed(self._mail, tagged)
         if not self._native:
-            return route, tagged
-        return route, _Ordered(self._native[kind, source < target], tagged, place)
+            return route, wire
+        return route, _Ordered(self._native[kind, source < target], wire, place)
 
 
 _maker: Callable[[Mesh, torch.device], Any] = StageWires

@@ -97,9 +97,9 @@ class _Keeps(torch.autograd.Function):
 class _Keeper(nn.Module):
     most: ClassVar[int] = 0
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
+        self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         made = _Keeps.apply(x, self.weight)
@@ -111,7 +111,7 @@ def _square(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return (outputs - labels).pow(2).mean()
 
 
-def _held(stages: int, count: int) -> dict[str, tuple[int, int, int]]:
+def _held(stages: int, count: int, width: int) -> dict[str, tuple[int, int, int]]:
     """By schedule, for how many micro-batches of a chunk something was kept at once, and what is left in the end.
 
     And how many of this stage's messages were kept before the last stage computed its last loss, or this one its last
@@ -121,7 +121,7 @@ def _held(stages: int, count: int) -> dict[str, tuple[int, int, int]]:
     for name in TRAIN_SCHEDULES:
         chunks = len(make_schedule(name, stages, count).stage_of)
         module = PipelineModule(
-            [_Keeper() for _ in range(chunks)], num_stages=stages, loss_fn=_square, partition_method="uniform",
+            [_Keeper(width) for _ in range(chunks)], num_stages=stages, loss_fn=_square, partition_method="uniform",
             schedule=name,
         )  # fmt: skip
         config = {
@@ -138,21 +138,25 @@ def _held(stages: int, count: int) -> dict[str, tuple[int, int, int]]:
 
         module.forward_funcs[0].register_forward_hook(note)
         for _ in range(2):
-            engine.train_batch(iter([(torch.randn(2, 4), torch.randn(2, 4))] * count))
+            engine.train_batch(iter([(torch.randn(2, width), torch.randn(2, width))] * count))
         found[name] = (_Keeper.most, _Counted.alive, kept)
         engine.destroy()
     return found
 
 
-def test_what_is_held():
+@pytest.mark.parametrize("width", [4, 9000])
+def test_what_is_held(width):
     stages, count = 4, 8
-    for stage, found in enumerate(run_ranks(_held, stages, stages, count)):
+    for stage, found in enumerate(run_ranks(_held, stages, stages, count, width)):
         for name, (most, left, _) in found.items():
             planned = max(held(make_schedule(name, stages, count).actions[stage]))
             assert (name, stage, most, left) == (name, stage, planned, 0)
         assert found["1f1b"][0] == stages - stage + (stage < stages - 1) and found["gpipe"][0] == count
-        # Activations that were sent are let go when the next stage says that it has them, and gradients likewise.
-        assert found["1f1b"][2] <= 3 and (stage or found["gpipe"][2] == count - 1), (stage, found)
+        # Activations that were sent are let go when the next stage says that it has them, and gradients likewise; those
+        # that lie in a packet, among ranks of one host, as soon as they are sent.
+        large = width > 4
+        assert found["1f1b"][2] <= 3 * large, (stage, found)
+        assert stage or found["gpipe"][2] == (count - 1) * large, (stage, found)
         assert found["zb-h1"][0] <= stages and found["zbv"][0] <= 2 * stages
 
 
