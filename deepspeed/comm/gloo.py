@@ -362,16 +362,14 @@ class GlooTransport(Transport):
         """The same among ranks of one host, whose rows are short."""
         flat = memoryview(rows.view(torch.uint8).view(-1).numpy())  # type: ignore[arg-type]
         nbytes = rows[0].nbytes
+        if mail.is_over:
+            raise job_is_over(label)
         places = {peer: flat[peer * nbytes : (peer + 1) * nbytes] for peer in range(self.size)}
         mine = places.pop(self.rank)
         for peer in places:
             mail.post(peer, tag, mine)
         traffic.record_ran("send", nbytes * len(places), self.axis, len(places))
-
-        def take() -> None:
-            while places:
-                peer, place = places.popitem()
-                mail.take(peer, tag, place)
+        take = mail.ask(tag, places)
 
         def landed() -> torch.Tensor:
             if mail.is_over:

@@ -6,20 +6,26 @@ step, that is most of the time. Here a message is one call of the sender and one
 
 Messages lie in *boxes*, by number: those of one box come in the order in which they were sent, and those of different
 boxes never meet, whoever asks first.
+
+A socket holds some messages that nobody has read. What it has no room for goes on in a thread that ends with it: the
+rank that sent it may wait anywhere for what comes only when that has been read.
 """
 
 from __future__ import annotations
 
 import contextlib
-import select
 import socket
 import struct
+import threading
+import time
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 LONGEST = 1 << 16  # bytes of a message: what a socket holds of them is limited
+_ROOM = 1 << 20  # bytes that a socket should hold unread; the system may allow less
 _BOX = struct.Struct("=q")
+_LOOK = 0.005  # seconds between looks at what comes while a rank waits until all it sent has left
 _Buffer = Any  # what has the buffer protocol
 
 
@@ -28,16 +34,25 @@ class Mail:
 
     Args:
         connections: By rank in the group, connected sockets that keep messages apart.
-        seconds: The longest wait for a rank that should say something.
+        seconds: The longest wait for a rank that should say something. The sockets must have it as their own limit.
+
+    Raises:
+        OSError: The system's limits (``net.core.wmem_max``) leave no room for a message of :data:`LONGEST`.
     """
 
     def __init__(self, connections: Mapping[int, socket.socket], seconds: float) -> None:
         self._connections = dict(connections)
         self._seconds = seconds
         self._kept: defaultdict[tuple[int, int], deque[bytes]] = defaultdict(deque)  # came before anybody asked
-        self._unsent: dict[int, deque[bytes]] = {}  # by rank, what its socket had no room for
+        self._asked: defaultdict[int, deque[dict[int, memoryview]]] = defaultdict(deque)  # by box, see ask
+        self._carriers: dict[int, _Carrier] = {}  # by rank
+        self._is_closed = False
         self._head = bytearray(_BOX.size)
         self._spill = bytearray(LONGEST)
+        for connection in self._connections.values():
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _ROOM)
+            if connection.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) < 2 * LONGEST:
+                raise OSError("no room for messages")
 
     def post(self, peer: int, box: int, message: _Buffer) -> None:
         """Sends up to :data:`LONGEST` bytes; does not block. To a rank that has gone nothing is sent: a wait will show.
@@ -47,17 +62,17 @@ class Mail:
             box: Where it will lie there.
             message: Contiguous memory, which may be written to afterwards.
         """
-        if self._unsent:
-            self._send_on()
-        if peer not in self._unsent:
-            try:
-                self._connections[peer].sendmsg((_BOX.pack(box), message), (), socket.MSG_DONTWAIT)
+        if peer in self._carriers:
+            if self._carriers[peer].add(_BOX.pack(box) + bytes(message)):
                 return
-            except BlockingIOError:
-                self._unsent[peer] = deque()
-            except ConnectionError:
-                return
-        self._unsent[peer].append(_BOX.pack(box) + bytes(message))
+            del self._carriers[peer]
+        connection = self._connections[peer]
+        try:
+            connection.sendmsg((_BOX.pack(box), message), (), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            self._carriers[peer] = _Carrier(connection, _BOX.pack(box) + bytes(message))
+        except ConnectionError:
+            return
 
     def take(self, peer: int, box: int, room: memoryview) -> None:
         """Waits for the next message of a box.
@@ -68,27 +83,53 @@ class Mail:
             room: Memory of bytes, as long as the message must be; receives it.
 
         Raises:
-            RuntimeError: It can never come, did not come in time, or has another length.
+            RuntimeError: It can never come, did not come in time, or has another length; and ever after, as what there
+                is may be meant for another wait than the next one.
         """
+        if self._is_closed:
+            raise RuntimeError("the connections were closed after an earlier failure")
         if kept := self._kept.get((peer, box)):
             message = kept.popleft()
-            _check_length(len(message), len(room), peer)
+            self._check_length(len(message), len(room), peer)
             room[:] = message
             return
         while True:
-            if self._unsent:
-                self._wait_for(peer)
             length = self._hear(peer, room)
             if self._box() == box:
-                _check_length(length, len(room), peer)
+                self._check_length(length, len(room), peer)
                 return
             message = bytes(room[:length]) + bytes(self._spill[: max(length - len(room), 0)])
             self._kept[peer, self._box()].append(message)
 
+    def ask(self, box: int, rooms: dict[int, memoryview]) -> Callable[[], None]:
+        """Asks ranks for the next message of a box each, which nobody else has asked for.
+
+        Args:
+            box: Where they lie.
+            rooms: By rank, as of :meth:`take`.
+
+        Returns:
+            Waits for them, and raises as :meth:`take` does.
+        """
+        asked = self._asked[box]
+        asked.append(rooms)
+
+        def wait() -> None:
+            while rooms:
+                oldest = asked[0]
+                while oldest:
+                    peer, room = oldest.popitem()
+                    self.take(peer, box, room)
+                asked.popleft()
+
+        return wait
+
     @property
     def has_unsent(self) -> bool:
         """Whether something waits for room."""
-        return bool(self._unsent)
+        if self._carriers:
+            self._carriers = {peer: carrier for peer, carrier in self._carriers.items() if carrier.is_alive()}
+        return bool(self._carriers)
 
     @property
     def is_over(self) -> bool:
@@ -96,8 +137,17 @@ class Mail:
         return not self._connections
 
     def flush(self) -> None:
-        """Waits until everything has been sent."""
-        self._wait_for(None)
+        """Waits until everything has been sent. Reads what comes meanwhile: others may wait for room, in a circle."""
+        heard = set(self._connections)
+        left, since = -1, time.monotonic()
+        while self.has_unsent:
+            before, left = left, sum(carrier.left for carrier in self._carriers.values())
+            if left != before:
+                since = time.monotonic()
+            elif time.monotonic() - since > self._seconds:
+                raise self._failed(f"ranks {sorted(self._carriers)} of the group read nothing within its time limit")
+            heard -= {peer for peer in heard if not self._keep_all(peer)}
+            next(iter(self._carriers.values())).join(_LOOK)
 
     def _hear(self, peer: int, room: memoryview) -> int:
         """Waits for a rank's next message, of any box, into ``room`` and then the spill; its length."""
@@ -107,82 +157,100 @@ class Mail:
             except ConnectionResetError:  # it left without reading all; said once, and then comes what it had sent
                 length = self._connections[peer].recvmsg_into((self._head, room, self._spill))[0]
         except BlockingIOError:
-            raise RuntimeError(f"rank {peer} of the group said nothing within the group's time limit") from None
+            raise self._failed(f"rank {peer} of the group said nothing within the group's time limit") from None
         except OSError as error:
-            raise RuntimeError(f"nothing came from rank {peer} of the group ({error})") from error
+            raise self._failed(f"nothing came from rank {peer} of the group ({error})") from error
         if not length:
-            raise RuntimeError(f"rank {peer} of the group has closed its connection")
+            raise self._failed(f"rank {peer} of the group has closed its connection")
         return length - _BOX.size
+
+    def _check_length(self, found: int, expected: int, peer: int) -> None:
+        if found != expected:
+            raise self._failed(
+                f"rank {peer} of the group sent {found} bytes where {expected} were expected: the ranks do not do the "
+                "same"
+            )
+
+    def _failed(self, words: str) -> RuntimeError:
+        """What to raise; the others need not wait for this rank, which has no use for what they say."""
+        self.close()
+        return RuntimeError(words)
 
     def _box(self) -> int:
         """Of the message that was read last."""
         number: int = _BOX.unpack(self._head)[0]
         return number
 
-    def _wait_for(self, wanted: int | None) -> None:
-        """Waits until ``wanted`` has said something, or with None until nothing is unsent; sends what can be sent.
-
-        With None it reads what comes meanwhile, from anybody: others may wait for room likewise, in a circle.
-        """
-        heard = set(self._connections) if wanted is None else {wanted}
-        while self._unsent:
-            numbers = {self._connections[peer].fileno(): peer for peer in heard | self._unsent.keys()}
-            poll = select.poll()
-            for number, peer in numbers.items():
-                wishes = (select.POLLIN if peer in heard else 0) | (select.POLLOUT if peer in self._unsent else 0)
-                poll.register(number, wishes)
-            ready = {numbers[number]: events for number, events in poll.poll(1000 * self._seconds)}
-            if not ready:
-                raise RuntimeError(f"ranks {sorted(self._unsent)} of the group read nothing within its time limit")
-            self._send_on()
-            if wanted in ready and ready[wanted] & ~select.POLLOUT:
-                return
-            for peer in ready.keys() & heard if wanted is None else ():
-                if ready[peer] & ~select.POLLOUT and not self._keep_next(peer):
-                    heard.discard(peer)  # it has gone; whoever needs it will find that out
-
-    def _keep_next(self, peer: int) -> bool:
-        """Keeps what is there of a rank; whether it can say more."""
-        try:
-            length = self._connections[peer].recvmsg_into((self._head, self._spill), 0, socket.MSG_DONTWAIT)[0]
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        if length:
+    def _keep_all(self, peer: int) -> bool:
+        """Keeps what is there of a rank; whether it can say more (whoever needs one that has gone will find out)."""
+        connection = self._connections[peer]
+        while True:
+            try:
+                length = connection.recvmsg_into((self._head, self._spill), 0, socket.MSG_DONTWAIT)[0]
+            except BlockingIOError:
+                return True
+            except OSError:
+                return False
+            if not length:
+                return False
             self._kept[peer, self._box()].append(bytes(self._spill[: length - _BOX.size]))
-        return length > 0
-
-    def _send_on(self) -> None:
-        for peer, messages in list(self._unsent.items()):
-            with contextlib.suppress(BlockingIOError):
-                while messages:
-                    try:
-                        self._connections[peer].send(messages[0], socket.MSG_DONTWAIT)
-                    except ConnectionError:
-                        messages.clear()
-                        break
-                    messages.popleft()
-            if not messages:
-                del self._unsent[peer]
 
     def close(self) -> None:
         """Makes whoever waits for this rank, or in it, raise."""
-        for connection in self._connections.values():
+        self._is_closed = True
+        for connection in list(self._connections.values()):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
     def leave(self) -> None:
         """The job is over."""
         self.close()
+        for carrier in self._carriers.values():
+            carrier.join()  # the end of its connection is its own
         for connection in self._connections.values():
             connection.close()
-        self._connections.clear()
-        self._unsent.clear()
+        for held in (self._connections, self._carriers, self._kept, self._asked):
+            held.clear()
 
 
-def _check_length(found: int, expected: int, peer: int) -> None:
-    if found != expected:
-        raise RuntimeError(
-            f"rank {peer} of the group sent {found} bytes where {expected} were expected: the ranks do not do the same"
-        )
+class _Carrier(threading.Thread):
+    """Sends what a socket had no room for, as soon as it has, and ends.
+
+    Args:
+        connection: The socket.
+        message: The first that it had no room for.
+    """
+
+    def __init__(self, connection: socket.socket, message: bytes) -> None:
+        super().__init__(name="deepspeed-mail", daemon=True)
+        self._connection = connection
+        self._messages = deque([message])
+        self._lock = threading.Lock()
+        self.start()
+
+    @property
+    def left(self) -> int:
+        """Messages that have not been sent."""
+        return len(self._messages)
+
+    def add(self, message: bytes) -> bool:
+        """Sends another one after those; whether it will: not when all have been sent."""
+        with self._lock:
+            if self._messages:
+                self._messages.append(message)
+            return bool(self._messages)
+
+    def run(self) -> None:
+        """Sends."""
+        while self._messages:
+            try:
+                self._connection.send(self._messages[0], socket.MSG_NOSIGNAL)
+            except OSError as error:  # the rank has gone, or this one leaves
+                if not isinstance(error, ConnectionError):
+                    with contextlib.suppress(OSError):
+                        self._connection.shutdown(socket.SHUT_RDWR)  # or it would wait for what is lost
+                with self._lock:
+                    self._messages.clear()
+                return
+            with self._lock:
+                self._messages.popleft()

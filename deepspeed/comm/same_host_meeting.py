@@ -53,12 +53,18 @@ def connect_on_host(
             listener.settimeout(_MEETING)
     addresses = gather_objects(transport, (_host(), address if listener is not None else ""), label=label)
     found: _Made | None = None
+    connections: dict[int, socket.socket] = {}
     if listener is not None and len({host for host, _ in addresses}) == 1 and all(where for _, where in addresses):
         with contextlib.suppress(OSError):  # of different network namespaces: the others cannot be reached
-            found = make(transport, _connections(transport, listener, [where for _, where in addresses]))
+            _connect(transport, listener, [where for _, where in addresses], connections)
+            found = make(transport, dict(sorted(connections.items())))
     if listener is not None:
         listener.close()
-    return found if all(gather_objects(transport, found is not None, label=label)) else None
+    if all(gather_objects(transport, found is not None, label=label)):
+        return found
+    for connection in connections.values():
+        connection.close()
+    return None
 
 
 def limit_waits(connection: socket.socket, transport: Transport) -> float:
@@ -81,18 +87,17 @@ def _host() -> str:
     return f"{socket.gethostname()} {os.getpid()}"
 
 
-def _connections(transport: Transport, listener: socket.socket, addresses: list[str]) -> dict[int, socket.socket]:
-    """Connects to every rank before this one and waits for those after it."""
-    connections: dict[int, socket.socket] = {}
+def _connect(
+    transport: Transport, listener: socket.socket, addresses: list[str], connections: dict[int, socket.socket]
+) -> None:
+    """Connects to every rank before this one and waits for those after it; ``connections`` receives them, by rank."""
     for rank in range(transport.rank):
-        made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        made = connections[rank] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         made.settimeout(_MEETING)
         made.connect(addresses[rank])
         made.send(struct.pack("=q", transport.rank))
-        connections[rank] = made
     while len(connections) < transport.size - 1:
         made, _ = listener.accept()
         made.settimeout(_MEETING)
         (rank,) = struct.unpack("=q", made.recv(8))
         connections[rank] = made
-    return dict(sorted(connections.items()))

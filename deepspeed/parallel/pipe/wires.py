@@ -188,8 +188,9 @@ class StageWires:
             channel.drain()
         if self._mail is not None and self._mail.has_unsent:
             assert self._party is not None
-            ticket = self._party.issue("mail")
-            self._party.guard(self._mail.flush, ticket, "room for what is sent to other stages")
+            # Nobody must issue anything for that, and whoever has not read yet is only late: no rank is waited for.
+            label = "room for what is sent to other stages"
+            self._party.guard(self._mail.flush, self._party.issue("mail"), label, members=())
 
     def _connect(self, kind: str, source: int, target: int) -> tuple[Route, Any]:
         if self._party is None:
