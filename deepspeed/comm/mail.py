@@ -26,6 +26,9 @@ LONGEST = 1 << 16  # bytes of a message: what a socket holds of them is limited
 _ROOM = 1 << 20  # bytes that a socket should hold unread; the system may allow less
 _BOX = struct.Struct("=q")
 _LOOK = 0.005  # seconds between looks at what comes while a rank waits until all it sent has left
+# As numbers, which costs less; not every system has them, nor then connections (same_host_meeting).
+_QUIETLY, _AT_ONCE = (int(getattr(socket, name, 0)) for name in ("MSG_NOSIGNAL", "MSG_DONTWAIT"))
+_QUIETLY_AT_ONCE = _QUIETLY | _AT_ONCE
 _Buffer = Any  # what has the buffer protocol
 
 
@@ -68,7 +71,7 @@ class Mail:
             del self._carriers[peer]
         connection = self._connections[peer]
         try:
-            connection.sendmsg((_BOX.pack(box), message), (), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            connection.sendmsg((_BOX.pack(box), message), (), _QUIETLY_AT_ONCE)
         except BlockingIOError:
             self._carriers[peer] = _Carrier(connection, _BOX.pack(box) + bytes(message))
         except ConnectionError:
@@ -186,7 +189,7 @@ class Mail:
         connection = self._connections[peer]
         while True:
             try:
-                length = connection.recvmsg_into((self._head, self._spill), 0, socket.MSG_DONTWAIT)[0]
+                length = connection.recvmsg_into((self._head, self._spill), 0, _AT_ONCE)[0]
             except BlockingIOError:
                 return True
             except OSError:
@@ -244,7 +247,7 @@ class _Carrier(threading.Thread):
         """Sends."""
         while self._messages:
             try:
-                self._connection.send(self._messages[0], socket.MSG_NOSIGNAL)
+                self._connection.send(self._messages[0], _QUIETLY)
             except OSError as error:  # the rank has gone, or this one leaves
                 if not isinstance(error, ConnectionError):
                     with contextlib.suppress(OSError):

@@ -12,6 +12,7 @@ import secrets
 import socket
 import struct
 import sys
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
@@ -23,6 +24,7 @@ from deepspeed.comm.objects import gather_objects
 from deepspeed.comm.transport import Transport
 from deepspeed.comm.world import stand_in
 
+_open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 _MEETING = 10.0  # seconds in which ranks of one host must find each other
 _Made = TypeVar("_Made")
 
@@ -93,11 +95,23 @@ def _connect(
     """Connects to every rank before this one and waits for those after it; ``connections`` receives them, by rank."""
     for rank in range(transport.rank):
         made = connections[rank] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        _open.add(made)
         made.settimeout(_MEETING)
         made.connect(addresses[rank])
         made.send(struct.pack("=q", transport.rank))
     while len(connections) < transport.size - 1:
         made, _ = listener.accept()
+        _open.add(made)
         made.settimeout(_MEETING)
         (rank,) = struct.unpack("=q", made.recv(8))
         connections[rank] = made
+
+
+def _close_all() -> None:
+    """In a process that was forked: with its copies a loader's process would keep a rank alive that has been killed."""
+    for connection in list(_open):
+        connection.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_all)
