@@ -97,12 +97,36 @@ class Mail:
             room[:] = message
             return
         while True:
-            length = self._hear(peer, room)
-            if self._box() == box:
-                self._check_length(length, len(room), peer)
+            if self._is_of(box, peer, self._hear(peer, room), room):
                 return
-            message = bytes(room[:length]) + bytes(self._spill[: max(length - len(room), 0)])
-            self._kept[peer, self._box()].append(message)
+
+    def take_if_there(self, peer: int, box: int, room: memoryview) -> bool:
+        """As :meth:`take`, where the message has come; otherwise False, also where nothing can come any more."""
+        if self._is_closed:
+            return False
+        if self._kept.get((peer, box)):
+            self.take(peer, box, room)
+            return True
+        while True:
+            rooms = (self._head, room, self._spill)
+            try:
+                length = self._connections[peer].recvmsg_into(rooms, 0, _AT_ONCE)[0]
+            except OSError:  # nothing is there, or nothing will be: a wait tells which
+                return False
+            if not length:
+                return False
+            if self._is_of(box, peer, length - _BOX.size, room):
+                return True
+
+    def _is_of(self, box: int, peer: int, length: int, room: memoryview) -> bool:
+        """Whether what was read last, into ``room``, is of a box; otherwise it is kept for whoever asks."""
+        found = self._box()
+        if found == box:
+            self._check_length(length, len(room), peer)
+            return True
+        message = bytes(room[:length]) + bytes(self._spill[: max(length - len(room), 0)])
+        self._kept[peer, found].append(message)
+        return False
 
     def ask(self, box: int, rooms: dict[int, memoryview]) -> Callable[[], None]:
         """Asks ranks for the next message of a box each, which nobody else has asked for.

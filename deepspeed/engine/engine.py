@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -41,6 +41,8 @@ from deepspeed.profiling.timer import ThroughputTimer
 from deepspeed.zero.micro_batch import MicroBatch
 from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer
 from deepspeed.zero.runtime import ZeroRuntime
+
+_Computed = TypeVar("_Computed")
 
 
 class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttributes, nn.Module):
@@ -146,22 +148,24 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAtt
         Raises:
             DeepSpeedConfigError: The model was given floating tensors of another dtype than it computes in.
         """
-        self._runtime.refuse_away("engine.forward", "lp_params")
-        if not self._runtime.backward_is_running:  # as it is where this forward is recomputed
-            self._runtime.drop_open_work()
-        self._runtime.places.take_back()
+        runtime, module = self._runtime, self.module
+        runtime.refuse_away("engine.forward", "lp_params")
+        if not runtime.backward_is_running:  # as it is where this forward is recomputed
+            runtime.drop_open_work()
+        runtime.places.take_back()
         if self._precision.cast_inputs:
             inputs, kwargs = self._precision.cast_arguments(inputs), self._precision.cast_arguments(kwargs)
-        kwargs |= self._efficiency.before_forward(
-            is_training=self.module.training, global_steps=self.global_steps, micro_steps=self.micro_steps
-        )
+        if not self._efficiency.is_idle:
+            kwargs |= self._efficiency.before_forward(
+                is_training=module.training, global_steps=self.global_steps, micro_steps=self.micro_steps
+            )
         self._progress.before("forward")
         if self._profiled is not None:
             self._profiled.before_forward()
         self._in_forward = True
         try:
             with self._precision.forward_context(get_accelerator()):
-                outputs = self.module(*inputs, **kwargs)
+                outputs = module(*inputs, **kwargs)
         except RuntimeError as error:
             if (reason := reason_of(error)) is not None:
                 raise reason from error
@@ -174,7 +178,7 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAtt
         if self._profiled is not None:
             self._profiled.after_forward()
         self._progress.after("forward")
-        if torch.is_grad_enabled() and not self._runtime.hooks.sees_forwards:
+        if torch.is_grad_enabled() and not runtime.hooks.sees_forwards:
             self._let_announce(outputs)
         return outputs
 
@@ -237,8 +241,7 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAtt
             self._progress.loss(loss)
             roots, given = [self._scaling.apply(loss)], [kwargs.pop("gradient", None)]
             self._pace(roots[0], scale_wrt_gas=scale_wrt_gas)
-        with self._managed():
-            torch.autograd.backward(roots, given, retain_graph=retain_graph, **kwargs)
+        self._run_backward(lambda: torch.autograd.backward(roots, given, retain_graph=retain_graph, **kwargs))
         return loss
 
     def _pace(self, root: torch.Tensor, *, scale_wrt_gas: bool) -> None:
@@ -251,14 +254,13 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAtt
             scale /= self.gradient_accumulation_steps()
         self._pacing.before_backward(root, scale, self.global_steps, self.compression_scheduler.training_steps)
 
-    @contextmanager
-    def _managed(self) -> Iterator[None]:
-        """Around whatever makes up one backward of this engine."""
+    def _run_backward(self, compute: Callable[[], _Computed]) -> _Computed:
+        """One backward of this engine; ``compute`` is whatever makes it up."""
         self._progress.before("backward")
         self._managed_backward = True
         try:
             self._open_backward()
-            yield
+            computed = compute()
         except RuntimeError as error:
             if (reason := reason_of(error)) is not None:
                 raise reason from error
@@ -266,6 +268,7 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAtt
         finally:
             self._managed_backward = False
         self._close_backward()
+        return computed
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the loss scale, for a ``loss.backward()`` of one's own (unchanged unless fp16).

@@ -296,7 +296,7 @@ class PipelineEngine(Interpreter, DeepSpeedEngine):
         self._found, self.fwd_outputs = losses.MicroBatchLosses(), []
         feed = self._feed if self._pulls_data else None
         with self._telling_others(call):
-            self.where = "pulling data"
+            self._standing.at = "pulling data"
             self._agreed = agree_on_data(
                 self._parts.groups.job, self.grid.mesh, self.global_rank, feed, count, call, needs_labels=needs_labels
             )
@@ -307,7 +307,7 @@ class PipelineEngine(Interpreter, DeepSpeedEngine):
             self._get_ready(
                 "_exec_schedule", self.micro_batches, "train", needs_labels=self.pipeline.loss_fn is not None
             )
-        self.where = "pulling data"
+        self._standing.at = "pulling data"
         if not self._pulls_data:
             return []
         return list(map(parts_of, self._feed.ready(self._count))) if self._feed.has_any else [_NOTHING] * self._count
@@ -315,7 +315,8 @@ class PipelineEngine(Interpreter, DeepSpeedEngine):
     def agree(self) -> bool:
         """See the class this one derives from."""
         assert self._agreed is not None
-        agreed, self._agreed, self.where = self._agreed, None, "pulling data"
+        agreed, self._agreed = self._agreed, None
+        self._standing.at = "pulling data"
         labels_travel = agreed()
         self._feed.use_up(self._count)
         return labels_travel
@@ -346,7 +347,7 @@ class PipelineEngine(Interpreter, DeepSpeedEngine):
             raise PipelineError(said) from error
 
     def _place(self, call: str) -> str:
-        where = f", {self.where}" if self.where else ""
+        where = f", {self._standing.at}" if self._standing.at else ""
         return f"{call}: stage {self.stage_id} (rank {self.global_rank}){where}"
 
     # -- computations ------------------------------------------------------------------------------------------------
@@ -418,9 +419,7 @@ class PipelineEngine(Interpreter, DeepSpeedEngine):
         else:
             return None
         self._begin_by_hand(self._said(chunk, micro_batch, closes=False))
-        with self._managed():
-            work = backward_to_inputs(roots, given, inputs)
-        return work
+        return self._run_backward(lambda: backward_to_inputs(roots, given, inputs))
 
     def _check_loss(self, outputs: list[torch.Tensor], gradients: list[Any] | None, micro_batch: int) -> None:
         if gradients is None and not outputs and any(p.requires_grad for p in self.module.parameters()):
@@ -435,9 +434,7 @@ class PipelineEngine(Interpreter, DeepSpeedEngine):
             self.compute_backward(chunk, micro_batch, *work)
             return
         self._begin_by_hand(self._said(chunk, micro_batch))
-        with self._managed():
-            if work is not None:
-                work.run()
+        self._run_backward(lambda: None if work is None else work.run())
 
     def _begin_by_hand(self, micro_batch: MicroBatch) -> None:
         self._runtime.leave_backward("train_batch")
@@ -464,7 +461,7 @@ class PipelineEngine(Interpreter, DeepSpeedEngine):
 
     def _exec_optimizer_step(self) -> None:
         count = self.micro_batches
-        self.where = "updating the weights"
+        self._standing.at = "updating the weights"
         self._has_run_first = False
         self._batches.say(MicroBatch(count - 1, is_first=False, is_last=True))
         self._batches.has_run_backward = True

@@ -139,7 +139,6 @@ class GradientSum:
             add_into(self.local.tensor, self._packed.tensor, self.fresh_squares(wanted=is_result))
         self._packed.free()
 
-    @torch.no_grad()
     def add_apart(self, grads: dict[int, torch.Tensor]) -> None:
         """Adds gradients that are not packed to the local sum.
 
@@ -156,8 +155,9 @@ class GradientSum:
         if self._cut is None or self._cut[0] is not self.local:
             self._cut = self.local, self.local.views(*self._tiles)
         rooms = [self._cut[1][index] for index in grads]
-        if grads:
-            (torch._foreach_copy_ if is_first else torch._foreach_add_)(rooms, list(grads.values()))
+        added = [grad.detach() if grad.requires_grad else grad for grad in grads.values()]  # of backwards with a graph
+        if added:
+            (torch._foreach_copy_ if is_first else torch._foreach_add_)(rooms, added)
 
     def take_local(self) -> FlatBuffer:
         """The local sum, which is this value's no more."""

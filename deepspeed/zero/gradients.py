@@ -243,7 +243,9 @@ class GradientReducer:
         """Settles what is left of the backward, in the agreed order, and waits for every reduction."""
         backward = self._opened
         reaches, reduces = backward.reaches, backward.reduces
-        reduced = backward.order if backward.order is not None else sorted(reduces, reverse=True)
+        reduced: Sequence[int] = ()
+        if reduces:
+            reduced = backward.order if backward.order is not None else sorted(reduces, reverse=True)
         for position in (*reduced, *(position for position in reaches if position not in reduces)):
             gradients = self.buckets[position]
             if position in backward.packed:

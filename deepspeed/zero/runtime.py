@@ -97,6 +97,7 @@ class ZeroRuntime:
         self.is_retired = False
         self._late: list[int] = []  # positions of buckets that are trained since one of their parameters was unfrozen
         self._is_alone = all(isinstance(group.reduce, LocalTransport) for group in groups)
+        self._gathers = [group.gather for group in groups if not isinstance(group.gather, LocalTransport)]
         self._untrained = UntrainedGradients()
         for bucket in self.buckets:
             bucket.begin_training(self)
@@ -163,8 +164,8 @@ class ZeroRuntime:
 
     def _confirm(self, confirms: bool) -> None:
         """Whether gathers carry along how many reductions of their group have been started."""
-        for group in self.groups:
-            group.gather.confirms = confirms
+        for gather in self._gathers:
+            gather.confirms = confirms
 
     def take_unfrozen(self) -> None:
         """Parameters that were frozen when the engine was made and require gradients now. Every rank must call it.

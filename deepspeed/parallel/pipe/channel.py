@@ -54,6 +54,12 @@ class Wire(Protocol):
     def has_left(self, work: Any, what: int) -> bool:
         """Whether a send of a message that has been taken is over on the device too."""
 
+    def has_come(self, work: Any, what: int) -> bool:
+        """Whether what a receive is for is there, so that nobody need wait, nor be watched; False where it can't say.
+
+        Where it is true, ``work`` has been waited for.
+        """
+
 
 @dataclass(frozen=True)
 class Route:
@@ -328,8 +334,9 @@ class Incoming:
         self._post()
 
     def _post(self) -> None:
-        while len(self._posted) < min(_AHEAD, self.expected):
-            form = self._known.of(len(self._posted))
+        wanted = _AHEAD if self.expected > _AHEAD else self.expected
+        for number in range(len(self._posted), wanted):
+            form = self._known.of(number)
             form = form if form is not None and form.is_packed else None
             packet = torch.empty(form.nbytes if form else _WORD_NBYTES, dtype=torch.uint8)
             self._posted.append(_Posted(packet, self._wire.receive(packet, WORDS), form))
@@ -350,11 +357,13 @@ class Incoming:
         Raises:
             PipelineError: It has another one.
         """
-        self.expected = max(self.expected, 1)  # a schedule that nobody has counted
+        if self.expected < 1:  # a schedule that nobody has counted
+            self.expected = 1
         self._post()
         ticket = self._route.issue()
         posted = self._posted.popleft()
-        self._route.guard(posted.work, ticket, micro_batch)
+        if not self._wire.has_come(posted.work, WORDS):
+            self._route.guard(posted.work, ticket, micro_batch)
         number, length, taken = _WORD.unpack_from(posted.packet.numpy().data)
         if number != micro_batch:
             raise PipelineError(

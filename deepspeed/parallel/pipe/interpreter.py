@@ -28,6 +28,16 @@ def _needs_nobody(command: told.PipeInstruction) -> bool:
     return isinstance(command, (told.LoadMicroBatch, told.ForwardPass))
 
 
+class _Standing:
+    """Where in a step a stage is: apart from the engine, which as a module looks at every assignment.
+
+    Attributes:
+        at: An instruction, or words.
+    """
+
+    at: Any = ""
+
+
 class Interpreter:
     """What a stage does when it is told something.
 
@@ -50,6 +60,7 @@ class Interpreter:
         self._wires = wires
         self._stage_of = stage_of
         self._first_chunk = stage_of.index(wires.stage)  # of this stage
+        self._has_ends = stage_of[0] == wires.stage, stage_of[-1] == wires.stage
         self._device = device
         self.pipe_buffers: dict[str, list[Any]] = {kind: [] for kind in BUFFERS}
         self._items: list[Any] = []
@@ -57,7 +68,7 @@ class Interpreter:
         self._handed: dict[tuple[str, int, int], Any] = {}  # between chunks of this stage
         self._done: Counter[str] = Counter()  # instructions of each kind, for schedules that number nothing
         self._remaining: Counter[int] = Counter()  # backwards of each chunk
-        self.where: Any = ""  # an instruction, or words
+        self._standing = _Standing()
 
     # -- the engine's part -------------------------------------------------------------------------------------------
 
@@ -126,7 +137,7 @@ class Interpreter:
             self._run(begun)
             self._labels_travel = self.agree()
             self._run(commands[len(begun) :])
-            self.where = "waiting until everything sent has left"
+            self._standing.at = "waiting until everything sent has left"
             self._wires.drain()
         finally:
             for buffers in self.pipe_buffers.values():
@@ -134,15 +145,16 @@ class Interpreter:
             self._items = []
 
     def _run(self, commands: list[told.PipeInstruction]) -> None:
+        known, standing = self._INSTRUCTION_MAP, self._standing
         for command in commands:
-            run = self._INSTRUCTION_MAP.get(type(command))
-            if run is None:
+            kind = type(command)
+            if kind not in known:
                 raise PipelineError(
                     f"the schedule has the instruction {command!r}, which {type(self).__name__}._INSTRUCTION_MAP does "
                     "not know"
                 )
-            self.where = command
-            run(self, **command.kwargs)
+            standing.at = command
+            known[kind](self, **command.kwargs)
 
     def _post_receives(self, commands: list[told.PipeInstruction]) -> None:
         counts: Counter[tuple[str, int]] = Counter()
@@ -156,13 +168,14 @@ class Interpreter:
                 self._wires.incoming(kind, peer).expect(count)
 
     def _peer(self, arguments: dict[str, Any], step: int) -> int:
-        return int(arguments.get("peer", self._wires.stage + step))
+        return arguments["peer"] if "peer" in arguments else self._wires.stage + step
 
     def _about(self, kind: str, arguments: dict[str, Any]) -> tuple[int, int]:
         """Chunk and micro-batch of an instruction; published schedules leave them to be counted."""
-        number = self._done[kind]
+        if "micro_batch" in arguments:
+            return arguments["chunk"], arguments["micro_batch"]
         self._done[kind] += 1
-        return int(arguments.get("chunk", self._first_chunk)), int(arguments.get("micro_batch", number))
+        return self._first_chunk, self._done[kind] - 1
 
     # -- instructions ------------------------------------------------------------------------------------------------
 
@@ -170,7 +183,7 @@ class Interpreter:
         """Puts an item of the data, which has been pulled already, where the computations find it."""
         _, micro_batch = self._about("load", arguments)
         inputs, labels = self._items[micro_batch]
-        first, last = (self._stage_of[end] == self._wires.stage for end in (0, -1))
+        first, last = self._has_ends
         self._items[micro_batch] = (
             to_device(inputs, self._device) if first else None,
             to_device(labels, self._device) if last else labels,  # elsewhere they may travel

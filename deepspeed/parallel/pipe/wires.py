@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,6 +45,9 @@ class _Tagged:
     def has_left(self, work: Any, what: int) -> bool:
         return True
 
+    def has_come(self, work: Any, what: int) -> bool:
+        return False
+
 
 @dataclass(frozen=True)
 class _Letter:
@@ -56,6 +60,9 @@ class _Letter:
 
     def wait(self) -> None:
         self.mail.take(self.peer, self.box, self.room.numpy().data)
+
+    def has_come(self) -> bool:
+        return self.mail.take_if_there(self.peer, self.box, self.room.numpy().data)
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,9 @@ class _Mailed:
     def has_left(self, work: Any, what: int) -> bool:
         return True
 
+    def has_come(self, work: Any, what: int) -> bool:
+        return what == WORDS and work.has_come()
+
 
 @dataclass(frozen=True)
 class _Ordered:
@@ -96,6 +106,9 @@ class _Ordered:
 
     def has_left(self, work: Any, what: int) -> bool:
         return what != TENSORS or bool(work.is_completed())
+
+    def has_come(self, work: Any, what: int) -> bool:
+        return what != TENSORS and self.host.has_come(work, what)
 
 
 class StageWires:
@@ -152,7 +165,7 @@ class StageWires:
         if (kind, stage) not in self._out:
             route, wire = self._connect(kind, self.stage, stage)
             self._out[kind, stage] = Outgoing(
-                route, wire, packs=self._packs, taken=lambda: self._taken_from(_OTHER[kind], stage)
+                route, wire, packs=self._packs, taken=partial(self._taken_from, _OTHER[kind], stage)
             )
         return self._out[kind, stage]
 
@@ -165,7 +178,7 @@ class StageWires:
                 wire,
                 self._device,
                 packs=self._packs,
-                let_go=lambda taken: self._have_been_taken(_OTHER[kind], stage, taken),
+                let_go=partial(self._have_been_taken, _OTHER[kind], stage),
             )
         return self._in[kind, stage]
 
