@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import socket
-import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -155,16 +153,10 @@ def open_mail(transport: Transport) -> Mail | None:
         party.mail = connect_on_host(transport, _made_mail, "finding the ranks of one host")
         party.has_met = True
         if party.mail is not None:
-            party.watch.aborts[id(party.mail)] = functools.partial(_close, weakref.ref(party.mail))
-            party.watch.members.add(party.mail)
+            party.watch.supervise(party.mail)
     return party.mail
 
 
 def _made_mail(transport: Transport, connections: dict[int, socket.socket]) -> Mail:
     seconds = [limit_waits(connection, transport) for connection in connections.values()]
     return Mail(connections, seconds[0])
-
-
-def _close(mail: weakref.ref[Mail]) -> None:
-    if (open_one := mail()) is not None:
-        open_one.close()

@@ -58,15 +58,11 @@ class TrafficCounter:
 
     def record_asked(self, name: str, nbytes: int, axis: str) -> None:
         """Notes a collective of the schedule."""
-        tally = self.asked_along[name, axis]
-        tally.calls += 1
-        tally.nbytes += nbytes
+        self.asked_along[name, axis].add(nbytes)
 
     def record_ran(self, name: str, nbytes: int, axis: str, calls: int = 1) -> None:
         """Notes what the backend ran."""
-        tally = self.ran_along[name, axis]
-        tally.calls += calls
-        tally.nbytes += nbytes
+        self.ran_along[name, axis].add(nbytes, calls)
 
     def rows(self) -> list[tuple[str, str, int, int]]:
         """``(column, name, calls, bytes)`` for each name, both columns."""

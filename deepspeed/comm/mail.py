@@ -101,7 +101,11 @@ class Mail:
                 return
 
     def take_if_there(self, peer: int, box: int, room: memoryview) -> bool:
-        """As :meth:`take`, where the message has come; otherwise False, also where nothing can come any more."""
+        """As :meth:`take`, where the message has come; otherwise False, also where nothing can come any more.
+
+        Raises:
+            RuntimeError: It has another length.
+        """
         if self._is_closed:
             return False
         if self._kept.get((peer, box)):

@@ -95,8 +95,7 @@ def party_of(group: Any = None) -> Party | None:
         gone = _parties.pop(key)
         watch.aborts.pop(key, None)
         if gone.mail is not None:
-            watch.aborts.pop(id(gone.mail), None)
-            gone.mail.leave()
+            watch.dismiss(gone.mail)
     if dist.get_rank(group) < 0 or dist.get_world_size(group) == 1:
         return None
     scope = "" if group is dist.group.WORLD else f"{group.group_name}/"

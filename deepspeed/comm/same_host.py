@@ -185,10 +185,7 @@ class SameHost:
         self._letters = [Letter(0, 0, b"")] * len(peers)
         self._is_closed = False
         if transport.watch is not None:
-            mine = weakref.ref(self)
-            transport.watch.aborts[id(self)] = lambda: _abort(mine)
-            transport.watch.members.add(self)
-            weakref.finalize(self, transport.watch.aborts.pop, id(self), None)
+            transport.watch.supervise(self)
 
     def place(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
         """Where this rank may write for the next round, 1-D; waits until the others have read what lay there."""
@@ -292,12 +289,6 @@ class SameHost:
             peer.connection.close()
             peer.places = []
         self._places, self._unread = [], [None] * PLACES
-
-
-def _abort(reference: weakref.ref[SameHost]) -> None:
-    host = reference()
-    if host is not None:
-        host.close()
 
 
 def meet_on_host(transport: Transport, label: str) -> SameHost | None:

@@ -74,6 +74,13 @@ class Member(Protocol):
         """The job is over: gives back what it holds."""
 
 
+class Connection(Member, Protocol):
+    """What ranks wait in without a process group."""
+
+    def close(self) -> None:
+        """Makes pending and later waits in it raise."""
+
+
 class Watch:
     """The waits of one rank of a job.
 
@@ -99,6 +106,7 @@ class Watch:
         self._size = size
         self.aborts: dict[int, Callable[[], None]] = {}
         self.members: weakref.WeakSet[Member] = weakref.WeakSet()
+        self._connections: weakref.WeakValueDictionary[int, Connection] = weakref.WeakValueDictionary()
         self._owners: dict[str, int] = defaultdict(int)
         self._training = TrainingThread()
         self._is_over = False
@@ -125,6 +133,17 @@ class Watch:
         for member in list(self.members):
             member.leave()
         self.aborts.clear()
+
+    def supervise(self, connection: Connection) -> None:
+        """Closes ``connection`` when waits are in vain, and tells it when the job is over."""
+        self._connections[id(connection)] = connection
+        self.members.add(connection)
+
+    def dismiss(self, connection: Connection) -> None:
+        """Tells ``connection`` that it is over before the job is."""
+        self._connections.pop(id(connection), None)
+        self.members.discard(connection)
+        connection.leave()
 
     def next_owner(self, scope: str = "") -> int:
         """Counts the engines of a group from 0; ``scope`` is the group's name."""
@@ -246,6 +265,9 @@ class Watch:
         if self.is_in_vain():
             for abort in list(self.aborts.values()):
                 abort()
+            for reference in self._connections.valuerefs():
+                if (connection := reference()) is not None:
+                    connection.close()
         return not self.is_in_vain()
 
     def _look(self, awaited: Awaited) -> str | None:

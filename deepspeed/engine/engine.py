@@ -155,10 +155,9 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAtt
         runtime.places.take_back()
         if self._precision.cast_inputs:
             inputs, kwargs = self._precision.cast_arguments(inputs), self._precision.cast_arguments(kwargs)
-        if not self._efficiency.is_idle:
-            kwargs |= self._efficiency.before_forward(
-                is_training=module.training, global_steps=self.global_steps, micro_steps=self.micro_steps
-            )
+        kwargs |= self._efficiency.before_forward(
+            is_training=module.training, global_steps=self.global_steps, micro_steps=self.micro_steps
+        )
         self._progress.before("forward")
         if self._profiled is not None:
             self._profiled.before_forward()

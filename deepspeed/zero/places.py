@@ -30,7 +30,7 @@ class Places:
         Nothing would train those: gradients, masters and hooks are those of the parameters that were there.
         """
         for path, module, name, parameter in self._places:
-            present = module._parameters[name] if name in module._parameters else None  # noqa: SIM401  # once a forward
+            present = module._parameters.get(name)
             if present is not parameter and isinstance(present, nn.Parameter):
                 _take_back(path, module, name, parameter, present)
 

@@ -348,7 +348,7 @@ def _groups_come_and_go() -> None:
         dist.destroy_process_group(after.group)
         after.party = None
         counts.append(_sockets_without_names())
-        aborts.append(len(world.watch.aborts))
+        aborts.append(len(world.watch.aborts) + len(world.watch._connections))
     assert counts[5] == counts[1] and aborts[5] == aborts[1], (counts, aborts)
 
 

@@ -334,8 +334,7 @@ class Incoming:
         self._post()
 
     def _post(self) -> None:
-        wanted = _AHEAD if self.expected > _AHEAD else self.expected
-        for number in range(len(self._posted), wanted):
+        for number in range(len(self._posted), min(_AHEAD, self.expected)):
             form = self._known.of(number)
             form = form if form is not None and form.is_packed else None
             packet = torch.empty(form.nbytes if form else _WORD_NBYTES, dtype=torch.uint8)
@@ -357,8 +356,7 @@ class Incoming:
         Raises:
             PipelineError: It has another one.
         """
-        if self.expected < 1:  # a schedule that nobody has counted
-            self.expected = 1
+        self.expected = max(self.expected, 1)  # a schedule that nobody has counted
         self._post()
         ticket = self._route.issue()
         posted = self._posted.popleft()

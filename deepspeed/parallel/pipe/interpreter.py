@@ -172,10 +172,10 @@ class Interpreter:
 
     def _about(self, kind: str, arguments: dict[str, Any]) -> tuple[int, int]:
         """Chunk and micro-batch of an instruction; published schedules leave them to be counted."""
-        if "micro_batch" in arguments:
-            return arguments["chunk"], arguments["micro_batch"]
+        number = self._done[kind]
         self._done[kind] += 1
-        return self._first_chunk, self._done[kind] - 1
+        chunk = arguments["chunk"] if "chunk" in arguments else self._first_chunk
+        return chunk, arguments["micro_batch"] if "micro_batch" in arguments else number
 
     # -- instructions ------------------------------------------------------------------------------------------------
 

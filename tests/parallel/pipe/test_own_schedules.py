@@ -78,6 +78,38 @@ def test_a_published_schedule_with_an_instruction_of_its_own():
         assert set(notes) == {"buffer 0", "buffer 1"}, stage
 
 
+class _HalfNumbered(published.TrainSchedule):
+    """Forwards say their micro-batch and not their chunk, backwards the other way round."""
+
+    def steps(self) -> Any:
+        forwards = iter(range(COUNT))
+        for step in super().steps():
+            for instruction in step:
+                if isinstance(instruction, published.ForwardPass):
+                    instruction.kwargs["micro_batch"] = next(forwards)
+                elif isinstance(instruction, published.BackwardPass):
+                    instruction.kwargs["chunk"] = self.stage_id
+            yield step
+
+
+def _half_numbered(stages: int) -> list[float]:
+    engine = support.engine_of(stages, 1, COUNT)
+    losses = []
+    for step in range(3):
+        engine.set_dataiterator(iter(support.items(step, 0, COUNT)))
+        engine._exec_schedule(_HalfNumbered(COUNT, engine.num_stages, engine.stage_id))
+        losses.append(engine.agg_train_loss.item())
+    return losses
+
+
+def test_instructions_that_leave_one_of_chunk_and_micro_batch_to_be_counted():
+    expected, _ = run_ranks(support.reference, 1, 1, COUNT)[0]
+    for losses in run_ranks(_half_numbered, 2, 2):
+        torch.testing.assert_close(
+            torch.tensor(losses), torch.tensor([loss for loss, _ in expected]), rtol=2e-6, atol=0
+        )
+
+
 def _data_parallel() -> list[float]:
     engine = support.engine_of(1, 1, COUNT)
     losses = []
