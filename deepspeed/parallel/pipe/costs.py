@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.parallel.pipe.cut import LayerCost
 from deepspeed.parallel.pipe.layers import Entry, class_name, trainable_numel
-from deepspeed.parallel.pipe.schedule.cut import LayerCost
 from deepspeed.parallel.pipe.spec import LayerSpec, TiedLayerSpec, built_on_meta
 from deepspeed.parallel.pipe.values import map_tensors, tensors_of
 from deepspeed.zero.construction.modules import suspended

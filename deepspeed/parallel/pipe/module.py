@@ -20,6 +20,7 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 from deepspeed.parallel.pipe import layer_files
 from deepspeed.parallel.pipe.costs import costs_by_size, counted_costs
+from deepspeed.parallel.pipe.cut import LayerCost, best_cut
 from deepspeed.parallel.pipe.grid import PipelineParallelGrid
 from deepspeed.parallel.pipe.layers import (
     Entry,
@@ -32,7 +33,6 @@ from deepspeed.parallel.pipe.layers import (
 )
 from deepspeed.parallel.pipe.partition import Method, chunk_bounds, is_plan
 from deepspeed.parallel.pipe.schedule import place_chunks
-from deepspeed.parallel.pipe.schedule.cut import LayerCost, best_cut
 from deepspeed.parallel.pipe.spec import LayerSpec, TiedLayerSpec
 from deepspeed.parallel.pipe.tied import Tie, declare_ties, settle_ties
 from deepspeed.parallel.pipe.topology import PipeDataParallelTopology, ProcessTopology

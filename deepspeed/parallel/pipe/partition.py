@@ -17,7 +17,7 @@ def chunk_bounds(method: Method, parameters: Sequence[int], names: Sequence[str]
     Args:
         method: ``uniform``: as many layers each. ``parameters``: as many trainable elements each. ``type:regex``: as
             many layers each whose class name the expression is found in, whatever the case; ``type:a=2,b=1`` gives
-            kinds a weight. Or the bounds themselves. (``plan`` is found by ``schedule.cut``.)
+            kinds a weight. Or the bounds themselves. (``plan`` is found by ``cut``.)
         parameters: Trainable elements of each layer.
         names: Class name of each layer.
         parts: Parts to cut into.

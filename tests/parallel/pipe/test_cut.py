@@ -7,8 +7,8 @@ from itertools import combinations, pairwise
 
 import pytest
 
+from deepspeed.parallel.pipe.cut import LayerCost, best_cut, in_flight, peak_bytes, smallest_maximum
 from deepspeed.parallel.pipe.schedule import make_schedule
-from deepspeed.parallel.pipe.schedule.cut import LayerCost, best_cut, in_flight, peak_bytes, smallest_maximum
 from deepspeed.parallel.pipe.schedule.simulate import Times, simulate
 
 

@@ -8,8 +8,8 @@ from torch import nn
 
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.pipe.costs import costs_by_size, counted_costs
+from deepspeed.parallel.pipe.cut import best_cut
 from deepspeed.parallel.pipe.partition import chunk_bounds
-from deepspeed.parallel.pipe.schedule.cut import best_cut
 from deepspeed.parallel.pipe.topology import (
     PipeDataParallelTopology,
     PipeModelDataParallelTopology,
