@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from deepspeed.comm.at_rest import rest_at_exit
 from deepspeed.comm.mail import Mail
 from deepspeed.comm.store import backend_for, is_alive, rendezvous_store
 from deepspeed.comm.watch import Watch
@@ -75,6 +76,7 @@ def job_watch() -> Watch:
         if _job is not None:
             _job[1].stop()
         _parties.clear()
+        rest_at_exit()
         store, rank = rendezvous_store(), dist.get_rank()
         # Counted in the store, per rank: a store may serve one process group after another.
         life = store.add(f"deepspeed/lives/{rank}", 1)
