@@ -19,7 +19,7 @@ from deepspeed.config.sections.root import Root
 from deepspeed.engine.model_compression import pace_quantization, quantize_in_training
 from deepspeed.engine.optimizers import exchange_parameters
 from deepspeed.engine.parts import Client
-from deepspeed.engine.rooms import EXPERT, LINEAR, SEQUENCE, TENSOR, is_loaded
+from deepspeed.engine.rooms import EXPERT, LINEAR, SEQUENCE, TENSOR, is_loaded, is_pipeline
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 from deepspeed.zero.leaf import mark_leaf_modules
@@ -86,6 +86,9 @@ def _share_sequences(root: Root, model: nn.Module, ranks: Standing, *, mesh_is_o
             section.evaluation,
             recompute_exchange=section.recompute_exchange,
         )
+    if ranks.sequence_size > 1 and is_pipeline(model):
+        share_loss: Callable[..., None] = model.share_loss  # type: ignore[assignment]
+        share_loss(own_share=section.loss == "own_share")
 
 
 def _prepare_experts(root: Root, model: nn.Module, device: torch.device) -> None:

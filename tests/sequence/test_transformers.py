@@ -297,8 +297,8 @@ def _refuses_what_would_be_left_alone():
         (Inside(llama(), llama()), r"holds 2 Transformers models \('models.0', 'models.1'\); say whose"),
         (nn.Sequential(*llama().model.layers), r"'0.self_attn' \(LlamaAttention\) .* no part of one of its models"),
         (
-            PipelineModule.from_transformers(llama(), num_stages=1),
-            r"'2.part.self_attn' \(LlamaAttention\) .* without stages",
+            PipelineModule(list(llama().model.layers), num_stages=1),
+            r"'0.self_attn' \(LlamaAttention\) .* in stages by PipelineModule.from_transformers",
         ),
     ):
         with pytest.raises(DeepSpeedConfigError, match=words):

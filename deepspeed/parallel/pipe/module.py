@@ -16,7 +16,7 @@ from deepspeed.activation_checkpointing.checkpointing import checkpoint, non_ree
 from deepspeed.comm.mesh import PIPE, Mesh
 from deepspeed.comm.world import is_initialized, size_of
 from deepspeed.config.sections.pipeline import Pipeline
-from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.logging import log_dist
 from deepspeed.parallel.pipe import layer_files
 from deepspeed.parallel.pipe.costs import costs_by_size, counted_costs
@@ -162,6 +162,33 @@ class PipelineModule(PlainAttributes, nn.Module):
     def is_part_of_model(self) -> bool:
         """Whether other ranks hold other layers; all that is trained may then lie there."""
         return self.num_stages > 1
+
+    @property
+    def transformers_model(self) -> Any:
+        """The Transformers model that the layers are from, with values or without; None: they are from none."""
+        from deepspeed.parallel.pipe.transformers_models import whole_model_of
+
+        return whole_model_of(self._layer_specs)
+
+    def share_loss(self, *, own_share: bool) -> None:
+        """Makes the loss of :meth:`from_transformers` one of sequences of which ranks have parts; others stay.
+
+        Args:
+            own_share: Whether a rank back-propagates its share of it; see ``deepspeed.sequence.mean_loss``.
+
+        Raises:
+            NotYetSupportedError: Routers count in the loss.
+        """
+        from deepspeed.parallel.pipe import transformers_models
+
+        if self.loss_fn is not transformers_models.next_token_loss:
+            return
+        if getattr(self.transformers_model.config.get_text_config(), "output_router_logits", False):
+            raise NotYetSupportedError(
+                "from_transformers with sequence_parallel_size and output_router_logits: the balance of routers would "
+                "be that of each rank's own tokens; set output_router_logits to False, or give a loss_fn"
+            )
+        self.loss_fn = functools.partial(transformers_models.next_token_loss_of_parts, own_share=own_share)
 
     def take_pipeline_config(self, section: Pipeline) -> None:
         """Takes what the configuration says; of the schedule, where the program said nothing. Layers may be built anew.

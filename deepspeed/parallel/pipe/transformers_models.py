@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,6 +27,7 @@ from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.parallel.pipe.spec import LayerSpec, TiedLayerSpec
 
 _LAST_NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "norm_f", "ln_out")
+_IGNORED = -100  # labels that do not count
 _AFTER_NORM = ("project_out",)  # of OPT, where vectors of tokens are narrower than those of blocks
 
 
@@ -51,22 +53,61 @@ def layers_of(model_or_config: Any) -> list[Any]:
     return plan.layers()
 
 
-def next_token_loss(outputs: Any, labels: torch.Tensor) -> Any:
+def next_token_loss(outputs: Any, labels: Any) -> Any:
     """Cross entropy of each token by those before it; labels of -100 do not count, as in Transformers.
 
     Args:
         outputs: Logits ``(batch, length, vocabulary)``; where routers count, those and the balance loss, 0-dim.
-        labels: ``(batch, length)``, of the same tokens: they are shifted here.
+        labels: ``(batch, length)``, of the same tokens: they are shifted here. Or ``{"shift_labels": ...}``, likewise,
+            of each token's next one.
 
     Returns:
         The loss, 0-dim; where routers count ``(loss, metrics)``, which tell both parts of the loss.
     """
     logits, balance = outputs if isinstance(outputs, tuple) else (outputs, None)
-    flat = logits[:, :-1].float().flatten(0, 1)
-    loss = nn.functional.cross_entropy(flat, labels[:, 1:].flatten(), ignore_index=-100)
+    if isinstance(labels, Mapping):
+        following = labels["shift_labels"]
+    else:
+        logits, following = logits[:, :-1], labels[:, 1:]
+    loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), following.flatten(), ignore_index=_IGNORED)
     if balance is None:
         return loss
     return loss + balance, {"lm_loss": loss.detach(), "router_loss": balance.detach()}
+
+
+def next_token_loss_of_parts(logits: torch.Tensor, labels: Any, *, own_share: bool) -> torch.Tensor:
+    """As :func:`next_token_loss`, where ranks have parts of sequences: the mean over the tokens of all of them.
+
+    Args:
+        logits: ``(batch, this rank's tokens, vocabulary)``.
+        labels: ``{"shift_labels": ...}``: the last token's next one is on the next rank.
+        own_share: See ``mean_loss``.
+
+    Raises:
+        DeepSpeedConfigError: The labels are not so.
+    """
+    from deepspeed.parallel.sequence.loss import mean_loss
+
+    if not isinstance(labels, Mapping) or "shift_labels" not in labels:
+        raise DeepSpeedConfigError(
+            "from_transformers with sequence_parallel_size: the loss got labels that it would have to shift, and the "
+            "label of this rank's last token is on the next rank; give {\"shift_labels\": each token's next one} for "
+            "labels (UlyssesSPDataLoaderAdapter makes them)"
+        )
+    following = labels["shift_labels"]
+    each = nn.functional.cross_entropy(
+        logits.float().flatten(0, 1), following.flatten(), ignore_index=_IGNORED, reduction="none"
+    )
+    return mean_loss(each, following, own_share=own_share)
+
+
+def whole_model_of(layers: list[Any]) -> Any:
+    """The model of which :func:`layers_of` made layers, with values or without; None for other layers."""
+    for spec in layers:
+        part = spec.module_args[0] if isinstance(spec, LayerSpec) and spec.module_args else None
+        if isinstance(part, _Part):
+            return part.skeleton
+    return None
 
 
 def usual_sample(model_or_config: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -366,6 +407,9 @@ class _Begin(nn.Module):
         super().__init__()
         self._hears_routers = hears_routers
         whole: Any = copy.copy((part.model or part.skeleton).get_submodule(part.path))
+        for name, held in vars(whole).items():  # hooks on the copy are none of the model's
+            if isinstance(held, OrderedDict):
+                vars(whole)[name] = held.copy()
         self.__dict__["_calls"] = []
         modules: dict[str, Any] = {}
         for name, child in whole._modules.items():

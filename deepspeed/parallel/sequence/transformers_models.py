@@ -6,8 +6,10 @@ left as they are.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -41,30 +43,73 @@ def share_sequences(model: nn.Module, group: Any, *, core: str | None = None, di
             f"{what}: expected a Transformers model; build deepspeed.sequence.layer.DistributedAttention into a model "
             "of one's own"
         )
+    core = _checked_core(model, core, what)
+    own_configurations(model)
+    _switch(model, what)
+    inner = _unwrapped(model)
+    entered = dict.fromkeys((model, inner, getattr(inner, "base_model", inner)))  # programs call each of them
+    _join(model, Sharing(weakref.ref(model), group, core, disable_in_eval, heads_group=group), entered)
+
+
+def share_layers(
+    pipeline: nn.Module, whole: nn.Module, group: Any, *, core: str | None = None, disable_in_eval: bool = False
+) -> None:
+    """As :func:`share_sequences`, for layers of a Transformers model of which other ranks have others.
+
+    Args:
+        pipeline: Has this rank's layers, and on some rank what comes before the first: the model without them.
+        whole: The model that they are from, with values or without; equal on all ranks, and left as it is.
+        group: As of :func:`share_sequences`.
+        core: Likewise.
+        disable_in_eval: Likewise.
+
+    Raises:
+        DeepSpeedConfigError: As of :func:`share_sequences`, on all ranks.
+    """
+    what = f"sequence parallel for a pipeline of {type(whole).__name__}"
+    core = _checked_core(whole, core, what)
+    probe: Any = copy.copy(whole)
+    probe._modules, probe.config = {}, copy.deepcopy(whole.config)
+    _switch(probe, what)
+    own_configurations(pipeline)
+    for module in pipeline.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "_attn_implementation"):
+            config._attn_implementation = NAME
+    entered = [module for module in pipeline.modules() if hasattr(module, "set_attn_implementation")]
+    _join(pipeline, Sharing(weakref.ref(pipeline), group, core, disable_in_eval, heads_group=group), entered)
+
+
+def _checked_core(model: Any, core: str | None, what: str) -> str:
+    """See :func:`core_of`; raises also where tokens of other ranks are needed elsewhere than in self-attention."""
+    config = model.config
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         raise DeepSpeedConfigError(
             f"{what}: it attends from one sequence to another, which are cut differently; use models with "
             "self-attention only"
         )
     refuse_mixing_layers(model)
-    core = core_of(config, core, what)
+    return core_of(config, core, what)
+
+
+def _switch(model: Any, what: str) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
-    own_configurations(model)
-    set_implementation: Any = model.set_attn_implementation
-    set_implementation(NAME)
-    if model.config._attn_implementation != NAME:  # type: ignore[union-attr]
+    model.set_attn_implementation(NAME)
+    if model.config._attn_implementation != NAME:
         raise DeepSpeedConfigError(
             f"{what}: the class does not take its attention from transformers' AttentionInterface, so it cannot be "
             "exchanged; use a model class that does"
         )
-    sharing = Sharing(weakref.ref(model), group, core, disable_in_eval, heads_group=group)
+
+
+def _join(model: nn.Module, sharing: Sharing, entered: Iterable[nn.Module]) -> None:
+    """Makes how sequences are shared known to all modules of ``model``; position ids are read where it is entered."""
     remember(model, sharing)
     know_whole_sequences(model, sharing)
-    inner = _unwrapped(model)
-    for module in dict.fromkeys((model, inner, getattr(inner, "base_model", inner))):  # programs call each of them
+    for module in entered:
         module.register_forward_pre_hook(_begin_pass, with_kwargs=True)
         module.register_forward_hook(_end_pass, always_call=True)
 
@@ -93,8 +138,8 @@ def sequence_model_in(model: nn.Module) -> nn.Module:
     if loose:
         raise DeepSpeedConfigError(
             f"{what}: {loose[0]} takes its attention from Transformers, but is no part of one of its models here, so "
-            "it would attend to this rank's tokens only. Give initialize the whole model, without stages, or leave "
-            "sequence_parallel_size out"
+            "it would attend to this rank's tokens only. Give initialize the whole model, or in stages by "
+            "PipelineModule.from_transformers, or leave sequence_parallel_size out"
         )
     if len(inside) > 1:
         raise DeepSpeedConfigError(

@@ -19,7 +19,7 @@ from deepspeed.parallel.sequence import state
 from deepspeed.parallel.sequence.evaluation import share_evaluation
 from deepspeed.parallel.sequence.shares import shares_of_heads
 from deepspeed.parallel.sequence.sharing import sharing_of
-from deepspeed.parallel.sequence.transformers_models import core_of, sequence_model_in, share_sequences
+from deepspeed.parallel.sequence.transformers_models import core_of, sequence_model_in, share_layers, share_sequences
 
 
 class UlyssesSPAttentionHF:
@@ -112,7 +112,7 @@ def adopt_model(
     """Shares the sequences of a Transformers model that ``initialize`` got, in the way that the configuration says.
 
     Every rank of the job must call it. A model that was not registered is registered here, also one inside a module of
-    one's own; what has no Transformers model in it is left to its own code.
+    one's own, and the layers of one in a pipeline; what has no Transformers model in it is left to its own code.
 
     Args:
         model: The model.
@@ -130,8 +130,10 @@ def adopt_model(
             f'sequence_parallel.recompute_exchange with mode "{mode}": attention round the ranks keeps its result in '
             'another order of tokens; set recompute_exchange to false, or mode to "ulysses"'
         )
-    model = sequence_model_in(model)
-    if sharing_of(model) is None and not hasattr(model, "set_attn_implementation"):
+    whole = getattr(model, "transformers_model", None)  # of which a pipeline has the layers
+    if whole is None:
+        model = whole = sequence_model_in(model)
+    if sharing_of(model) is None and not hasattr(whole, "set_attn_implementation"):
         if mode != "ulysses":
             raise DeepSpeedConfigError(
                 f'sequence_parallel.mode "{mode}": {type(model).__name__} is no Transformers model, so its own code '
@@ -145,17 +147,20 @@ def adopt_model(
         return
     if sharing_of(model) is None:
         core, disable_in_eval = _awaited.pop() if _awaited else (None, False)
-        share_sequences(model, group, core=core, disable_in_eval=disable_in_eval)
+        if whole is model:
+            share_sequences(model, group, core=core, disable_in_eval=disable_in_eval)
+        else:
+            share_layers(model, whole, group, core=core, disable_in_eval=disable_in_eval)
     found = sharing_of(model)
     assert found is not None
     ranks = mesh.size(SEQUENCE)
     found.recompute_exchange = recompute_exchange
-    found.heads_group, found.ring_group = _groups_of_mode(model, group, mesh, mode)
+    found.heads_group, found.ring_group = _groups_of_mode(whole, group, mesh, mode)
     if found.disable_in_eval and evaluation != "whole":
         share_evaluation(model, found, keeps_logits=evaluation == "logits")
     by_ring = 1 if found.ring_group is None else size_of(found.ring_group)
     log_dist(
-        f"sequence parallel: {type(model).__name__} attends to sequences that {ranks} ranks share (heads divided over "
+        f"sequence parallel: {type(whole).__name__} attends to sequences that {ranks} ranks share (heads divided over "
         f"{ranks // by_ring}, keys and values round {by_ring}); each rank's inputs are its own tokens of every "
         "sequence, with position_ids"
     )
