@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -61,6 +62,7 @@ def reshape_model(
 def _share_sequences(root: Root, model: nn.Module, ranks: Standing, *, mesh_is_ours: bool) -> None:
     """What the section ``sequence_parallel`` makes of a model."""
     section = root.sequence_parallel
+    pipeline: Any = model if is_pipeline(model) else None
     if section.tiled_mlp or section.tiled_loss:
         from deepspeed.parallel.sequence.tiled_models import tile_model
 
@@ -85,10 +87,10 @@ def _share_sequences(root: Root, model: nn.Module, ranks: Standing, *, mesh_is_o
             section.mode,
             section.evaluation,
             recompute_exchange=section.recompute_exchange,
+            whole=pipeline.transformers_model if pipeline is not None else None,
         )
-    if ranks.sequence_size > 1 and is_pipeline(model):
-        share_loss: Callable[..., None] = model.share_loss  # type: ignore[assignment]
-        share_loss(own_share=section.loss == "own_share")
+    if ranks.sequence_size > 1 and pipeline is not None:
+        pipeline.share_loss(own_share=section.loss == "own_share")
 
 
 def _prepare_experts(root: Root, model: nn.Module, device: torch.device) -> None:

@@ -27,8 +27,8 @@ from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.parallel.pipe.spec import LayerSpec, TiedLayerSpec
 
 _LAST_NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "norm_f", "ln_out")
-_IGNORED = -100  # labels that do not count
 _AFTER_NORM = ("project_out",)  # of OPT, where vectors of tokens are narrower than those of blocks
+_IGNORED = -100  # labels that do not count
 
 
 def layers_of(model_or_config: Any) -> list[Any]:

@@ -108,6 +108,7 @@ def adopt_model(
     evaluation: str = "whole",
     *,
     recompute_exchange: bool = False,
+    whole: nn.Module | None = None,
 ) -> None:
     """Shares the sequences of a Transformers model that ``initialize`` got, in the way that the configuration says.
 
@@ -121,6 +122,7 @@ def adopt_model(
         mode: ``sequence_parallel.mode``.
         evaluation: ``sequence_parallel.evaluation``.
         recompute_exchange: ``sequence_parallel.recompute_exchange``.
+        whole: The Transformers model of which ``model``, a pipeline, has layers; None: it has all that there is.
 
     Raises:
         DeepSpeedConfigError: The model cannot be shared in this way.
@@ -130,7 +132,6 @@ def adopt_model(
             f'sequence_parallel.recompute_exchange with mode "{mode}": attention round the ranks keeps its result in '
             'another order of tokens; set recompute_exchange to false, or mode to "ulysses"'
         )
-    whole = getattr(model, "transformers_model", None)  # of which a pipeline has the layers
     if whole is None:
         model = whole = sequence_model_in(model)
     if sharing_of(model) is None and not hasattr(whole, "set_attn_implementation"):
