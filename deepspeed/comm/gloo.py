@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from deepspeed.comm.begun import begun
 from deepspeed.comm.counters import traffic
 from deepspeed.comm.mail import LONGEST, Mail
 from deepspeed.comm.recorder import timed
@@ -245,11 +246,11 @@ class GlooTransport(Transport):
     def send(self, tensor: torch.Tensor, peer: int, key: int) -> Any:
         """See the class this one derives from."""
         traffic.record_ran("send", tensor.numel() * tensor.element_size(), self.axis)
-        return self.group.send([tensor], peer, key)
+        return begun(self.group.send, tensor, peer, key)
 
     def receive(self, tensor: torch.Tensor, peer: int, key: int) -> Any:
         """See the class this one derives from."""
-        return self.group.recv([tensor], peer, key)
+        return begun(self.group.recv, tensor, peer, key)
 
     def gather_slices(self, flat: torch.Tensor, key: int, channel: str, label: str) -> Work:
         """The gather itself, not counted as asked for."""
@@ -276,7 +277,7 @@ class GlooTransport(Transport):
         mine_sent = torch.tensor([self.companion.reductions])
         confirmations = [(peer, torch.zeros(1, dtype=torch.int64)) for peer in peers]
         works = [self.receive(count, peer, key + _CONFIRMATION) for peer, count in confirmations]
-        works += [self.group.send([mine_sent], peer, key + _CONFIRMATION) for peer in peers]
+        works += [begun(self.group.send, mine_sent, peer, key + _CONFIRMATION) for peer in peers]
         self._keep = mine_sent
         return confirmations, works
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.begun import begun
 from deepspeed.comm.counters import traffic
 from deepspeed.comm.gloo import GlooGather, GlooTransport
 from deepspeed.comm.native import NativeTransport, NativeWork
@@ -165,7 +166,7 @@ class GlooByNodes(GlooTransport):
         is_near = peer // self.nodes.width == self.rank // self.nodes.width
         where = "send inside nodes" if is_near else "send between nodes"
         traffic.record_ran(where, tensor.numel() * tensor.element_size(), self.axis)
-        return self.group.send([tensor], peer, key)
+        return begun(self.group.send, tensor, peer, key)
 
     @timed("all_gather_into_tensor")
     def all_gather(self, flat: torch.Tensor, *, key: int, label: str) -> Work:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed import comm
+from deepspeed.comm.begun import begun
 from deepspeed.comm.connect import open_mail, transport_over
 from deepspeed.comm.mail import Mail
 from deepspeed.comm.mesh import PIPE, Mesh
@@ -37,10 +38,10 @@ class _Tagged:
     tag: int
 
     def send(self, tensor: torch.Tensor, what: int) -> Any:
-        return self.group.send([tensor], self.peer, self.tag + what)
+        return begun(self.group.send, tensor, self.peer, self.tag + what)
 
     def receive(self, tensor: torch.Tensor, what: int) -> Any:
-        return self.group.recv([tensor], self.peer, self.tag + what)
+        return begun(self.group.recv, tensor, self.peer, self.tag + what)
 
     def has_left(self, work: Any, what: int) -> bool:
         return True
@@ -99,10 +100,10 @@ class _Ordered:
     peer: int
 
     def send(self, tensor: torch.Tensor, what: int) -> Any:
-        return self.group.send([tensor], self.peer, 0) if what == TENSORS else self.host.send(tensor, what)
+        return begun(self.group.send, tensor, self.peer, 0) if what == TENSORS else self.host.send(tensor, what)
 
     def receive(self, tensor: torch.Tensor, what: int) -> Any:
-        return self.group.recv([tensor], self.peer, 0) if what == TENSORS else self.host.receive(tensor, what)
+        return begun(self.group.recv, tensor, self.peer, 0) if what == TENSORS else self.host.receive(tensor, what)
 
     def has_left(self, work: Any, what: int) -> bool:
         return what != TENSORS or bool(work.is_completed())

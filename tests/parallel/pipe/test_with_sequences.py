@@ -19,6 +19,7 @@ from deepspeed.sequence import mean_loss
 from tests.ecosystem.support import needs_transformers
 from tests.engine.support import SHARDED
 from tests.harness.pool import run_ranks
+from tests.parallel.pipe.test_never_hang import SOON, said_by
 from tests.sequence import net
 from tests.sequence.llama import llama, packed_batch, padded_batch, plain_batch
 
@@ -285,6 +286,32 @@ def test_batches_that_the_adapter_cuts():
     wanted = run_ranks(_whole_loader, 1)[0]
     for found in run_ranks(_by_the_adapter, 4):
         _near(found, wanted, "adapter")
+
+
+def _fails(bad: int) -> tuple[str, float]:
+    module = PipelineModule.from_transformers(llama(num_hidden_layers=4), num_stages=2)
+    engine = deepspeed.initialize(model=module, config=_config(1, SHARERS))[0]
+    place = dist.get_rank() % SHARERS
+    calls = []
+
+    def fail(*_given: Any) -> None:
+        calls.append(1)
+        if len(calls) == 5 and dist.get_rank() == bad:  # in the third micro-batch
+            raise ArithmeticError("this layer cannot take it")
+
+    for layer in module.modules():
+        if type(layer).__name__ == "_Block":
+            layer.register_forward_pre_hook(fail)
+    return said_by(lambda: engine.train_batch(iter(_items(0, 0, place))))
+
+
+@needs_transformers
+@pytest.mark.parametrize("bad", [1, 2])
+def test_an_exception_on_one_rank_ends_all_with_its_words(bad):
+    for said, seconds in run_ranks(_fails, 4, bad):
+        assert said.startswith(f"PipelineError: train_batch: stage {bad // 2} (rank {bad}), ForwardPass"), said
+        assert "ArithmeticError: this layer cannot take it" in said
+        assert seconds < SOON
 
 
 def _refusals() -> None:

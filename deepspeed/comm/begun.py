@@ -1,0 +1,39 @@
+"""Sends and receives that begin, whatever has become of the connection: what is broken is told by the wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A transfer that could not begin, as the connection is gone. In the place of torch's ``Work``."""
+
+    error: RuntimeError
+
+    def wait(self, *_patience: Any) -> None:
+        """Fails, where the watch finds out why."""
+        raise self.error
+
+    def is_completed(self) -> bool:
+        """It is not."""
+        return False
+
+
+def begun(transfer: Callable[..., Any], tensor: torch.Tensor, peer: int, tag: int) -> Any:
+    """Begins a process group's ``send`` or ``recv``.
+
+    Args:
+        transfer: The method.
+        tensor: As the method wants it.
+        peer: The rank in the group.
+        tag: Of the transfer.
+    """
+    try:
+        return transfer([tensor], peer, tag)
+    except RuntimeError as error:
+        return Broken(error)
