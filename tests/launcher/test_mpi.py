@@ -93,7 +93,8 @@ def test_a_plain_mpirun_line_is_found_by_init_distributed(tmp_path):
     path = tmp_path / "plain.py"
     path.write_text(
         "import torch, deepspeed\ndeepspeed.init_distributed()\n"
-        "x = torch.ones(1); deepspeed.comm.all_reduce(x); print(x.item())\n"
+        # One write: mpirun passes on what it reads, and where output is unbuffered the end of a line comes by itself.
+        "x = torch.ones(1); deepspeed.comm.all_reduce(x); print(f'{x.item()}\\n', end='')\n"
         "deepspeed.comm.destroy_process_group()\n"
     )
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
