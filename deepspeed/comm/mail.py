@@ -111,8 +111,8 @@ class Mail:
         if self._kept.get((peer, box)):
             self.take(peer, box, room)
             return True
+        rooms = (self._head, room, self._spill)
         while True:
-            rooms = (self._head, room, self._spill)
             try:
                 length = self._connections[peer].recvmsg_into(rooms, 0, _AT_ONCE)[0]
             except OSError:  # nothing is there, or nothing will be: a wait tells which

@@ -174,8 +174,7 @@ class Interpreter:
         """Chunk and micro-batch of an instruction; published schedules leave them to be counted."""
         number = self._done[kind]
         self._done[kind] += 1
-        chunk = arguments["chunk"] if "chunk" in arguments else self._first_chunk
-        return chunk, arguments["micro_batch"] if "micro_batch" in arguments else number
+        return arguments.get("chunk", self._first_chunk), arguments.get("micro_batch", number)
 
     # -- instructions ------------------------------------------------------------------------------------------------
 
