@@ -1,4 +1,4 @@
-"""Checkpoints."""
+"""Saves and loads checkpoints, which any stage, number of ranks and parallel layout can read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Other homes for the shards that ZeRO makes: host memory and files.
+"""Keeps shards in host memory or in files, and moves them to the device and back.
 
 ``zero`` decides what lives where (``zero.placement``) and runs one update loop (``zero.update``); this package says how
 each home keeps tensors and moves them. Read ``host``, ``files``, ``file_update``, then ``homes``, which puts them

@@ -6,33 +6,8 @@ import ast
 import subprocess
 import sys
 
-from tests.project import graph
+from tests.project import graph, layers
 
-# Lowest first; a module may import from its own row and from the rows above it.
-LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "logging", "features", "lazy", "ports", "release", "uncompiled", "plain_attributes"),
-    ("config",),
-    ("accelerator", "comm"),
-    # Optimizers and the loss scaler work on plain tensors and know nothing of sharding; `zero` drives them.
-    ("ops", "precision", "schedulers"),
-    ("zero",),
-    ("offload", "data", "dropping", "activation_checkpointing"),
-    ("checkpoint",),
-    # Sinks, timers and counters that know nothing of the engine, which drives them.
-    ("monitor", "profiling"),
-    # Layers, schedules and groups of further axes, which the engine puts into a model.
-    ("parallel",),
-    # Layers of few bits, and what makes a model smaller: the engine advances its schedule.
-    ("linear",),
-    ("compression",),
-    ("engine",),
-    ("plan",),
-    ("pipe", "moe", "sequence", "tensor", "inference", "autotuning", "elasticity"),
-    ("compile", "io", "datastates"),
-    ("launcher", "cli"),
-    # Only re-exports, at the paths that the ecosystem imports.
-    ("runtime", "utils", "module_inject", "model_implementations", "constants", "env_report", "git_version_info"),
-)
 MAY_IMPORT_TORCH_DISTRIBUTED = ("comm", "parallel")
 
 
@@ -40,13 +15,6 @@ def _part(module: str) -> str | None:
     """The package right under the root; None for the root itself."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else None
-
-
-def _row(part: str) -> int:
-    for row, parts in enumerate(LAYERS):
-        if part in parts:
-            return row
-    raise AssertionError(f"deepspeed/{part} has no place in LAYERS of {__file__}; give it one")
 
 
 def test_no_cycles():
@@ -66,9 +34,13 @@ def test_imports_point_one_way():
         importer, imported = _part(entry.importer), _part(entry.imported)
         if not entry.imported.startswith("deepspeed.") or importer is None or imported is None:
             continue
-        if _row(imported) > _row(importer):
+        if layers.layer_of(imported) > layers.layer_of(importer):
             wrong.append(str(entry))
     assert not wrong, "imports of a higher layer:\n" + "\n".join(wrong)
+
+
+def test_page_of_the_layers_is_in_step():
+    assert layers.PAGE.read_text(encoding="utf-8") == layers.page(), "run: python -m tests.project.layers"
 
 
 def test_only_two_packages_know_torch_distributed():
