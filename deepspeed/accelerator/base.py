@@ -33,6 +33,7 @@ class DeepSpeedAccelerator(ABC):
         self._name = name
         self._communication_backend_name = communication_backend
         self._compile_backend = "inductor"
+        self._has_set_device = False
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._name!r})"
@@ -50,6 +51,11 @@ class DeepSpeedAccelerator(ABC):
     @abstractmethod
     def set_device(self, index: int) -> None:
         """Makes ``index`` the current device of this process."""
+
+    @property
+    def has_set_device(self) -> bool:
+        """Whether :meth:`set_device` was called in this process."""
+        return self._has_set_device
 
     @abstractmethod
     def current_device(self) -> int:

@@ -58,6 +58,7 @@ class TorchDeviceAccelerator(DeepSpeedAccelerator):
     def set_device(self, index: int) -> None:
         """Makes ``index`` the current device."""
         self._call("set_device", index)
+        self._has_set_device = True
 
     def current_device(self) -> int:
         """The number of the current device."""

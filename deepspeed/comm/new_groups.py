@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from deepspeed.comm.device import unbound
 from deepspeed.comm.meeting import meet
 from deepspeed.comm.party import job_watch, party_of
 from deepspeed.comm.store import is_alive
@@ -64,7 +65,8 @@ def my_group(
         if known is not None:
             return known
     meet_to_make(f"the making of process groups {_shown(axis)} for {why}", timeout)
-    made = [dist.new_group(ranks, backend=backend, timeout=timeout) for ranks in axis]
+    with unbound():
+        made = [dist.new_group(ranks, backend=backend, timeout=timeout) for ranks in axis]
     mine = next(group for group, ranks in zip(made, axis, strict=True) if dist.get_rank() in ranks)
     if is_shared:
         _made.append((world, axis, why, mine))
@@ -77,7 +79,8 @@ def group_alone() -> Any:
         return PlayedGroup((others.rank,))
     if dist.get_world_size() == 1:
         return dist.group.WORLD
-    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    with unbound():
+        return dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
 def groups_beside(group: Any, timeout: timedelta | None) -> list[list[int]]:

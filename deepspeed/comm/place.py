@@ -42,7 +42,7 @@ class Place:
     Attributes:
         rank: Global rank, 0 to ``world_size`` - 1.
         world_size: Number of processes.
-        local_rank: Rank among the processes of this host; also the index of its device.
+        local_rank: Rank among the processes of this host; also the index of its device, where it sees more than one.
         address: Host name or address where rank 0 listens; None if an ``init_method`` takes care of the meeting.
         port: Port where rank 0 listens; None likewise, and 0 if any free one will do (one process, nobody to meet).
         way: How it was found, for the log: "torchrun variables", "Slurm", ...
@@ -267,7 +267,7 @@ def ranks_per_node(environ: Mapping[str, str], world_size: int, device_count: in
     Args:
         environ: The environment variables.
         world_size: Number of ranks.
-        device_count: Devices on this host; 0 where it computes on the processor.
+        device_count: Devices that this process sees; 0 where it computes on the processor.
 
     Raises:
         CommunicationError: A variable is not a number.
@@ -275,7 +275,22 @@ def ranks_per_node(environ: Mapping[str, str], world_size: int, device_count: in
     for name in ("LOCAL_WORLD_SIZE", *_MPI_LOCAL_SIZE_NAMES):
         if environ.get(name):
             return max(_integer(environ, name), 1)
+    if is_slurm_task(environ) and (tasks := _slurm_tasks_here(environ)):
+        return tasks
     return min(device_count, world_size) if device_count > 0 else world_size
+
+
+def _slurm_tasks_here(environ: Mapping[str, str]) -> int:
+    """Returns the tasks of a Slurm step on this node; 0 where Slurm does not say.
+
+    Slurm writes the tasks of all nodes as ``2(x3),1``: two on each of the first three nodes, one on the fourth.
+    """
+    text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or ""
+    counts: list[int] = []
+    for tasks, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [int(tasks)] * int(nodes or 1)
+    node = _integer(environ, "SLURM_NODEID") if environ.get("SLURM_NODEID") else 0
+    return counts[node] if node < len(counts) else 0
 
 
 def first_host(nodelist: str) -> str:

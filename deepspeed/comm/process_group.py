@@ -17,6 +17,7 @@ import torch
 import torch.distributed as torch_dist
 
 from deepspeed.comm import world
+from deepspeed.comm.device import binding_of, local_device, serves_host_only, unbound
 from deepspeed.comm.meeting import SupervisedStore
 from deepspeed.comm.new_groups import meet_to_make
 from deepspeed.comm.party import job_watch, party_of
@@ -81,6 +82,9 @@ def init_distributed(
     as ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``. One line on rank 0 says which way
     it was. A single process meets nobody, so it opens no port.
 
+    Where the backend serves the accelerator, the device of this process is made the current one before the group is
+    started: the one that the program has set, else the one of its local rank (``comm.device.local_device``).
+
     Args:
         dist_backend: ``"nccl"``, ``"gloo"``, ...; None: the accelerator's.
         auto_mpi_discovery: Whether variables of MPI and Slurm count.
@@ -95,7 +99,8 @@ def init_distributed(
         world_size: Number of processes; -1: from the environment.
 
     Raises:
-        CommunicationError: The place cannot be found, or the others did not come within ``timeout``.
+        CommunicationError: The place cannot be found, there is no device of that number, or the others did not come
+            within ``timeout``.
         CallOrderError: ``dist_init_required=False`` and there is no group.
     """
     if config is not None:
@@ -122,7 +127,8 @@ def init_distributed(
     )
     place.export(os.environ)
     backend = dist_backend or default_backend()
-    facts = _start(backend, place, init_method, timeout or default_timeout())
+    device = None if serves_host_only(backend) else local_device()
+    facts = _start(backend, place, init_method, timeout or default_timeout(), device)
     job_watch()  # so that the others hear of the end of a program that does nothing more
     if verbose:
         log_dist(f"process group started: {place.world_size} rank(s), backend {backend}, found by {place.way}")
@@ -131,18 +137,23 @@ def init_distributed(
 
 
 def _adopt(verbose: bool) -> None:
-    """Fills in the variables that a caller who started the group alone may have left out."""
+    """Fills in the variables that a caller who started the group alone may have left out, and chooses the device."""
     rank, size = torch_dist.get_rank(), torch_dist.get_world_size()
     local_rank = local_rank_of(os.environ, rank, size, torch.accelerator.device_count())
     Place(rank, size, local_rank, None, None, "adopted").export(os.environ)
+    if not serves_host_only(torch_dist.get_backend()):
+        local_device()
     job_watch()  # as for a group of our own
     if verbose:
         log_dist(f"process group adopted: {size} rank(s), backend {torch_dist.get_backend()}, started by the caller")
 
 
-def _start(backend: str, place: Place, init_method: str | None, timeout: timedelta) -> list[Facts]:
+def _start(
+    backend: str, place: Place, init_method: str | None, timeout: timedelta, device: torch.device | None
+) -> list[Facts]:
     """Starts the group, after the ranks have met and found that they match; returns the facts of all (on rank 0)."""
     arguments: dict[str, Any] = {"rank": place.rank, "world_size": place.world_size, "timeout": timeout}
+    arguments |= binding_of(device)
     url = init_method if init_method is not None and not init_method.startswith("env:") else None
     where = url or (f"{place.address}:{place.port}" if place.world_size > 1 else "this process")
     facts: list[Facts] = []
@@ -274,7 +285,8 @@ def new_group(ranks: list[int] | None = None, **options: Any) -> Any:
     among = ranks if options.get("use_local_synchronization") else None
     if among is None or get_rank() in among:
         meet_to_make(f"new_group({ranks})", options.get("timeout"), among)
-    return torch_dist.new_group(ranks, **options)
+    with unbound():
+        return torch_dist.new_group(ranks, **options)
 
 
 def get_rank(group: Any = None) -> int:

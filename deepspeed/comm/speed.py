@@ -12,6 +12,7 @@ import torch
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.connect import create_transport
+from deepspeed.comm.device import local_device
 from deepspeed.comm.recorder import bandwidths
 from deepspeed.comm.transport import Reduction, Transport
 
@@ -96,7 +97,7 @@ def measure_collectives(
         A row per operation, the same on every rank.
     """
     accelerator = get_accelerator()
-    device = torch.device(accelerator.current_device_name())
+    device = local_device()
     ranks = comm.get_world_size()
     whole = ranks * _ALIGNED
     numel = max(-(-nbytes // dtype.itemsize // whole), 1) * whole

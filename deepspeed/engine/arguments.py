@@ -40,7 +40,13 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     return parser
 
 
-def local_rank_of(args: Any) -> int:
-    """The device that this process is to use."""
+def device_rank(args: Any) -> int | None:
+    """Returns ``args.device_rank``, the number of the device that the script asks for; None if it asks for none."""
     given = getattr(args, "device_rank", None)
-    return int(given) if given is not None else int(os.environ.get("LOCAL_RANK", "0"))
+    return None if given is None else int(given)
+
+
+def local_rank_of(args: Any) -> int:
+    """Returns this process's rank on its machine: ``args.device_rank``, else ``LOCAL_RANK``, else 0."""
+    given = device_rank(args)
+    return given if given is not None else int(os.environ.get("LOCAL_RANK", "0"))

@@ -13,13 +13,14 @@ from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.host_allocator import keep_freed_memory
 from deepspeed.comm.defined import claim_groups
+from deepspeed.comm.device import local_device
 from deepspeed.comm.job_mesh import JobMesh
 from deepspeed.comm.place import ranks_per_node
 from deepspeed.config import ParsedConfig, parse
 from deepspeed.config.compared import compared_values
 from deepspeed.config.sections.root import Root
 from deepspeed.engine.alike import model_lines
-from deepspeed.engine.arguments import config_source, local_rank_of
+from deepspeed.engine.arguments import config_source, device_rank, local_rank_of
 from deepspeed.engine.combinations import refuse_combinations
 from deepspeed.engine.communication_compression import with_codecs
 from deepspeed.engine.compiling import gathers_between_pieces, refuse_whole_graphs
@@ -77,7 +78,7 @@ def initialize(
     The model's parameters take rank 0's values and move into flat buffers; the model itself is changed in place.
 
     Args:
-        args: Command-line arguments; ``deepspeed_config`` and ``device_rank`` are read.
+        args: Command-line arguments; ``deepspeed_config`` and ``device_rank`` (the number of the device) are read.
         model: The model.
         optimizer: A torch optimizer on the model's parameters, a callable that builds one from them, or None for the
             configuration's.
@@ -158,7 +159,7 @@ def _build_parts(client: Client, config: Any, distributed_port: int, dist_init_r
         comm.configure(deepspeed_config=parsed)
 
     local_rank = local_rank_of(client.args)
-    device = _device(local_rank)
+    device = _device(client.args)
     islands = settle_islands(root, ranks, client.model, device)
     data = {"data_group": ranks.data_group, "data_size": ranks.data_size, "data_rank": ranks.data_rank}
     ranks = ranks if islands is None else islands.inside
@@ -257,13 +258,11 @@ def _parse_alike(config: Any, job_mesh: JobMesh, client: Client) -> ParsedConfig
     return parsed
 
 
-def _device(local_rank: int) -> torch.device:
-    accelerator = get_accelerator()
-    if accelerator.device_name() == "cpu":
+def _device(args: Any) -> torch.device:
+    device = local_device(device_rank(args))
+    if device.type == "cpu":
         keep_freed_memory()
-        return torch.device("cpu")
-    accelerator.set_device(local_rank)
-    return torch.device(accelerator.device_name(local_rank))
+    return device
 
 
 def _with_all_data_ranks(config: Any, mpu: Any) -> Any:

@@ -10,6 +10,7 @@ from torch import nn
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.host_allocator import Trimmer
 from deepspeed.comm import groups
+from deepspeed.comm.device import local_device
 from deepspeed.comm.mesh import TENSOR
 from deepspeed.engine import DeepSpeedEngine, initialize
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
@@ -60,9 +61,9 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> Infer
     if settings.zero is not None:
         return _with_zero(model, settings)
     before = sum(parameter.nbytes for parameter in model.parameters())
-    device = "cpu" if read.keep_module_on_host else get_accelerator().current_device_name()
+    device = torch.device("cpu") if read.keep_module_on_host else local_device()
     mesh = job_mesh(settings)
-    made = None if mesh is None else cut(model, settings, mesh, torch.device(device))
+    made = None if mesh is None else cut(model, settings, mesh, device)
     _fill(model, settings)  # after the cut, so that a rank reads its parts alone
     model.eval().requires_grad_(False).to(settings.dtype)
     if settings.save_path is not None:

@@ -54,6 +54,8 @@ def test_cut_nodes_are_refused(reports, size, words):
 def test_ranks_per_node():
     assert ranks_per_node({"LOCAL_WORLD_SIZE": "3"}, 6, 8) == 3
     assert ranks_per_node({"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 6, 8) == 2
+    step = {"SLURM_PROCID": "5", "SLURM_NTASKS": "7", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1"}
+    assert [ranks_per_node({**step, "SLURM_NODEID": str(node)}, 7, 1) for node in range(4)] == [2, 2, 2, 1]
     assert (ranks_per_node({}, 16, 8), ranks_per_node({}, 4, 8), ranks_per_node({}, 4, 0)) == (8, 4, 4)
 
 

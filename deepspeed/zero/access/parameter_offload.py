@@ -15,12 +15,12 @@ from torch.utils.hooks import RemovableHandle
 
 from deepspeed import comm
 from deepspeed.comm.connect import create_transport
+from deepspeed.comm.device import local_device
 from deepspeed.comm.mpu import zero_group
 from deepspeed.config import parse
 from deepspeed.errors import CallOrderError, NotYetSupportedError
 from deepspeed.zero.access.gathered import GatheredParameters
 from deepspeed.zero.build import build_runtime
-from deepspeed.zero.construction.init import local_device
 from deepspeed.zero.group import BucketGroup, Groups
 from deepspeed.zero.landing import Landing
 from deepspeed.zero.layout import Limits

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
@@ -11,8 +10,8 @@ import torch
 from torch import nn
 
 from deepspeed import comm
-from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.connect import shared_transport
+from deepspeed.comm.device import local_device
 from deepspeed.comm.mpu import zero_group
 from deepspeed.config import ParsedConfig, parse
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
@@ -179,16 +178,6 @@ def _configured_dtype(parsed: ParsedConfig | None) -> torch.dtype | None:
         return None
     root = parsed.root
     return torch.bfloat16 if root.bf16.enabled else torch.float16 if root.fp16.enabled else torch.float32
-
-
-def local_device() -> torch.device:
-    """The device of this process; it is made the current one."""
-    accelerator = get_accelerator()
-    if accelerator.device_name() == "cpu":
-        return torch.device("cpu")
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    accelerator.set_device(local_rank)
-    return torch.device(accelerator.device_name(local_rank))
 
 
 def _home(remote_device: str | None, parsed: ParsedConfig | None, device: torch.device) -> torch.device:

@@ -9,8 +9,8 @@ import torch
 
 from deepspeed import comm
 from deepspeed.comm.connect import shared_transport
+from deepspeed.comm.device import local_device
 from deepspeed.zero.access.views import install_views
-from deepspeed.zero.construction.init import local_device
 from deepspeed.zero.construction.provisional import ProvisionalBucket
 from deepspeed.zero.construction.sharing import ProvisionalGroups
 from deepspeed.zero.holder import address_of, set_address
