@@ -20,6 +20,7 @@ from deepspeed.comm.same_host_meeting import connect_on_host, limit_waits
 from deepspeed.comm.store import backend_for, is_alive
 from deepspeed.comm.transport import LocalTransport, Transport
 from deepspeed.comm.world import ranks_of, stand_in
+from deepspeed.errors import DeepSpeedConfigError
 
 
 def create_transport(
@@ -83,11 +84,25 @@ def _over(group: Any, backend: str, device: torch.device | None) -> Transport:
         return LocalTransport()
     transport: Transport
     if backend == "gloo":
+        _refuse_device_memory(device)
         transport = SameHostTransport(group, rank, size)
     else:
         transport = NativeTransport(group, rank, size, device or torch.device(get_accelerator().current_device_name()))
     transport.joins(party)
     return transport
+
+
+def _refuse_device_memory(device: torch.device | None) -> None:
+    """Raises where gloo, which reads and writes host memory, would be given buffers in an accelerator's memory."""
+    accelerator = get_accelerator()
+    if device is None or device.type != accelerator.device_name() or accelerator.shares_host_memory(device):
+        return
+    name = accelerator.communication_backend_name()
+    raise DeepSpeedConfigError(
+        f"the process group has the backend 'gloo', which carries host memory only, but the buffers of this engine are "
+        f"on {device}: expected {name!r}. Start the group with init_distributed(dist_backend={name!r}) or "
+        f"'cpu:gloo,{device.type}:{name}', or train on the processor with DS_ACCELERATOR=cpu"
+    )
 
 
 def objects_transport(group: Any, *, patience: timedelta, why: str) -> Transport:

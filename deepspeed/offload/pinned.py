@@ -137,3 +137,14 @@ def _register(mapped: _Pages, buffer: torch.Tensor) -> None:
         return
     # The storage keeps ``mapped`` alive, so the pages are unlocked no earlier than their last use.
     mapped.unlock = functools.partial(runtime.cudaHostUnregister, address)
+    _keep_from_children(mapped)
+
+
+def _keep_from_children(mapped: mmap.mmap) -> None:
+    """Leaves the pages out of forked processes, such as the workers of a ``DataLoader``.
+
+    After a fork the first write to a shared page copies it. Kernels before 5.12 may give the copy to the parent, while
+    the device goes on reading and writing the old page.
+    """
+    if hasattr(mmap, "MADV_DONTFORK"):
+        mapped.madvise(mmap.MADV_DONTFORK)

@@ -15,9 +15,11 @@ from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cuda import CUDAAccelerator
 from deepspeed.cli import bench
 from deepspeed.comm import process_group
+from deepspeed.comm.connect import create_transport
 from deepspeed.comm.device import bound_device, local_device, unbound
 from deepspeed.comm.new_groups import group_alone
-from deepspeed.errors import CommunicationError
+from deepspeed.errors import CommunicationError, DeepSpeedConfigError
+from tests.harness import run_ranks
 
 
 class Recorder(CUDAAccelerator):
@@ -223,3 +225,17 @@ def test_groups_are_made_as_if_no_device_were_bound(gpus, monkeypatch):
     with pytest.raises(RuntimeError), unbound():
         raise RuntimeError
     assert bound_device() is not None
+
+
+def _gloo_with_device_memory():
+    set_accelerator(Recorder(2))
+    device = torch.device("cuda", 0)
+    with pytest.raises(DeepSpeedConfigError) as refused:
+        create_transport(device=device)
+    create_transport()  # for host memory
+    return str(refused.value)
+
+
+def test_gloo_is_refused_for_device_memory():
+    for text in run_ranks(_gloo_with_device_memory, 2):
+        assert "backend 'gloo'" in text and "cuda:0" in text and "'cpu:gloo,cuda:nccl'" in text

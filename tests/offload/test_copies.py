@@ -135,12 +135,27 @@ def test_pinning_registers_the_pages_and_lets_them_go(monkeypatch: pytest.Monkey
     buffer = page_buffer(5000, pin=True)
     address = buffer.data_ptr()
     assert calls == [("lock", address, 2 * PAGE)]
+    assert "dc" in kernel_flags(address), "a forked process must not share pages that a device reads"
+    assert "dc" not in kernel_flags(page_buffer(5000, pin=False).data_ptr())
     view = buffer[100:200]
     del buffer
     assert len(calls) == 1, "still in use"
     del view
     assert calls[1:] == [("unlock", address, 0)]
     assert mapped == [True], "the driver must let go of pages that are still there"
+
+
+def kernel_flags(address: int) -> list[str]:
+    """The flags of the mapping that holds an address, as Linux spells them; "dc" is left out of forked processes."""
+    is_there = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if words[0] == "VmFlags:" and is_there:
+            return words[1:]
+        if "-" in words[0] and not words[0].endswith(":"):
+            first, last = words[0].split("-")
+            is_there = int(first, 16) <= address < int(last, 16)
+    return []
 
 
 def is_mapped(address: int) -> bool:
