@@ -120,6 +120,7 @@ class Watch:
         self._verdict: str | None = None
         self._farewell: str | None = None  # of a rank that this one waited for
         self._failure: str | None = None  # of any rank
+        self._has_aborted = False
         self._patience = _GRACE
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
@@ -187,7 +188,7 @@ class Watch:
 
         Raises:
             DivergenceError: What it waits for can never come.
-            CommunicationError: The transfer failed otherwise.
+            CommunicationError: The transfer failed otherwise, or its communicator was aborted meanwhile.
         """
         awaited = Awaited(channel, index, members, label, time.monotonic())
         # Beside training there is nobody to hold up: the end of a peer breaks the connection, and that will do.
@@ -203,6 +204,9 @@ class Watch:
         finally:
             if not beside:
                 self._awaited = outer
+        if self._has_aborted:
+            # Where transfers run on a stream, an aborted one ends without an error and leaves its buffers as they were.
+            raise self._explain(RuntimeError("the communicator was aborted"), awaited, 0.0)
 
     def stand(self, awaited: Awaited) -> None:
         """Says where this rank may wait from now on, in code that supervises no wait."""
@@ -263,6 +267,7 @@ class Watch:
         except RuntimeError:
             return False  # the store went with the rank that held it; the waiting thread sees the broken connection
         if self.is_in_vain():
+            self._has_aborted = True
             for abort in list(self.aborts.values()):
                 abort()
             for reference in self._connections.valuerefs():

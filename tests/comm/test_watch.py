@@ -48,6 +48,21 @@ def test_a_wait_for_a_rank_that_left_is_aborted():
     assert time.monotonic() - started < 2
 
 
+def test_nothing_is_taken_from_an_aborted_communicator():
+    """A transfer on a stream ends without an error when its communicator is aborted, and its buffer is as it was."""
+    aborted, (mine, other) = pair_of_watches()
+    other.issue("step")
+    other.say_farewell()
+
+    def ends_quietly():
+        assert aborted.wait(5), "nobody aborted the wait"
+
+    with pytest.raises(CommunicationError, match="rank 1 has ended while this rank waits for the agreement"):
+        mine.wait(ends_quietly, "step", 2, "the agreement of the update", BOTH)
+    with pytest.raises(CommunicationError, match="rank 1 has ended"):
+        mine.wait(lambda: None, "gather", 1, "a later gather", BOTH)
+
+
 def test_a_rank_that_had_issued_what_is_awaited_is_not_blamed():
     _, (mine, other) = pair_of_watches()
     other.issue("gathers")
