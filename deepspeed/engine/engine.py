@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -29,7 +29,7 @@ from deepspeed.engine.offloading import EngineOffload
 from deepspeed.engine.parts import EngineParts
 from deepspeed.engine.progress import ProgressLog, StepFacts
 from deepspeed.engine.queries import EngineQueries
-from deepspeed.engine.reminders import MissingStep, watch_other_optimizers
+from deepspeed.engine.reminders import MissingStep, RowCheck, hint_for, watch_other_optimizers
 from deepspeed.engine.reports import state_text, summary
 from deepspeed.engine.resuming import resume_from, subject_of
 from deepspeed.engine.rooms import EXPERT, is_loaded
@@ -104,6 +104,7 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAtt
         self.loaded_checkpoint_mp_world_size: int | None = None
         self._managed_backward = False
         self._missing_step = MissingStep()
+        self._row_check = RowCheck()
         self._in_forward = False  # of this engine; a whole training step may be part of it
         self._step_applied = False
         self._is_destroyed = False
@@ -138,7 +139,9 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAtt
             module = self.__dict__.get("_modules", {}).get("module")
             if module is not None and hasattr(module, name):
                 return getattr(module, name)
-            raise AttributeError(f"neither the engine nor the wrapped {type(module).__name__} has {name!r}") from None
+            raise AttributeError(
+                f"neither the engine nor the wrapped {type(module).__name__} has {name!r}{hint_for(name)}"
+            ) from None
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -153,6 +156,7 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAtt
         if not runtime.backward_is_running:  # as it is where this forward is recomputed
             runtime.drop_open_work()
         runtime.places.take_back()
+        self._check_rows(inputs, kwargs)
         if self._precision.cast_inputs:
             inputs, kwargs = self._precision.cast_arguments(inputs), self._precision.cast_arguments(kwargs)
         kwargs |= self._efficiency.before_forward(
@@ -180,6 +184,11 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAtt
         if torch.is_grad_enabled() and not runtime.hooks.sees_forwards:
             self._let_announce(outputs)
         return outputs
+
+    def _check_rows(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> None:
+        """Warns once where the first training batch has other rows than the configured micro-batch."""
+        if not self._row_check.is_done and self.module.training and self._updater is not None:
+            self._row_check.compare((inputs, named), self.train_micro_batch_size_per_gpu())
 
     def _let_announce(self, outputs: Any) -> None:
         """Whatever backward the program runs through ``outputs`` shows itself."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -17,11 +17,12 @@ from deepspeed.errors import CommunicationError, DeepSpeedConfigError, Divergenc
 from deepspeed.parallel.pipe import losses
 from deepspeed.parallel.pipe.data import DataError, DataFeed, agree_on_data, parts_of
 from deepspeed.parallel.pipe.interpreter import Interpreter
+from deepspeed.parallel.pipe.mean_outputs import mean_outputs
 from deepspeed.parallel.pipe.module import PipelineModule
 from deepspeed.parallel.pipe.schedule import inference_steps, training_steps
 from deepspeed.parallel.pipe.schedule import instructions as told
 from deepspeed.parallel.pipe.split import backward_to_inputs
-from deepspeed.parallel.pipe.values import detached, map_tensors, tensors_of
+from deepspeed.parallel.pipe.values import detached, shapes_of
 from deepspeed.parallel.pipe.wires import connect_stages
 from deepspeed.zero.micro_batch import MicroBatch, Part
 
@@ -229,8 +230,8 @@ class PipelineEngine(Interpreter, DeepSpeedEngine):
             data_iter: Gives pairs ``(inputs, labels)`` on the first and last stage.
             return_logits: Return the outputs of the last micro-batch too, or of every one (``"all"``).
             compute_loss: Compute the loss; False: the outputs are the result.
-            reduce_output: ``avg``: the mean over micro-batches (of losses: and copies of the model); None: a list with
-                one entry for each.
+            reduce_output: ``avg``: the mean over micro-batches and copies of the model, of losses as of outputs; None:
+                a list with one entry for each micro-batch of this copy.
             bcast_loss: Tell every rank the loss; False: the last stage only.
             num_micro_batches: How many; None: as in training.
 
@@ -269,9 +270,10 @@ class PipelineEngine(Interpreter, DeepSpeedEngine):
     def _evaluated(self, count: int, compute_loss: bool, reduce_output: str | None, tell: bool) -> Any:
         here = self._is_last_chunk_here
         if not compute_loss:
-            if not here or reduce_output is None:
-                return self.fwd_outputs if here else None
-            return _mean_of(self.fwd_outputs)
+            outputs = self.fwd_outputs if here else None
+            if reduce_output is None:
+                return outputs
+            return mean_outputs(self._parts.groups.job, self.grid.mesh, self.global_rank, outputs)
         each, mean = [float(loss) for loss in self._found.losses], self._found.mean
         if tell or reduce_output == "avg":
             job = self._parts.groups.job
@@ -293,6 +295,7 @@ class PipelineEngine(Interpreter, DeepSpeedEngine):
                 "job again, from its last checkpoint"
             )
         self._mode, self._count = mode, count
+        self.pipeline.failed_at = ""
         self._found, self.fwd_outputs = losses.MicroBatchLosses(), []
         feed = self._feed if self._pulls_data else None
         with self._telling_others(call):
@@ -347,8 +350,9 @@ class PipelineEngine(Interpreter, DeepSpeedEngine):
             raise PipelineError(said) from error
 
     def _place(self, call: str) -> str:
-        where = f", {self._standing.at}" if self._standing.at else ""
-        return f"{call}: stage {self.stage_id} (rank {self.global_rank}){where}"
+        at = self._standing.at
+        parts = [at.describe() if isinstance(at, told.PipeInstruction) else at, self.pipeline.failed_at]
+        return ", ".join([f"{call}: stage {self.stage_id} (rank {self.global_rank})", *filter(None, parts)])
 
     # -- computations ------------------------------------------------------------------------------------------------
 
@@ -366,10 +370,27 @@ class PipelineEngine(Interpreter, DeepSpeedEngine):
             self.fwd_outputs.append(detached(outputs))
         if self._mode == "outputs":
             return outputs
-        loss, metrics = losses.split_loss(outputs if pipeline.loss_fn is None else pipeline.loss_fn(outputs, labels))
+        loss, metrics = losses.split_loss(self._loss_of(outputs, labels), has_loss_fn=pipeline.loss_fn is not None)
         self._found.add(loss, {**(metrics or {}), **(pipeline.get_additional_losses() or {})})
         self.loss = loss.detach()
         return loss
+
+    def _check_rows(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> None:
+        """Compares the inputs of the first chunk only: the others take activations, of any shape."""
+        if self.pipeline.active_chunk == 0:
+            super()._check_rows(inputs, named)
+
+    def _loss_of(self, outputs: Any, labels: Any) -> Any:
+        """Returns what ``loss_fn`` makes of a micro-batch; without it, the outputs."""
+        pipeline = self.pipeline
+        if pipeline.loss_fn is None:
+            return outputs
+        try:
+            return pipeline.loss_fn(outputs, labels)
+        except Exception:
+            name = getattr(pipeline.loss_fn, "__name__", type(pipeline.loss_fn).__name__)
+            pipeline.failed_at = f"loss_fn {name}, outputs {shapes_of(outputs)}, labels {shapes_of(labels)}"
+            raise
 
     def _let_announce(self, outputs: Any) -> None:
         """There is no backward but those of the schedule."""
@@ -511,10 +532,3 @@ class PipelineEngine(Interpreter, DeepSpeedEngine):
 
 class DualPipeVEngine(PipelineEngine):
     """The engine of a :class:`~deepspeed.parallel.pipe.dualpipev.DualPipeVModule`."""
-
-
-def _mean_of(outputs: list[Any]) -> Any:
-    """The mean of equally nested values, tensor by tensor."""
-    stacked = [torch.stack([tensor.float() for tensor in same]) for same in zip(*map(tensors_of, outputs), strict=True)]
-    means = iter([each.mean(0) for each in stacked])
-    return map_tensors(outputs[0], lambda _tensor: next(means))

@@ -11,6 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from deepspeed.logging import log_dist
 from deepspeed.zero.holder import address_of
+from deepspeed.zero.outputs import tensors_in
 
 _PATIENCE = 8  # backwards of one update by a program that adds up gradients of its own accord
 
@@ -37,6 +38,49 @@ class MissingStep:
     def step(self) -> None:
         """A step was called."""
         self._backwards = 0
+
+
+class RowCheck:
+    """Compares the rows of the first training batch with the configured micro-batch.
+
+    Attributes:
+        is_done: Whether a batch was compared.
+    """
+
+    def __init__(self) -> None:
+        self.is_done = False
+
+    def compare(self, inputs: Any, micro_batch_size: int) -> None:
+        """Warns unless some tensor of ``inputs`` has ``micro_batch_size`` rows (its first dimension).
+
+        Args:
+            inputs: Arguments of a forward, in any nesting.
+            micro_batch_size: What the configuration says.
+        """
+        rows = [tensor.shape[0] for tensor in tensors_in(inputs) if tensor.dim() > 0]
+        self.is_done = bool(rows)
+        if rows and micro_batch_size not in rows:
+            found = " or ".join(map(str, dict.fromkeys(rows)))
+            log_dist(
+                f"train_micro_batch_size_per_gpu={micro_batch_size}: expected inputs of {micro_batch_size} row(s), "
+                f"found {found} in the first training batch. The update is right, but samples per second, "
+                f"global_samples and schedules by samples count {micro_batch_size} per micro-batch. Change the setting "
+                "or the loader's batch_size",
+                level=logging.WARNING,
+            )
+
+
+_OF_PIPELINES = ("train_batch", "eval_batch", "set_dataiterator", "set_dataloader", "set_batch_fn")
+
+
+def hint_for(attribute: str) -> str:
+    """Returns what to do where a program asks an engine without a pipeline for ``attribute``; often nothing."""
+    if attribute not in _OF_PIPELINES:
+        return ""
+    return (
+        f". engine.{attribute} is for pipelines: expected a deepspeed.pipe.PipelineModule in initialize(model=...). "
+        "For any other model call loss = engine(...), engine.backward(loss), engine.step()"
+    )
 
 
 _looked_at: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()

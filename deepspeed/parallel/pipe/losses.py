@@ -26,7 +26,7 @@ class MicroBatchLosses:
         Raises:
             PipelineError: A metric is no number.
         """
-        self.losses.append(loss.detach().float())
+        self.losses.append(loss.detach().float().reshape(()))
         for name, value in (metrics or {}).items():
             number = _as_number(name, value, loss.device)
             total, count = self._metrics.get(name, (torch.zeros_like(number), 0))
@@ -57,20 +57,31 @@ def _as_number(name: str, value: Any, device: torch.device) -> torch.Tensor:
     return number.detach().float().reshape(())
 
 
-def split_loss(value: Any) -> tuple[Any, Mapping[str, Any] | None]:
-    """Loss and metrics of what a loss function returned.
+def split_loss(value: Any, *, has_loss_fn: bool) -> tuple[Any, Mapping[str, Any] | None]:
+    """Returns the loss and the metrics of a micro-batch.
+
+    Args:
+        value: What the loss function returned; without one, what the last layer returned.
+        has_loss_fn: Whether there is one.
 
     Raises:
-        PipelineError: It is neither a tensor nor such a pair.
+        PipelineError: It is neither a tensor of one element nor ``(loss, metrics)`` with such a tensor.
     """
+    loss, metrics = value, None
     if isinstance(value, tuple) and len(value) == 2 and (value[1] is None or isinstance(value[1], Mapping)):
-        return value
-    if not isinstance(value, torch.Tensor):
+        loss, metrics = value
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        found = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+        if has_loss_fn:
+            raise PipelineError(
+                f"PipelineModule(loss_fn=...): expected a tensor of one element, or (loss, metrics) with a dict of "
+                f"metrics; the function returned {found}. Reduce it in loss_fn, with mean() or sum()"
+            )
         raise PipelineError(
-            f"the loss function returned a {type(value).__name__}; expected a tensor of one element, or "
-            "(loss, metrics) with a dict of metrics"
+            f"PipelineModule(loss_fn=None): the output of the last layer is the loss then, expected a tensor of one "
+            f"element, found {found}. Pass PipelineModule(..., loss_fn=...), called as loss_fn(outputs, labels)"
         )
-    return value, None
+    return loss, metrics
 
 
 def row_of(found: MicroBatchLosses | None, count: int) -> list[float]:

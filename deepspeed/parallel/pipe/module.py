@@ -36,6 +36,7 @@ from deepspeed.parallel.pipe.schedule import place_chunks
 from deepspeed.parallel.pipe.spec import LayerSpec, TiedLayerSpec
 from deepspeed.parallel.pipe.tied import Tie, declare_ties, settle_ties
 from deepspeed.parallel.pipe.topology import PipeDataParallelTopology, ProcessTopology
+from deepspeed.parallel.pipe.values import shapes_of
 from deepspeed.plain_attributes import PlainAttributes
 
 DEFAULT_SCHEDULE = "1f1b"
@@ -80,6 +81,7 @@ class PipelineModule(PlainAttributes, nn.Module):
         tied_comms: What is known of each tie between stages, by key.
         loss_fn: As given.
         chunks: Numbers of the chunks that this rank has.
+        failed_at: The layer whose forward raised, with its input; empty as long as none did.
 
     Raises:
         DeepSpeedConfigError: The layers cannot be cut as asked for, or the ranks do not make up the stages.
@@ -120,6 +122,7 @@ class PipelineModule(PlainAttributes, nn.Module):
         self.dynamic_shape = dynamic_shape
         self.micro_offset = 0
         self.active_chunk: int | None = None
+        self.failed_at = ""
         self._layer_specs = checked(list(layers))
         self._num_layers = len(self._layer_specs)
         self._partition_method = partition_method
@@ -308,7 +311,8 @@ class PipelineModule(PlainAttributes, nn.Module):
             return spec.build()
 
     def _table(self) -> str:
-        lines = [f"pipeline of {self._num_layers} layers on {self.num_stages} stage(s), {self.schedule}:"]
+        layers = "1 layer" if self._num_layers == 1 else f"{self._num_layers} layers"
+        lines = [f"pipeline of {layers} on {self.num_stages} stage(s), {self.schedule}:"]
         for chunk, stage in enumerate(self._stage_of):
             first, stop = self.parts[chunk], self.parts[chunk + 1]
             names = [class_name(entry) for entry in self._layer_specs[first:stop]]
@@ -319,7 +323,8 @@ class PipelineModule(PlainAttributes, nn.Module):
                 else:
                     runs.append([name, 1])
             shown = ", ".join(name if count == 1 else f"{count} x {name}" for name, count in runs)
-            lines.append(f"  stage {stage}: layers {first} to {stop - 1}: {shown}")
+            which = f"layer {first}" if stop - first == 1 else f"layers {first} to {stop - 1}"
+            lines.append(f"  stage {stage}: {which}: {shown}")
         return "\n".join(lines)
 
     # -- running -----------------------------------------------------------------------------------------------------
@@ -348,8 +353,14 @@ class PipelineModule(PlainAttributes, nn.Module):
     def _run(self, block: range, micro_offset: int, value: Any) -> Any:
         for place in block:
             seed = self.base_seed * micro_offset + self._numbers[place]
-            with seeded(seed, self.seed_fn) if self.seed_layers else nullcontext():
-                value = self.forward_funcs[place](value)
+            try:
+                with seeded(seed, self.seed_fn) if self.seed_layers else nullcontext():
+                    value = self.forward_funcs[place](value)
+            except Exception:
+                number = self._numbers[place]
+                name = class_name(self._layer_specs[number])
+                self.failed_at = f"layer {number}, {name}, input {shapes_of(value)}"
+                raise
         return value
 
     def _is_checkpointable(self, block: range) -> bool:

@@ -109,6 +109,17 @@ def quick_description(value: Any, tensors: list[torch.Tensor]) -> Any:
     return None if None in parts else (type(value), parts)
 
 
+def shapes_of(value: Any) -> str:
+    """Returns the shapes of a nested value for a message: ``(4, 16)``, ``((4, 16), (4,))``, ``a str``."""
+    if isinstance(value, torch.Tensor):
+        return str(tuple(value.shape))
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(shapes_of, value))})"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {shapes_of(item)}' for key, item in value.items())}}}"
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
 def slots_of(description: Any) -> list[Slot]:
     """The slots of a description, in order."""
     found: list[Slot] = []

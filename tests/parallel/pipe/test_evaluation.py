@@ -129,4 +129,4 @@ def test_metrics_count_where_they_are_given():
 @pytest.mark.parametrize(("kind", "what"), [("text", "'name', .* 'a word'"), ("several", "'scores', .* shape .3,.")])
 def test_metrics_that_are_no_numbers(kind, what):
     for said in run_ranks(_metrics_of, 2, kind):
-        assert re.match(f"train_batch: stage 1 .*micro_batch=0.*the metric {what}.* expected a number", said), said
+        assert re.match(f"train_batch: stage 1 .*micro-batch 0.*the metric {what}.* expected a number", said), said

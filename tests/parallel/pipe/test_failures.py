@@ -87,9 +87,9 @@ def _raises(stages, where):
 def test_an_exception_is_told_to_all(where, stage, what):
     said = run_ranks(_raises, 2, 2, where, fresh=True)
     assert len(set(said)) == 1
-    kind = "ForwardPass" if where == "forward" else "BackwardPass"
-    assert said[0].startswith(f"train_batch: stage {stage} (rank {stage}), {kind}(")
-    assert "micro_batch=2" in said[0] and f"ValueError: a {what.split(' ', 0)[0]}" in said[0]
+    layer = ", layer 1, Raises, input ((2, 6, 7), (2, 6))" if where == "forward" else ""
+    assert said[0].startswith(f"train_batch: stage {stage} (rank {stage}), {where} of micro-batch 2{layer}: ")
+    assert f"ValueError: a {what.split(' ', 0)[0]}" in said[0]
 
 
 class Dies(support.Block):

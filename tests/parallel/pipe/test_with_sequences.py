@@ -309,7 +309,9 @@ def _fails(bad: int) -> tuple[str, float]:
 @pytest.mark.parametrize("bad", [1, 2])
 def test_an_exception_on_one_rank_ends_all_with_its_words(bad):
     for said, seconds in run_ranks(_fails, 4, bad):
-        assert said.startswith(f"PipelineError: train_batch: stage {bad // 2} (rank {bad}), ForwardPass"), said
+        assert said.startswith(f"PipelineError: train_batch: stage {bad // 2} (rank {bad}), forward of micro-batch "), (
+            said
+        )
         assert "ArithmeticError: this layer cannot take it" in said
         assert seconds < SOON
 

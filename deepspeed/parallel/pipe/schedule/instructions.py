@@ -13,7 +13,10 @@ class PipeInstruction:
     Attributes:
         name: Name of the class.
         kwargs: The keyword arguments.
+        words: What the class of instructions does, for messages.
     """
+
+    words = ""
 
     def __init__(self, **kwargs: Any) -> None:
         self.name = type(self).__name__
@@ -33,17 +36,33 @@ class PipeInstruction:
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"{type(self).__name__} has no argument {name!r}")
 
+    def describe(self) -> str:
+        """Returns the instruction in words, for messages: ``forward of micro-batch 2``.
+
+        Instructions of the published schedules carry no micro-batch; their buffer is named instead.
+        """
+        words = self.words or self.name
+        if "micro_batch" in self.kwargs:
+            return f"{words} of micro-batch {self.kwargs['micro_batch']}"
+        return f"{words} in buffer {self.kwargs['buffer_id']}" if "buffer_id" in self.kwargs else words
+
 
 class OptimizerStep(PipeInstruction):
     """Update the weights; all gradients of the step are there."""
+
+    words = "update of the weights"
 
 
 class ReduceGrads(PipeInstruction):
     """Combine the gradients of the stage over its data-parallel ranks."""
 
+    words = "reduction of the gradients"
+
 
 class ReduceTiedGrads(PipeInstruction):
     """Sum the gradients of tied weights over the stages that hold them."""
+
+    words = "reduction of tied gradients"
 
 
 class BufferOpInstruction(PipeInstruction):
@@ -65,6 +84,8 @@ class BufferOpInstruction(PipeInstruction):
 class LoadMicroBatch(BufferOpInstruction):
     """Pull the next item of the data. Told once per micro-batch, to stages with the first or the last chunk."""
 
+    words = "loading"
+
 
 class ForwardPass(BufferOpInstruction):
     """Compute the chunk's outputs, for the last chunk the loss.
@@ -74,13 +95,19 @@ class ForwardPass(BufferOpInstruction):
         is_last: None comes after.
     """
 
+    words = "forward"
+
 
 class BackwardPass(BufferOpInstruction):
     """Compute the gradients of the chunk's inputs and weights. ``is_first``, ``is_last`` as of a forward."""
 
+    words = "backward"
+
 
 class BackwardInput(BufferOpInstruction):
     """Compute the gradients of the chunk's inputs only; the previous chunk waits for them."""
+
+    words = "backward to the inputs"
 
 
 class BackwardWeight(BufferOpInstruction):
@@ -88,6 +115,8 @@ class BackwardWeight(BufferOpInstruction):
 
     ``is_first`` and ``is_last`` as of a forward.
     """
+
+    words = "backward to the weights"
 
 
 class SendActivation(BufferOpInstruction):
@@ -97,14 +126,22 @@ class SendActivation(BufferOpInstruction):
         peer: The stage that holds the other chunk; the stage itself where neighbouring chunks lie on one.
     """
 
+    words = "sending the activations"
+
 
 class RecvActivation(BufferOpInstruction):
     """Receive the chunk's inputs from the previous chunk, on stage ``peer``."""
+
+    words = "receiving the activations"
 
 
 class SendGrad(BufferOpInstruction):
     """Send the gradients of the chunk's inputs to the previous chunk, on stage ``peer``."""
 
+    words = "sending the gradients"
+
 
 class RecvGrad(BufferOpInstruction):
     """Receive the gradients of the chunk's outputs from the next chunk, on stage ``peer``."""
+
+    words = "receiving the gradients"
