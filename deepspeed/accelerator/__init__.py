@@ -8,7 +8,7 @@ device module for), :mod:`.cuda`, :mod:`.mps`, :mod:`.selection` (which one is u
 from __future__ import annotations
 
 from deepspeed.accelerator.base import DeepSpeedAccelerator
-from deepspeed.accelerator.cpu_features import cpu_has_bf16
+from deepspeed.accelerator.cpu_features import cpu_has_bf16, cpu_has_fp16
 from deepspeed.accelerator.selection import (
     get_accelerator,
     is_current_accelerator_supported,
@@ -18,6 +18,7 @@ from deepspeed.accelerator.selection import (
 __all__ = [
     "DeepSpeedAccelerator",
     "cpu_has_bf16",
+    "cpu_has_fp16",
     "get_accelerator",
     "is_current_accelerator_supported",
     "set_accelerator",

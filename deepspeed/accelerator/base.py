@@ -216,6 +216,10 @@ class DeepSpeedAccelerator(ABC):
     def is_fp64_supported(self) -> bool:
         """Whether the device has fp64 arithmetic."""
 
+    def emulates(self, dtype: torch.dtype) -> bool:
+        """Returns whether the device computes ``dtype`` without instructions for it: right, but many times slower."""
+        return False
+
     def supported_dtypes(self) -> list[torch.dtype]:
         """The floating dtypes that training can use: fp32 always, then what the device supports."""
         optional = ((self.is_fp16_supported(), torch.half), (self.is_bf16_supported(), torch.bfloat16))

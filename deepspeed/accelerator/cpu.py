@@ -10,6 +10,7 @@ import torch
 
 from deepspeed.accelerator import host_memory
 from deepspeed.accelerator.base import DeepSpeedAccelerator, Index
+from deepspeed.accelerator.cpu_features import cpu_has_bf16, cpu_has_fp16
 
 _TYPED_CLASSES: dict[torch.dtype, Any] = {
     torch.float: torch.FloatTensor,
@@ -147,6 +148,11 @@ class CPUAccelerator(DeepSpeedAccelerator):
     def is_bf16_supported(self) -> bool:
         """True: bf16 computes correctly on any CPU. Whether it is fast, ``cpu_has_bf16()`` says."""
         return True
+
+    def emulates(self, dtype: torch.dtype) -> bool:
+        """Returns whether this processor has no instructions for ``dtype``."""
+        native = {torch.float16: cpu_has_fp16, torch.bfloat16: cpu_has_bf16}.get(dtype)
+        return native is not None and not native()
 
     def is_fp64_supported(self) -> bool:
         """True."""

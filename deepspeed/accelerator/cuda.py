@@ -38,8 +38,12 @@ class CUDAAccelerator(TorchDeviceAccelerator):
         return torch.cuda.get_device_capability() >= (5, 3)
 
     def is_bf16_supported(self) -> bool:
-        """Whether the current device computes in bf16, natively or emulated."""
+        """Whether the current device computes in bf16, natively or emulated; :meth:`emulates` tells them apart."""
         return bool(torch.cuda.is_bf16_supported())
+
+    def emulates(self, dtype: torch.dtype) -> bool:
+        """Returns whether the current device has no instructions for ``dtype``: bf16 before compute capability 8.0."""
+        return dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False)
 
     def is_fp64_supported(self) -> bool:
         """True."""

@@ -146,11 +146,10 @@ def _processor() -> str:
 
 
 def _usable(accelerator: DeepSpeedAccelerator) -> list[Usable]:
-    device = accelerator.device_name()
     return [
         Usable("ZeRO stages 0, 1, 2, 3", "yes", ""),
-        _bf16(accelerator),
-        _simple("fp16 training", accelerator.is_fp16_supported(), f"{device} has no fp16"),
+        _precision("bf16", torch.bfloat16, accelerator, accelerator.is_bf16_supported()),
+        _precision("fp16", torch.float16, accelerator, accelerator.is_fp16_supported()),
         _collectives(accelerator),
         _simple("several ranks on this machine", hasattr(os, "fork"), "the deepspeed command needs a POSIX system"),
         _other_machines(),
@@ -171,12 +170,22 @@ def _other_machines() -> Usable:
     return Usable(feature, "yes", "with --no_ssh on each machine; pdsh, ssh, mpirun and srun are not in PATH")
 
 
-def _bf16(accelerator: DeepSpeedAccelerator) -> Usable:
-    if not accelerator.is_bf16_supported():
-        return Usable("bf16 training", "no", f"{accelerator.device_name()} has no bf16; use fp16 or fp32")
-    if accelerator.device_name() == "cpu" and not cpu_has_bf16():
-        return Usable("bf16 training", "slow", "this processor has no bf16 instructions; fp32 is faster here")
-    return Usable("bf16 training", "yes", "")
+def _precision(name: str, dtype: torch.dtype, accelerator: DeepSpeedAccelerator, is_supported: bool) -> Usable:
+    device = accelerator.device_name()
+    if not is_supported:
+        return Usable(f"{name} training", "no", f"{device} has no {name}; use {_others(dtype, accelerator)}")
+    if accelerator.emulates(dtype):
+        reason = f"{device} has no {name} instructions; {_others(dtype, accelerator)} is faster here"
+        return Usable(f"{name} training", "slow", reason)
+    return Usable(f"{name} training", "yes", "")
+
+
+def _others(dtype: torch.dtype, accelerator: DeepSpeedAccelerator) -> str:
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float: "fp32"}
+    usable = [
+        other for other in accelerator.supported_dtypes() if other is not dtype and not accelerator.emulates(other)
+    ]
+    return " or ".join(names[other] for other in reversed(usable))
 
 
 def _collectives(accelerator: DeepSpeedAccelerator) -> Usable:

@@ -45,16 +45,15 @@ def show(facts: Facts, console: Console, *, features: bool = True, warnings: boo
         features: Include what can be used here and what this release does not have.
         warnings: Include the warnings.
     """
-    # What matters most comes last, where a terminal stops.
-    if features:
-        console.print(_pairs("Not in this release, and what to do instead", facts.missing))
-    console.print(_pairs("Versions", facts.versions))
-    console.print(_pairs("This machine", facts.machine))
     if features:
         console.print(_usable(facts.usable))
     if warnings:
         for sentence in facts.warnings:
             console.print(Text(f"warning: {sentence}", style="yellow"))
+    console.print(_pairs("This machine", facts.machine))
+    console.print(_pairs("Versions", facts.versions))
+    if features:
+        console.print(_pairs("Not in this release, and what to do instead", facts.missing))
 
 
 def _pairs(title: str, rows: Iterable[tuple[str, str]]) -> Table:

@@ -39,6 +39,7 @@ from deepspeed.engine.refusals import (
     refuse_what_cannot_send_momentum,
     refuse_what_is_no_model,
     refuse_what_the_device_cannot,
+    warn_of_emulation,
 )
 from deepspeed.engine.reshaping import is_cut, make_sparse, mark_leaves, reshape_model, spread_buffers
 from deepspeed.engine.rooms import SEQUENCE, TENSOR, is_loaded, is_pipeline
@@ -166,6 +167,7 @@ def _build_parts(client: Client, config: Any, distributed_port: int, dist_init_r
     placement = placement_of(root.zero_optimization, ranks.zero_size)
     precision = PrecisionPolicy.from_config(root, get_accelerator(), client.model)
     refuse_what_the_device_cannot(precision)
+    warn_of_emulation(precision)
     if ranks.sequence_size > 1 and precision.compute_dtype is not None and precision.communication_dtype is None:
         precision = replace(precision, communication_dtype=dtype_of_name(root.seq_parallel_communication_data_type))
     if gathers_between_pieces(placement, ranks.zero_size):

@@ -9,6 +9,7 @@ from torch.nn.parameter import is_lazy
 from deepspeed.accelerator import get_accelerator
 from deepspeed.config.sections.root import Root
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.logging import warn_once
 from deepspeed.ops.flat import supports_flat_update, why_not_flat
 from deepspeed.ops.onebit.phases import ExchangesMomentum, mask_of
 from deepspeed.precision.policy import PrecisionPolicy
@@ -38,6 +39,23 @@ def refuse_what_the_device_cannot(precision: PrecisionPolicy) -> None:
             raise DeepSpeedConfigError(
                 f"{key}: the device {accelerator.device_name()} does not support {dtype}; set {key} to false"
             )
+
+
+def warn_of_emulation(precision: PrecisionPolicy) -> None:
+    """Warns once where the accelerator computes the configured dtype without instructions for it."""
+    accelerator = get_accelerator()
+    dtype = precision.autocast_dtype or precision.compute_dtype
+    if dtype is None or not accelerator.emulates(dtype):
+        return
+    name = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
+    key = f"{name}.enabled" if precision.autocast_dtype is None else f"torch_autocast.dtype {name}"
+    other = torch.bfloat16 if dtype is torch.float16 else torch.float16
+    usable = "fp32" if accelerator.emulates(other) else f"{'bf16' if other is torch.bfloat16 else 'fp16'} or fp32"
+    warn_once(
+        f"emulated {name}",
+        f"{key}: expected a device with {name} instructions, found {accelerator.device_name()}, which emulates "
+        f"{name}: the result is right, but a step takes many times as long as in fp32. Use {usable} here",
+    )
 
 
 def refuse_state_before_cutting(optimizer: object, size: int) -> None:

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from deepspeed.accelerator import cpu as cpu_module
 from deepspeed.accelerator import cpu_has_bf16, host_memory
 from deepspeed.accelerator.cpu import CPUAccelerator
-from deepspeed.accelerator.cpu_features import _flags_have_bf16
+from deepspeed.accelerator.cpu_features import _KERNEL_BF16, _KERNEL_FP16, _flags_have
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 
 MIB = 1 << 20
@@ -52,7 +53,20 @@ def test_capabilities_are_bools(cpu):
     ],
 )
 def test_bf16_flags(text, expected):
-    assert _flags_have_bf16(text) is expected
+    assert _flags_have(text, _KERNEL_BF16) is expected
+
+
+def test_fp16_flags():
+    assert _flags_have("flags : fpu avx512_fp16\n", _KERNEL_FP16)
+    assert not _flags_have("flags : fpu f16c avx512_bf16\n", _KERNEL_FP16), "f16c only converts"
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_emulation_is_known(cpu, monkeypatch, native):
+    monkeypatch.setattr(cpu_module, "cpu_has_fp16", lambda: native)
+    monkeypatch.setattr(cpu_module, "cpu_has_bf16", lambda: True)
+    assert cpu.emulates(torch.float16) is not native
+    assert not cpu.emulates(torch.bfloat16) and not cpu.emulates(torch.float32)
 
 
 def test_random_state_round_trip(cpu):

@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 import deepspeed
-from deepspeed.accelerator import selection
+from deepspeed.accelerator import cpu, selection
 from deepspeed.accelerator.cpu import CPUAccelerator
 from deepspeed.cli import facts, report
 from deepspeed.errors import DeepSpeedConfigError
@@ -78,9 +78,27 @@ def test_a_wrong_choice_of_accelerator_is_reported_not_raised(monkeypatch):
 @pytest.mark.parametrize("native", [True, False])
 def test_bf16_on_the_cpu(monkeypatch, native):
     monkeypatch.setattr(facts, "cpu_has_bf16", lambda: native)
+    monkeypatch.setattr(cpu, "cpu_has_bf16", lambda: native)
     found = facts.collect()
     assert verdicts(found)["bf16 training"][0] == ("yes" if native else "slow")
     assert dict(found.machine)["native bf16 in the processor"] == ("yes" if native else "no")
+
+
+def test_fp16_that_the_processor_emulates_is_slow(monkeypatch):
+    monkeypatch.setattr(cpu, "cpu_has_fp16", lambda: False)
+    monkeypatch.setattr(cpu, "cpu_has_bf16", lambda: True)
+    assert verdicts(facts.collect())["fp16 training"] == (
+        "slow",
+        "cpu has no fp16 instructions; bf16 or fp32 is faster here",
+    )
+
+
+def test_what_can_be_used_comes_first_and_what_is_missing_last():
+    text = shown(facts.collect())
+    places = [
+        text.index(title) for title in ("What can be used here", "This machine", "Versions", "Not in this release")
+    ]
+    assert places == sorted(places) and text.startswith("What can be used here")
 
 
 def test_what_needs_a_compiler_says_so(monkeypatch):
