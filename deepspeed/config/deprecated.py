@@ -219,7 +219,8 @@ def translate_old_keys(data: dict[str, Any], findings: Findings) -> None:
             _place(data, path, converted)
             findings.spelled[path] = entry.old
         if converted not in entry.neutral and not _says_nothing(entry, converted):
-            shown_value = "" if entry.same_section else f"; {shown(value)} became {shown(converted)}"
+            is_same = entry.same_section or shown(value) == shown(converted)
+            shown_value = "" if is_same else f"; {shown(value)} became {shown(converted)}"
             names = " and ".join(dotted(path) for path in entry.new)
             findings.notice(f"{findings.label(entry.old)} is an old name of {names}{shown_value}")
 

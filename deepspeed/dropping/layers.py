@@ -152,9 +152,10 @@ def _row(model: nn.Module, blocks: str | nn.Module | Sequence[nn.Module]) -> lis
         named = dict(model.named_modules())
         if blocks not in named:
             lists = [name for name, module in named.items() if isinstance(module, (nn.ModuleList, nn.Sequential))]
+            found = [repr(name) if name else f"the {type(model).__name__} itself (blocks=model)" for name in lists]
             raise ValueError(
-                f"progressive_layer_drop(blocks={blocks!r}): the model has no module of that name; it has these rows "
-                f"of modules: {', '.join(map(repr, lists)) or 'none'}"
+                f"progressive_layer_drop(blocks={blocks!r}): expected the name of a ModuleList or Sequential of the "
+                f"model, found no module of that name. Choose from: {', '.join(found) or 'none'}"
             )
         return _row(model, named[blocks])
     row: list[nn.Module] = [*blocks.children()] if isinstance(blocks, nn.Module) else [*blocks]

@@ -164,12 +164,26 @@ def summary(runtime: ZeroRuntime, placement: Placement, ranks: Standing, batches
     """What an engine says of itself when it is made: stage, ranks, elements, batch."""
     layout = runtime.layout
     numel = sum(bucket.used_numel for bucket in layout.buckets)
-    sharded = sum(bucket.layout.used_numel for bucket in runtime.buckets if bucket.is_sharded)
     shared_by = {bucket.num_slices for bucket in layout.buckets if bucket.replicas > 1}
     groups = f" in groups of {shared_by.pop()}" if shared_by else ""
     whole, micro_batch, steps = batches.get_batch_info()
     return (
         f"ZeRO stage {placement.stage} on {ranks.zero_size} rank(s){groups}: {numel:,} parameters in "
-        f"{len(layout.buckets)} buckets, {sharded:,} of them sharded between uses; batch {whole} = {micro_batch} x "
-        f"{steps} x {ranks.data_size} (micro-batch x accumulation x ranks)"
+        f"{len(layout.buckets)} bucket{'s' * (len(layout.buckets) != 1)}{_sharding(runtime, placement, numel)}; batch "
+        f"{whole} = {micro_batch} x {steps} x {ranks.data_size} (micro-batch x accumulation x ranks)"
+    )
+
+
+def _sharding(runtime: ZeroRuntime, placement: Placement, numel: int) -> str:
+    """Returns how many parameters are sharded between uses and, where none are, why; empty below stage 3."""
+    sharded = sum(bucket.layout.used_numel for bucket in runtime.buckets if bucket.is_sharded)
+    if sharded:
+        return f", {'all' if sharded == numel else f'{sharded:,}'} of them sharded between uses"
+    if not placement.shard_params:
+        return ""
+    if all(bucket.num_slices == 1 for bucket in runtime.layout.buckets):
+        return ", none sharded between uses, as no other rank shares them"
+    return (
+        ", none sharded between uses: all are below zero_optimization.stage3_param_persistence_threshold. Lower it (0 "
+        "shards everything) to save memory"
     )

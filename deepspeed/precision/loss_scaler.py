@@ -65,6 +65,19 @@ class LossScalerBase:
     def update_scale(self, overflow: bool) -> None:
         """Tells the scaler how a step ended. Every rank must pass the same value."""
 
+    def describe_change(self, before: float) -> str:
+        """Returns the sentence for the log about the scale after an overflow.
+
+        Args:
+            before: The scale of the step that overflowed.
+        """
+        if self.cur_scale != before:
+            return f"Loss scale {before:g} -> {self.cur_scale:g}"
+        return f"Loss scale stays {before:g}: {self._why_unchanged()}"
+
+    def _why_unchanged(self) -> str:
+        return "fp16.loss_scale sets it for the whole run; 0 lets it adapt"
+
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs."""
         return {"cur_scale": self.cur_scale}
@@ -176,6 +189,11 @@ class DynamicLossScaler(LossScalerBase):
             self.cur_hysteresis = self.delayed_shift
         if full_window and self.cur_scale * self.scale_factor <= _LARGEST_SCALE:
             self.cur_scale *= self.scale_factor
+
+    def _why_unchanged(self) -> str:
+        if self.cur_scale <= self.min_scale:
+            return "it is at fp16.min_loss_scale"
+        return f"fp16.hysteresis is {self.delayed_shift}, the scale is halved at overflow {self.delayed_shift}"
 
     def _last_overflow(self) -> str:
         return "none" if self.last_overflow_iter < 0 else f"step {self.last_overflow_iter}"

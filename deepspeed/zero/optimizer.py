@@ -444,7 +444,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         self._reducer.clear()
         self._update_scale(overflow=True)
         if self.loss_scaler is not None:
-            log_dist(f"{what}; skipped. Loss scale {scale:g} -> {self.loss_scale:g}")
+            log_dist(f"{what}; skipped. {self.loss_scaler.describe_change(scale)}")
         else:
             log_dist(f"{what}; skipped, nothing was changed")
         if self._max_skipped and self._skipped_in_a_row >= self._max_skipped:

@@ -62,7 +62,7 @@ def test_a_block_is_right_in_the_mean_and_evaluation_is_whole():
 
 def test_what_cannot_be_dropped_is_named():
     model = tower()
-    with pytest.raises(ValueError, match="no module of that name; it has these rows of modules: 'layers'"):
+    with pytest.raises(ValueError, match="no module of that name. Choose from: 'layers'"):
         deepspeed.progressive_layer_drop(model, "blocks")
     with pytest.raises(ValueError, match="modules of the model, each once; found 1"):
         deepspeed.progressive_layer_drop(model, [Layer()])

@@ -192,6 +192,22 @@ def test_impossible_settings_are_refused(bad):
         dynamic(**bad)
 
 
+def test_what_the_log_says_after_an_overflow():
+    scaler = dynamic(delayed_shift=2, min_scale=2.0**15, raise_error_at_min_scale=False)
+    said = []
+    for _ in range(4):
+        before = scaler.loss_scale
+        scaler.update_scale(overflow=True)
+        said.append(scaler.describe_change(before))
+    assert said == [
+        "Loss scale stays 65536: fp16.hysteresis is 2, the scale is halved at overflow 2",
+        "Loss scale 65536 -> 32768",
+        "Loss scale stays 32768: it is at fp16.min_loss_scale",
+        "Loss scale stays 32768: it is at fp16.min_loss_scale",
+    ]
+    assert LossScaler(128.0).describe_change(128.0).startswith("Loss scale stays 128: fp16.loss_scale sets it")
+
+
 @pytest.mark.parametrize("scale", [0, -1, float("inf"), float("nan")])
 def test_impossible_static_scales_are_refused(scale):
     with pytest.raises(ValueError, match="positive and finite"):
