@@ -262,7 +262,7 @@ class PipelineModule(PlainAttributes, nn.Module):
             return list(best_cut(*chosen, loss=loss).bounds)
 
     def _build(self) -> None:
-        for name in [name for name, _ in self.named_children()]:
+        for name in [name for name, _ in self.named_children() if name != "loss_fn"]:  # which may be a module too
             delattr(self, name)
         self.forward_funcs: list[Callable[..., Any]] = []
         self.fwd_map: dict[str, int] = {}
