@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from logging import WARNING
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +16,8 @@ from deepspeed.checkpoint.exchange import Exchange
 from deepspeed.checkpoint.fill import WeightFiller, load_buffers
 from deepspeed.checkpoint.native import read_training_state
 from deepspeed.checkpoint.optimizer_state import OptimizerFiller
-from deepspeed.checkpoint.plan import Mismatch, match
+from deepspeed.checkpoint.param_groups import choose_groups, schedule_for
+from deepspeed.checkpoint.plan import Match, Mismatch, match
 from deepspeed.checkpoint.private import PrivateFiller
 from deepspeed.checkpoint.random_state import restore_random_state
 from deepspeed.checkpoint.reader import CheckpointReader
@@ -88,6 +90,7 @@ class _Prepared:
     optimizer: OptimizerFiller | None
     buffers: dict[str, str]
     private: PrivateFiller
+    schedule: dict[str, Any] | None
     notes: list[str] = field(default_factory=list)
 
 
@@ -215,7 +218,8 @@ def _trained_names(subject: Subject, exchange: Exchange, doing: str) -> list[lis
     if not subject.is_pipeline:
         return subject.trained_names()
     everyones = exchange.together(doing, subject.trained_names)
-    return [list(dict.fromkeys(name for names in same for name in names)) for same in zip(*everyones, strict=True)]
+    by_number = zip_longest(*everyones, fillvalue=[])  # stages may have different numbers of groups
+    return [list(dict.fromkeys(name for names in same for name in names)) for same in by_number]
 
 
 def _open(
@@ -273,7 +277,16 @@ def _prepare(
     source.check(wanted)
     private = PrivateFiller(subject, source, state, rank, wanted=optimizer is not None)
     notes += private.notes
-    return _Prepared(source, state, weights, optimizer, buffers, private, notes)
+    return _Prepared(source, state, weights, optimizer, buffers, private, _schedule(subject, state, matches), notes)
+
+
+def _schedule(subject: Subject, state: TrainingState, matches: Mapping[str, Match]) -> dict[str, Any] | None:
+    """Returns the saved state of the learning-rate schedule, with one entry per param group of this rank."""
+    present = subject.schedule_state()
+    if state.lr_scheduler is None or present is None:
+        return state.lr_scheduler
+    choices = choose_groups(state.param_groups, matches, subject.group_names())
+    return schedule_for(state.lr_scheduler, present, len(state.param_groups), choices)
 
 
 def _check_fit(what: str, difference: Mismatch, *, strict: bool) -> None:
@@ -315,7 +328,7 @@ def _apply(subject: Subject, options: LoadOptions, found: Found, prepared: _Prep
         _restore_schedules(subject, state)
         _restore_position(subject, state)
     if loads_scheduler:
-        subject.lr_scheduler.load_state_dict(state.lr_scheduler)
+        subject.lr_scheduler.load_state_dict(prepared.schedule)
         has_rates = prepared.optimizer is not None and any("lr" in group for group in state.param_groups)
         if (
             isinstance(subject.lr_scheduler, Schedule)

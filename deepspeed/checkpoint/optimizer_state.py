@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from deepspeed.checkpoint.collect import is_per_element
+from deepspeed.checkpoint.param_groups import NOT_HYPERPARAMETERS, choose_groups, comparable
 from deepspeed.checkpoint.plan import Fill, Match, state_fills
 from deepspeed.checkpoint.source import Source, TrainingState, Wanted
 from deepspeed.errors import CheckpointError
@@ -19,8 +20,6 @@ from deepspeed.zero.masters import MasterBucket, MasterRun
 from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer
 from deepspeed.zero.placement import Home
 from deepspeed.zero.update import first_state
-
-_NOT_HYPERPARAMETERS = frozenset({"params", "param_names", "exp_avg_mask"})  # of masks the program's count
 
 
 class OptimizerFiller:
@@ -51,6 +50,7 @@ class OptimizerFiller:
         self._state = state
         self._matches = matches
         self._group_names = group_names
+        self._choices = choose_groups(state.param_groups, matches, group_names)
         self.notes: list[str] = []
 
     def wanted(self) -> list[Wanted]:
@@ -135,7 +135,7 @@ class OptimizerFiller:
         if states is None:
             return None
         scalars = self._scalars_of(name)
-        return sorted(states), [(key, _comparable(value)) for key, value in sorted(scalars.items())]
+        return sorted(states), [(key, comparable(value)) for key, value in sorted(scalars.items())]
 
     def _scalars_of(self, name: str) -> dict[str, Any]:
         return self._state.scalars.get(self._matches[name].saved.name, {})
@@ -188,30 +188,17 @@ class OptimizerFiller:
 
     # -- hyperparameters and scaler ------------------------------------------------------------------------------------
 
-    def _saved_group_of(self, number: int) -> tuple[dict[str, Any] | None, list[int]]:
-        """The saved group that most elements of group ``number`` come from, and the numbers of all such groups."""
-        home = {name: index for index, group in enumerate(self._state.param_groups) for name in group["params"]}
-        votes: dict[int, int] = {}
-        for member in self._group_names[number]:
-            entry = self._matches.get(member)
-            index = home.get(entry.saved.name) if entry is not None else None
-            if entry is not None and index is not None:
-                votes[index] = votes.get(index, 0) + entry.saved.numel
-        if not votes:
-            return None, []
-        return self._state.param_groups[max(votes, key=lambda index: (votes[index], -index))], sorted(votes)
-
     def _check_regrouping(self) -> None:
-        for number in range(len(self._group_names)):
-            chosen, sources = self._saved_group_of(number)
-            if chosen is None:
+        for number, (index, sources) in enumerate(self._choices):
+            if index is None:
                 continue
+            chosen = self._state.param_groups[index]
             different = sorted(
                 {
                     key
-                    for index in sources
-                    for key, value in self._state.param_groups[index].items()
-                    if key not in _NOT_HYPERPARAMETERS and _comparable(value) != _comparable(chosen.get(key))
+                    for source in sources
+                    for key, value in self._state.param_groups[source].items()
+                    if key not in NOT_HYPERPARAMETERS and comparable(value) != comparable(chosen.get(key))
                 }
             )
             if different:
@@ -223,9 +210,10 @@ class OptimizerFiller:
     def _fill_groups(self) -> None:
         """Hyperparameters, into the same group dicts: schedules may hold on to them."""
         for number, group in enumerate(self._optimizer.param_groups):
-            saved, _ = self._saved_group_of(number)
-            for key, value in (saved or {}).items():
-                if key in _NOT_HYPERPARAMETERS:
+            index = self._choices[number].number
+            saved = {} if index is None else self._state.param_groups[index]
+            for key, value in saved.items():
+                if key in NOT_HYPERPARAMETERS:
                     continue
                 present = group.get(key)
                 if isinstance(present, torch.Tensor) and isinstance(value, (int, float, torch.Tensor)):
@@ -254,12 +242,6 @@ def _restored(value: Any, present: Any, group: Mapping[str, Any], param: torch.T
         return value
     on_device = value.numel() > 1 or group.get("capturable") or group.get("fused")
     return value.to(param.device if on_device else "cpu", copy=True)
-
-
-def _comparable(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.tolist() if value.numel() <= 64 else (tuple(value.shape), value.double().sum().item())
-    return value
 
 
 def _list(names: Any) -> str:

@@ -78,11 +78,14 @@ class Roster:
         left = (tile.logical for tile, is_frozen, entry in self._tiles() if is_frozen and not entry.is_trained)
         return list(dict.fromkeys(left))
 
-    def group_names(self, count: int) -> list[list[str]]:
-        """Names of the logical parameters of each of ``count`` param groups."""
+    def group_names(self, rank: int, count: int) -> list[list[str]]:
+        """Returns the names of the logical parameters in each of ``count`` param groups of ``rank``.
+
+        Only those of buckets that the rank stands for.
+        """
         groups: list[dict[str, None]] = [{} for _ in range(count)]
         for tile, _, entry in self._tiles():
-            if entry.is_trained and 0 <= tile.param_group < count:
+            if entry.rank == rank and entry.is_trained and 0 <= tile.param_group < count:
                 groups[tile.param_group][tile.logical] = None
         return [list(names) for names in groups]
 

@@ -19,6 +19,7 @@ from deepspeed.checkpoint.commit import SaveFolder, point_latest, prune
 from deepspeed.checkpoint.directory import check_tag
 from deepspeed.checkpoint.exchange import Exchange
 from deepspeed.checkpoint.format import BUFFERS, PRIVATE, TORCH, Manifest, SavedFile
+from deepspeed.checkpoint.param_groups import RankGroups, merge_groups
 from deepspeed.checkpoint.private import private_tensors
 from deepspeed.checkpoint.roster import Roster, roster
 from deepspeed.checkpoint.script import SCRIPT_NAME, script
@@ -151,21 +152,29 @@ class Saver:
         listed = roster(subject, exchange)
         collected: Collected | None = None
 
-        def mine() -> list[Any]:
+        schedule = subject.schedule_state()
+        has_own_groups = not subject.is_one_part  # else they are those of rank 0
+
+        def mine() -> tuple[list[Any], RankGroups | None]:
             nonlocal collected
             collected = collect(
                 subject.runtime, subject.torch_optimizer, listed.numbers, exclude_frozen=options.exclude_frozen
             )
-            return collected.scalars
+            return collected.scalars, RankGroups.of(subject.torch_optimizer, schedule) if has_own_groups else None
 
-        scalars = [entry for rank in exchange.together("collecting what to save", mine) for entry in rank]
+        told_states = exchange.together("collecting what to save", mine)
+        scalars = [entry for entries, _ in told_states for entry in entries]
         assert collected is not None
         buffers = [(name, buffer) for name, buffer in subject.buffers().items() if name in listed.buffers]
 
         def small() -> dict[str, bytes]:
             if exchange.rank != 0:
                 return {}
-            return states.shared_files(subject, listed, options.client_state, scalars)
+            by_rank = [(rank, groups) for rank, (_, groups) in enumerate(told_states) if groups is not None]
+            by_rank = by_rank or [(0, RankGroups.of(subject.torch_optimizer, schedule))]
+            named = [(g, listed.group_names(rank, len(g.hyperparameters))) for rank, g in by_rank]
+            merged = merge_groups(named, schedule)
+            return states.shared_files(subject, listed, options.client_state, scalars, merged)
 
         leads = exchange.rank == 0 or (node_local and subject.local_rank == 0)
         if node_local:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from deepspeed.checkpoint import names, restricted
+from deepspeed.checkpoint.param_groups import MergedGroups
 from deepspeed.checkpoint.random_state import random_state
 from deepspeed.checkpoint.roster import Roster
 from deepspeed.checkpoint.subject import Subject
@@ -32,7 +33,6 @@ ENGINE_KEYS = frozenset(
 """Keys of the model-states file that are the engine's own and never returned as client state."""
 
 _CLIENT, _TRAINING = "client_state", "training"
-_LEFT_OUT = ("params", "exp_avg_mask")  # of a group: members are listed by name, a mask is the program's
 
 
 def shared_files(
@@ -40,6 +40,7 @@ def shared_files(
     listed: Roster,
     client_state: dict[str, Any],
     scalars: Iterable[tuple[tuple[str, ...], dict[str, Any]]],
+    merged: MergedGroups,
 ) -> dict[str, bytes]:
     """Content by file name of everything small that rank 0 writes for all.
 
@@ -48,10 +49,11 @@ def shared_files(
         listed: The model of all ranks.
         client_state: The caller's state.
         scalars: Optimizer states that are no per-element tensors, of all ranks.
+        merged: Param groups and learning-rate schedule of all ranks.
     """
-    top = {**_model_states(subject, listed), **client_state}
+    top = {**_model_states(subject, listed, merged), **client_state}
     kept, refused = restricted.split(top)
-    training, odd = restricted.split(_training(subject, listed, scalars))
+    training, odd = restricted.split(_training(subject, listed, scalars, merged))
     files = {
         names.model_states_file(subject.stage): restricted.dumps(kept),
         names.TRAINING_STATE: restricted.dumps(training),
@@ -126,12 +128,10 @@ def merge_objects(data: bytes, what: str, training: dict[str, Any], top: dict[st
     return withheld
 
 
-def _model_states(subject: Subject, listed: Roster) -> dict[str, Any]:
+def _model_states(subject: Subject, listed: Roster, merged: MergedGroups) -> dict[str, Any]:
     """What the ecosystem expects at the top level of the model-states file."""
     shapes = {name: torch.Size(shape) for name, shape in listed.shapes().items()}
-    groups = [
-        OrderedDict((name, shapes[name]) for name in members) for members in listed.group_names(subject.num_groups)
-    ]
+    groups = [OrderedDict((name, shapes[name]) for name in group["params"]) for group in merged.groups]
     frozen = OrderedDict((name, shapes[name]) for name in listed.frozen())
     buffers = subject.buffers()
     return {
@@ -142,7 +142,7 @@ def _model_states(subject: Subject, listed: Roster) -> dict[str, Any]:
         "frozen_param_shapes": frozen or None,
         "frozen_param_fragments": None,
         "shared_params": {alias: name for alias, name in listed.aliases.items() if name not in buffers},
-        "lr_scheduler": _scheduler_state(subject),
+        "lr_scheduler": merged.schedule,
         "data_sampler": subject.sampler_state(),
         "random_ltd": subject.token_schedule.state_dict() if subject.token_schedule is not None else None,
         "quantization_pace": subject.compression.state_dict() if subject.compression is not None else None,
@@ -156,29 +156,22 @@ def _model_states(subject: Subject, listed: Roster) -> dict[str, Any]:
     }
 
 
-def _scheduler_state(subject: Subject) -> dict[str, Any] | None:
-    state_dict = getattr(subject.lr_scheduler, "state_dict", None)
-    return state_dict() if callable(state_dict) else None
-
-
 def _training(
-    subject: Subject, listed: Roster, scalars: Iterable[tuple[tuple[str, ...], dict[str, Any]]]
+    subject: Subject,
+    listed: Roster,
+    scalars: Iterable[tuple[tuple[str, ...], dict[str, Any]]],
+    merged: MergedGroups,
 ) -> dict[str, Any]:
-    optimizer = subject.torch_optimizer
-    zero = subject.optimizer
-    groups = []
-    member_names = listed.group_names(subject.num_groups)
-    for members, group in zip(member_names, optimizer.param_groups if optimizer else [], strict=True):
-        groups.append({**{key: value for key, value in group.items() if key not in _LEFT_OUT}, "params": members})
+    zero, optimizer = subject.optimizer, subject.torch_optimizer
     return {
         "counters": dict(subject.counters),
         "world_size": subject.dp_world_size,
         "mesh": subject.mesh,
         "optimizer": type(optimizer).__name__ if optimizer is not None else None,
-        "param_groups": groups,
+        "param_groups": merged.groups,
         "scalars": [[list(members), values] for members, values in scalars],
         "loss_scaler": zero.loss_scaler.state_dict() if zero is not None and zero.loss_scaler is not None else None,
         "skipped_in_a_row": zero.skipped_in_a_row if zero is not None else 0,
-        "lr_scheduler": _scheduler_state(subject),
+        "lr_scheduler": merged.schedule,
         "extra_state": {**listed.extra_state, **subject.extra_state()},
     }

@@ -67,6 +67,11 @@ class Subject:
         """The torch optimizer over runs, or None."""
         return self.optimizer.optimizer if self.optimizer is not None else None
 
+    def schedule_state(self) -> dict[str, Any] | None:
+        """Returns the state of the learning-rate schedule; None where there is none, or it has no state."""
+        state_dict = getattr(self.lr_scheduler, "state_dict", None)
+        return state_dict() if callable(state_dict) else None
+
     def settle(self) -> None:
         """Takes what users wrote into resident parameters into buckets and masters, so that it counts as the value.
 

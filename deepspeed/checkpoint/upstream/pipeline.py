@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from deepspeed.checkpoint.param_groups import join_groups
 from deepspeed.checkpoint.upstream.content import Content
 from deepspeed.checkpoint.upstream.files import Files, find_layers, find_stages, load
 from deepspeed.checkpoint.upstream.partitioned import (
@@ -124,9 +125,10 @@ def _names_by_stage(
         while waiting and sum(map(len, named)) < sum(counts):
             held.append(waiting.popleft())
             named = _of_layers(held, trained)
-        if [len(names) for names in named] != counts:
+        fits = [len(names) for names in named[: len(counts)]] == counts and not any(named[len(counts) :])
+        if not fits:
             return []
-        found.append(named)
+        found.append(named[: len(counts)])
     return found
 
 
@@ -162,9 +164,9 @@ def joined_states(folder: Path, *, trust: bool) -> list[dict[str, Any]]:
 
 
 def _joined(stages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    groups: list[dict[str, Any]] = [{} for _ in stages[0].get("param_shapes") or []]
-    for stage in stages:
-        for known, shapes in zip(groups, stage.get("param_shapes") or [], strict=True):
+    groups: list[dict[str, Any]] = [{} for _ in range(max(len(stage.get("param_shapes") or []) for stage in stages))]
+    for stage in stages:  # one with fewer groups has none of the last ones
+        for known, shapes in zip(groups, stage.get("param_shapes") or [], strict=False):
             known.update(shapes)
     buffers = list(dict.fromkeys(name for stage in stages for name in stage.get("buffer_names") or ()))
     return {**stages[0], "module": {}, "param_shapes": groups, "buffer_names": buffers}
@@ -178,12 +180,7 @@ def _join(content: Content, stage: Content) -> None:
     state, further = content.state, stage.state
     state.scalars.update(further.scalars)
     state.loss_scaler = state.loss_scaler or further.loss_scaler
-    for number, group in enumerate(further.param_groups):
-        if number < len(state.param_groups):
-            known = state.param_groups[number]["params"]
-            known += [name for name in group["params"] if name not in known]
-        else:
-            state.param_groups.append(group)
+    join_groups(state.param_groups, further.param_groups)
 
 
 def _beginning(content: Content, number: int, values: Mapping[str, Any]) -> str:

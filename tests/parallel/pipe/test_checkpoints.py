@@ -6,7 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
+import deepspeed
+from deepspeed.pipe import LayerSpec, PipelineModule
 from tests.harness.pool import run_ranks
 from tests.parallel.pipe import support
 
@@ -74,3 +78,67 @@ def test_export_to_one_state_dict(tmp_path):
     assert all(
         torch.equal(torch.as_tensor(state[name]).reshape(value.shape), value) for name, value in expected.items()
     )
+
+
+GROUPS = {"0.": (0.1, 0.0), "1.": (0.02, 0.5), "2.": (0.3, 0.0), "3.": (0.1, 0.0)}
+"""Learning rate and weight decay of each layer; two stages hold (.1, .02) and (.3, .1)."""
+
+
+def _with_groups(stages: int, *, reversed_groups: bool, factor: float = 1.0) -> Any:
+    """An engine whose param groups, one per layer, are in the order of the layers or the other way round."""
+    torch.manual_seed(3)
+    module = PipelineModule([LayerSpec(nn.Linear, 3, 3) for _ in GROUPS], num_stages=stages, loss_fn=nn.MSELoss())
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        by_layer = {begins: [p for n, p in module.named_parameters() if n.startswith(begins)] for begins in GROUPS}
+        groups = [
+            {"params": held, "lr": factor * GROUPS[begins][0], "weight_decay": factor * GROUPS[begins][1]}
+            for begins, held in by_layer.items()
+            if held
+        ]
+        return torch.optim.AdamW(groups[::-1] if reversed_groups else groups, lr=0.7)
+
+    config = support.config(1, 2)
+    del config["optimizer"]
+    return deepspeed.initialize(
+        model=module,
+        config=config,
+        optimizer=optimizer,
+        lr_scheduler=lambda made: torch.optim.lr_scheduler.LambdaLR(made, lambda step: 0.5**step),
+    )[0]
+
+
+def _rates(engine: Any) -> dict[str, tuple[float, float, float]]:
+    """Learning rate, that before the schedule, weight decay of each parameter of this rank."""
+    bases = engine.lr_scheduler.base_lrs
+    assert len(bases) == len(engine.basic_optimizer.param_groups)
+    found = {}
+    for master in engine._runtime.masters:
+        for tile in master.layout.tiles:
+            group = engine.basic_optimizer.param_groups[tile.param_group]
+            found[tile.logical] = (group["lr"], bases[tile.param_group], group["weight_decay"])
+    return found
+
+
+def _save_groups(stages: int, folder: str) -> dict[str, tuple[float, float, float]]:
+    # The last stage's groups go the other way, so that equal numbers have nothing in common.
+    engine = _with_groups(stages, reversed_groups=dist.get_rank() > 0)
+    micro_batches = [(torch.ones(2, 3), torch.zeros(2, 3))] * 2
+    engine.train_batch(iter(micro_batches))
+    engine.save_checkpoint(folder)
+    return _rates(engine)
+
+
+def _load_groups(stages: int, folder: str) -> dict[str, tuple[float, float, float]]:
+    engine = _with_groups(stages, reversed_groups=True, factor=3.0)
+    engine.load_checkpoint(folder)
+    return _rates(engine)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_param_groups_follow_their_parameters(stages, tmp_path):
+    saved = {k: v for rates in run_ranks(_save_groups, 2, 2, str(tmp_path)) for k, v in rates.items()}
+    expected = {begins: (rate / 2, rate, decay) for begins, (rate, decay) in GROUPS.items()}
+    assert all(saved[name] == expected[name[:2]] for name in saved) and len(saved) == 8
+    loaded = {k: v for rates in run_ranks(_load_groups, stages, stages, str(tmp_path)) for k, v in rates.items()}
+    assert loaded == saved
