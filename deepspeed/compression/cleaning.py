@@ -18,6 +18,7 @@ from deepspeed.compression.snip import SCORES as SNIP_SCORES
 from deepspeed.compression.techniques import Kind, Techniques
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.logging import log_dist
+from deepspeed.zero.access.own_storage import is_sharded, own_parameters
 
 
 @dataclass
@@ -70,14 +71,19 @@ def redundancy_clean(model: Any, deepspeed_config: Any, mpu: Any = None, *, pack
         The model, with a ``compression_report``.
 
     Raises:
-        CallOrderError: It is not compressed, or its parameters are sharded.
+        CallOrderError: It is not compressed, or the model of an engine at stage 3 was given without its engine.
         DeepSpeedConfigError: Parts cannot be taken out, or the configuration is another one.
     """
     if mpu is not None:
         raise DeepSpeedConfigError("redundancy_clean(mpu=...): layers that are cut over ranks are not compressed")
+    engine: Any = None
     if hasattr(model, "compression_scheduler") and isinstance(getattr(model, "module", None), nn.Module):
-        model = model.module
-    _refuse(model, section_of(deepspeed_config))
+        engine, model = model, model.module
+    _refuse(model, section_of(deepspeed_config), has_engine=engine is not None)
+    ends_training = is_sharded(model)
+    own_parameters(model)
+    if ends_training:
+        engine.destroy()  # its hooks would go on gathering the former parameters
     names = {id(module): name for name, module in model.named_modules()}
     layers = [(names[id(module)], module, techniques) for module, techniques in compressed_layers(model)]
     report = CompressionReport(_plain_bytes(model, layers))
@@ -111,16 +117,16 @@ def redundancy_clean(model: Any, deepspeed_config: Any, mpu: Any = None, *, pack
     return model
 
 
-def _refuse(model: nn.Module, section: Any) -> None:
+def _refuse(model: nn.Module, section: Any, *, has_engine: bool) -> None:
     if next(compressed_layers(model), None) is None:
         raise CallOrderError(
             "redundancy_clean: no layer of the model is compressed; call init_compression, train or load what was "
             "trained, and then this"
         )
-    if any(getattr(p, "ds_numel", p.numel()) != p.numel() for p in model.parameters()):
+    if is_sharded(model) and not has_engine:
         raise CallOrderError(
-            "redundancy_clean: parameters are sharded over ranks (ZeRO stage 3); save them (engine.save_16bit_model), "
-            "build the model anew, call init_compression, load what was saved, and then this"
+            "redundancy_clean(model): expected the engine, as ZeRO stage 3 shards the parameters; found its module. "
+            "Call redundancy_clean(engine, config) on every rank"
         )
     if section != model.__dict__.get("compression_section", section):
         raise DeepSpeedConfigError(

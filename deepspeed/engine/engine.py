@@ -519,7 +519,14 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAtt
         raise.
         """
         self._is_destroyed = True
-        empty = sum(bucket.layout.used_numel for bucket in self._runtime.buckets if bucket.is_sharded)
+        held = {id(parameter) for parameter in self.module.parameters()}  # without those that were replaced since
+        empty = sum(
+            tile.numel
+            for bucket in self._runtime.buckets
+            if bucket.is_sharded
+            for parameter, tile in zip(bucket.params, bucket.layout.tiles, strict=True)
+            if id(parameter) in held
+        )
         if empty and not self._runtime.is_retired:
             log_dist_once(
                 f"engine.destroy: {empty:,} parameters of the model were sharded and are empty from now on; what is to "

@@ -178,6 +178,12 @@ def _older_section():
     return found
 
 
+def _assert_saved_small(model):
+    """``torch.save`` writes the whole storage of each tensor."""
+    stored = {name: (value.untyped_storage().nbytes(), value.nbytes) for name, value in model.state_dict().items()}
+    assert stored and all(whole == own for whole, own in stored.values()), stored
+
+
 def _sharded(folder):
     config = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
     section = {
@@ -197,12 +203,14 @@ def _sharded(folder):
             compression_training=section,
         )
         results.append(_losses(engine, 3))
-        with pytest.raises(deepspeed.errors.CallOrderError, match="sharded over ranks"):
-            deepspeed.compression.compress.redundancy_clean(engine, {"compression_training": section})
+        with pytest.raises(deepspeed.errors.CallOrderError, match=r"Call redundancy_clean\(engine, config\)"):
+            deepspeed.compression.compress.redundancy_clean(engine.module, {"compression_training": section})
         engine.save_16bit_model(folder, "model.bin")
         engine.compression_scheduler.at(10)
         expected = engine(inputs(9)).item()
-        engine.destroy()
+        whole = deepspeed.compression.redundancy_clean(engine, {"compression_training": section})
+        assert whole(inputs(9)).item() == pytest.approx(expected, rel=1e-5)
+        _assert_saved_small(whole)
         own = init_compression(tower(2), {"compression_training": section})
         own.load_state_dict(torch.load(folder / "model.bin"))
         clean = deepspeed.compression.redundancy_clean(own, {"compression_training": section})
@@ -219,6 +227,7 @@ def _sharded(folder):
     before = engine(x).item()
     clean = deepspeed.compression.compress.redundancy_clean(engine, ALL_ON)
     assert clean(x).item() == pytest.approx(before, rel=1e-5) and clean.compression_report.bytes_after > 0
+    _assert_saved_small(clean)
     engine.destroy()
     engine_of(clean, 0, optimizer=None, **ALL_ON).destroy()  # evaluated with the same file
 
