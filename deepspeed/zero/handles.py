@@ -16,7 +16,7 @@ every Python function. They are kept out of it, and what they call once in a whi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -63,6 +63,25 @@ class Handle:
             self._hooks.on_death(self.bucket)
 
 
+class _GuardedPack:
+    """A pack hook that passes on what it is given: a view in the place of a tensor that lies in a sharded bucket.
+
+    Args:
+        by_storage: The sharded buckets by the key of their storage.
+        pack: The pack hook that was active.
+    """
+
+    def __init__(self, by_storage: Mapping[int, Bucket], pack: Callable[[torch.Tensor], Any]) -> None:
+        self._by_storage = by_storage
+        self._pack = pack
+
+    @partial(uncompiled, recursive=False)
+    def __call__(self, tensor: torch.Tensor) -> Any:
+        if tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self._by_storage:
+            tensor = tensor.detach()
+        return self._pack(tensor)
+
+
 class SavedTensorHooks:
     """Packs views of sharded buckets as handles between :meth:`push` and :meth:`pop`.
 
@@ -96,6 +115,30 @@ class SavedTensorHooks:
     def _follow(self, old_key: int, new_key: int) -> None:
         """A bucket's memory was left to somebody else: what they save of it is theirs."""
         self._by_storage[new_key] = self._by_storage.pop(old_key)
+
+    def push_guard(self) -> bool:
+        """Puts a guard over the hooks of somebody else that are active, so that they are given views of parameters.
+
+        Such hooks may keep the parameter object itself (non-reentrant checkpointing does so where it is frozen). Its
+        memory is taken from it when its bucket is resharded, and backward would compute with the placeholder. A view
+        keeps its values: see ``FlatBuffer.free``.
+
+        Returns:
+            Whether a guard was installed; then :meth:`pop_guard` must follow.
+        """
+        if not self._by_storage or not torch.is_grad_enabled():
+            return False
+        if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+            return False
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if top is None or top[0] == self._pack or isinstance(top[0], _GuardedPack):
+            return False
+        torch._C._autograd._push_saved_tensors_default_hooks(_GuardedPack(self._by_storage, top[0]), top[1])
+        return True
+
+    def pop_guard(self) -> None:
+        """Undoes :meth:`push_guard`."""
+        torch._C._autograd._pop_saved_tensors_default_hooks()
 
     def push(self) -> bool:
         """Installs the hooks unless others are active (non-reentrant checkpointing keeps its own).

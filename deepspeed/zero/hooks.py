@@ -35,12 +35,22 @@ from deepspeed.zero.sharded_parameter import NOT_IN_A_GRAPH
 
 @dataclass
 class _Scope:
-    """One running forward of the module with the number ``entry``."""
+    """One running forward of the module with the number ``entry``.
+
+    Attributes:
+        entry: See above.
+        buckets: What the module needs.
+        opened_segment: Whether it has begun the open segment of the schedule.
+        pushed_hooks: Whether it has installed the saved-tensor hooks.
+        pushed_guard: Whether it has put a guard over saved-tensor hooks of somebody else.
+        held: Buckets of which it is a user.
+    """
 
     entry: int
     buckets: list[Bucket]
     opened_segment: bool = False
     pushed_hooks: bool = False
+    pushed_guard: bool = False
     held: list[Bucket] = field(default_factory=list)
 
 
@@ -150,6 +160,7 @@ class ForwardHooks:
         self._open(scope)
         if len(self._scopes) == 1:
             scope.pushed_hooks = self._saved.push()
+        scope.pushed_guard = not scope.pushed_hooks and self._saved.push_guard()
         if self._in_backward():
             self._free_recomputed(except_for=buckets)
         for bucket in buckets:
@@ -178,8 +189,8 @@ class ForwardHooks:
     def _leave(self, outputs: Any) -> None:
         if not self._scopes:
             # A forward that is paused to its end, or that an exception inside it has closed already.
-            if self._paused and self._paused.pop().pushed_hooks:
-                self._saved.pop()
+            if self._paused:
+                self._pop_hooks(self._paused.pop())
             return
         bare = not self._scopes[0].pushed_hooks  # somebody else's hooks keep plain views of what is saved
         scope = self._scopes.pop()
@@ -190,8 +201,14 @@ class ForwardHooks:
                 self._outstanding[scope.entry] += 1
                 self._on_outputs(outputs, scope.entry)
         finally:  # ranks that differ raise there; the hooks must not outlive this forward
-            if scope.pushed_hooks:
-                self._saved.pop()
+            self._pop_hooks(scope)
+
+    def _pop_hooks(self, scope: _Scope) -> None:
+        """Takes away the saved-tensor hooks that a scope has installed."""
+        if scope.pushed_hooks:
+            self._saved.pop()
+        if scope.pushed_guard:
+            self._saved.pop_guard()
 
     def _close(self, scope: _Scope, bare: bool) -> None:
         recomputing = self._in_backward()
@@ -264,8 +281,7 @@ class ForwardHooks:
         """Closes every scope and frees every bucket after an exception or at the end of a backward."""
         for scopes in (self._scopes, self._paused):
             while scopes:
-                if scopes.pop().pushed_hooks:
-                    self._saved.pop()
+                self._pop_hooks(scopes.pop())
         self._entered.clear()
         self._recomputed.clear()
         for bucket in self._buckets:
