@@ -65,6 +65,7 @@ class GradientBucket:
         repeats: Gradients arrive more than once in a backward.
         private: What reductions have lost of this rank's gradients so far, 1-D fp32, times the loss scale as gradients
             are; None where they lose nothing, or it is not kept.
+        writes: Parameters whose whole gradient a program has set since the last update: all ranks must set the same.
         is_coded: Reductions are as ``reduce_codec`` of their group says; otherwise as ``early_codec`` does.
     """
 
@@ -80,6 +81,7 @@ class GradientBucket:
         self._prescale, self._postscale = policy.factors(group.divisor)
         self._landing = landing
         self.state = GradientState.IDLE
+        self.writes: set[int] = set()
         self._policy = policy
         self.is_coded = policy.begins_coded
         self._is_local = isinstance(group.reduce, LocalTransport) and group.combine is None
@@ -496,10 +498,17 @@ class GradientBucket:
         """Of the reduced gradient; 0 without one."""
         return self.sum.of_squares()
 
-    def note_write(self, tile: int) -> None:
-        """Somebody has given parameter ``tile`` another gradient, or one where backward gave it none."""
+    def note_write(self, tile: int, *, by_all: bool) -> None:
+        """Notes that a program has set the gradient of a parameter, which may have had none.
+
+        Args:
+            tile: Index of the parameter.
+            by_all: Every rank keeps the whole gradient, so every rank must set it.
+        """
         self.sum.squares = None
         self.sum.used[tile] = True
+        if by_all:
+            self.writes.add(tile)
 
     def scale_private(self, factor: float) -> None:
         """The unit of gradients changes, and so does that of what reductions have lost."""
@@ -528,5 +537,6 @@ class GradientBucket:
             self._flat.free()
         if self._undo is not None:
             self._undo.take_back()
+        self.writes.clear()
         self.sum.clear()
         self.begin_backward()

@@ -7,6 +7,7 @@ stage, so that the stage never changes the arithmetic.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -360,7 +361,10 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         of the peers; where these are not all ranks, others have other parameters, and the flags travel by themselves.
         """
         groups = self._groups
-        flags = _pack_flags([used for gradients in self._reducer.buckets for used in gradients.used])
+        flags = [
+            *_pack_flags([used for gradients in self._reducer.buckets for used in gradients.used]),
+            self._digest_of_writes(),
+        ]
         numbers = [*self._own_squares(), float(self._agreement.digest), float(_number_of_order(groups)), *self.tells]
         together = groups.job is groups.peers
         rows = groups.job.gather_small(
@@ -375,12 +379,25 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
             flag_rows = groups.peers.gather_small(
                 torch.tensor(flags, dtype=torch.float64), channel="step", label="which parameters are updated"
             )
+        flag_rows, writes = flag_rows[:, :-1], flag_rows[:, -1]
+        _check_writes(writes)
         if bool((flag_rows != flag_rows[0]).any()):
             self._reducer.note_uneven()
         counted, copies = rows[:, 0].sum().item(), rows[:, 1].sum().item()
         # A rank that plays all the others (the planner's) may count nothing; elsewhere both are 0 then.
         total = (counted or copies) if math.isfinite(copies) else counted + copies
         return total, self._merge_flags(flag_rows)
+
+    def _digest_of_writes(self) -> float:
+        """Checksum of which gradients the program has set of parameters that all peers share; 0 for none."""
+        shared = self._groups.among_peers
+        names = [
+            gradients.bucket.layout.tiles[index].name
+            for gradients in self._reducer.buckets
+            if gradients.writes and shared(gradients.bucket.group) is None
+            for index in sorted(gradients.writes)
+        ]
+        return float(zlib.crc32("\n".join(names).encode())) if names else 0.0
 
     def _own_squares(self) -> tuple[float, float]:
         """This rank's parts of the sum of squares: what it counts, and what others count."""
@@ -607,6 +624,17 @@ def _check_order(rows: torch.Tensor) -> None:
                 f"different orders (checksums by rank: {[int(one) for one in rows[:, 2].tolist()]}); nothing was "
                 "updated. Every rank must run the same modules, for as many micro-batches"
             )
+
+
+def _check_writes(digests: torch.Tensor) -> None:
+    """Raises on every rank where some ranks have set gradients that others have not."""
+    if bool((digests != digests[0]).any()):
+        alike = torch.nonzero(digests == digests[0]).view(-1).tolist()
+        raise DivergenceError(
+            "optimizer.step: every rank must have set the gradients of the same parameters (safe_set_full_grad, "
+            f"safe_set_local_grad), but ranks {alike} have set others than the rest, so copies of the parameters "
+            "would part; nothing was updated. Call them on every rank, with the same parameters and values"
+        )
 
 
 def _pack_flags(flags: list[bool]) -> list[float]:

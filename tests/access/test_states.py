@@ -8,8 +8,10 @@ import torch.distributed as dist
 
 from deepspeed.comm.counters import counted
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError, DivergenceError
+from deepspeed.utils import set_z3_leaf_modules
 from deepspeed.zero.access import states as access
 from tests.access.support import Model, batch, build, reference, reference_backward, train
+from tests.engine.support import same_on_all_ranks
 from tests.harness import run_ranks
 
 STAGES = [0, 1, 2, 3]
@@ -242,3 +244,63 @@ def _wrong_calls():
 
 def test_calls_that_cannot_be_served_say_so():
     run_ranks(_wrong_calls, 2)
+
+
+class _Choosing(torch.nn.Module):
+    """Each rank uses a layer of its own beside one that all use."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.shared, *others = (torch.nn.Linear(5, 5) for _ in range(3))
+        self.own = torch.nn.ModuleList(others)
+        self.idle = torch.nn.Linear(5, 5)
+
+    def forward(self, x):
+        return self.own[dist.get_rank()](self.shared(x)).square().mean()
+
+
+def _used_elsewhere(stage):
+    rank = dist.get_rank()
+    model, plain = _Choosing(), _Choosing()
+    set_z3_leaf_modules(model, [_Choosing])
+    engine = build(stage, model)
+    for number in range(2):
+        plain.own[number](plain.shared(batch(number))).square().mean().div(2).backward()
+    params = dict(engine.module.named_parameters())
+    engine.backward(engine(batch(rank)))
+    for name, wanted in plain.named_parameters():
+        found = access.safe_get_full_grad(params[name])
+        product = access.safe_get_full_sensitivity(params[name])
+        if wanted.grad is None:
+            assert found is None and product is None, name
+            continue
+        torch.testing.assert_close(found, wanted.grad)
+        torch.testing.assert_close(product, (wanted * wanted.grad).abs())
+        access.safe_set_full_grad(params[name], found + 1)
+    engine.step()
+    masters = [access.safe_get_full_fp32_param(parameter) for parameter in params.values()]
+    assert same_on_all_ranks([master.tolist() for master in masters])
+    moved = [not torch.equal(master, value) for master, value in zip(masters, plain.parameters(), strict=True)]
+    assert moved == [not name.startswith("idle") for name in params]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_is_the_mean_on_ranks_that_did_not_use_the_parameter(stage):
+    run_ranks(_used_elsewhere, 2, stage)
+
+
+def _set_on_one_rank(stage):
+    engine = build(stage)
+    parameter = engine.module.last.bias
+    engine.backward(engine(batch(dist.get_rank())))
+    before = parameter.detach().clone()
+    if dist.get_rank() == 1:
+        access.safe_set_full_grad(parameter, torch.ones(3))
+    with pytest.raises(DivergenceError, match=r"safe_set_full_grad.*ranks \[0\]"):
+        engine.step()
+    assert torch.equal(parameter, before)
+
+
+def test_a_gradient_that_one_rank_sets_is_an_error_where_all_keep_it_whole():
+    run_ranks(_set_on_one_rank, 2, 0)

@@ -268,11 +268,8 @@ def safe_get_full_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
         found = _trained(param)
         if found is None:
             return None
-        gradients = found.runtime.gradients_of(found.bucket)
         mine = found.gradient()
-        used = int(gradients is not None and gradients.used[found.address.tile])
-        told = _agree(found, "safe_get_full_grad", (used,))
-        if mine is None or not any(flag for (flag,) in told):
+        if not _some_rank_has_gradient(found, mine, "safe_get_full_grad") or mine is None:
             return None
         return _unscaled(_whole(found, mine, "the gradient"), found.loss_scale)
 
@@ -288,11 +285,8 @@ def safe_get_full_sensitivity(param: torch.nn.Parameter) -> torch.Tensor | None:
         if found is None:
             return None
         _carry_writes(found)
-        gradients = found.runtime.gradients_of(found.bucket)
         mine = found.gradient()
-        used = int(gradients is not None and gradients.used[found.address.tile])
-        told = _agree(found, "safe_get_full_sensitivity", (used,))
-        if mine is None or not any(flag for (flag,) in told):
+        if not _some_rank_has_gradient(found, mine, "safe_get_full_sensitivity") or mine is None:
             return None
         product = (found.mine(found.master.flat).to(mine.device).float() * mine).abs_()
         return _unscaled(_whole(found, product, "weight times gradient"), found.loss_scale)
@@ -304,7 +298,8 @@ def safe_set_full_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
 
     Args:
         param: The parameter.
-        value: Whole and the same on every rank of the group; every rank must call it.
+        value: Whole and the same on every rank of the group; every rank must call it. Where gradients are not sharded
+            the update compares which parameters the ranks have set, and raises ``DivergenceError`` if they differ.
 
     Raises:
         CallOrderError: There is no gradient to replace.
@@ -334,6 +329,25 @@ def safe_set_local_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
         _write_gradient(found, value.reshape(-1), "safe_set_local_grad")
 
 
+def _some_rank_has_gradient(found: _Trained, mine: torch.Tensor | None, call: str) -> bool:
+    """Whether a backward has reached the parameter on any rank; the answer is the same on all ranks.
+
+    Ranks that keep whole gradients are not asked, since some of them may not make the call. Where this rank has not
+    used the parameter, a sum that is not zero tells that another one has. A gradient that is exactly zero on all ranks
+    that used it counts as none on the others; ``GradientBucket.writes`` keeps that from parting the ranks.
+
+    Args:
+        found: The parameter.
+        mine: This rank's part of its gradient.
+        call: The call to be compared.
+    """
+    gradients = found.runtime.gradients_of(found.bucket)
+    is_used = gradients is not None and gradients.used[found.address.tile]
+    if found.is_whole:
+        return mine is not None and (is_used or bool(mine.any()))
+    return any(flag for (flag,) in _agree(found, call, (int(is_used),)))
+
+
 def _unscaled(gradient: torch.Tensor, loss_scale: float) -> torch.Tensor:
     return gradient if loss_scale == 1.0 else gradient.div_(loss_scale)
 
@@ -350,7 +364,7 @@ def _write_gradient(found: _Trained, value: torch.Tensor, call: str) -> None:
         mine.mul_(found.loss_scale)
     gradients = found.runtime.gradients_of(found.bucket)
     assert gradients is not None
-    gradients.note_write(found.address.tile)
+    gradients.note_write(found.address.tile, by_all=found.is_whole)
 
 
 @torch.no_grad()
