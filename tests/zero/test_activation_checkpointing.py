@@ -146,7 +146,7 @@ class Encoders(nn.Module):
     def __init__(self, reentrant):
         super().__init__()
         torch.manual_seed(3)
-        width = dict(d_model=32, nhead=2, dim_feedforward=16, dropout=0.0, batch_first=True)
+        width = {"d_model": 32, "nhead": 2, "dim_feedforward": 16, "dropout": 0.0, "batch_first": True}
         self.lower, self.upper = (nn.TransformerEncoderLayer(**width) for _ in range(2))
         self.lower.norm1.requires_grad_(False)
         self.rise = nn.Linear(WIDTH, 32)
