@@ -230,9 +230,12 @@ class FlatBuffer:
     def free(self) -> None:
         """Gives the memory back, or leaves it to whoever else has a view of it. Does nothing if it is free."""
         if self.is_allocated:
-            if self._own_references is not None and self._references() > self._own_references:
+            if self._own_references is None:
+                if self._storage.resizable():  # mapped pages are not: they go with the last reference
+                    self._storage.resize_(0)
+            elif self._references() > self._own_references or self._has_fixed_size():
                 self._leave_to_others()
-            elif self._storage.resizable():  # mapped pages are not: they go with the last reference
+            else:
                 self._storage.resize_(0)
             self.is_allocated = False
             self._ledger.add(self._kind, self._home, -self.nbytes)
@@ -245,6 +248,13 @@ class FlatBuffer:
         """
         self._own_views = tuple(views)
         self._own_references = self._references()
+
+    def _has_fixed_size(self) -> bool:
+        """Whether somebody has fixed the size of the storage, for good: it can be neither freed nor grown again.
+
+        ``numpy()`` of a view does so, and so does ``share_memory_()``, after which torch crashes in ``resize_``.
+        """
+        return not self._storage.resizable() or (self._storage.device.type == "cpu" and self._storage.is_shared())
 
     def _references(self) -> int:
         return torch._C._storage_Use_Count(self._storage._cdata)

@@ -8,8 +8,9 @@ from torch import nn
 
 import deepspeed
 from deepspeed.zero import GatheredParameters
-from deepspeed.zero.storage import FlatBuffer
+from deepspeed.zero.storage import FlatBuffer, Kind
 from tests.access.support import Model, batch, build, config, train
+from tests.engine.support import engine_of
 from tests.harness import run_ranks
 
 
@@ -219,3 +220,40 @@ def _nothing_is_left_behind():
 
 def test_ordinary_training_leaves_no_memory_behind():
     run_ranks(_nothing_is_left_behind, 2)
+
+
+def _of_fixed_size():
+    kept = []
+    uses = (
+        lambda p: p.detach().numpy(),
+        lambda p: p.detach().share_memory_(),
+        lambda p: kept.append((p.detach().numpy(), p.detach().clone())),
+    )
+    for use in uses:
+        torch.manual_seed(3)
+        model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
+        engine = engine_of(model, 3, zero={"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0})
+        weight = model[1].weight
+
+        def run_use(*_, use=use, weight=weight):
+            use(weight)
+
+        handle = model[1].register_forward_hook(run_use)
+        losses = []
+        for _ in range(3):
+            losses.append(engine(torch.ones(2, 8)).square().mean())
+            engine.backward(losses[-1])
+            engine.step()
+            assert engine._runtime.ledger.live(Kind.GATHERED) == 0
+            assert not any(b.full.tensor.untyped_storage().nbytes() for b in engine._runtime.buckets)
+        assert losses[2] < losses[1] < losses[0]
+        with GatheredParameters(weight):
+            use(weight)
+        handle.remove()
+        engine.destroy()
+    assert all(torch.equal(torch.from_numpy(array), values) for array, values in kept)
+
+
+def test_a_view_that_fixes_the_size_of_its_memory():
+    """``numpy()`` and ``share_memory_()`` forbid to resize a storage for good, also when the view is gone."""
+    run_ranks(_of_fixed_size, 2)
