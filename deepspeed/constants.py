@@ -1,4 +1,4 @@
-"""Constants by upstream's path; re-exports only."""
+"""Constants by upstream's path."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from typing import Any
 from deepspeed import TORCH_DISTRIBUTED_DEFAULT_PORT
 
 default_pg_timeout: timedelta  # see __getattr__
+# What a data loader is for, as ``engine.deepspeed_io(dataset, route=...)`` takes it.
+ROUTE_TRAIN = "train"
+ROUTE_EVAL = "eval"
+ROUTE_PREDICT = "predict"
 
 __all__ = ["TORCH_DISTRIBUTED_DEFAULT_PORT", "default_pg_timeout"]
 

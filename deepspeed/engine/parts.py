@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -22,6 +22,9 @@ from deepspeed.zero.group import Groups
 from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.runtime import ZeroRuntime
+
+DeepSpeedOptimizerCallable: TypeAlias = Callable[[Iterable[nn.Parameter] | dict[str, Any]], torch.optim.Optimizer]
+DeepSpeedSchedulerCallable: TypeAlias = Callable[[torch.optim.Optimizer], Any]
 
 
 @dataclass(frozen=True)

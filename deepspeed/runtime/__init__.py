@@ -1,32 +1,16 @@
-"""The import paths that the ecosystem uses; re-exports only."""
+"""The import paths that the ecosystem uses, as one table; re-exports only.
+
+:mod:`.paths` says which modules there are and where their names are defined; :mod:`.finder` makes them at import.
+"""
 
 from __future__ import annotations
 
 from deepspeed.lazy import lazy_names
+from deepspeed.runtime.finder import children_of, install
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {"DeepSpeedOptimizer": "deepspeed.zero.base_optimizer", "ZeROOptimizer": "deepspeed.zero.base_optimizer"},
-    submodules=[
-        "activation_checkpointing",
-        "base_optimizer",
-        "bf16_optimizer",
-        "checkpoint_engine",
-        "config",
-        "config_utils",
-        "constants",
-        "data_pipeline",
-        "dataloader",
-        "engine",
-        "fp16",
-        "hybrid_engine",
-        "lr_schedules",
-        "pipe",
-        "progressive_layer_drop",
-        "rollout",
-        "sequence_parallel",
-        "tensor_parallel",
-        "utils",
-        "zero",
-    ],
+    submodules=children_of(""),
 )
+install()

@@ -196,6 +196,12 @@ def address_of(parameter: torch.Tensor) -> Address | None:
     return parameter.__dict__.get(_ADDRESS)
 
 
+def is_zero_param(parameter: object) -> bool:
+    """Returns whether ``parameter`` is partitioned (ZeRO stage 3), so that its ``ds_*`` attributes exist."""
+    address = address_of(parameter) if isinstance(parameter, torch.Tensor) else None
+    return address is not None and address.holder.is_partitioned
+
+
 def set_address(parameter: torch.Tensor, holder: Holder, tile: int) -> Address:
     """Gives a parameter its (next) address; its number stays the same."""
     old = address_of(parameter)

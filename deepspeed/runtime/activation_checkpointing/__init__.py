@@ -1,7 +1,0 @@
-"""Activation checkpointing; re-exports only."""
-
-from __future__ import annotations
-
-from deepspeed.lazy import lazy_names
-
-__getattr__, __dir__, __all__ = lazy_names(__name__, submodules=["checkpointing", "config"])
