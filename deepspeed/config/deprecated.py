@@ -36,6 +36,7 @@ class OldKey:
 
 
 _ZERO = "zero_optimization"
+_CLIPPING = "gradient_clipping"
 
 
 def _device(value: Any) -> dict[str, str] | None:
@@ -176,6 +177,15 @@ def _stage_as_bool(data: dict[str, Any], findings: Findings) -> None:
     _check_ignored_size(bucket, old, findings)
 
 
+def _clipping_as_bool(data: dict[str, Any], findings: Findings) -> None:
+    """``gradient_clipping: true``, which the original package takes as the number 1, and false as 0."""
+    value = data.get(_CLIPPING)
+    if isinstance(value, bool):
+        data[_CLIPPING] = float(value)
+        if value:
+            findings.notice(f"{findings.label((_CLIPPING,))}: expected the largest norm, found true; it means 1.0")
+
+
 def _check_ignored_size(value: Any, path: Path, findings: Findings) -> None:
     from deepspeed.config.types import to_int
 
@@ -193,6 +203,7 @@ def translate_old_keys(data: dict[str, Any], findings: Findings) -> None:
     Each is reported by one notice unless it says what the default says; an old key beside its new one is a problem.
     """
     _stage_as_bool(data, findings)
+    _clipping_as_bool(data, findings)
     for entry in OLD_KEYS:
         holder = _lookup(data, entry.old)
         if holder is None:
