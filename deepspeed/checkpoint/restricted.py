@@ -1,8 +1,9 @@
 """Torch files without code: what may be in them, what is set apart when it may not, and how they are read.
 
 Loading goes through ``torch.load(weights_only=True)`` with the allow-list below: plain containers, numbers, tensors,
-numpy arrays, paths, times and namespaces. Whatever else a caller puts into its client state is still saved, in a file
-of its own that is only opened on request, because opening it may run code.
+numpy arrays, paths, times and namespaces. What a file calls of these is looked at before
+(:mod:`deepspeed.checkpoint.bounded_pickle`). Whatever else a caller puts into its client state is still saved, in a
+file of its own that is only opened on request, because opening it may run code.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import numpy
 import torch
 
+from deepspeed.checkpoint.bounded_pickle import check_file
 from deepspeed.errors import CheckpointError
 
 Path = tuple[Any, ...]
@@ -97,6 +99,7 @@ def loads(data: bytes, what: str, further: list[Any] | None = None) -> Any:
         CheckpointError: It is no torch file, or needs more than the allow-list.
     """
     try:
+        check_file(io.BytesIO(data))
         with allow_list(further):
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -156,6 +159,7 @@ def _is_accepted(value: Any) -> bool:
     """Whether the restricted loader gives ``value`` back: tried out, with large tensors left aside."""
     try:
         data = dumps(_without_bulk(value))
+        check_file(io.BytesIO(data))
         with allow_list():
             torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception:  # whatever an object's own pickling raises means the same: it cannot be loaded safely

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
+import collections
+import datetime
 import hashlib
 import io
 import json
 import os
 import pickle
+import tracemalloc
 import zipfile
 import zlib
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -298,3 +303,86 @@ def test_a_file_name_that_claims_countless_ranks(tmp_path):
     (tmp_path / "zero_pp_rank_99999999999_mp_rank_00_model_states.pt").touch()
     with pytest.raises(CheckpointError, match=r"rank\(s\) 0, 1, 2, 3, 4, 5, 6, 7, \.\.\. are missing"):
         open_source(tmp_path)
+
+
+class Call:
+    """Calls ``function(*arguments)`` when it is unpickled."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.function, self.arguments = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.function, self.arguments
+
+
+MUCH = 10**8
+DEEP: Any = "much"
+for _ in range(40):  # as text it would have 2**40 times the length
+    DEEP = (DEEP, DEEP)
+
+
+@pytest.mark.parametrize(
+    "much",
+    [
+        Call(bytes, MUCH),
+        Call(bytearray, MUCH),
+        Call(list, range(MUCH)),
+        Call(tuple, range(MUCH)),
+        Call(set, range(MUCH)),
+        Call(frozenset, range(MUCH)),
+        Call(bytes, range(MUCH)),
+        Call(collections.deque, range(MUCH)),
+        Call(collections.Counter, range(MUCH)),
+        Call(str, DEEP),
+        Call(numpy.ndarray, (MUCH,)),
+        Call(numpy.void, MUCH),
+        Call(numpy.bytes_, MUCH),
+        Call(numpy.empty(0).__reduce__()[0], numpy.ndarray, (MUCH,), b"b"),
+        Call(numpy.float64(0).__reduce__()[0], numpy.dtype("V100000000")),
+        Call(torch.Tensor, MUCH),
+        Call(torch.storage.UntypedStorage, MUCH),
+        Call(torch._tensor._rebuild_from_type_v2, bytes, torch.Tensor, (MUCH,), None),
+    ],
+    ids=lambda much: f"{much.function.__name__}",
+)
+def test_little_does_not_become_much(much):
+    data = torch_file({"a": much})
+    assert len(data) < 3_000
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match="called with|that no function of torch"):
+            restricted.loads(data, "file")
+        assert tracemalloc.get_traced_memory()[1] < 5_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_compressed_archive_is_refused(tmp_path):
+    plain = io.BytesIO(torch_file({"a": "b" * 1_000_000}))
+    packed = io.BytesIO()
+    with zipfile.ZipFile(plain) as source, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as target:
+        for entry in source.infolist():
+            target.writestr(entry.filename, source.read(entry))
+    assert len(packed.getvalue()) < 10_000
+    with pytest.raises(CheckpointError, match="they are compressed"):
+        restricted.loads(packed.getvalue(), "file")
+
+
+def test_what_picklers_write_is_no_harm():
+    """Types stay types: a factory of a defaultdict is the type itself."""
+    value = {
+        "bytes": [b"", b"abc", bytearray(b"ab"), bytearray()],
+        "sets": [{1, 2}, set(), frozenset({3})],
+        "lazy": [range(MUCH), slice(1, None), 2j],
+        "types": [list, bytes, int, numpy.float32],
+        "containers": [collections.deque([1], 5), collections.Counter("aab"), collections.OrderedDict(a=1)],
+        "default": collections.defaultdict(list, a=[1]),
+        "numpy": [numpy.float32(2), numpy.arange(3), numpy.datetime64("2020"), numpy.array(["a"]), numpy.void(b"ab")],
+        "tensors": [torch.arange(3), torch.nn.Parameter(torch.ones(2)), torch.Size([2])],
+        "others": [argparse.Namespace(a=1), Path("/a"), datetime.timedelta(1), torch.float16, torch.device("cpu")],
+    }
+    kept, refused = restricted.split(value)
+    assert refused == {} and kept is value
+    loaded = restricted.loads(restricted.dumps(value), "file")
+    assert loaded["default"].default_factory is list and loaded["types"] == value["types"]
+    assert repr(loaded) == repr(value)

@@ -449,7 +449,9 @@ def test_zero_init_reads_only_its_sections() -> None:
     assert only_problem(config, batch=False, purpose="zero_init").startswith("zero_optimization.stge: unknown key")
 
 
-@pytest.mark.parametrize(("given", "limit", "line"), [(True, 1.0, "it means 1.0"), (False, 0.0, "switches clipping off")])
+@pytest.mark.parametrize(
+    ("given", "limit", "line"), [(True, 1.0, "it means 1.0"), (False, 0.0, "switches clipping off")]
+)
 def test_clipping_as_a_switch_is_a_number(given: bool, limit: float, line: str) -> None:
     parsed = read({"gradient_clipping": given})
     assert parsed.root.gradient_clipping == limit

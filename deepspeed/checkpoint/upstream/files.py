@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from deepspeed.checkpoint.bounded_pickle import check_file
 from deepspeed.checkpoint.restricted import allow_list, reason
 from deepspeed.errors import CheckpointError
 
@@ -82,6 +83,8 @@ def load(path: Path, *, trust: bool = False) -> Any:
         if trust:
             pickles: Any = _TrustingPickle
             return torch.load(path, map_location="cpu", weights_only=False, pickle_module=pickles)
+        with open(path, "rb") as file:
+            check_file(file)
         with allow_list(_STAND_INS):
             try:
                 return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
