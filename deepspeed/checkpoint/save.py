@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint import disk, names, states
 from deepspeed.checkpoint.collect import Collected, collect
 from deepspeed.checkpoint.commit import SaveFolder, point_latest, prune
 from deepspeed.checkpoint.directory import check_tag
 from deepspeed.checkpoint.exchange import Exchange
 from deepspeed.checkpoint.format import BUFFERS, PRIVATE, TORCH, Manifest, SavedFile
+from deepspeed.checkpoint.host_copy import HostCopy
 from deepspeed.checkpoint.param_groups import RankGroups, merge_groups
 from deepspeed.checkpoint.private import private_tensors
 from deepspeed.checkpoint.roster import Roster, roster
@@ -88,6 +88,7 @@ class Saver:
         self._exchange: Exchange | None = None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
+        self._host = HostCopy()
 
     @property
     def exchange(self) -> Exchange:
@@ -110,7 +111,7 @@ class Saver:
             raise CheckpointError(f"the last save, in the background, failed: {failure}") from failure
 
     def close(self) -> None:
-        """Waits, and gives the channel back. Another save opens a new one.
+        """Waits, and gives the channel and the host memory back. Another save takes new ones.
 
         Raises:
             CheckpointError: The save in the background failed.
@@ -119,6 +120,7 @@ class Saver:
             self.wait()
         finally:
             self._exchange = None
+            self._host.free()
 
     def save(self, subject: Subject, options: SaveOptions) -> None:
         """Saves. Every rank must call it.
@@ -132,7 +134,7 @@ class Saver:
         if not options.in_background:
             _run(job, self.exchange)
             return
-        _copy_to_host(job)
+        _copy_to_host(job, self._host)
         self._thread = threading.Thread(target=self._run_in_background, args=(job, self.exchange), name="checkpoint")
         self._thread.start()
 
@@ -250,20 +252,17 @@ def _manifest_maker(
     return make
 
 
-def _copy_to_host(job: _Job) -> None:
+def _copy_to_host(job: _Job, host: HostCopy) -> None:
     """Takes a copy of everything that training will change."""
-
-    def copy(values: torch.Tensor) -> torch.Tensor:
-        held = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.device.type == "cuda")
-        return held.copy_(values.detach(), non_blocking=True)
-
+    parts = [part for stretches in job.collected.stretches.values() for s in stretches for part in s.values]
+    named = [values for _, values in (*job.buffers, *job.private)]
+    copies = iter(host.take([*parts, *named]))
     for kind, stretches in job.collected.stretches.items():
         job.collected.stretches[kind] = [
-            Stretch(s.bucket, s.start, s.stop, tuple(copy(part) for part in s.values)) for s in stretches
+            Stretch(s.bucket, s.start, s.stop, tuple(next(copies) for _ in s.values)) for s in stretches
         ]
-    job.buffers = [(name, copy(buffer)) for name, buffer in job.buffers]
-    job.private = [(name, copy(values)) for name, values in job.private]
-    get_accelerator().synchronize()
+    job.buffers = [(name, next(copies)) for name, _ in job.buffers]
+    job.private = [(name, next(copies)) for name, _ in job.private]
 
 
 def _run(job: _Job, exchange: Exchange) -> None:

@@ -20,6 +20,7 @@ import torch
 from deepspeed.checkpoint import disk
 from deepspeed.checkpoint.format import CHUNK_BYTES, NamedTensor, SavedFile, SavedStretch, safetensors_header
 from deepspeed.errors import CheckpointError
+from deepspeed.offload.pinned import may_pin, page_buffer
 
 _STAGING_BYTES = 16 << 20
 
@@ -107,8 +108,7 @@ class _Staging:
     def pass_through(self, values: torch.Tensor, stream: ChunkedStream) -> None:
         raw = values.view(torch.uint8)
         if not self._buffers:
-            pinned = values.device.type == "cuda"
-            self._buffers = [torch.empty(_STAGING_BYTES, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+            self._buffers = [page_buffer(_STAGING_BYTES, pin=may_pin(True)) for _ in range(2)]
         for start in range(0, raw.numel(), _STAGING_BYTES):
             part = raw[start : start + _STAGING_BYTES]
             turn = self._turn

@@ -12,11 +12,15 @@ import pytest
 import torch
 
 import deepspeed
+from deepspeed.checkpoint import host_copy
+from deepspeed.checkpoint.format import Manifest
 from deepspeed.offload.files import FileMemory
 from deepspeed.offload.host import HostMemory
+from deepspeed.offload.pinned import page_buffer
 from deepspeed.offload.streams import CopyDone, CopyStream
 from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 from tests.device.support import batch, engine_at, evaluate, step
+from tests.engine.support import tower
 from tests.harness.device import OrderError, simulated_device
 from tests.harness.device.accelerator import SimulatedAccelerator
 
@@ -125,3 +129,31 @@ def test_reading_gathered_parameters_compares_on_one_device() -> None:
         with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
             pass
         engine.destroy()
+
+
+def test_background_saves_lock_memory_of_the_size_of_the_state(tmp_path: Path) -> None:
+    """Torch's allocator would round each tensor up to a power of two, and keep it for ever."""
+    asked: list[int] = []
+    with simulated_device():
+        engine = engine_at(2, checkpoint={"async_save": True}, model=tower(6))
+        step(engine)
+        by_torch = mock.Mock(side_effect=torch.empty)
+
+        def buffer(nbytes: int, *, pin: bool) -> torch.Tensor:
+            assert pin
+            asked.append(nbytes)
+            return page_buffer(nbytes, pin=pin)
+
+        with mock.patch.object(host_copy, "page_buffer", buffer), mock.patch.object(torch, "empty", by_torch):
+            for tag in ("one", "two"):
+                engine.save_checkpoint(str(tmp_path), tag=tag)
+                step(engine)
+            engine.wait_for_checkpoint()
+        assert not any(call.kwargs.get("pin_memory") for call in by_torch.call_args_list)
+        host = engine._checkpoints._made_saver._host
+        assert host.nbytes == asked[0]
+        engine.destroy()
+        assert host.nbytes == 0
+    files = Manifest.read(tmp_path / "two").files
+    state = sum(part.nbytes for file in files for part in (*file.pieces, *file.tensors))
+    assert len(asked) == 1 and state <= asked[0] < 1.1 * state, (asked, state)
