@@ -105,11 +105,18 @@ def _take(blocks: torch.Tensor, which: torch.Tensor, tiles: int, width: int) -> 
     return blocks.index_select(1, which).view(blocks.size(0), tiles, -1, width)
 
 
-def _spread(bias: torch.Tensor, count: int, queries: int) -> torch.Tensor:
-    """A stack's bias for the kernel: ``[n or 1, tiles or 1, queries, keys]``."""
+def _spread(bias: torch.Tensor, samples: int, count: int, queries: int) -> torch.Tensor:
+    """Returns a stack's bias for the kernel: ``[n or 1, tiles or 1, queries, keys]``.
+
+    Args:
+        bias: ``[samples or 1, heads or 1, tiles or 1, queries or 1, keys]``.
+        samples: Of the stack.
+        count: Samples times heads, n.
+        queries: Rows of a tile.
+    """
     batch, heads = bias.shape[:2]
     if batch * heads > 1:
-        bias = bias.expand(batch, count // batch, *bias.shape[2:])
+        bias = bias.expand(samples, count // samples, *bias.shape[2:])
     flat = bias.flatten(0, 1)
     return flat.expand(flat.size(0), flat.size(1), queries, flat.size(3))
 
@@ -213,8 +220,8 @@ def _masks(
     if bias is None:
         return None, None
     bias, dead = split_dead(bias)
-    bias = _spread(bias, taken.size(0), taken.size(2))
-    return bias, None if dead is None else _spread(dead, taken.size(0), taken.size(2))
+    sizes = batch.stop - batch.start, taken.size(0), taken.size(2)
+    return _spread(bias, *sizes), None if dead is None else _spread(dead, *sizes)
 
 
 def _put(target: torch.Tensor, tiles: torch.Tensor, stack: Stack, batch: slice, heads: slice, plan: Plan) -> None:

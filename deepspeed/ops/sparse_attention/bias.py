@@ -88,6 +88,29 @@ def split_dead(bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     return bias.masked_fill(dead, 0.0), dead
 
 
+def position_bias(rpe: torch.Tensor, scores: tuple[int, int, int, int], dtype: torch.dtype) -> torch.Tensor:
+    """Returns relative positions as a 4-D tensor that broadcasts to the scores.
+
+    Args:
+        rpe: ``[queries, keys]`` with heads, or batch and heads, before; the sizes of heads and batch may be 1.
+        scores: ``(batch, heads, queries, keys)``.
+        dtype: Of the scores.
+
+    Raises:
+        ValueError: The shape does not fit.
+    """
+    batch, heads, queries, keys = scores
+    found = rpe.to(dtype)
+    if rpe.dim() in (2, 3, 4):
+        found = found.reshape((1,) * (4 - rpe.dim()) + tuple(rpe.shape))
+        if found.size(0) in (1, batch) and found.size(1) in (1, heads) and found.shape[2:] == (queries, keys):
+            return found
+    raise ValueError(
+        f"sparse attention, rpe: expected [{queries}, {keys}], [{heads} or 1, {queries}, {keys}] or [{batch} or 1, "
+        f"{heads} or 1, {queries}, {keys}] for these queries and keys, found {list(rpe.shape)}. Reshape or cut it"
+    )
+
+
 def additive(mask: torch.Tensor, mode: str, name: str, dtype: torch.dtype) -> torch.Tensor:
     """What a mask adds to scores.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from deepspeed.ops.sparse_attention.bias import additive
+from deepspeed.ops.sparse_attention.bias import additive, position_bias
 
 
 class Softmax:
@@ -35,7 +35,7 @@ class Softmax:
         Args:
             x: ``[batch, entries, block, block]``, entries in the order of ``layout.nonzero()``; not written to.
             scale: Multiplied with the scores first.
-            rpe: ``[length, length]`` with any of batch and heads before, added.
+            rpe: As of :class:`~deepspeed.ops.sparse_attention.SparseSelfAttention`, added.
             key_padding_mask: ``[batch, length]``.
             attn_mask: ``[length, length]``.
             key_padding_mask_mode: ``add``, or ``mul``: 0 hides.
@@ -45,7 +45,8 @@ class Softmax:
         scores = x * scale
         side = self.layout.size(1) * self.block, self.layout.size(2) * self.block
         if rpe is not None:
-            whole = rpe.to(x.dtype).expand(x.size(0), self.layout.size(0), *side)
+            shape = x.size(0), self.layout.size(0), *side
+            whole = position_bias(rpe, shape, x.dtype).expand(shape)
             scores = scores + self._boxes(whole)[:, heads, rows, columns]
         if attn_mask is not None:
             added = additive(attn_mask.reshape(side), attn_mask_mode, "attn_mask", x.dtype)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from deepspeed.ops.sparse_attention.attention import attend
-from deepspeed.ops.sparse_attention.bias import additive
+from deepspeed.ops.sparse_attention.bias import additive, position_bias
 from deepspeed.ops.sparse_attention.layouts import Layouts, same_on_all_ranks
 from deepspeed.ops.sparse_attention.plan import Plan, compile_layout
 from deepspeed.ops.sparse_attention.sparsity_config import SparsityConfig
@@ -114,7 +114,8 @@ class SparseSelfAttention(nn.Module):
             query: ``[batch, heads, length, width]``, fp32, bf16 or fp16.
             key: Likewise, or transposed: ``[batch, heads, width, length]``.
             value: As ``query``.
-            rpe: Added to the scaled scores: ``[length, length]`` with any of batch and heads before; may want a grad.
+            rpe: Added to the scaled scores: ``[length, length]``, ``[heads or 1, length, length]`` or ``[batch or 1,
+                heads or 1, length, length]``; may want a grad.
             key_padding_mask: ``[batch, length]``, other dimensions of 1 allowed.
             attn_mask: ``[length, length]``, other dimensions of 1 allowed.
 
@@ -127,7 +128,7 @@ class SparseSelfAttention(nn.Module):
         batch, heads, length, _ = query.shape
         if key.size(2) != length and key.size(3) == length:
             key = key.transpose(2, 3)
-        bias = None if rpe is None else rpe.to(query.dtype).view((1,) * (4 - rpe.dim()) + tuple(rpe.shape))
+        bias = None if rpe is None else position_bias(rpe, (batch, heads, length, length), query.dtype)
         if attn_mask is not None:
             added = additive(attn_mask.reshape(length, length), self.attn_mask_mode, "attn_mask", query.dtype)
             bias = added.view(1, 1, length, length) if bias is None else bias + added

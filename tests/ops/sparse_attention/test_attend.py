@@ -180,6 +180,31 @@ def test_masks_of_both_modes_positions_and_a_pattern_of_ones_own():
     assert (gradient - wanted_gradient).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("wants_grad", [False, True])
+@pytest.mark.parametrize(
+    "shape", [(), (1,), (HEADS,), (1, 1), (1, HEADS), (BATCH, 1), (BATCH, HEADS)], ids=lambda shape: f"before{shape}"
+)
+def test_positions_broadcast_over_samples_and_heads(shape, wants_grad):
+    length, config = 64, FixedSparsityConfig(HEADS, 4)
+    assert BATCH > 1
+    query, key, value = _random(length)
+    position = torch.randn(*shape, length, length, requires_grad=wants_grad)
+    found = SparseSelfAttention(config, max_seq_length=length)(query, key, value, rpe=position)
+    wanted = masked_dense(query, key, value, config.make_layout(length), 4, bias=position)
+    assert (found - wanted).abs().max() < 1e-5
+    inputs = (query, key, value, position) if wants_grad else (query, key, value)
+    gradients = torch.autograd.grad(found.square().sum(), inputs)
+    for one, other in zip(gradients, torch.autograd.grad(wanted.square().sum(), inputs), strict=True):
+        assert (one - other).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("shape", [(64,), (48, 48), (HEADS + 1, 64, 64), (BATCH + 1, HEADS, 64, 64)])
+def test_positions_that_do_not_fit_are_named(shape):
+    query, key, value = (tensor.detach() for tensor in _random(64))
+    with pytest.raises(ValueError, match=r"rpe: expected .* found \["):
+        SparseSelfAttention(FixedSparsityConfig(HEADS, 4))(query, key, value, rpe=torch.zeros(shape))
+
+
 def test_shorter_sequences_use_the_corner_and_longer_ones_a_layout_of_their_own():
     config = FixedSparsityConfig(HEADS, 4)
     attention = SparseSelfAttention(config, max_seq_length=36)
