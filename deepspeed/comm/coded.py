@@ -75,14 +75,13 @@ class CodedTransport(Transport):
         return _CodedAllReduce(self, flat, out, how)
 
     def _codes(self, numel: int, device: torch.device, rows: ZeroRows | None = None) -> torch.Tensor:
-        """Room for the codes of one slice per rank, as rows of a 2-D tensor."""
+        """Returns zeros for the codes of one slice per rank, as rows; no code is written between two chunks."""
         nbytes = coded_nbytes(self.codec, numel) + (0 if rows is None else rows.nbytes)
-        return torch.empty((self.size, nbytes), dtype=torch.uint8, device=device)
+        return torch.zeros((self.size, nbytes), dtype=torch.uint8, device=device)
 
     def decode_rows(self, codes: torch.Tensor, flat: torch.Tensor) -> None:
         """Overwrites all slices of ``flat`` with what the rows of ``codes`` stand for."""
-        for row, part in zip(codes, flat.view(self.size, -1), strict=True):
-            decode(self.codec, row, part)
+        decode(self.codec, codes, flat.view(self.size, -1))
 
 
 class _CodedGather:
@@ -115,8 +114,7 @@ class _CodedReduce:
         sent = transport._codes(out.numel(), flat.device, how.rows)
         error = None if how.error is None else how.error.sent.view(transport.size, -1)
         codec = transport.codec.fitted(flat, None if how.error is None else how.error.sent)
-        for peer, part in enumerate(flat.view(transport.size, -1)):
-            encode_rows(codec, part, None if error is None else error[peer], sent[peer], how.rows, peer)
+        _encode(codec, flat.view(transport.size, -1), error, sent, how.rows, 0)
         self._received: torch.Tensor | None = torch.empty_like(sent)
         self._work = transport.plain.swap(sent.view(-1), self._received.view(-1), key=how.key, label=how.label)
 
@@ -128,9 +126,9 @@ class _CodedReduce:
             return
         received, self._received = self._received, None
         self._work.wait()
-        out = self._out.zero_()
-        for codes in received:
-            decode_add_rows(self._transport.codec, codes, out, self._how.rows, self._transport.rank)
+        out, rows = self._out.zero_(), self._how.rows
+        mask = None if rows is None else rows.masks_of(self._transport.rank, _flags(rows, received))
+        decode_add(self._transport.codec, received, out, mask=mask)
         if self._how.scale != 1.0:
             out.mul_(self._how.scale)
         _visit(out, self._how.visit)
@@ -156,51 +154,49 @@ class _CodedAllReduce:
         self._first.wait()
         transport, how = self._transport, self._how
         codes = transport._codes(out.numel() // transport.size, out.device, how.rows)
-        error, rank = None if how.error is None else how.error.owned, transport.rank
-        encode_rows(transport.codec, transport.my_slice(out), error, codes[rank], how.rows, rank)
+        rank, mine = transport.rank, transport.my_slice(out).unsqueeze(0)
+        error = None if how.error is None or how.error.owned is None else how.error.owned.view(1, -1)
+        codec = transport.codec.fitted(mine[0], None if error is None else error[0])
+        _encode(codec, mine, error, codes[rank : rank + 1], how.rows, rank)
         transport.plain.share(codes.view(-1), key=how.key, label=how.label).wait()
-        for owner, part in enumerate(out.zero_().view(transport.size, -1)):
-            decode_add_rows(transport.codec, codes[owner], part, how.rows, owner)
+        parts = out.view(transport.size, -1)
+        decode(transport.codec, codes, parts)
+        mask = None if how.rows is None else how.rows.mask(0, _flags(how.rows, codes))
+        if mask is not None:
+            parts.masked_fill_(~mask, 0.0)
         _visit(out, how.visit)
 
 
-def encode_rows(
+def _encode(
     codec: Codec,
     values: torch.Tensor,
     error: torch.Tensor | None,
     codes: torch.Tensor,
     rows: ZeroRows | None,
-    index: int,
+    first: int,
 ) -> None:
-    """Writes the codes of a slice, then which of its rows are zeros.
+    """Writes the codes of consecutive slices, and after those of each which of its rows are zeros.
 
     Args:
-        codec: Of the codes.
-        values: As of ``comm.codec.encode``.
-        error: As of ``comm.codec.encode``.
-        codes: As of ``comm.codec.encode``, and the bytes of ``rows`` after them.
-        rows: Of the buffer; None: nothing is said of them.
-        index: Of the slice.
+        codec: Of the codes, fitted.
+        values: ``[slices, elements]``; unchanged.
+        error: As of ``comm.codec.encode``, in the shape of ``values``.
+        codes: Bytes ``[slices, those of the codes and of rows]``.
+        rows: Of the buffer; None: no zeros are marked.
+        first: Number of the first slice.
     """
     if rows is None:
         encode(codec, values, error, codes)
         return
-    flags = codes[codes.numel() - rows.nbytes :]
-    mask = rows.write(index, values, error, flags)
+    mask = rows.write(first, values, error, _flags(rows, codes))
     encode(codec, values, error, codes)
     if mask is not None and error is not None:
-        error.mul_(mask)  # there was nothing to say, so nothing is lost
+        error.mul_(mask)  # rows of zeros are decoded as zeros, so nothing of them is lost
 
 
-def decode_add_rows(codec: Codec, codes: torch.Tensor, out: torch.Tensor, rows: ZeroRows | None, index: int) -> None:
-    """``out += (what codes and flags stand for)``; see :func:`encode_rows`."""
-    mask = None if rows is None else rows.mask(index, codes[codes.numel() - rows.nbytes :])
-    if mask is None:
-        decode_add(codec, codes, out)
-        return
-    said = torch.zeros_like(out)
-    decode_add(codec, codes, said)
-    out.add_(torch.where(mask != 0, said, 0.0))
+def _flags(rows: ZeroRows, codes: torch.Tensor) -> torch.Tensor:
+    """Returns the bytes after the codes of each slice that say which rows are zeros, as a view."""
+    return codes[:, codes.shape[1] - rows.nbytes :]
 
 
 def _visit(out: torch.Tensor, visit: Visit | None) -> None:

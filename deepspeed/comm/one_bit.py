@@ -15,11 +15,12 @@ in no scale.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 
-from deepspeed.comm.codec import CHUNK, Residual
-from deepspeed.comm.codecs import pack_signs, unpack_signs
+from deepspeed.comm.codec import CHUNK, DEVICE_ELEMENTS, Residual
+from deepspeed.comm.codecs import chunk_norms, decode_signs, pack_signs
 from deepspeed.comm.transport import LocalTransport, Transport, Work
 
 _HEAD = 8  # bytes before the signs of a slice: its scale, fp32, and nothing, so that signs are aligned
@@ -77,11 +78,10 @@ class OneBitExchange:
         sent = self._rows()
         _clamp(values.add_(error.sent), limit)
         scale = _scale(values[:numel], numel)
-        for row, part in zip(sent, values.view(transport.size, -1), strict=True):
-            _write(row, scale, part)
-        for start in range(0, values.numel(), CHUNK):
-            piece = values[start : start + CHUNK]
-            torch.sub(piece, torch.where(piece >= 0, scale, -scale), out=error.sent[start : start + CHUNK])
+        _write(sent, scale, values.view(transport.size, -1))
+        for place in _stretches(1, values):
+            piece = values[place]
+            torch.sub(piece, torch.where(piece >= 0, scale, -scale), out=error.sent[place])
         error.sent[numel:] = 0.0
         self._received = torch.empty_like(sent)
         self._work = transport.swap(sent.view(-1), self._received.view(-1), key=key, label=label)
@@ -102,20 +102,21 @@ class OneBitExchange:
         transport, owned = self._transport, self._error.owned
         assert owned is not None
         mine = transport.my_slice(self._values).zero_()
-        for row in self._received:
-            _add(row, mine)
+        for place in _stretches(transport.size, mine):
+            for summand in _decoded(self._received, place):
+                mine[place].add_(summand)
         first = transport.rank * mine.numel()
         _clamp(mine.mul_(1.0 / transport.size).add_(owned), self._limit)
         real = min(max(self._numel - first, 0), mine.numel())
         scale = _scale(mine[:real], real)
         shared = self._rows()
-        _write(shared[transport.rank], scale, mine)
+        _write(shared[transport.rank].unsqueeze(0), scale, mine.unsqueeze(0))
         owned.copy_(mine - torch.where(mine >= 0, scale, -scale))
         owned[real:] = 0.0
         transport.share(shared.view(-1), key=self._key, label=self._label).wait()
-        self._values.zero_()
-        for row, part in zip(shared, self._values.view(transport.size, -1), strict=True):
-            _add(row, part)
+        result = self._values.view(transport.size, -1)
+        for place in _stretches(transport.size, mine):
+            result[:, place] = _decoded(shared, place).add_(0.0)  # without -0
         self._values[self._numel :] = 0.0
 
 
@@ -124,24 +125,39 @@ def _clamp(values: torch.Tensor, limit: float) -> None:
         values.clamp_(-limit, limit)
 
 
+def _stretches(rows: int, values: torch.Tensor) -> Iterator[slice]:
+    """Yields stretches of ``values`` (1-D), of which so many rows at once fit the cache of a CPU or into a batch."""
+    length = CHUNK if values.device.type == "cpu" else max(DEVICE_ELEMENTS // rows // CHUNK, 1) * CHUNK
+    for start in range(0, values.numel(), length):
+        yield slice(start, min(start + length, values.numel()))
+
+
 def _scale(values: torch.Tensor, numel: int) -> torch.Tensor:
     """``|values| / sqrt(numel)``, 0-dim fp32; 0 for nothing. Norms of pieces are added in fp64."""
     if numel == 0:
         return values.new_zeros(())
-    norms = [torch.linalg.vector_norm(piece) for piece in values.split(CHUNK)]
-    return (torch.stack(norms).double().square_().sum().sqrt_() / math.sqrt(numel)).float()
+    return (chunk_norms(values).double().square_().sum().sqrt_() / math.sqrt(numel)).float()
 
 
-def _write(row: torch.Tensor, scale: torch.Tensor, part: torch.Tensor) -> None:
-    row[:_HEAD].view(torch.float32)[0] = scale
-    signs = row[_HEAD : _HEAD + part.numel() // 8]
-    for start in range(0, part.numel(), CHUNK):
-        pack_signs(part[start : start + CHUNK], signs[start // 8 : (start + CHUNK) // 8])
+def _write(rows: torch.Tensor, scale: torch.Tensor, values: torch.Tensor) -> None:
+    """Writes the bytes of slices.
+
+    Args:
+        rows: One row of bytes for each slice.
+        scale: Of all of them.
+        values: ``[slices, elements]``.
+    """
+    rows[:, :_HEAD].view(torch.float32)[:, 0] = scale
+    for place in _stretches(values.shape[0], values[0]):
+        rows[:, _signs_of(place)] = pack_signs(values[:, place])
 
 
-def _add(row: torch.Tensor, out: torch.Tensor) -> None:
-    """Adds what the bytes of one slice stand for."""
-    scale, signs = row[:_HEAD].view(torch.float32)[0], row[_HEAD : _HEAD + out.numel() // 8]
-    for start in range(0, out.numel(), CHUNK):
-        piece = out[start : start + CHUNK]
-        piece.add_(unpack_signs(signs[start // 8 : (start + CHUNK) // 8]).mul_(scale))
+def _decoded(rows: torch.Tensor, place: slice) -> torch.Tensor:
+    """Returns what the bytes of slices stand for in one stretch, ``[slices, elements]``."""
+    scales = rows[:, :_HEAD].view(torch.float32)[:, :1]
+    return decode_signs(rows[:, _signs_of(place)], scales)
+
+
+def _signs_of(place: slice) -> slice:
+    """Returns where the signs of a stretch lie in a row of bytes."""
+    return slice(_HEAD + place.start // 8, _HEAD + place.stop // 8)

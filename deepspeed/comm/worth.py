@@ -8,12 +8,14 @@ that computes while it waits, both sides of the comparison shrink.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from deepspeed.comm.codec import CHUNK, Codec, coded_nbytes
+from deepspeed.comm.codec import CHUNK, DEVICE_ELEMENTS, Codec, coded_nbytes
+from deepspeed.comm.codecs import CodecWork
 
 LAUNCH = 5e-6
-"""Seconds that a device takes at least to begin a kernel; codecs are many small ones, see :class:`CodecWork`."""
+"""Seconds that a device takes at least to begin a kernel."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +40,14 @@ class Way:
         bits: Of an element on the wire, scales included; where all get the sum, the mean of both halves.
         encode: Nanoseconds of one core to make an element ready.
         decode: Nanoseconds of one core to add an arrived element to a sum.
+        launches: Seconds to start the kernels that encode and decode a batch on a device; 0 on a CPU.
     """
 
     name: str
     bits: float
     encode: float
     decode: float
+    launches: float = 0.0
 
 
 def plain_bits_on_the_wire(bits: int, ranks: int, *, whole: bool, native: bool = False) -> float:
@@ -83,30 +87,6 @@ def exchange_seconds(numel: int, ranks: int, link: Link, way: Way, *, whole: boo
     return sent_bytes(numel, ranks, way, whole=whole) / link.rate + halves * (ranks - 1) * link.delay + processor
 
 
-@dataclass(frozen=True)
-class CodecWork:
-    """What a codec does to encode and to decode.
-
-    Attributes:
-        nanoseconds: Of one core of a CPU, per element; as ``benchmarks/compression.py codec`` measures them.
-        kernels: Started on a device per chunk of ``comm.codec.CHUNK`` elements.
-        nbytes: That these read and write in the device's memory, per element.
-    """
-
-    nanoseconds: tuple[float, float]
-    kernels: tuple[int, int]
-    nbytes: tuple[float, float]
-
-
-WORK = {
-    "sign": CodecWork((3.2, 0.8), (26, 12), (82.0, 42.0)),
-    "int8": CodecWork((1.9, 0.5), (14, 3), (70.0, 25.0)),
-    "int4": CodecWork((4.2, 1.2), (30, 7), (118.0, 30.0)),
-    "1-bit": CodecWork((3.2, 0.8), (26, 12), (82.0, 42.0)),  # as signs
-}
-"""By name of the codec, each as it is used by default: signs and int4 with error feedback, int8 without."""
-
-
 def bits_of(codec: Codec) -> float:
     """Bits that an element of a long buffer takes, scales included."""
     return 8 * coded_nbytes(codec, CHUNK) / CHUNK
@@ -123,15 +103,13 @@ def way_on(codec: Codec, work: CodecWork, memory_bandwidth: float | None) -> Way
     """
     if memory_bandwidth is None:
         return Way(codec.name, bits_of(codec), *work.nanoseconds)
-    each = [
-        1e9 * (kernels * LAUNCH / CHUNK + (nbytes / memory_bandwidth if memory_bandwidth else 0.0))
-        for kernels, nbytes in zip(work.kernels, work.nbytes, strict=True)
-    ]
-    return Way(codec.name, bits_of(codec), each[0], each[1])
+    each = [1e9 * nbytes / memory_bandwidth if memory_bandwidth else 0.0 for nbytes in work.nbytes]
+    return Way(codec.name, bits_of(codec), each[0], each[1], sum(work.kernels) * LAUNCH)
 
 
 def codec_seconds(numel: int, ranks: int, way: Way, *, whole: bool) -> float:
     """Seconds that a rank encodes and decodes for one reduction; see :func:`exchange_seconds`."""
     halves = 2 if whole else 1
     encoded = numel * (1 + (1 / ranks if whole else 0))
-    return (encoded * way.encode + halves * numel * way.decode) * 1e-9
+    batches = halves * math.ceil(numel / DEVICE_ELEMENTS)
+    return (encoded * way.encode + halves * numel * way.decode) * 1e-9 + batches * way.launches

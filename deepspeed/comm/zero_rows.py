@@ -26,29 +26,36 @@ class ZeroRows:
 
     def __init__(self, starts: Sequence[int], numel: int, slices: int, device: torch.device) -> None:
         every = torch.tensor(starts, dtype=torch.int64)
-        self._length = length = numel // slices
-        self._lengths: list[torch.Tensor] = []
+        length, parts = numel // slices, []
         for start in range(0, numel, max(length, 1)):
             inside = every[(every > start) & (every < start + length)] - start
             bounds = torch.cat([torch.tensor([0]), inside, torch.tensor([length])])
-            self._lengths.append(torch.diff(bounds).to(device))
-        most = max((rows.numel() for rows in self._lengths), default=0)
+            parts.append(torch.diff(bounds))
+        most = max((rows.numel() for rows in parts), default=0)
         self.nbytes = -(-most // (8 * _ALIGNMENT)) * _ALIGNMENT
+        self._length = length
+        self._first = [0]  # of each slice, the number of its first row
+        for rows in parts:
+            self._first.append(self._first[-1] + rows.numel())
+        self._lengths = torch.cat(parts).to(device) if parts else torch.zeros(0, dtype=torch.int64, device=device)
+        places = [torch.arange(rows.numel()) + 8 * self.nbytes * index for index, rows in enumerate(parts)]
+        self._places = (torch.cat(places) if places else torch.zeros(0, dtype=torch.int64)).to(device)
         self._weights = (2 ** torch.arange(8, dtype=torch.uint8)).to(device)
 
     def write(
-        self, index: int, values: torch.Tensor, error: torch.Tensor | None, flags: torch.Tensor
+        self, first: int, values: torch.Tensor, error: torch.Tensor | None, flags: torch.Tensor
     ) -> torch.Tensor | None:
-        """Writes which rows of a slice are not all zeros.
+        """Writes which rows of consecutive slices are not all zeros.
 
         Args:
-            index: Of the slice.
-            values: Of it, 1-D.
-            error: What is added to them, 1-D; None: nothing.
-            flags: 1-D bytes, :attr:`nbytes` of them.
+            first: Number of the first of these slices.
+            values: Of them, 2-D ``[slices, elements]``.
+            error: What is added to them, in the same shape; None: nothing.
+            flags: Bytes, ``[slices, nbytes]``.
 
         Returns:
-            1 for each element of the others and 0 for those of zero rows, 1-D fp32; None where there are no zero rows.
+            True for each element of the other rows and False for those of zero rows, bool ``[slices, elements]``; None
+            where there are no zero rows.
         """
         if values.device.type == "cpu" and int(torch.count_nonzero(values)) == values.numel():
             flags.fill_(255)
@@ -56,21 +63,48 @@ class ZeroRows:
         is_set = values != 0
         if error is not None:
             is_set |= error != 0
-        lengths = self._lengths[index]
-        counts = torch.cumsum(is_set, 0, dtype=torch.int32)[torch.cumsum(lengths, 0) - 1]
+        lengths, places = self._rows_of(first, values.shape[0])
+        counts = torch.cumsum(is_set.view(-1), 0, dtype=torch.int32)[torch.cumsum(lengths, 0) - 1]
         rows = torch.diff(counts, prepend=counts.new_zeros(1)) > 0
         bits = torch.ones(8 * flags.numel(), dtype=torch.uint8, device=flags.device)
-        bits[: rows.numel()] = rows
-        flags.copy_((bits.view(-1, 8) * self._weights).sum(dim=1))
-        return self.mask(index, flags)
+        bits[places] = rows.to(torch.uint8)
+        flags.copy_((bits.view(flags.shape[0], -1, 8) * self._weights).sum(dim=2))
+        return self.mask(first, flags)
 
-    def mask(self, index: int, flags: torch.Tensor) -> torch.Tensor | None:
-        """As :meth:`write` returns it, from what it wrote."""
+    def mask(self, first: int, flags: torch.Tensor) -> torch.Tensor | None:
+        """Returns what :meth:`write` returns, from the flags that it wrote."""
         if flags.device.type == "cpu" and bool((flags == 255).all()):
             return None
-        lengths = self._lengths[index]
-        rows = (flags.unsqueeze(1) & self._weights).view(-1)[: lengths.numel()] != 0
-        return torch.repeat_interleave(rows.to(torch.float32), lengths, output_size=self._length)
+        lengths, places = self._rows_of(first, flags.shape[0])
+        rows = self._bits(flags).view(-1)[places]
+        return torch.repeat_interleave(rows, lengths, output_size=flags.shape[0] * self._length).view(
+            flags.shape[0], -1
+        )
+
+    def masks_of(self, index: int, flags: torch.Tensor) -> torch.Tensor | None:
+        """Returns the masks of one slice, of which several ranks wrote flags.
+
+        Args:
+            index: Of the slice.
+            flags: ``[ranks, nbytes]``.
+
+        Returns:
+            As :meth:`write`, with a row for each rank.
+        """
+        if flags.device.type == "cpu" and bool((flags == 255).all()):
+            return None
+        lengths, _ = self._rows_of(index, 1)
+        rows = self._bits(flags)[:, : lengths.numel()]
+        return torch.repeat_interleave(rows, lengths, dim=1, output_size=self._length)
+
+    def _bits(self, flags: torch.Tensor) -> torch.Tensor:
+        """Returns the flags as bools, ``[rows of flags, 8 * nbytes]``."""
+        return (flags.unsqueeze(2) & self._weights).view(flags.shape[0], -1) != 0
+
+    def _rows_of(self, first: int, slices: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the lengths of the rows of consecutive slices, and the places of their bits from the first slice."""
+        start, stop = self._first[first], self._first[first + slices]
+        return self._lengths[start:stop], self._places[start:stop] - 8 * self.nbytes * first
 
 
 def row_starts(starts: Sequence[int], shapes: Sequence[Sequence[int]], numel: int) -> list[int]:

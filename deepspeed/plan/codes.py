@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepspeed.comm.codec import Codec
-from deepspeed.comm.codecs import WholeSignCodec
-from deepspeed.comm.worth import WORK, bits_of, codec_seconds, way_on
+from deepspeed.comm.codecs import CODECS, WholeSignCodec
+from deepspeed.comm.worth import bits_of, codec_seconds, way_on
 from deepspeed.engine.communication_compression import wire_bits
 from deepspeed.plan.devices import Machine
 from deepspeed.zero.placement import private_numel
 
-NAMES = ("int8", "int4", "sign")
+NAMES = tuple(name for name, row in CODECS.items() if row.is_gradient_codec)
 """Codecs of gradients that are compared with what a configuration asks for."""
 
 
@@ -118,7 +118,7 @@ def coded_costs(
         machine: Its links, and what encodes.
         native: Sums that travel as they are, by the backend's own collectives, not by gloo.
         may_skip: What codes lose is kept twice.
-        codecs: The other ways; of others than ``comm.worth.WORK`` has, nothing is said.
+        codecs: The other ways; those that are not in ``comm.codecs.CODECS`` are left out.
     """
     sums = [one for one in sums if len(one.members) > 1]
     if not sums or not all(_knows_links(one, machine) for one in sums):
@@ -127,8 +127,8 @@ def coded_costs(
     plain = [_plain(one, machine, native=native) for one in sums]
     bits = sum(one.bits * one.numel for one in sums) / sum(one.numel for one in sums)
     rows = [CodedCost("plain", bits, sum(row[0] for row in plain), sum(row[1] for row in plain), 0.0, 0)]
-    for codec in (codec for codec in codecs if codec.name in WORK):
-        way = way_on(codec, WORK[codec.name], bandwidth)
+    for codec in (codec for codec in codecs if codec.name in CODECS):
+        way = way_on(codec, CODECS[codec.name].work, bandwidth)
         moved = [_coded(one, bits_of(codec), machine, native=native) for one in sums]
         codec_time = sum(one.times * codec_seconds(one.numel, len(one.members), way, whole=one.whole) for one in sums)
         kept = sum(one.kept for one in sums) * (8 if may_skip else 4) if codec.feeds_back else 0

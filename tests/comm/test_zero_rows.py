@@ -22,18 +22,18 @@ def test_rows_of_tensors() -> None:
 
 def test_marks_are_those_of_the_rows() -> None:
     rows = ZeroRows([0, 5, 10, 15], 20, 2, torch.device("cpu"))
-    flags = torch.zeros(rows.nbytes, dtype=torch.uint8)
-    values, error = torch.zeros(10), torch.zeros(10)
-    values[7] = 1.0
+    flags = torch.zeros(1, rows.nbytes, dtype=torch.uint8)
+    values, error = torch.zeros(1, 10), torch.zeros(1, 10)
+    values[0, 7] = 1.0
     mask = rows.write(0, values, error, flags)
-    assert mask is not None and mask.tolist() == [0.0] * 5 + [1.0] * 5
-    error[2] = -1.0
+    assert mask is not None and mask[0].tolist() == [False] * 5 + [True] * 5
+    error[0, 2] = -1.0
     assert rows.write(0, values, error, flags) is None  # all of them
-    assert rows.write(1, torch.ones(10), None, flags) is None
+    assert rows.write(1, torch.ones(1, 10), None, flags) is None
     values.zero_()
-    values[0] = float("nan")
+    values[0, 0] = float("nan")
     mask = rows.write(1, values, None, flags)
-    assert mask is not None and mask.tolist() == [1.0] * 5 + [0.0] * 5
+    assert mask is not None and mask[0].tolist() == [True] * 5 + [False] * 5
 
 
 def exchange() -> None:

@@ -11,11 +11,12 @@ from torch.utils._pytree import tree_leaves
 
 import deepspeed
 from deepspeed.comm.codec import CHUNK, coded_nbytes, decode_add, encode
-from deepspeed.comm.worth import WORK
+from deepspeed.comm.codecs import CODECS
 from deepspeed.engine.communication_compression import default_codec
 from deepspeed.plan.result import Plan
 from deepspeed.zero.placement import Home
 from deepspeed.zero.storage import Kind
+from tests.harness.device import simulated_device
 from tests.plan.cells import SHAPE
 from tests.zero.rounding import Rounding, travelling_rounded
 
@@ -69,17 +70,19 @@ class Counting(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", ["sign", "int8", "int4"])
 def test_the_work_of_codecs_is_what_they_do(name: str) -> None:
-    codec = default_codec(name)
+    codec, work = default_codec(name), CODECS[name].work
     numel = 2 * CHUNK
-    values, out = torch.randn(numel).bfloat16(), torch.zeros(numel)
-    codes = torch.empty(coded_nbytes(codec, numel), dtype=torch.uint8)
-    with Counting() as encoding:
-        encode(codec, values, torch.zeros(numel) if codec.feeds_back else None, codes)
-    with Counting() as decoding:
-        decode_add(codec, codes, out)
+    with simulated_device():
+        values, out = torch.randn(numel).bfloat16().to("cuda"), torch.zeros(numel, device="cuda")
+        error = torch.zeros(numel, device="cuda") if codec.feeds_back else None
+        codes = torch.zeros(coded_nbytes(codec, numel), dtype=torch.uint8, device="cuda")
+        with Counting() as encoding:
+            encode(codec, values, error, codes)
+        with Counting() as decoding:
+            decode_add(codec, codes, out)
     for half, counted in enumerate((encoding, decoding)):
-        assert counted.kernels / 2 == pytest.approx(WORK[name].kernels[half], abs=2)
-        assert counted.nbytes / numel == pytest.approx(WORK[name].nbytes[half], rel=0.1)
+        assert counted.kernels <= work.kernels[half]  # these have room for a block that is not full
+        assert counted.nbytes / numel == pytest.approx(work.nbytes[half], rel=0.1)
 
 
 CODED_CELLS: list[tuple[str, int, dict[str, Any]]] = [

@@ -15,12 +15,12 @@ from collections.abc import Sequence
 
 import torch
 
-from deepspeed.comm.codec import CHUNK
+from deepspeed.comm.codec import CHUNK, DEVICE_ELEMENTS
 from deepspeed.comm.codecs import unpack_signs
 from deepspeed.zero.group import BucketGroup
 
 BINS = 4096
-"""Numbers that stand for a gradient, fp32; a divisor of ``CHUNK``."""
+"""Numbers that stand for a gradient, fp32; a divisor of ``CHUNK`` and of ``DEVICE_ELEMENTS``."""
 
 
 class Sketch:
@@ -50,13 +50,14 @@ class Sketch:
             return
         random = torch.Generator(gradient.device).manual_seed(self._seed * 1_000_003 + place)
         sums = torch.zeros(BINS, device=gradient.device)
-        for start in range(0, numel, CHUNK):
-            part = gradient[start : start + CHUNK]
+        at_once = CHUNK if gradient.device.type == "cpu" else DEVICE_ELEMENTS
+        for start in range(0, numel, at_once):
+            part = gradient[start : start + at_once]
             length = -(-part.numel() // BINS) * BINS
             bits = torch.randint(0, 256, (length // 8,), dtype=torch.uint8, device=part.device, generator=random)
-            signed = unpack_signs(bits)
-            signed[: part.numel()].mul_(part)
-            signed[part.numel() :] = 0.0
+            signed = torch.zeros(length, device=part.device)
+            signed[: part.numel()].copy_(part)
+            signed = torch.where(unpack_signs(bits), signed, -signed)
             sums += signed.view(-1, BINS).sum(0)
         self._sums += sums.cpu().mul_(factor).roll(place)  # so that few elements meet no others
 

@@ -101,6 +101,13 @@ class Communicator:
 
         return self._queue(run, output, tensor)
 
+    def alltoall_base(
+        self, output: torch.Tensor, tensor: torch.Tensor, output_numels: list[int], input_numels: list[int]
+    ) -> _Queued:
+        """As :meth:`all_to_all`; without lengths all parts are equal."""
+        equal = [tensor.shape[0] // self.size] * self.size
+        return self.all_to_all(output, tensor, output_numels or equal, input_numels or equal)
+
     def abort(self) -> None:
         self.unfinished.clear()
 
