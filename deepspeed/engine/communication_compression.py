@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from deepspeed.comm.codec import Codec
-from deepspeed.comm.codecs import BlockCodec, Int4Codec, Int8Codec, SignCodec
+from deepspeed.comm.codecs import CODECS, Int8Codec
 from deepspeed.comm.coded import CodedTransport
 from deepspeed.comm.worth import bits_of
 from deepspeed.config.sections.communication_compression import CommunicationCompression
@@ -15,12 +15,6 @@ from deepspeed.logging import log_dist
 from deepspeed.precision.policy import PrecisionPolicy
 from deepspeed.zero.group import Groups
 from deepspeed.zero.trial import UPDATES
-
-_CODECS: dict[str, type[BlockCodec]] = {"sign": SignCodec, "int8": Int8Codec, "int4": Int4Codec}
-_BLOCKS = {"sign": 2048, "int8": 256, "int4": 256}
-"""Elements with one scale. Signs say so little that scales must be few: 1.016 bits an element. Integers lose what is
-small beside the largest of their block, so theirs are short."""
-
 
 _MARGIN = 1.1
 """By how much codes must be faster alone to be tried: what is closer than that is noise."""
@@ -83,7 +77,7 @@ def _early_codec(section: CommunicationCompression, *, sends_momentum: bool) -> 
             "the first update on; give gradients and start_step"
         )
         return None
-    return _CODECS[section.warm_up](_BLOCKS[section.warm_up], feeds_back=False)
+    return CODECS[section.warm_up].codec(feeds_back=False)
 
 
 def default_codec(name: str) -> Codec:
@@ -92,8 +86,7 @@ def default_codec(name: str) -> Codec:
 
 
 def _codec(name: str, section: CommunicationCompression) -> Codec:
-    feeds_back = name != "int8" if section.error_feedback is None else section.error_feedback
-    return _CODECS[name](section.block or _BLOCKS[name], feeds_back=feeds_back)
+    return CODECS[name].codec(block=section.block, feeds_back=section.error_feedback)
 
 
 def _measured_codec(
@@ -103,7 +96,8 @@ def _measured_codec(
     transport = max((group.reduce for group in groups), key=lambda one: one.size)
     if transport.size == 1 or device.type == "meta":
         return None, "there is no link to measure"
-    codecs = [_codec(name, root.communication_compression) for name in ("int8", "int4")]
+    names = [name for name, row in CODECS.items() if row.is_plain]  # signs need more care than a trial of speed
+    codecs = [_codec(name, root.communication_compression) for name in names]
     dtype = precision.reduce_dtype(precision.compute_dtype or torch.float32)
     to_owner = root.zero_optimization.stage > 0
     plain, *others = probe.seconds(transport, codecs, dtype, device, to_owner=to_owner)

@@ -20,11 +20,13 @@ from torch import nn
 
 from deepspeed import comm
 from deepspeed.comm.axes import island_groups
-from deepspeed.comm.codecs import Int4Codec, Int8Codec
+from deepspeed.comm.codec import Codec
+from deepspeed.comm.codecs import CODECS
 from deepspeed.comm.coded import coded
 from deepspeed.comm.connect import transport_over
 from deepspeed.comm.mpu import Standing
 from deepspeed.comm.transport import Reduction, Transport, transfer_key
+from deepspeed.comm.worth import bits_of
 from deepspeed.config.sections.communication_compression import Islands
 from deepspeed.config.sections.root import Root
 from deepspeed.errors import CheckpointError, DeepSpeedConfigError
@@ -34,9 +36,15 @@ from deepspeed.zero.masters import MasterBucket
 from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer
 from deepspeed.zero.storage import FlatBuffer, Kind, Ledger
 
-_CODECS = {"int8": Int8Codec(feeds_back=False), "int4": Int4Codec(feeds_back=False)}
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.float32, "int4": torch.float32}
-_BITS = {"fp32": 32.0, "bf16": 16.0, "int8": 8.125, "int4": 4.125}
+
+def _codec_of(wire: str) -> Codec | None:
+    """Returns the codec that the key ``wire`` names; None where values travel as floating-point numbers."""
+    return CODECS[wire].codec(feeds_back=False) if wire in CODECS else None
+
+
+def _dtype_of(wire: str) -> torch.dtype:
+    """Returns the dtype of what travels, or of what the codec gets."""
+    return torch.bfloat16 if wire == "bf16" else torch.float32
 
 
 @dataclass
@@ -67,7 +75,7 @@ class Archipelago:
         self.number = number
         self._section = section
         self._plain = outer
-        self._wire = coded(outer, _CODECS.get(section.wire))
+        self._wire = coded(outer, _codec_of(section.wire))
         self._states: list[_Outer] = []
         self._updater: DeepSpeedZeroOptimizer | None = None
         self._meetings = 0
@@ -126,7 +134,7 @@ class Archipelago:
             anchor, momentum = state.anchor.tensor, state.momentum.tensor
             moved = anchor - state.master.flat
             whole = -(-moved.numel() // (64 * size)) * 64 * size
-            sent = torch.zeros(whole, dtype=_DTYPES[section.wire], device=moved.device)
+            sent = torch.zeros(whole, dtype=_dtype_of(section.wire), device=moved.device)
             sent[: moved.numel()].copy_(moved)
             mean = torch.empty(whole, dtype=torch.float32, device=moved.device)
             key = transfer_key(self._plain.owner, number, 1, self._meetings)
@@ -200,7 +208,8 @@ def settle_islands(root: Root, ranks: Standing, model: nn.Module, device: torch.
     outer.owner = outer.next_owner()
     found = Archipelago(section, inside, number, outer)
     found.spread(model)
-    bits = _BITS[section.wire]
+    codec = _codec_of(section.wire)
+    bits = 8.0 * _dtype_of(section.wire).itemsize if codec is None else bits_of(codec)
     log_dist(
         f"communication_compression.islands: {ranks.zero_size // section.size} islands of {section.size} rank(s) train "
         f"alone; every {section.sync_every} updates their masters meet in {bits:g} bits an element, so that "
