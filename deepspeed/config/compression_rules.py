@@ -98,6 +98,27 @@ def _layers(section: LayerReduction, findings: Findings) -> None:
         )
 
 
+def check_quantize_training(root: Root, findings: Findings) -> None:
+    """Reports a period of 0 between falls of bits in ``quantize_training``."""
+    section = root.quantize_training
+    if section is None or not section.enabled:
+        return
+    bits = section.quantize_bits
+    if bits.start_bits > bits.target_bits:
+        at: Path = ("quantize_training", "quantize_schedule", "quantize_period")
+        _period(section.quantize_schedule.quantize_period, bits.start_bits, bits.target_bits, at, findings)
+
+
+def _period(period: int, start: int, target: int, at: Path, findings: Findings) -> None:
+    """Reports a period of 0 where bits fall from ``start`` to ``target``."""
+    if period == 0:
+        findings.problem(
+            at,
+            f"0: expected at least 1 step, as bits fall from {start} to {target}. Give a period, or equal start_bits "
+            "and target_bits",
+        )
+
+
 def _widths(section: CompressionTraining, findings: Findings) -> None:
     activations = section.activation_quantization
     if activations is not None and activations.shared_parameters.enabled:
@@ -117,6 +138,8 @@ def _widths(section: CompressionTraining, findings: Findings) -> None:
             continue
         if start < target:
             findings.problem((*at, "start_bits"), f"{start} is less than target_bits {target}", (*at, "target_bits"))
+        elif start > target and not shared.quantize_weight_in_forward:
+            _period(widths.params.quantization_period, start, target, (*at, "quantization_period"), findings)
         if start > 32:
             findings.problem((*at, "start_bits"), f"{start}: weights have at most 32 bits")
         common: Path = (*AT, "weight_quantization", "shared_parameters")

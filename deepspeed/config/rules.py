@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from deepspeed.config.compression_rules import check_compression
+from deepspeed.config.compression_rules import check_compression, check_quantize_training
 from deepspeed.config.data_rules import check_data
 from deepspeed.config.findings import Findings, Path
 from deepspeed.config.sections.optimizer import Optimizer
@@ -30,6 +30,7 @@ def check_rules(root: Root, findings: Findings) -> None:
     _zero_plus_plus(root.zero_optimization, findings)
     check_data(root, findings)
     check_compression(root, findings)
+    check_quantize_training(root, findings)
 
 
 def check_ranks(root: Root, dp_world_size: int, findings: Findings) -> None:

@@ -48,6 +48,28 @@ def test_contradictions_are_refused_by_name(config: dict[str, Any], name: str) -
     assert only_problem(config).startswith(f"{name}: ")
 
 
+def _compressed(start: int, target: int, period: int) -> dict[str, Any]:
+    params = {"start_bits": start, "target_bits": target, "quantization_period": period}
+    shared = {"enabled": True, "quantize_weight_in_forward": False}
+    groups = {"all": {"params": params}}
+    return {"compression_training": {"weight_quantization": {"shared_parameters": shared, "different_groups": groups}}}
+
+
+def _quantized(start: int, target: int, period: int) -> dict[str, Any]:
+    schedule = {"quantize_period": period}
+    bits = {"start_bits": start, "target_bits": target}
+    return {"quantize_training": {"enabled": True, "quantize_bits": bits, "quantize_schedule": schedule}}
+
+
+@pytest.mark.parametrize("section", [_compressed, _quantized])
+def test_a_period_of_0_needs_equal_bits(section: Any) -> None:
+    """Published configurations write 0 where no bits fall."""
+    read(section(8, 8, 0))
+    read(section(8, 4, 1))
+    assert "period: 0: expected at least 1 step, as bits fall from 8 to 4" in only_problem(section(8, 4, 0))
+    assert any("period: expected an integer >= 0" in problem for problem in problems(section(8, 8, -1)))
+
+
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_parameter_offload_needs_stage_3(device: str, stage: int) -> None:

@@ -100,9 +100,10 @@ class WeightBits(Section):
     target_bits: Int | None = key(None, "Width at the end; required.", unit="bits", above=0)
     quantization_period: Int = key(
         1,
-        "Steps from schedule_offset to the first fall by a bit; twice as many to each further one.",
+        "Steps from schedule_offset to the first fall by a bit; twice as many to each further one. 0 is allowed where "
+        "start_bits and target_bits are equal, so that nothing falls.",
         unit="steps",
-        above=0,
+        minimum=0,
     )
 
 

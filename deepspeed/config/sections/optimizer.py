@@ -182,7 +182,7 @@ class OneBitLambParams(OneBitParams):
 
 
 class ZeroOneAdamParams(OneBitParams):
-    """0/1 Adam: everything travels in 1 bit; the variance is updated ever more seldom, then ranks exchange so."""
+    """0/1 Adam: 1 bit for an element, but where the variance is updated, ever more seldom; later seldom exchanges."""
 
     precondition: Bool = key(True, _PRECONDITION)
     bias_correction: Bool = key(

@@ -25,7 +25,12 @@ class WeightQuantization(Section):
     """Weight-only quantization. The section's presence turns it on unless enabled is false."""
 
     enabled: Bool = key(True, "Quantize weights.")
-    quantized_initialization: WeightGroup = key(None, "Quantize while the model is built.", factory=WeightGroup)
+    quantized_initialization: WeightGroup = key(
+        None,
+        "Quantize all linear layers as initialize takes the model; embeddings stay whole. At 4 bits scales and offsets "
+        "are rounded to bfloat16.",
+        factory=WeightGroup,
+    )
     post_init_quant: dict[str, WeightGroup] = key(None, "Quantize layers afterwards, by part of name.", factory=dict)
     num_bits: Int = key(8, "Width.", unit="bits", above=0)
     q_type: QuantType = key("symmetric", "Quantizer.")
@@ -42,7 +47,9 @@ class QuantizeBits(Section):
 class QuantizeSchedule(Section):
     """When the width falls."""
 
-    quantize_period: Int = key(1000, "Steps between falls.", unit="steps", above=0)
+    quantize_period: Int = key(
+        1000, "Steps between falls. 0 is allowed where start_bits and target_bits are equal.", unit="steps", minimum=0
+    )
     schedule_offset: Int = key(1000, "First step.", unit="steps", minimum=0)
 
 
