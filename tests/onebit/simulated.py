@@ -291,8 +291,8 @@ class ZeroOneAdam:
         mean = {name: sum(g[name] for g in by_rank) / self.ranks for name in self.v}
         clip = self.factor(self.norm_of(mean))
         if self.count in self.variance:
-            for name in self.v:
-                self.v[name] = 0.999 * self.v[name] + 0.001 * (clip * mean[name]).square()
+            self.take_mean({name: clip * gradient for name, gradient in mean.items()})
+            return
         gap = 1 if local <= 0 else min(self.most, 2 ** ((local - 1) // self.double_after))
         for rank in range(self.ranks):
             for name in self.v:
@@ -308,6 +308,18 @@ class ZeroOneAdam:
             for name, parameter in self.at[rank].items():
                 most = self.most_moved() * math.sqrt(self.second())
                 parameter.copy_(self.anchor[name] - (self.u[rank][name] / self.denominator(name)).clamp(-most, most))
+
+    def take_mean(self, mean: dict[str, torch.Tensor]) -> None:
+        """A step of Adam with the mean gradient; ranks are together before and after it."""
+        first = 1 - 0.9**self.count if self.correct else 1.0
+        for name, gradient in mean.items():
+            self.v[name] = 0.999 * self.v[name] + 0.001 * gradient.square()
+            momentum = 0.9 * self.m[0][name] + 0.1 * gradient
+            self.anchor[name] *= 1 - self.lr * self.decay
+            self.anchor[name] -= self.lr * momentum / first / self.denominator(name)
+            for rank in range(self.ranks):
+                self.m[rank][name] = momentum
+                self.at[rank][name].copy_(self.anchor[name])
 
     def second(self) -> float:
         count = sum(number <= self.count for number in self.variance)

@@ -16,7 +16,7 @@ from deepspeed.ops.chunks import Kernel, scratch
 from deepspeed.ops.onebit.adam import check_family
 from deepspeed.ops.onebit.phases import Phase, Reminder, frozen_root, largest_update, refuse_step
 from deepspeed.ops.onebit.schedule import updates_of_variance
-from deepspeed.ops.rules import Rule
+from deepspeed.ops.rules import AdamRule, Rule
 
 TRAVELLED, LR_SUM, LR_OWED = "lr_travelled", "lr_since_exchange", "lr_owed"
 """Keys of the param groups: by what the sum that has just come is to be divided, that sum as it grows, and that of the
@@ -26,13 +26,16 @@ last message, of whose size errors are."""
 class ZeroOneRule:
     """The steps of 0/1 Adam; what comes as gradient depends on the step.
 
-    Where all steps are exchanged it is the new momentum. Later it is this rank's own gradient, or, as ranks come
-    together, the mean of what they have moved. Weights are always ``anchor``, where all ranks stood when they last came
-    together, less ``moved / (sqrt(v) + eps)``; weight decay shrinks the anchor. Where movements are bounded, that is at
-    most what Adam could have moved in these steps: what travels later is (``zero.onebit.bucket_momentum``).
+    Where the variance is updated it is the mean gradient, and the step is AdamW's; as long as no step was of another
+    kind, bit for bit. In other steps that are exchanged it is the new momentum. Later it is this rank's own gradient,
+    or, as ranks come together, the mean of what they have moved. Weights are always ``anchor``, where all ranks stood
+    when they last came together, less ``moved / (sqrt(v) + eps)``; weight decay shrinks the anchor. Where movements are
+    bounded, that is at most what Adam could have moved in these steps: what travels later is
+    (``zero.onebit.bucket_momentum``).
 
     Args:
         phase: See :class:`~deepspeed.ops.onebit.phases.Phase`.
+        takes_mean: The step gets the mean gradient.
         comes_together: Ranks do in this step.
         updates: So many updates, this one included.
         of_variance: So many of them have updated the variance.
@@ -41,8 +44,18 @@ class ZeroOneRule:
 
     counts_steps = True
 
-    def __init__(self, phase: Phase, *, comes_together: bool, updates: int, of_variance: int, is_bounded: bool) -> None:
+    def __init__(
+        self,
+        phase: Phase,
+        *,
+        takes_mean: bool,
+        comes_together: bool,
+        updates: int,
+        of_variance: int,
+        is_bounded: bool,
+    ) -> None:
         self._phase = phase
+        self._takes_mean = takes_mean
         self._is_bounded = is_bounded
         self._comes_together = comes_together
         self._updates, self._of_variance = updates, of_variance
@@ -57,6 +70,8 @@ class ZeroOneRule:
 
     def kernel(self, group: dict[str, Any], step: float | Tensor, device: torch.device) -> Kernel:
         """See :class:`~deepspeed.ops.rules.Rule`."""
+        if self._takes_mean:
+            return self._mean_kernel(group, device)
         lr = float(group["lr"])
         shrink = 1 - lr * float(group["weight_decay"])
         beta1, total = float(group["betas"][0]), float(group.get(TRAVELLED) or 1.0)
@@ -82,6 +97,30 @@ class ZeroOneRule:
                     exp_avg.lerp_(grad, 1 - beta1)
                     moved.add_(exp_avg, alpha=lr)
                     torch.sub(anchor, apart(moved, denominator, farthest), out=param)
+
+        return update
+
+    def _mean_kernel(self, group: dict[str, Any], device: torch.device) -> Kernel:
+        """Returns the update from the mean gradient."""
+        adamw = AdamRule(decoupled=True).kernel(group, self._updates, device)
+        lr = float(group["lr"])
+        shrink = 1 - lr * float(group["weight_decay"])
+        beta1, beta2 = group["betas"]
+        first = 1 - beta1**self._updates if group["bias_correction"] else 1.0
+
+        def update(params: list[Tensor], grads: list[Tensor], states: list[list[Tensor]]) -> None:
+            exp_avgs, exp_avg_sqs, _, anchors = states
+            if self._updates == self._of_variance:
+                adamw(params, grads, [exp_avgs, exp_avg_sqs])
+            else:  # the corrections differ, and momentum may be codes where there never was a gradient
+                for param, grad, exp_avg, exp_avg_sq in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
+                    exp_avg.lerp_(grad, 1 - beta1)
+                    exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+                    denominator = scratch("one-bit", param.numel(), param.dtype, param.device)
+                    denominator_of(exp_avg_sq, group, self._of_variance, out=denominator)
+                    param.mul_(shrink).addcdiv_(exp_avg, denominator, value=-lr / first)
+            for param, anchor in zip(params, anchors, strict=True):
+                anchor.copy_(param)
 
         return update
 
@@ -120,10 +159,11 @@ def apart(moved: Tensor, denominator: Tensor, farthest: float) -> Tensor:
 
 
 class ZeroOneAdam(ElementwiseOptimizer):
-    """Adam whose every exchange is in one bit for each element, and whose ranks later exchange ever more seldom.
+    """Adam that exchanges ever more seldom, and mostly in one bit for each element.
 
-    `0/1 Adam <https://arxiv.org/abs/2202.06009>`_. The variance is updated from exact mean gradients, ever more seldom,
-    until ``var_freeze_step``; meanwhile every step's movement is averaged by the compressed all-reduce. Then ranks
+    `0/1 Adam <https://arxiv.org/abs/2202.06009>`_. Until ``var_freeze_step`` the variance is updated in ever fewer
+    steps. Such a step exchanges the exact mean gradient, which momentum and variance take, as Adam's do; the first step
+    is AdamW's. The movement of every other step is averaged by the compressed all-reduce. Then ranks
     take steps of their own, and average what they have moved after ever more of them; in between their weights differ.
     Weight decay is decoupled: no part of what travels. ZeRO stage 0 only. Without an engine it cannot step.
 
@@ -195,15 +235,15 @@ class ZeroOneAdam(ElementwiseOptimizer):
         self._variance = updates_of_variance(var_freeze_step, var_update_scaler)
         self._updates, self.variance_updates = 1, 1
         self.phase = Phase.WARM_UP
-        self.updates_variance = False
+        self.takes_mean = False
         self.comes_together = True
         self.reminder = Reminder(
             self,
             "0/1 Adam",
             var_freeze_step,
-            "all %d updates were before the variance is frozen, so ranks exchanged at each of them, in 1 bit; they "
-            "take steps of their own after %d. Lower var_freeze_step, usually to the end of the learning rate's "
-            "warm-up",
+            "all %d updates were before the variance is frozen, so ranks exchanged at each of them: in 1 bit, or as "
+            "they are where the variance was updated. Ranks take steps of their own after %d. Lower var_freeze_step, "
+            "usually to the end of the learning rate's warm-up",
         )
         defaults = {
             "lr": lr,
@@ -217,13 +257,14 @@ class ZeroOneAdam(ElementwiseOptimizer):
     def _kept_attributes(self) -> tuple[str, ...]:
         own = ("precondition", "var_freeze_step", "local_step_scaler", "local_step_clipper", "_variance")
         counts = ("_updates", "variance_updates")
-        return (*super()._kept_attributes(), *own, "phase", "updates_variance", "comes_together", *counts)
+        return (*super()._kept_attributes(), *own, "phase", "takes_mean", "comes_together", *counts)
 
     @property
     def rule(self) -> Rule:
         """The arithmetic of the announced update."""
         return ZeroOneRule(
             self.phase,
+            takes_mean=self.takes_mean,
             comes_together=self.comes_together,
             updates=self._updates,
             of_variance=self.variance_updates,
@@ -234,7 +275,7 @@ class ZeroOneAdam(ElementwiseOptimizer):
         """See :class:`~deepspeed.ops.onebit.phases.ExchangesMomentum`."""
         local = before - self.var_freeze_step
         self.phase = Phase.MOMENTUM if local < 0 else Phase.LOCAL
-        self.updates_variance = before + 1 in self._variance
+        self.takes_mean = before + 1 in self._variance
         self._updates = before + 1
         self.variance_updates = sum(number <= before + 1 for number in self._variance)
         gap = min(self.local_step_clipper, 2 ** min(local // self.local_step_scaler, 30)) if local >= 0 else 1

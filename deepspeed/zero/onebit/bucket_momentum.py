@@ -142,8 +142,13 @@ class BucketMomentum:
         for tensor in self._tensors:
             variance[tensor.place].add_(float(self._optimizer.param_groups[self._group(tensor)]["eps"]))
 
-    def find_root(self) -> torch.Tensor | None:
-        """What the message is divided by before it travels; None: it travels as it is. Do not change it."""
+    def find_root(self, gradient: torch.Tensor | None = None, flags: Sequence[bool] = ()) -> torch.Tensor | None:
+        """Returns what the message is divided by before it travels; None: nothing. Do not change it.
+
+        Args:
+            gradient: 1-D, the whole bucket: as of a variance that is updated from it, which the states are not yet.
+            flags: With it, per tile whether it is.
+        """
         assert isinstance(self._optimizer, ExchangesMomentum)
         if not self._optimizer.precondition:
             return None
@@ -154,8 +159,23 @@ class BucketMomentum:
         for tensor in self._tensors:
             if tensor.tile in found:
                 made[tensor.place] = found[tensor.tile]
+            if gradient is not None and flags[tensor.tile]:
+                beta = float(self._optimizer.param_groups[self._group(tensor)]["betas"][1])
+                part = gradient[self._place_in_bucket(tensor)]
+                made[tensor.place].mul_(beta).addcmul_(part, part, value=1 - beta)
         self._make_root(made)
         return made
+
+    def _place_in_bucket(self, tensor: _Tensor) -> slice:
+        start = self.master.layout.starts[tensor.tile]
+        return slice(start, start + tensor.numel)
+
+    def mask_gradient(self, gradient: torch.Tensor) -> None:
+        """Applies ``exp_avg_mask`` to a gradient, 1-D, the whole bucket."""
+        mask = self._find_mask()
+        if mask is not None:
+            for tensor in self._tensors:
+                gradient[self._place_in_bucket(tensor)].mul_(mask[tensor.place])
 
     def _limit(self, rate: float) -> float:
         """What an element may be at most in that unit, with so much of the learning rate in it.
@@ -255,8 +275,7 @@ class BucketMomentum:
                 continue
             beta = self._beta(tensor)
             if gradient is not None:
-                start = self.master.layout.starts[tensor.tile]
-                part.copy_(gradient[start : start + tensor.numel]).mul_((1 - beta) * factor)
+                part.copy_(gradient[self._place_in_bucket(tensor)]).mul_((1 - beta) * factor)
             if old is not None:
                 part.add_(old, alpha=beta)
             coefficient = self._coefficient(tensor)

@@ -1,7 +1,8 @@
 """The exchanges of 0/1 Adam: of each step's movement, later of what ranks have moved in several steps of their own.
 
 See ``ops.onebit.zero_one`` for the arithmetic. What travels are movements, ``lr * momentum``, so errors are in their
-unit, whatever the learning rate does. Where the variance is to be updated, the exact mean of the gradients travels too.
+unit, whatever the learning rate does. Where the variance is updated, the exact mean of the gradients travels instead,
+and the update is Adam's with that gradient.
 """
 
 from __future__ import annotations
@@ -102,22 +103,19 @@ class LocalSteps(MomentumExchange):
                     flat.copy_(total.tensor).mul_(factor / scale)
                     total.free()
                 work.append((bucket, own, flags, flat))
-        if optimizer.updates_variance:
-            means = [self._mean(bucket, flat) for bucket, _, _, flat in work]
-            norm = self._root(
-                [self._counted(b, squared_norm(m).item()) for (b, *_), m in zip(work, means, strict=True)]
-            )
-            clip = clip_factor(norm, clip_grad, epsilon)
-            for (bucket, _, flags, _), mean in zip(work, means, strict=True):
-                self._update_variance(bucket, flags, mean.mul_(clip))
-        else:
-            norm = self._norm_of_mean([(bucket, flat, 1.0) for bucket, _, _, flat in work])
-            clip = clip_factor(norm, clip_grad, epsilon)
+        if optimizer.takes_mean:
+            return self._take_means(work, clip_grad, epsilon)
+        norm = self._norm_of_mean([(bucket, flat, 1.0) for bucket, _, _, flat in work])
+        clip = clip_factor(norm, clip_grad, epsilon)
         if optimizer.phase is Phase.MOMENTUM:
             self._exchange(work, clip)
         else:
             self._step_alone(work, still, clip)
         return norm
+
+    def _line(self, phase: Phase) -> str:
+        found = super()._line(phase)
+        return f"{found}; at updates of the variance gradients travel as they are" if phase is Phase.MOMENTUM else found
 
     @property
     def optimizer(self) -> ZeroOneAdam:
@@ -154,18 +152,32 @@ class LocalSteps(MomentumExchange):
         group = bucket.master.bucket.group
         return squares if group.counts and group.place == 0 else 0.0
 
-    def _update_variance(self, bucket: BucketMomentum, flags: list[bool], mean: torch.Tensor) -> None:
-        before = None if bucket.private is None else bucket.find_root()
-        for run in bucket.master.runs:
-            variance = self._optimizer.state[run.param]["exp_avg_sq"]
-            beta = float(self._optimizer.param_groups[run.span.param_group]["betas"][1])
-            for tile, start, stop in bucket.master.tile_spans(run.span):
-                if flags[tile]:
-                    part = variance[start - run.span.start : stop - run.span.start]
-                    part.mul_(beta).addcmul_(mean[start:stop], mean[start:stop], value=1 - beta)
-        after = None if before is None else bucket.find_root()
+    def _take_means(self, work: Work, clip_grad: float, epsilon: float) -> float:
+        """Puts the exact mean gradients where the update reads them; nothing is coded, so nothing is lost.
+
+        Returns:
+            Their norm before clipping.
+        """
+        means = [self._mean(bucket, flat) for bucket, _, _, flat in work]
+        norm = self._root([self._counted(b, squared_norm(m).item()) for (b, *_), m in zip(work, means, strict=True)])
+        clip = clip_factor(norm, clip_grad, epsilon)
+        for (bucket, own, flags, _), mean in zip(work, means, strict=True):
+            if clip != 1.0:
+                mean.mul_(clip)
+            bucket.mask_gradient(mean)
+            self._rescale_errors(bucket, flags, mean)
+            made = own.new_result(bucket.master.flat.numel())
+            made.tensor.copy_(mean)
+            own.sum.add_reduced(made)
+        return norm
+
+    def _rescale_errors(self, bucket: BucketMomentum, flags: list[bool], mean: torch.Tensor) -> None:
+        """Keeps what is owed as it is where the coming update changes the variance, whose root is its unit."""
+        if bucket.private is None:
+            return
+        before, after = bucket.find_root(), bucket.find_root(mean, flags)
         if before is not None and after is not None:
-            # What is owed stays what it is. Where nothing could move before nothing is owed.
+            # Where nothing could move before nothing is owed.
             bucket.rescale(before.masked_fill_(before.isinf(), 0.0).div_(after))
 
     def _exchange(self, work: Work, clip: float) -> None:
