@@ -18,7 +18,9 @@ class LoRAConfig:
         lora_r: Rank of the adapters.
         lora_alpha: The adapters' part is multiplied by ``lora_alpha / lora_r``.
         base_weight_sharding: Ranks that share the base weight, at every ZeRO stage: all data-parallel ranks. 1: each
-            has it whole, but for stage 3.
+            has it whole, but for stage 3. The weight is cut in ``deepspeed.initialize``; until then every rank has all
+            of it, so that it can be loaded and used. A model built inside ``deepspeed.zero.Init`` is cut from the
+            start.
         offload: Base weights live in host memory at every ZeRO stage, and come to the device where they are used. All
             data-parallel ranks share what is there, whatever ``base_weight_sharding`` says.
         offload_ratio: Share of the bytes of base weights that do so, 0 to 1: the first layers of the model. 0: all
