@@ -17,15 +17,17 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.cli.progress import progress
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
+from deepspeed.logging import quiet
 from deepspeed.parallel.pipe.schedule import TRAIN_SCHEDULES
 from deepspeed.plan.advice import advise
 from deepspeed.plan.api import make_machine
 from deepspeed.plan.configs import read_config
 from deepspeed.plan.decoder import DecoderShape
 from deepspeed.plan.degrees import DEGREES, at_degrees
-from deepspeed.plan.devices import DEVICES
+from deepspeed.plan.devices import DEVICES, in_words
 from deepspeed.plan.longest import longest_sequence
 from deepspeed.plan.models import model_source
 from deepspeed.plan.picture import sweep_svg
@@ -52,6 +54,8 @@ def main(args: Sequence[str] | None = None) -> int:
             _list_devices()
             return 0
         _check_targets(options)
+        with quiet():  # the devices of this machine do not matter
+            get_accelerator()
         return _sweep(options) if options.sweep else _plan(options)
     except DeepSpeedError as error:
         sys.stderr.write(f"ds_plan: {error}\n")
@@ -99,6 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     job = parser.add_argument_group("job")
     job.add_argument("--sequence-length", type=int, default=2048)
     job.add_argument("--micro-batch", type=int, help="samples per forward and device; default: the configuration's")
+    job.add_argument("--accumulation", type=int, help="micro-batches per step and rank; default: the configuration's")
     job.add_argument("--longest", action="store_true", help="look for the longest sequences that fit")
     job.add_argument("--activation-checkpointing", action="store_true", help="repeated blocks keep their inputs only")
     for name, what in (
@@ -114,12 +119,14 @@ def _parser() -> argparse.ArgumentParser:
         "--sweep",
         nargs="+",
         metavar="AXIS=V,V",
-        help="plan combinations: world=8,64 stage=2,3 offload=none,cpu,nvme pipe=1,2 tensor=1,2 sequence=1,2 ep=1,2",
+        help="plan combinations: world=8,64 stage=2,3 offload=none,cpu,nvme pipe=1,2 tensor=1,2 sequence=1,2 ep=1,2 "
+        "micro_batch=1,2 accumulation=1,8 checkpointing=off,on",
     )
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="print JSON")
     out.add_argument("--write", metavar="FILE", help="write the configuration that fits (the cheapest) there")
     out.add_argument("--picture", metavar="FILE.svg", help="draw a sweep")
+    out.add_argument("--codes", action="store_true", help="show what gradients cost under each codec")
     out.add_argument("--no-suggestions", action="store_true", help="do not look for changes that make it fit")
     return parser
 
@@ -167,7 +174,7 @@ def _width(most: int) -> int:
 
 
 def _request(options: argparse.Namespace) -> Request:
-    for name in ("nodes", "devices", "sequence_length", "micro_batch", "num_chunks", *DEGREES):
+    for name in ("nodes", "devices", "sequence_length", "micro_batch", "accumulation", "num_chunks", *DEGREES):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise DeepSpeedConfigError(f"--{name.replace('_', '-')}: expected 1 or more, found {value}")
@@ -191,6 +198,7 @@ def _request(options: argparse.Namespace) -> Request:
         machine=machine,
         sequence_length=options.sequence_length,
         micro_batch=options.micro_batch,
+        accumulation=options.accumulation,
         checkpointing=options.activation_checkpointing,
         kind="cpu" if options.device == "cpu" else "cuda",
         pipeline=pipeline_of(config, schedule=options.schedule, num_chunks=options.num_chunks),
@@ -242,7 +250,7 @@ def _plan(options: argparse.Namespace) -> int:
             sys.stderr.write(f"ds_plan: {options.write}: written as it is, although it does not fit\n")
         elif chosen.request.checkpointing and not plan.request.checkpointing:
             sys.stderr.write(f"ds_plan: {options.write}: the model itself has to checkpoint its activations\n")
-    _show(json.dumps(plan.to_dict(), indent=2) + "\n" if options.json else plan.table(_width(100)))
+    _show(json.dumps(plan.to_dict(), indent=2) + "\n" if options.json else plan.table(_width(100), codes=options.codes))
     return 0 if plan.fits else 1
 
 
@@ -266,7 +274,7 @@ def _sweep(options: argparse.Namespace) -> int:
     if options.write:
         if not fitting:
             raise DeepSpeedConfigError(f"--write {options.write}: nothing fits, so nothing was written")
-        best = min(fitting, key=lambda plan: (plan.machine.ranks, plan.step_seconds or 0))
+        best = min(fitting, key=lambda plan: (plan.machine.ranks, -(plan.tokens_per_second or 0)))
         _save("write", options.write, best.config_text())
     return 0 if fitting else 1
 
@@ -281,7 +289,7 @@ def _list_devices() -> None:
     table = Table("name", "memory", "bf16 TFLOP/s", "memory GB/s", "link GB/s", "host GB/s", "source")
     for device in DEVICES.values():
         rates = (device.flops / 1e12, device.memory_bandwidth / 1e9, device.link / 1e9, device.host_link / 1e9)
-        table.add_row(device.name, f"{device.memory / 1e9:.0f} GB", *(f"{rate:,.0f}" for rate in rates), device.source)
+        table.add_row(device.name, in_words(device.memory), *(f"{rate:,.0f}" for rate in rates), device.source)
     Console(width=140).print(table)
 
 

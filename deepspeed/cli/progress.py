@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import threading
 import time
@@ -46,6 +47,8 @@ class Progress:
         pause = PATIENCE_SECONDS
         while not self._is_over.wait(pause):
             text = f"{self._name}: {self._what} ... {time.monotonic() - self._started:.0f} s"
+            if on_terminal:  # a line that wraps could not be taken away
+                text = text[: shutil.get_terminal_size().columns - 1]
             stream.write(f"\r{text}\x1b[K" if on_terminal else f"{text}\n")
             stream.flush()
             pause = _REFRESH_SECONDS if on_terminal else _LINE_SECONDS

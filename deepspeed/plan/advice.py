@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
-from deepspeed.config.batch import ACCUMULATION
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.plan.configs import changed, stage_of
 from deepspeed.plan.planner import make_plan
@@ -134,7 +133,6 @@ def _micro_batch(plan: Plan, samples: int) -> Change:
     steps = -(-plan.micro_batch * plan.accumulation_steps // samples)
 
     def apply(request: Request) -> Request:
-        config = {**request.config, ACCUMULATION: steps}
-        return replace(request, config=config, micro_batch=samples)
+        return replace(request, micro_batch=samples, accumulation=steps)
 
     return Change(f"micro-batch {samples} x {steps}", "micro-batch", apply)

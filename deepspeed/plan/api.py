@@ -29,6 +29,7 @@ def plan(
     host_memory: int | str | None = None,
     sequence_length: int = 2048,
     micro_batch: int | None = None,
+    accumulation: int | None = None,
     inputs: Any = None,
     activation_checkpointing: bool = False,
     compare_checkpointing: bool = True,
@@ -63,6 +64,7 @@ def plan(
         host_memory: Bytes of one node's host memory, or text with a unit; None: not compared.
         sequence_length: Tokens of a sample.
         micro_batch: Samples per forward and rank; None: the configuration's.
+        accumulation: Micro-batches of a step and rank; None: the configuration's.
         inputs: What the model's forward gets: a callable of ``(micro_batch, sequence_length)`` or its result.
         activation_checkpointing: Repeated blocks keep their inputs only and run again in backward.
         compare_checkpointing: Also find the activations with the other setting.
@@ -88,7 +90,13 @@ def plan(
             no unit.
     """
     _refuse_below_one(nodes=nodes, devices_per_node=devices_per_node, sequence_length=sequence_length, pipe=pipe)
-    optional = {"micro_batch": micro_batch, "tensor": tensor, "sequence": sequence, "ep": ep}
+    optional = {
+        "micro_batch": micro_batch,
+        "accumulation": accumulation,
+        "tensor": tensor,
+        "sequence": sequence,
+        "ep": ep,
+    }
     _refuse_below_one(**{name: value for name, value in optional.items() if value is not None})
     machine = make_machine(
         device,
@@ -112,6 +120,7 @@ def plan(
         machine=machine,
         sequence_length=sequence_length,
         micro_batch=micro_batch,
+        accumulation=accumulation,
         checkpointing=activation_checkpointing,
         kind="cpu" if machine.device.name == "cpu" else "cuda",
         rank=rank,

@@ -1,7 +1,8 @@
 """What devices can do, by their makers' figures, and quantities with units as people write them.
 
-Peak arithmetic is dense bf16 (no sparsity). Bandwidths are per direction, in bytes per second. Makers count bytes in
-powers of ten, so 80 GB is 80e9 bytes here; ``GiB`` and its kin are powers of two.
+Peak arithmetic is dense bf16 (no sparsity). Bandwidths are per direction, in bytes per second. A device's memory is
+what its driver reports (``nvidia-smi``, ``rocminfo``), more than its name says: an H100 with 80 GB has 81,559 MiB.
+In what people write, ``GB`` and its kin are powers of ten, ``GiB`` and its kin powers of two.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Device:
 
     Attributes:
         name: As it is asked for.
-        memory: Bytes.
+        memory: Bytes, as the driver reports them.
         flops: bf16 operations per second, dense.
         memory_bandwidth: Of its own memory.
         link: To the other devices of the node, per direction.
@@ -47,20 +48,24 @@ class Device:
     source: str
 
 
-_A100 = "NVIDIA A100 data sheet r4, as listed by glennklockwood.com/garden/processors/A100"
-_H100 = "NVIDIA H100 architecture paper, as listed by glennklockwood.com/garden/processors/h100"
+_SMI = "memory: nvidia-smi, as listed by github.com/modal-labs/modal-client/pull/2797"
+_A100 = "NVIDIA A100 data sheet r4, as listed by glennklockwood.com/garden/processors/A100; " + _SMI
+_HOPPER = "NVIDIA H100 architecture paper, as listed by glennklockwood.com/garden/processors/h100"
 _BOOK = "makers' data sheets, as listed by llmbook.apartsin.com/appendices/appendix-g-hardware-compute"
+_B200 = _BOOK + "; memory: nvidia-smi, in github.com/NVIDIA/TensorRT-LLM/issues/10278"
+_MI300X = _BOOK + "; memory: rocminfo, in github.com/ROCm/legacy-rocm-build/issues/4414"
+_MIB = 2**20
 
 DEVICES = {
     device.name: device
     for device in (
-        Device("a100-40", 40 * 10**9, 312e12, 1.555e12, 300e9, 32e9, _A100),
-        Device("a100", 80 * 10**9, 312e12, 2.039e12, 300e9, 32e9, _A100),
-        Device("h100", 80 * 10**9, 989.4e12, 3.35e12, 450e9, 64e9, _H100),
-        Device("h200", 141 * 10**9, 989.4e12, 4.8e12, 450e9, 64e9, _H100 + "; memory: " + _BOOK),
-        Device("b200", 180 * 10**9, 2250e12, 8e12, 900e9, 64e9, _BOOK + "; memory: rooflinenotes.dev/accelerators"),
-        Device("l40s", 48 * 10**9, 362e12, 864e9, 32e9, 32e9, _BOOK),
-        Device("mi300x", 192 * 10**9, 1307e12, 5.3e12, 448e9, 64e9, _BOOK),
+        Device("a100-40", 40_960 * _MIB, 312e12, 1.555e12, 300e9, 32e9, _A100),
+        Device("a100", 81_920 * _MIB, 312e12, 2.039e12, 300e9, 32e9, _A100),
+        Device("h100", 81_559 * _MIB, 989.4e12, 3.35e12, 450e9, 64e9, f"{_HOPPER}; {_SMI}"),
+        Device("h200", 143_771 * _MIB, 989.4e12, 4.8e12, 450e9, 64e9, _HOPPER + "; memory: nvidia-smi"),
+        Device("b200", 183_359 * _MIB, 2250e12, 8e12, 900e9, 64e9, _B200),
+        Device("l40s", 46_068 * _MIB, 362e12, 864e9, 32e9, 32e9, f"{_BOOK}; {_SMI}"),
+        Device("mi300x", 196_592 * _MIB, 1307e12, 5.3e12, 448e9, 64e9, _MI300X),
     )
 }
 """By name. A node's own disk and network are no property of the device; see :class:`Machine`."""

@@ -155,8 +155,12 @@ def _workload(request: Request, part: Part) -> Workload | None:
 
 
 def _with_batch(request: Request) -> tuple[dict[str, Any], list[str]]:
-    """The configuration with the requested micro-batch in it; the global batch stays where it is a multiple."""
+    """The configuration with the requested batch in it; the global batch stays where it is a multiple."""
     config, notices = copy.deepcopy(request.config), []
+    if request.accumulation is not None:
+        config[ACCUMULATION] = request.accumulation
+        if config.pop(TOTAL, None) is not None:
+            notices.append(f"{TOTAL} was left out, as the number of micro-batches is given (accumulation)")
     given = {name: config.get(name) for name in (TOTAL, MICRO, ACCUMULATION)}
     numbers = {name: value for name, value in given.items() if isinstance(value, int) and not isinstance(value, bool)}
     micro = request.micro_batch

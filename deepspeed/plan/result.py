@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from deepspeed.comm.mesh import Mesh
+from deepspeed.comm.mesh import PIPE, SEQUENCE, TENSOR, Mesh
 from deepspeed.engine.communication_compression import default_codec
 from deepspeed.parallel.pipe.schedule.actions import Kind as Computation
 from deepspeed.parallel.pipe.schedule.simulate import Times
@@ -20,8 +20,12 @@ from deepspeed.plan.models import ModelSource
 from deepspeed.plan.pipeline import Idle, Pipeline, idle_shares, idle_time
 from deepspeed.plan.rehearsed import Rehearsed
 from deepspeed.plan.show import plan_text
-from deepspeed.plan.times import Travel, lower_bounds, travels
+from deepspeed.plan.times import Travel, exposed_seconds, lower_bounds, travels
 from deepspeed.zero.placement import Home
+
+MUCH_IDLE = 0.25
+"""Waiting over computing from which a pipeline is advised to take more micro-batches."""
+_MOST_MICRO_BATCHES = 64  # per stage, that are advised
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,7 @@ class Request:
         rank: The rank that is played; None: the one whose optimizer needs most memory, where they differ (Muon), else
             any but the first, which has more to do while the engine is built; one of each stage.
         pipeline: Its stages and their schedule.
+        accumulation: Micro-batches of a step and rank; None: the configuration's.
     """
 
     source: ModelSource
@@ -50,6 +55,7 @@ class Request:
     kind: str = "cuda"
     rank: int | None = None
     pipeline: Pipeline = Pipeline()
+    accumulation: int | None = None
 
 
 @dataclass(frozen=True)
@@ -189,6 +195,28 @@ class Plan:
     @cached_property
     def idle(self) -> Idle | None:
         """How long stages wait for each other; None without stages, rates, or a plan of all of them."""
+        times = self._chunk_times
+        return None if times is None else idle_time(self.request.pipeline, times, self.accumulation_steps)
+
+    @cached_property
+    def better_accumulation(self) -> tuple[int, Idle] | None:
+        """More accumulation steps with which the stages wait a quarter of the time at most, and how long they wait.
+
+        None where they wait no longer as it is, and where nothing is known of it. The global batch grows as well.
+        """
+        times, pipeline = self._chunk_times, self.request.pipeline
+        if times is None or self.idle is None or self.idle.share <= MUCH_IDLE:
+            return None
+        steps = pipeline.stages
+        while steps <= self.accumulation_steps or (idle := idle_time(pipeline, times, steps)).share > MUCH_IDLE:
+            if steps > _MOST_MICRO_BATCHES * pipeline.stages:
+                return None
+            steps *= 2
+        return steps, idle
+
+    @cached_property
+    def _chunk_times(self) -> dict[int, Times] | None:
+        """The seconds of each chunk for one micro-batch, with the exchanges that its computations wait for."""
         flops, pipeline = self.machine.device.flops, self.request.pipeline
         if pipeline.stages == 1 or flops <= 0 or sum(len(p.layers) for p in self.parts) < pipeline.stages:
             return None
@@ -201,8 +229,14 @@ class Plan:
             for stage in part.layers:
                 chunks = [chunk for chunk, owner in enumerate(pipeline.stage_of) if owner == stage]
                 for place, chunk in enumerate(chunks):
-                    times[chunk] = _times(part.rehearsed.chunk_flops[place], flops, transfer)
-        return idle_time(pipeline, times, self.accumulation_steps)
+                    times[chunk] = _times(part.rehearsed.chunk_flops[place], flops / self._stretch(part), transfer)
+        return times
+
+    def _stretch(self, part: PlannedPart) -> float:
+        """Returns how many times longer computations take with the exchanges that they wait for."""
+        flow, machine = part.rehearsed.flow, self.machine
+        computing = flow.flops / machine.device.flops
+        return 1 + exposed_seconds(flow, self._travels(part), machine) / computing if computing else 1.0
 
     def activations_in_flight(self, part: PlannedPart, stage: int) -> int:
         """Bytes of the activations that a stage like ``part`` keeps at once, at most."""
@@ -233,6 +267,17 @@ class Plan:
     def step_seconds(self) -> float | None:
         """Lower bound of the time of a step; None where the device's rates are not known."""
         return max(self.lower_bounds.values(), default=None)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step, over all ranks."""
+        samples = self.micro_batch * self.accumulation_steps * self.machine.ranks
+        return samples // self.mesh.size(PIPE, TENSOR, SEQUENCE) * self.request.sequence_length
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Upper bound of the tokens per second of all ranks; None where the device's rates are not known."""
+        return self.tokens / self.step_seconds if self.step_seconds else None
 
     def to_dict(self) -> dict[str, Any]:
         """Everything in numbers and strings, for programs. Bytes and seconds; device figures are per rank."""
@@ -293,6 +338,8 @@ class Plan:
             "bytes_written_to_files": found.flow.written,
             "lower_bounds_seconds": self.lower_bounds,
             "step_seconds_at_least": self.step_seconds,
+            "tokens_per_step": self.tokens,
+            "tokens_per_second_at_most": self.tokens_per_second,
             "mesh": self.mesh.sizes,
             "planned_rank": self.rank,
             **self._pipeline_dict(),
@@ -323,6 +370,7 @@ class Plan:
             "chunks_per_stage": len(pipeline.stage_of) // pipeline.stages,
             "stages": sorted(stages, key=lambda row: row["stage"]),
             "idle_share": None if self.idle is None else self.idle.share,
+            "better_accumulation_steps": None if self.better_accumulation is None else self.better_accumulation[0],
             "idle_share_by_schedule": idle_shares(pipeline.stages, self.accumulation_steps),
         }
 
@@ -334,9 +382,14 @@ class Plan:
         """Writes the planned configuration as JSON."""
         Path(path).write_text(self.config_text(), encoding="utf-8")
 
-    def table(self, width: int = 100) -> str:
-        """What people read."""
-        return plan_text(self, width)
+    def table(self, width: int = 100, *, codes: bool = False) -> str:
+        """What people read.
+
+        Args:
+            width: Columns.
+            codes: Also show what gradients cost under each codec; always shown where the configuration names one.
+        """
+        return plan_text(self, width, codes=codes)
 
     def __str__(self) -> str:
         return self.table()

@@ -33,21 +33,22 @@ _ORDER = (
 _HOMES = {Home.DEVICE: "device", Home.HOST: "host", Home.FILE: "files"}
 
 
-def plan_text(plan: Plan, width: int) -> str:
-    """The whole plan.
+def plan_text(plan: Plan, width: int, *, codes: bool = False) -> str:
+    """Returns the whole plan as text, the verdict first.
 
     Args:
         plan: The plan.
         width: Columns.
+        codes: Show what gradients cost under each codec, also where the configuration names none.
     """
     parts = [
         _headline(plan),
+        _verdict(plan),
+        _times(plan),
         _memory(plan),
         _stages(plan),
         _collectives(plan),
-        _codes(plan),
-        _times(plan),
-        _verdict(plan),
+        _codes(plan, asked=codes),
     ]
     return as_text([part for part in parts if part is not None], width)
 
@@ -75,11 +76,12 @@ def describe(plan: Plan) -> str:
 
 def _headline(plan: Plan) -> Text:
     machine = plan.machine
+    ranks = "1 rank" if machine.ranks == 1 else f"{machine.ranks:,} ranks"
     lines = [
         f"{plan.request.source.name}: {plan.parameters:,} parameters, {plan.trained:,} trained, sequences of "
         f"{plan.request.sequence_length:,} tokens",
-        f"{machine.ranks:,} ranks: {machine.nodes:,} x {machine.devices_per_node} {machine.device.name} with "
-        f"{_as_sold(machine.device_memory)}{_axes(plan)}",
+        f"{ranks}: {machine.nodes:,} x {machine.devices_per_node} {machine.device.name} with "
+        f"{_memory_in_words(machine.device_memory)}{_axes(plan)}",
         describe(plan),
         *(f"note: {notice}" for notice in plan.notices),
     ]
@@ -178,11 +180,11 @@ def _collectives(plan: Plan) -> Table | None:
     return table
 
 
-def _codes(plan: Plan) -> Table | None:
-    """What gradients cost as they are and as codes, where codes are asked for or a network lies between ranks."""
+def _codes(plan: Plan, *, asked: bool) -> Table | None:
+    """What gradients cost as they are and as codes, where somebody asks for it or the configuration names a codec."""
     costs, found = plan.coded_costs, plan.rehearsed
     section = plan.config.get("communication_compression") or {}
-    if not costs or (plan.machine.nodes == 1 and found.codec is None and section.get("gradients") is None):
+    if not costs or not (asked or found.codec is not None or section.get("gradients") is not None):
         return None
     table = Table(title="Gradients as codes: one rank in one step", title_justify="left")
     for heading in ("", "bits", "sent", "on the links", "codec", "together", "pays", "error feedback"):
@@ -195,14 +197,14 @@ def _codes(plan: Plan) -> Table | None:
             "as they are" if is_plain else f"{cost.name} (this plan)" if asked else cost.name,
             f"{cost.bits:.2f}",
             in_words(cost.nbytes),
-            _seconds(cost.link_seconds),
-            "" if is_plain else _seconds(cost.codec_seconds),
-            _seconds(cost.seconds),
+            seconds_in_words(cost.link_seconds),
+            "" if is_plain else seconds_in_words(cost.codec_seconds),
+            seconds_in_words(cost.seconds),
             "" if is_plain else "yes" if cost.seconds < plain.seconds else "no",
             in_words(cost.kept) if cost.kept else "",
         )
     best = min(costs, key=lambda cost: cost.seconds)
-    spared = _seconds(plain.seconds - best.seconds)
+    spared = seconds_in_words(plain.seconds - best.seconds)
     verdict = "None pays on these links." if best is plain else f"{best.name} spares most, {spared} a step."
     how = "of one core, as measured" if plan.request.kind == "cpu" else "estimated from kernels and their bytes"
     table.caption = f"{verdict} Nothing hides behind computation here. Times of codecs: {how}."
@@ -210,7 +212,8 @@ def _codes(plan: Plan) -> Table | None:
     return table
 
 
-def _seconds(seconds: float) -> str:
+def seconds_in_words(seconds: float) -> str:
+    """Returns seconds as people read them: ``3.124 s``, ``9.40 ms``."""
     return f"{seconds:,.3f} s" if seconds >= 0.1 else f"{1e3 * seconds:,.2f} ms"
 
 
@@ -222,8 +225,11 @@ def _times(plan: Plan) -> Table | None:
     table.add_column()
     table.add_column(justify="right")
     for name, seconds in bounds.items():
-        table.add_row(name, f"{seconds:,.3f} s")
-    table.add_row("all of it at once, perfectly overlapped", f"{max(bounds.values()):,.3f} s", style="bold")
+        table.add_row(name, seconds_in_words(seconds))
+    table.add_row("all of it at once, perfectly overlapped", seconds_in_words(max(bounds.values())), style="bold")
+    if plan.tokens_per_second is not None:
+        table.caption = f"{plan.tokens:,} tokens a step: {plan.tokens_per_second:,.0f} tokens per second at most."
+        table.caption_justify = "left"
     return table
 
 
@@ -247,17 +253,26 @@ def _verdict(plan: Plan) -> Text:
         )
     if plan.nvme_bytes:
         lines.append(f"Disk: {in_words(plan.nvme_bytes)} per node.")
+    if plan.better_accumulation is not None and plan.idle is not None:
+        steps, idle = plan.better_accumulation
+        lines.append(
+            f"Pipeline: the stages wait for each other {plan.idle.share:.0%} of the time that they compute, with "
+            f"{plan.accumulation_steps} micro-batch(es) per step. With gradient_accumulation_steps {steps} "
+            f"(--accumulation {steps}) they wait {idle.share:.0%}."
+        )
     if not plan.fits:
         lines.append(
             "What makes it fit, each planned:" if plan.suggestions else "No change that was tried makes it fit."
         )
         for change, other in plan.suggestions:
-            seconds = f", a step takes at least {other.step_seconds:,.2f} s" if other.step_seconds else ""
+            seconds = f", a step takes at least {seconds_in_words(other.step_seconds)}" if other.step_seconds else ""
             host = f", {in_words(other.host_bytes)} of host memory per node" if other.host_bytes else ""
             lines.append(f"  - {change}: {in_words(other.device_bytes)} on the device{host}{seconds}")
-    return Text("\n" + "\n".join(lines))
+    return Text("\n".join(lines) + "\n")
 
 
-def _as_sold(nbytes: int) -> str:
-    """Bytes in powers of ten."""
+def _memory_in_words(nbytes: int) -> str:
+    """Returns a device's memory: in powers of ten where somebody gave it so, otherwise as drivers report it."""
+    if nbytes % 10**6:
+        return in_words(nbytes)
     return f"{nbytes / 1e9:,.4g} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:,.4g} MB"

@@ -17,10 +17,10 @@ from deepspeed.plan.degrees import DEGREES, at_degrees
 from deepspeed.plan.devices import Machine, in_words
 from deepspeed.plan.longest import longest_sequence
 from deepspeed.plan.planner import make_plan
-from deepspeed.plan.result import Plan, Request
-from deepspeed.plan.show import as_text
+from deepspeed.plan.result import MUCH_IDLE, Plan, Request
+from deepspeed.plan.show import as_text, seconds_in_words
 
-AXES = ("world", "stage", "offload", "micro_batch", "checkpointing", *DEGREES)
+AXES = ("world", "stage", "offload", "micro_batch", "accumulation", "checkpointing", *DEGREES)
 _OFFLOADS = ("none", "cpu", "nvme")
 
 
@@ -114,6 +114,7 @@ def _at(request: Request, place: dict[str, Any]) -> Request:
         config=config,
         machine=machine,
         micro_batch=place.get("micro_batch", request.micro_batch),
+        accumulation=place.get("accumulation", request.accumulation),
         checkpointing=place.get("checkpointing", request.checkpointing),
     )
     return at_degrees(request, **{axis: place[axis] for axis in DEGREES if axis in place})
@@ -143,37 +144,52 @@ def _spread(machine: Machine, world: int) -> Machine:
 
 
 def sweep_text(points: Sequence[Point], width: int = 110) -> str:
-    """The frontier as a table: what fits, what it needs, how long a step takes at least.
+    """Returns the table of a sweep: what fits, what it needs, and how many tokens per second it trains at most.
 
-    A point is on the frontier (``*``) if it fits and no other that fits with the same world needs both less device
-    memory and a shorter step.
+    A ``*`` marks the points of :func:`frontier`. Steps are not compared: their batches differ.
     """
     axes = list(points[0].place) if points else []
-    table = Table(title="Sweep, per device and node", title_justify="left")
-    for heading in (*axes, "fits", "device", "host per node", "files per node", "step at least", ""):
-        table.add_column(heading, justify="left" if heading in ("fits", "") else "right")
-    refusals = []
+    rows, refusals = [], []
     best = frontier(points)
     for point in points:
         place = [_words(value) for value in point.place.values()]
         if point.plan is None:
-            refusals.append(
-                f"{', '.join(f'{k}={_words(v)}' for k, v in point.place.items() if v != '')}: {point.refusal}"
-            )
-            table.add_row(*place, "refused", "", "", "", "", f"({len(refusals)})")
+            shown = ", ".join(f"{key}={_words(value)}" for key, value in point.place.items() if value != "")
+            refusals.append(f"{shown}: {point.refusal}")
+            rows.append([*place, "refused", *[""] * 5, f"({len(refusals)})"])
             continue
         plan = point.plan
-        seconds = "" if plan.step_seconds is None else f"{plan.step_seconds:,.3f} s"
-        table.add_row(
-            *place,
-            "yes" if plan.fits else "no",
-            in_words(plan.device_bytes),
-            in_words(plan.host_bytes) if plan.host_bytes else "",
-            in_words(plan.nvme_bytes) if plan.nvme_bytes else "",
-            seconds,
-            "*" if point in best else "",
+        rows.append(
+            [
+                *place,
+                "yes" if plan.fits else "no",
+                in_words(plan.device_bytes),
+                in_words(plan.host_bytes) if plan.host_bytes else "",
+                in_words(plan.nvme_bytes) if plan.nvme_bytes else "",
+                "" if plan.step_seconds is None else seconds_in_words(plan.step_seconds),
+                "" if plan.tokens_per_second is None else f"{plan.tokens_per_second:,.0f}",
+                "*" if point in best else "",
+            ]
         )
+    headings = (*axes, "fits", "device", "host per node", "files per node", "step at least", "tokens/s at most", "")
+    used = [place for place in range(len(headings)) if any(row[place] for row in rows)]
+    table = Table(title="Sweep, per device and node", title_justify="left")
+    for place in used:
+        table.add_column(headings[place], justify="left" if headings[place] in ("fits", "") else "right")
+    for row in rows:
+        table.add_row(*(row[place] for place in used))
     notes = [Text(f"({number}) {sentence}") for number, sentence in enumerate(refusals, 1)]
+    waiting = [point.plan for point in points if point.plan is not None and point.plan.better_accumulation is not None]
+    if waiting:
+        most = max(waiting, key=lambda plan: plan.idle.share if plan.idle is not None else 0.0)
+        assert most.better_accumulation is not None and most.idle is not None
+        notes.append(
+            Text(
+                f"Pipelines: in {len(waiting)} combination(s) the stages wait for each other more than "
+                f"{MUCH_IDLE:.0%} of the time that they compute, {most.idle.share:.0%} at most. More micro-batches per "
+                f"step help: --accumulation {most.better_accumulation[0]}, or the axis accumulation=1,8,32."
+            )
+        )
     return as_text([table, *notes], width)
 
 
@@ -181,15 +197,29 @@ def _words(value: Any) -> str:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
 
 
+_SAME_MEMORY = 0.05
+"""Share of a device's usable memory: nobody gives up tokens per second to save less."""
+
+
 def frontier(points: Sequence[Point]) -> list[Point]:
-    """The points that fit and that no other of the same world beats in memory and time."""
-    fitting = [point for point in points if point.plan is not None and point.plan.fits]
+    """Returns the points that fit and that no other of the same world beats.
 
-    def beats(one: Point, other: Point) -> bool:
-        if one.plan is None or other.plan is None or one.plan.machine.ranks != other.plan.machine.ranks:
+    A point beats another if it trains more tokens per second and needs no more device memory, but for a twentieth of
+    what is usable; at equally many tokens per second, the one that needs less memory beats the other.
+    """
+    fitting = [point.plan for point in points if point.plan is not None and point.plan.fits]
+
+    def beats(one: Plan, other: Plan) -> bool:
+        if one.machine.ranks != other.machine.ranks:
             return False
-        mine = (one.plan.device_bytes, one.plan.step_seconds or 0.0)
-        its = (other.plan.device_bytes, other.plan.step_seconds or 0.0)
-        return all(a <= b for a, b in zip(mine, its, strict=True)) and mine != its
+        mine, its = (
+            (one.tokens_per_second or 0.0, -one.device_bytes),
+            (other.tokens_per_second or 0.0, -other.device_bytes),
+        )
+        return mine > its and one.device_bytes <= other.device_bytes + _SAME_MEMORY * other.machine.usable
 
-    return [point for point in fitting if not any(beats(other, point) for other in fitting)]
+    return [
+        point
+        for point in points
+        if point.plan is not None and point.plan.fits and not any(beats(other, point.plan) for other in fitting)
+    ]

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from deepspeed.comm.mesh import DATA, EXPERT, PIPE, SEQUENCE, Mesh
+from deepspeed.comm.mesh import DATA, EXPERT, PIPE, SEQUENCE, TENSOR, Mesh
 from deepspeed.plan.devices import Machine
 from deepspeed.plan.flow import Flow
 
@@ -100,10 +100,37 @@ def _to_neighbours(nbytes: int, machine: Machine, mesh: Mesh, rank: int) -> tupl
     return inside, nbytes - inside
 
 
+_WEIGHT_GRADIENTS = 1 / 3
+"""Most of a step's arithmetic that gradients of weights can take; while one is computed, a sum may be on its way."""
+
+
+def exposed_seconds(flow: Flow, moved: Sequence[Travel], machine: Machine) -> float:
+    """Returns the seconds of a step in which a rank waits for exchanges between two computations, at least.
+
+    The next computation needs the result of every exchange between tensor ranks, and of every ``all_to_all`` of
+    sequences or experts. Only sums of a backward between tensor ranks hide: each behind the gradient of one weight.
+    """
+    device = machine.device
+    if device.flops <= 0:
+        return 0.0
+    tensor = sum(_seconds(t, machine) for t in moved if t.axis == TENSOR)
+    others = sum(_seconds(t, machine) for t in moved if t.name == "all_to_all" and t.axis in (SEQUENCE, EXPERT))
+    hidden = _WEIGHT_GRADIENTS * flow.flops / device.flops
+    return others + tensor / 2 + max(0.0, tensor / 2 - hidden)
+
+
+def _seconds(moved: Travel, machine: Machine) -> float:
+    """Returns the seconds of a collective; links inside the node and the network between nodes work at once."""
+    link, network = machine.device.link, machine.network
+    inside, between = (moved.inside / link if link > 0 else 0.0), (moved.between / network if network > 0 else 0.0)
+    return max(inside, between)
+
+
 def lower_bounds(flow: Flow, moved: Sequence[Travel], machine: Machine) -> dict[str, float]:
     """Seconds that each resource is busy in a step, at least; empty where the device's rates are not known.
 
-    They may all work at once, so the step takes no less than the longest.
+    They may all work at once, so the step takes no less than the longest. What cannot work at once (arithmetic, and
+    the exchanges that it waits for) is an entry of its own.
     """
     device = machine.device
     disk = (flow.read + flow.written) * machine.devices_per_node
@@ -114,4 +141,8 @@ def lower_bounds(flow: Flow, moved: Sequence[Travel], machine: Machine) -> dict[
         "link to the host": (max(flow.down, flow.up), device.host_link),
         "disk of the node": (disk, machine.disk),
     }
-    return {name: amount / rate for name, (amount, rate) in amounts.items() if rate > 0 and amount > 0}
+    found = {name: amount / rate for name, (amount, rate) in amounts.items() if rate > 0 and amount > 0}
+    exposed = exposed_seconds(flow, moved, machine)
+    if exposed > 0 and "arithmetic" in found:
+        found["arithmetic, and exchanges that it waits for"] = found["arithmetic"] + exposed
+    return found

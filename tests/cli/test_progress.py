@@ -29,6 +29,19 @@ def test_what_takes_long_is_shown(monkeypatch, stream):
         assert stream.getvalue() == "ds_plan: counting ... 0 s\n"
 
 
+def test_a_long_line_does_not_wrap(monkeypatch):
+    """A line that wraps could not be taken away again."""
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(progress, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setenv("COLUMNS", "30")
+    with progress.progress("ds_plan") as shown:
+        shown.doing("counting " * 9)
+        time.sleep(0.3)
+    line, rest = stream.getvalue().removeprefix("\r").split("\x1b[K", 1)
+    assert len(line) == 29 and rest == "\r\x1b[K"
+
+
 def test_what_is_quick_is_not(monkeypatch):
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)

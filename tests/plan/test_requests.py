@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from deepspeed.config import parse
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.plan import DecoderShape
 from deepspeed.plan.devices import DEVICES, in_words, read_bytes
-from deepspeed.plan.sweep import read_axes
+from deepspeed.plan.sweep import Point, frontier, read_axes, sweep_text
 from deepspeed.zero.placement import Home
 from deepspeed.zero.storage import Kind
 
@@ -263,6 +264,63 @@ def test_sweep(tmp_path, capsys):
     assert in_words(3 * 2**30) == "3.00 GiB"
 
 
+def test_a_sweep_compares_tokens_per_second():
+    """Larger degrees make steps shorter and batches smaller; that alone is no reason to choose them."""
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "bf16": {"enabled": True}}
+    shape = DecoderShape(layers=2, hidden=256, heads=8, vocab=512)
+    points = []
+    for tensor in (1, 4):
+        made = plan(shape, config, devices_per_node=8, tensor=tensor, sequence_length=2048, suggest=False)
+        points.append(Point({"tensor": tensor}, made))
+    whole, cut = (point.plan for point in points)
+    assert cut.step_seconds < whole.step_seconds and cut.tokens_per_second < whole.tokens_per_second
+    assert cut.device_bytes < whole.device_bytes, "by far less than a twentieth of a device"
+    assert whole.tokens == 4 * cut.tokens == 8 * whole.request.sequence_length
+    assert frontier(points) == points[:1]
+    text = sweep_text(points)
+    assert f"{whole.tokens_per_second:,.0f}" in text and "host per node" not in text
+    assert whole.to_dict()["tokens_per_second_at_most"] == whole.tokens_per_second
+
+
+def test_sums_of_tensor_ranks_are_waited_for():
+    made = plan(devices_per_node=8, tensor=4, suggest=False)
+    bounds = made.lower_bounds
+    sums = sum(row.inside for row in made.travels if row.axis == "tensor") / made.machine.device.link
+    waits = bounds["arithmetic, and exchanges that it waits for"] - bounds["arithmetic"]
+    assert sums / 2 <= waits <= sums and made.step_seconds >= bounds["arithmetic"] + sums / 2
+    assert "arithmetic, and exchanges that it waits for" not in plan(devices_per_node=8, suggest=False).lower_bounds
+
+
+def test_a_pipeline_that_waits_is_advised_to_accumulate(capsys):
+    sizes = ["--layers", "4", "--hidden", "64", "--heads", "4", "--vocab", "256", "--no-suggestions"]
+    assert main([*sizes, "--devices", "4", "--pipe", "4"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    steps = int(re.search(r"\(--accumulation (\d+)\) they wait", shown)[1])
+    assert shown.index("Device: fits") < shown.index("Memory of one rank in a step"), "the verdict comes first"
+    assert main([*sizes, "--devices", "4", "--pipe", "4", "--accumulation", str(steps)]) == 0
+    shown = capsys.readouterr().out
+    assert f"micro-batch 1 x {steps}" in shown and "Pipeline: the stages wait" not in shown
+    assert main([*sizes, "--devices", "4", "--sweep", "pipe=1,4", f"accumulation=1,{steps}"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "in 1 combination(s) the stages wait" in shown
+    assert main([*sizes, "--accumulation", "0"]) == 2
+    assert "--accumulation: expected 1 or more, found 0" in capsys.readouterr().err
+
+
+def test_codecs_are_shown_to_whoever_asks(capsys):
+    sizes = ["--layers", "2", "--hidden", "64", "--heads", "4", "--vocab", "256", "--nodes", "2", "--devices", "2"]
+    assert main(sizes) == 0
+    assert "Gradients as codes" not in capsys.readouterr().out
+    assert main([*sizes, "--codes"]) == 0
+    assert "Gradients as codes" in capsys.readouterr().out
+
+
+def test_an_accumulation_replaces_the_global_batch():
+    made = plan(config={**CONFIG, "train_batch_size": 8}, accumulation=3, micro_batch=2, suggest=False)
+    assert (made.micro_batch, made.accumulation_steps) == (2, 3)
+    assert any("train_batch_size was left out" in notice for notice in made.notices)
+
+
 def test_models_that_cannot_be_planned():
     for name, said in (
         ("needs_sizes", "needs layers, hidden; give a function"),
@@ -409,7 +467,14 @@ def refuses_checkpointing(supports):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"), [("80GB", "with 80 GB"), ("1.5GB", "with 1.5 GB"), ("6MB", "with 6 MB"), ("1.5TB", "1,500 GB")]
+    ("given", "said"),
+    [
+        ("80GB", "with 80 GB"),
+        ("1.5GB", "with 1.5 GB"),
+        ("6MB", "with 6 MB"),
+        ("1.5TB", "1,500 GB"),
+        ("64GiB", "with 64.00 GiB"),
+    ],
 )
 def test_the_memory_of_a_device_is_told_as_given(given, said):
     assert said in plan(device="other", device_memory=given, suggest=False).table()
