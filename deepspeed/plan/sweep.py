@@ -172,12 +172,12 @@ def sweep_text(points: Sequence[Point], width: int = 110) -> str:
             ]
         )
     headings = (*axes, "fits", "device", "host per node", "files per node", "step at least", "tokens/s at most", "")
-    used = [place for place in range(len(headings)) if any(row[place] for row in rows)]
+    used = [column for column in range(len(headings)) if any(row[column] for row in rows)]
     table = Table(title="Sweep, per device and node", title_justify="left")
-    for place in used:
-        table.add_column(headings[place], justify="left" if headings[place] in ("fits", "") else "right")
+    for column in used:
+        table.add_column(headings[column], justify="left" if headings[column] in ("fits", "") else "right")
     for row in rows:
-        table.add_row(*(row[place] for place in used))
+        table.add_row(*(row[column] for column in used))
     notes = [Text(f"({number}) {sentence}") for number, sentence in enumerate(refusals, 1)]
     waiting = [point.plan for point in points if point.plan is not None and point.plan.better_accumulation is not None]
     if waiting:
