@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.counters import traffic
 from deepspeed.comm.recorder import timed
 from deepspeed.comm.transport import DoneWork, Piece, Reduction, Transport, Work, scaled_sum
@@ -58,6 +59,15 @@ class NativeTransport(Transport):
     def __init__(self, group: Any, rank: int, size: int, device: torch.device) -> None:
         super().__init__(group, rank, size)
         self.device = device
+        self.runs_on_stream = device.type != "cpu"
+
+    def guard(self, blocking: Callable[[], Any], ticket: tuple[str, int], label: str) -> None:
+        """See the class this one derives from."""
+        super().guard(blocking, ticket, label)
+        if self.runs_on_stream and self.watch is not None:
+            reached = get_accelerator().Event()
+            reached.record()
+            self.watch.follow(reached, *ticket, label, self.ranks)
 
     def _work(
         self, work: Any, channel: str, key: int, label: str, finish: Callable[[], None] | None, keep: Any

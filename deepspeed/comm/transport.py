@@ -174,6 +174,7 @@ class Transport:
         party: How this rank takes part in the process group; None where it waits for nobody.
         scope: Begins the names of its channels.
         axis: Name of the axis that the ranks lie along, for the books of what travels.
+        runs_on_stream: Transfers run on a stream of the device, and so do waits for them.
         is_exact: What is gathered is what was there. Otherwise it is what some codes stand for, on all ranks the same
             (``comm.coded``): in this rank's own slice too.
     """
@@ -182,6 +183,7 @@ class Transport:
     axis = "data"
     is_exact = True
     needs_one_order = False
+    runs_on_stream = False
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
         self.group = group
@@ -247,7 +249,7 @@ class Transport:
         if self.watch is None:
             blocking()
         else:
-            self.watch.wait(blocking, *ticket, label, self.ranks)
+            self.watch.wait(blocking, *ticket, label, self.ranks, on_stream=self.runs_on_stream)
         if begun:
             waiting.seconds += time.perf_counter() - begun
 

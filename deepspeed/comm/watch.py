@@ -16,6 +16,15 @@ it must have looked again in the same wait: then all of them wait indeed. Layers
 they are (:meth:`Watch.stand`): a rank that has got there may need the others there, whatever it does until it says
 something else, and as all ranks pass the same places in the same order, such words serve as those of a wait do.
 
+Where transfers run on a stream of the device (NCCL), a wait does not block the host: the stream waits, and the host
+goes on until it needs a result, perhaps in a call of the program that nobody supervises (``loss.item()``). So an event
+is recorded behind every such wait (:meth:`Watch.follow`), and the oldest that the device has not come to is what the
+rank waits for. Transfers that the rank issues later are queued behind it, so a circle of such waits is as certain as
+one of hosts. When ranks wait in vain, the communicators are aborted, which ends their kernels without an error;
+whatever waits afterwards raises.
+
+A rank whose process was killed posts nothing. The other ranks of its machine find that the process is gone.
+
 A rank whose program ends posts that as its last word, so that one that still waits for it can say so. One that fails
 where others depend on it may post why (:meth:`Watch.tell_failure`), and they raise with its words.
 """
@@ -30,13 +39,14 @@ import re
 import threading
 import time
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
 from deepspeed.comm.beside import TrainingThread
+from deepspeed.comm.processes import has_ended, this_process
 from deepspeed.errors import CommunicationError, DivergenceError
 
 _PERIOD = 0.2  # seconds between looks at the store, and the shortest wait worth one
@@ -58,6 +68,7 @@ class Awaited:
         members: The ranks that take part in it.
         label: In words.
         since: Start of the wait, in seconds of the monotonic clock.
+        on_stream: Whether the transfer runs on a stream of the device, behind all that was queued before it.
     """
 
     channel: str
@@ -65,6 +76,14 @@ class Awaited:
     members: tuple[int, ...]
     label: str
     since: float
+    on_stream: bool = False
+
+
+class Reached(Protocol):
+    """An event of the device, recorded behind the wait for a transfer."""
+
+    def query(self) -> bool:
+        """Returns whether the device has come to it."""
 
 
 class Member(Protocol):
@@ -116,6 +135,7 @@ class Watch:
         self._issued: dict[str, int] = defaultdict(int)
         self._keys: dict[str, dict[int, int]] = defaultdict(dict)  # of a channel's latest transfers, by number
         self._awaited: Awaited | None = None
+        self._on_device: deque[tuple[Awaited, Reached]] = deque()  # waits of streams, in their order
         self._stood: Awaited | None = None  # the latest that this rank said of a place
         self._verdict: str | None = None
         self._farewell: str | None = None  # of a rank that this one waited for
@@ -124,6 +144,8 @@ class Watch:
         self._patience = _GRACE
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
+        self._processes: dict[int, str] = {}  # of other ranks, as they have posted themselves
+        self.store.set(self._key(f"process/{rank}"), this_process())
         self._at_exit = functools.partial(_say_farewell, weakref.ref(self))
         atexit.register(self._at_exit)
 
@@ -175,6 +197,7 @@ class Watch:
         members: tuple[int, ...],
         *,
         patience: float | None = None,
+        on_stream: bool = False,
     ) -> None:
         """Runs a blocking wait.
 
@@ -185,12 +208,13 @@ class Watch:
             label: What travels.
             members: The ranks that take part in it; none if anybody may.
             patience: Seconds in which a failed wait may still find its explanation; None: a few, the first time.
+            on_stream: As of :class:`Awaited`.
 
         Raises:
             DivergenceError: What it waits for can never come.
             CommunicationError: The transfer failed otherwise, or its communicator was aborted meanwhile.
         """
-        awaited = Awaited(channel, index, members, label, time.monotonic())
+        awaited = Awaited(channel, index, members, label, time.monotonic(), on_stream)
         # Beside training there is nobody to hold up: the end of a peer breaks the connection, and that will do.
         beside = self._training.is_elsewhere()
         if not beside:
@@ -207,6 +231,25 @@ class Watch:
         if self._has_aborted:
             # Where transfers run on a stream, an aborted one ends without an error and leaves its buffers as they were.
             raise self._explain(RuntimeError("the communicator was aborted"), awaited, 0.0)
+
+    def follow(self, reached: Reached, channel: str, index: int, label: str, members: tuple[int, ...]) -> None:
+        """Supervises a wait of a stream, which does not block the host.
+
+        Args:
+            reached: Recorded on the stream, behind its wait for the transfer.
+            channel: Of the transfer.
+            index: Its number on the channel.
+            label: What travels.
+            members: The ranks that take part in it.
+        """
+        self._begin_watching()
+        self._on_device.append((Awaited(channel, index, members, label, time.monotonic(), True), reached))
+
+    def _stuck_on_device(self) -> Awaited | None:
+        """Returns the oldest wait of a stream that is not over. Forgets those that are."""
+        while self._on_device and self._on_device[0][1].query():
+            self._on_device.popleft()
+        return self._on_device[0][0] if self._on_device else None
 
     def stand(self, awaited: Awaited) -> None:
         """Says where this rank may wait from now on, in code that supervises no wait."""
@@ -257,13 +300,17 @@ class Watch:
 
     def look_after_long_wait(self) -> bool:
         """What the watching thread does each period; returns whether it goes on."""
-        awaited = self._awaited
         if self._is_over:
             return False
+        awaited, blocks_host = self._awaited, True
+        stuck = self._stuck_on_device()
+        if stuck is not None and (awaited is None or awaited.on_stream):
+            # What the host waits for comes behind it in the stream.
+            awaited, blocks_host = stuck, awaited is not None
         if awaited is None or time.monotonic() - awaited.since < _PERIOD:
             return True
         try:
-            self._verdict = self._look(awaited)
+            self._verdict = self._look(awaited, blocks_host=blocks_host)
         except RuntimeError:
             return False  # the store went with the rank that held it; the waiting thread sees the broken connection
         if self.is_in_vain():
@@ -275,8 +322,13 @@ class Watch:
                     connection.close()
         return not self.is_in_vain()
 
-    def _look(self, awaited: Awaited) -> str | None:
-        """Posts what this rank waits for; returns the verdict if some ranks and this one wait in vain."""
+    def _look(self, awaited: Awaited, *, blocks_host: bool) -> str | None:
+        """Posts what this rank waits for; returns the verdict if some ranks and this one wait in vain.
+
+        Args:
+            awaited: What it waits for.
+            blocks_host: Whether its host waits too, and not only a stream of its device.
+        """
         self._looks += 1
         mine = {
             "look": self._looks,
@@ -284,6 +336,8 @@ class Watch:
             "index": awaited.index,
             "members": awaited.members,
             "label": awaited.label,
+            "on_stream": awaited.on_stream,
+            "blocks_host": blocks_host,
             "issued": dict(self._issued),
             "key": self._key_of(awaited.channel, awaited.index),
         }
@@ -297,12 +351,30 @@ class Watch:
         self._farewell = _farewell_of(awaited, posts)
         if self._farewell is not None:
             return None
+        if (dead := self._dead_among(posts)) is not None:
+            self._failure = _words_for_dead(dead, self.rank, awaited)
+            self.tell_failure(self._failure)
+            return None
         circle = circle_through(self.rank, posts) or self._parted_from(posts)
         if not self._is_still_there({rank: posts[rank] for rank in circle}):
             return None
         verdict = _sentence({rank: posts[rank]["label"] for rank in circle})
         self.store.set(self._key(_VERDICT), verdict)
         return verdict
+
+    def _dead_among(self, posts: dict[int, dict[str, Any]]) -> int | None:
+        """Returns a rank of this machine, among those that are waited for, whose process has ended without a word."""
+        for rank, post in posts.items():
+            if rank == self.rank or post.get("has_left"):
+                continue
+            if rank not in self._processes:
+                key = self._key(f"process/{rank}")
+                if not self.store.check([key]):
+                    continue
+                self._processes[rank] = self._read(f"process/{rank}")
+            if has_ended(self._processes[rank]):
+                return rank
+        return None
 
     def _is_still_there(self, circle: dict[int, dict[str, Any]]) -> bool:
         """Whether every rank of ``circle`` has looked again, in the same wait, since the circle was first seen."""
@@ -422,6 +494,14 @@ def _farewell_of(awaited: Awaited, posts: dict[int, dict[str, Any]]) -> str | No
     )
 
 
+def _words_for_dead(rank: int, me: int, awaited: Awaited) -> str:
+    return (
+        f"the process of rank {rank} has died (killed, or crashed without an error message), while rank {me} waits for "
+        f"{awaited.label}. Look at the end of the output of rank {rank}, and in the kernel's log for the out-of-memory "
+        "killer"
+    )
+
+
 def _plain(error: RuntimeError) -> str:
     """The backend's words without its source lines and advice."""
     return re.sub(r"^\[\S+:\d+\] ", "", str(error)).split(" This is typically caused")[0]
@@ -462,14 +542,18 @@ def circle_through(start: int, posts: dict[int, dict[str, Any]]) -> list[int]:
 
 
 def _lacking(rank: int, posts: dict[int, dict[str, Any]]) -> Iterator[int]:
-    """Ranks that have not issued what ``rank`` waits for, and wait themselves."""
+    """Ranks that have not issued what ``rank`` waits for, and cannot issue it before their own wait is over.
+
+    A rank whose host runs on while its stream waits may still issue transfers on the host; those on the device would
+    come behind the wait in the stream.
+    """
     awaited = posts[rank]
     for other in awaited["members"]:
-        if (
-            other != rank
-            and "members" in posts.get(other, {})
-            and posts[other]["issued"].get(awaited["channel"], 0) < awaited["index"]
-        ):
+        theirs = posts.get(other, {})
+        if other == rank or "members" not in theirs:
+            continue
+        is_held_up = theirs.get("blocks_host", True) or awaited.get("on_stream", False)
+        if is_held_up and theirs["issued"].get(awaited["channel"], 0) < awaited["index"]:
             yield other
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import atexit
+import json
+import subprocess
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch.distributed as torch_dist
 
 from deepspeed.comm.connect import create_transport
-from deepspeed.comm.watch import Watch
+from deepspeed.comm.processes import has_ended, this_process
+from deepspeed.comm.watch import Awaited, Watch
 from deepspeed.errors import CommunicationError, DivergenceError
 from tests.harness import run_ranks
 
@@ -61,6 +65,81 @@ def test_nothing_is_taken_from_an_aborted_communicator():
         mine.wait(ends_quietly, "step", 2, "the agreement of the update", BOTH)
     with pytest.raises(CommunicationError, match="rank 1 has ended"):
         mine.wait(lambda: None, "gather", 1, "a later gather", BOTH)
+
+
+class Reached:
+    """An event of a device."""
+
+    def __init__(self):
+        self.is_over = False
+
+    def query(self):
+        return self.is_over
+
+
+def look_at_both(mine, other, times=4):
+    for _ in range(times):
+        for watch in (mine, other):
+            watch.look_after_long_wait()
+        time.sleep(0.21)
+
+
+def test_streams_that_wait_in_a_circle():
+    """Neither host waits: what would is a read of the loss, in the program."""
+    aborted, (mine, other) = pair_of_watches()
+    for watch, channel in ((mine, "gathers"), (other, "order")):
+        earlier = Reached()
+        watch.follow(earlier, channel, watch.issue(channel), f"the first of the {channel}", BOTH)
+        watch.issue("order" if channel == "gathers" else "gathers")
+        earlier.is_over = True
+        watch.follow(Reached(), channel, watch.issue(channel), f"the second of the {channel}", BOTH)
+    look_at_both(mine, other)
+    assert aborted.is_set()
+    for watch in (mine, other):
+        with pytest.raises(DivergenceError, match="rank 0 waits for the second of the gathers; rank 1 waits for the s"):
+            watch.wait(lambda: None, "step", 1, "the update", BOTH)
+
+
+def test_a_stream_that_waits_does_not_hold_up_its_host():
+    """Rank 0 waits on the host for something that rank 1, whose stream waits for rank 0, may still do."""
+    aborted, (mine, other) = pair_of_watches()
+    reached = Reached()
+    other.follow(reached, "gathers", other.issue("gathers"), "a gather", BOTH)
+    mine._awaited = Awaited("save", mine.issue("save"), BOTH, "a checkpoint", 0.0)
+    look_at_both(mine, other)
+    assert not aborted.is_set()
+    reached.is_over = True
+    assert other._stuck_on_device() is None
+
+
+def test_what_the_host_waits_for_comes_behind_what_its_stream_waits_for():
+    aborted, (mine, other) = pair_of_watches()
+    mine.follow(Reached(), "gathers", mine.issue("gathers"), "a gather", BOTH)
+    mine._awaited = Awaited("step", mine.issue("step"), BOTH, "the update", 0.0, on_stream=True)
+    other.issue("step")
+    other._awaited = Awaited("save", other.issue("save"), BOTH, "a checkpoint", 0.0)
+    look_at_both(mine, other)
+    assert aborted.is_set() and "rank 0 waits for a gather; rank 1 waits for a checkpoint" in mine._verdict
+
+
+def test_a_process_that_died():
+    aborted, (mine, other) = pair_of_watches()
+    child = subprocess.Popen(["sleep", "60"])
+    boot, _, _ = json.loads(this_process())
+    started = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19]
+    other.store.set(other._key("process/1"), json.dumps([boot, child.pid, started]))
+    assert not has_ended(this_process())
+    mine.follow(Reached(), "gathers", mine.issue("gathers"), "a gather", BOTH)
+    look_at_both(mine, mine, 1)
+    assert not aborted.is_set()
+    child.kill()
+    look_at_both(mine, mine, 2)  # ended, and nobody has asked how
+    assert aborted.is_set()
+    with pytest.raises(CommunicationError, match="process of rank 1 has died .* while rank 0 waits for a gather"):
+        mine.wait(lambda: None, "step", 1, "the update", BOTH)
+    child.wait()
+    assert has_ended(json.dumps([boot, child.pid, started]))
+    assert not has_ended(json.dumps(["another machine", child.pid, started]))
 
 
 def test_a_rank_that_had_issued_what_is_awaited_is_not_blamed():

@@ -5,6 +5,6 @@ with simulated_device(ranks=2) as device:
     ...                                     # trains; unordered work raises OrderError at the end of the block
 """
 
-from tests.harness.device.simulation import Device, OrderError, simulated_device
+from tests.harness.device.simulation import Device, OrderError, simulated_device, simulated_rank
 
-__all__ = ["Device", "OrderError", "simulated_device"]
+__all__ = ["Device", "OrderError", "simulated_device", "simulated_rank"]

@@ -7,7 +7,10 @@ one; nothing is measured, so one run stands for every speed that the actors may 
 
 from __future__ import annotations
 
+import threading
 from typing import Any
+
+from tests.harness.device.jobs import Job, unfinished
 
 
 class Actor:
@@ -53,6 +56,9 @@ class Clocks:
         default: The default stream.
         current: The stream that work is queued on now.
         device_is_quick: What an event that nobody has waited for answers when it is asked: whether it was reached.
+        launches: Kernels and copies that the host has queued.
+        waits: How often the host has waited for the device.
+        has_peers: Whether the other ranks are processes that really take part.
     """
 
     def __init__(self, *, device_is_quick: bool = False) -> None:
@@ -61,6 +67,8 @@ class Clocks:
         self.current = self.default
         self.device_is_quick = device_is_quick
         self.streams = [self.default]
+        self.launches = self.waits = 0
+        self.has_peers = False
         self._unnamed = 0
 
     def new_stream(self, name: str | None = None) -> Stream:
@@ -75,13 +83,21 @@ class Clocks:
         return Event(self)
 
     def launch(self) -> Actor:
-        """The actor of a kernel that the host queues now."""
+        """The actor of a kernel that the host queues now.
+
+        The kernel runs at once, so what its stream waits for must really be over; a host that is not behind its device
+        blocks here.
+        """
+        self.launches += 1
+        self.current.finish()
         self.current.learn(self.host.known)
         return self.current
 
     def synchronize(self) -> None:
         """The host waits for all streams."""
+        self.waits += 1
         for stream in self.streams:
+            stream.finish()
             self.host.learn(stream.known)
 
 
@@ -91,14 +107,23 @@ class Stream(Actor):
     def __init__(self, clocks: Clocks, name: str) -> None:
         super().__init__(name)
         self._clocks = clocks
+        self.jobs: tuple[Job, ...] = ()  # of other ranks and threads, which are not over when they are queued
+
+    def finish(self) -> None:
+        """Blocks until the jobs that this stream waits for are over."""
+        for job in self.jobs:
+            job.wait()
+        self.jobs = ()
 
     def wait_stream(self, other: Stream) -> None:
         self.learn(self._clocks.host.known)
         self.learn(other.known)
+        self.jobs = unfinished(self.jobs, other.jobs)
 
     def wait_event(self, event: Event) -> None:
         self.learn(self._clocks.host.known)
         self.learn(event.known)
+        self.jobs = unfinished(self.jobs, event.jobs)
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event if event is not None else Event(self._clocks)
@@ -106,6 +131,8 @@ class Stream(Actor):
         return event
 
     def synchronize(self) -> None:
+        self._clocks.waits += 1
+        self.finish()
         self._clocks.host.learn(self.known)
 
     def query(self) -> bool:
@@ -118,19 +145,29 @@ class Event:
     def __init__(self, clocks: Clocks) -> None:
         self._clocks = clocks
         self.known: dict[Actor, int] = {}
+        self.jobs: tuple[Job, ...] = ()
 
     def record(self, stream: Stream | None = None) -> None:
         stream = stream if stream is not None else self._clocks.current
         self.known = {**stream.known}
+        self.jobs = unfinished(stream.jobs)
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream if stream is not None else self._clocks.current).wait_event(self)
 
     def synchronize(self) -> None:
+        self._clocks.waits += 1
+        for job in self.jobs:
+            job.wait()
         self._clocks.host.learn(self.known)
 
     def query(self) -> bool:
         host = self._clocks.host
+        if self._clocks.has_peers:  # jobs of other ranks say how far the device is
+            is_reached = not unfinished(self.jobs)
+            if is_reached and threading.current_thread() is threading.main_thread():
+                host.learn(self.known)
+            return is_reached
         if all(host.has_seen(actor, time) for actor, time in self.known.items()):
             return True
         if self._clocks.device_is_quick:

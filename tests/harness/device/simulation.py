@@ -21,6 +21,7 @@ from tests.harness.device.clocks import Actor, Clocks
 from tests.harness.device.collectives import MirrorWorld
 from tests.harness.device.memory import Memory
 from tests.harness.device.operations import Operations
+from tests.harness.device.peers import connected
 from tests.harness.device.places import Place
 from tests.harness.device.surface import tensors_say_where_they_are
 
@@ -34,18 +35,36 @@ class Device:
 
     Attributes:
         accelerator: As ``get_accelerator()`` returns it.
-        world: The other ranks.
+        clocks: Streams, and the counts of launches and waits.
     """
 
-    def __init__(self, memory: Memory, accelerator: SimulatedAccelerator, world: MirrorWorld) -> None:
+    def __init__(self, memory: Memory, accelerator: SimulatedAccelerator, world: MirrorWorld | None) -> None:
         self._memory = memory
         self.accelerator = accelerator
-        self.world = world
+        self.clocks = memory.clocks
+        self._world = world
+
+    @property
+    def world(self) -> MirrorWorld:
+        """The other ranks, where they are mirrors of this one."""
+        assert self._world is not None, "the other ranks are processes"
+        return self._world
 
     @property
     def findings(self) -> list[str]:
         """The sentences so far."""
         return self._memory.findings
+
+
+@contextmanager
+def simulated_rank() -> Iterator[Device]:
+    """As :func:`simulated_device`, in a rank of ``run_ranks(..., backend=None)``: the other ranks are the others there.
+
+    Raises:
+        OrderError: Some work of this rank was not ordered.
+    """
+    with _simulated(Clocks(), None) as device:
+        yield device
 
 
 @contextmanager
@@ -61,10 +80,15 @@ def simulated_device(*, ranks: int = 1, rank: int = 0, quick: bool = False) -> I
         OrderError: Some work was not ordered.
     """
     clocks = Clocks(device_is_quick=quick)
+    with _simulated(clocks, MirrorWorld(clocks, rank, ranks)) as device:
+        yield device
+
+
+@contextmanager
+def _simulated(clocks: Clocks, world: MirrorWorld | None) -> Iterator[Device]:
     memory = Memory(clocks)
     operations = Operations(clocks, memory)
     accelerator = SimulatedAccelerator(clocks)
-    world = MirrorWorld(clocks, rank, ranks)
     before = get_accelerator()
     set_accelerator(accelerator)
     try:
@@ -73,8 +97,11 @@ def simulated_device(*, ranks: int = 1, rank: int = 0, quick: bool = False) -> I
             stack.enter_context(host_memory_from(_Pages(memory)))
             stack.enter_context(disk_is(_RecordedDisk(operations, memory)))
             stack.enter_context(_bytes_are_read(operations, memory))
-            stack.enter_context(played_by(world))
+            if world is not None:
+                stack.enter_context(played_by(world))
             stack.enter_context(operations)
+            if world is None:
+                stack.enter_context(connected(clocks, operations))
             yield Device(memory, accelerator, world)
     finally:
         set_accelerator(before)

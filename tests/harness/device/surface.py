@@ -52,6 +52,7 @@ def tensors_say_where_they_are(operations: Operations, memory: Memory) -> Iterat
             stack.enter_context(mock.patch.object(torch.Tensor, name, surface.read(getattr(torch.Tensor, name), name)))
         for name, value in surface.attributes().items():
             stack.enter_context(mock.patch.object(torch.Tensor, name, value))
+        stack.enter_context(mock.patch.object(torch.cuda, "get_device_capability", lambda *_: (8, 0)))
         resize = surface.resize(torch.UntypedStorage.resize_)
         stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resize))
         yield

@@ -1,0 +1,47 @@
+"""Whether the process of another rank on this machine is still there."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_NAMESPACE = "/proc/self/ns/pid"
+_STATE, _STARTED = 0, 19  # fields of /proc/PID/stat behind the name of the program
+_ENDED = ("Z", "X")
+
+
+def this_process() -> str:
+    """Returns a name of this process for :func:`has_ended`; it is unlike that of any other process of any machine."""
+    machine, pid = _machine(), os.getpid()
+    return json.dumps([machine, pid, _stat(pid)[_STARTED] if machine else ""])
+
+
+def has_ended(process: str) -> bool:
+    """Returns whether a process has ended; False where this process cannot know, as it runs on another machine.
+
+    Args:
+        process: What :func:`this_process` returned there.
+    """
+    machine, pid, started = json.loads(process)
+    if not machine or machine != _machine():
+        return False
+    try:
+        fields = _stat(pid)
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return fields[_STARTED] != started or fields[_STATE] in _ENDED
+
+
+def _machine() -> str:
+    """Returns a name of what process numbers belong to: a boot of a machine and a container; empty if not on Linux."""
+    try:
+        return f"{_BOOT.read_text().strip()} {os.readlink(_NAMESPACE)}"
+    except OSError:
+        return ""
+
+
+def _stat(pid: int) -> list[str]:
+    # The name of the program stands in parentheses and may hold any character.
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
