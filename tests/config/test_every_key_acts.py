@@ -73,3 +73,11 @@ def test_a_key_that_nothing_reads_says_so() -> None:
     assert len(said) > 100
     assert {name for name, answer in said.items() if answer is False} == COMPARED
     assert {name for name, answer in said.items() if answer is None} == ONE_VALUE
+
+
+def test_no_key_claims_that_an_existing_feature_is_missing() -> None:
+    """Missing features are the rows of ``deepspeed.features``; a key's note may not claim more of them."""
+    notes = {written(entry.path): entry.facts.no_effect or "" for entry in entries(Root)}
+    assert [name for name, note in notes.items() if "exist" in note and "yet" in note] == []
+    given = {"train_batch_size": 8, "use_data_before_expert_parallelism": True}
+    assert not any("expert" in notice for notice in parse(given, dp_world_size=2).notices)

@@ -115,9 +115,9 @@ class Root(Section):
     )
     use_data_before_expert_parallelism: Bool = key(
         False,
-        "Order of the data and expert axes in the layout of ranks.",
+        "Which ranks share the experts of a layer: neighbours (false), or ranks as far apart as possible (true), so that "
+        "neighbours hold the same experts.",
         since="0.12.4",
-        no_effect="expert parallelism does not exist here yet",
     )
     data_parallel_size: Int | None = key(
         None,

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import deepspeed
@@ -47,17 +48,26 @@ def reference(kind: str, world: int) -> tuple[list[list[float]], nn.Module, list
     return losses, model, norms
 
 
-def of_this_rank(parameter: nn.Parameter, whole: torch.Tensor, ep_size: int) -> torch.Tensor:
+def of_this_rank(parameter: nn.Parameter, whole: torch.Tensor, ep_size: int, far: bool = False) -> torch.Tensor:
     if getattr(parameter, "allreduce", True):
         return whole
     local = len(whole) // ep_size
-    place = rank() % ep_size
+    place = rank() // (dist.get_world_size() // ep_size) if far else rank() % ep_size
     return whole[place * local : (place + 1) * local]
 
 
-def check(kind: str, world: int, stage: int, ep_size: int, *, own_optimizer: bool = True, init: bool = False) -> None:
+def check(
+    kind: str,
+    world: int,
+    stage: int,
+    ep_size: int,
+    *,
+    own_optimizer: bool = True,
+    init: bool = False,
+    far: bool = False,
+) -> None:
     losses, trained, norms = reference(kind, world)
-    settings = config(stage, ep_size)
+    settings = config(stage, ep_size, use_data_before_expert_parallelism=far)
     if init:
         with deepspeed.zero.Init(config_dict_or_path=settings):
             model = build(kind)
@@ -79,7 +89,7 @@ def check(kind: str, world: int, stage: int, ep_size: int, *, own_optimizer: boo
     wanted = dict(trained.named_parameters())
     cut = 0
     for name, parameter in engine.module.named_parameters():
-        expected = of_this_rank(parameter, wanted[name].detach(), ep_size)
+        expected = of_this_rank(parameter, wanted[name].detach(), ep_size, far)
         cut += expected is not wanted[name] and len(expected) < len(wanted[name])
         found = safe_get_full_fp32_param(parameter)
         if found is None:
@@ -115,6 +125,7 @@ def test_every_kind_of_model_on_two_ranks() -> None:
 def test_every_stage_on_four_ranks() -> None:
     cells = [("mixtral", stage, {"init": stage == 3}) for stage in range(4)]
     run_ranks(_all_cells, 4, 4, 2, cells, timeout=240)
+    run_ranks(_all_cells, 4, 4, 2, [("mixtral", 1, {"far": True}), ("mixtral", 3, {"far": True})], timeout=240)
     run_ranks(_all_cells, 4, 4, 4, cells, timeout=240)
 
 
