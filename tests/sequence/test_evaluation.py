@@ -104,3 +104,30 @@ def _alone():
 
 def test_one_rank_evaluates():
     run_ranks(_alone, 2)
+
+
+def _whole_sequences_with_positions(modes):
+    """Each rank hands in its own whole sequences, with position ids and any padding mask."""
+    rank = dist.get_rank()
+    for mode in modes:
+        model, whole = llama(vocab_size=13), llama(vocab_size=13).eval()
+        config = {
+            "train_micro_batch_size_per_gpu": 1, "sequence_parallel_size": 2, "sequence_parallel": {"mode": mode},
+        }  # fmt: skip
+        engine = deepspeed.initialize(model=model, config=config)[0]
+        engine.eval()
+        for left, right in ((0, 0), (1 + rank, 0), (0, 2 + rank)):
+            ids = torch.randint(1, 13, (2, 8), generator=torch.Generator().manual_seed(rank))
+            mask = torch.ones_like(ids)
+            mask[0, :left], mask[1, 8 - right :] = 0, 0
+            for positions in (torch.arange(8).expand(2, -1), (mask.cumsum(-1) - 1).clamp(min=0)):
+                given = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "use_cache": False}
+                with torch.no_grad():
+                    found, expected = engine(**given).logits, whole(**given).logits
+                visible = mask.bool()
+                torch.testing.assert_close(found[visible], expected[visible], msg=lambda text: f"{mode}: {text}")  # noqa: B023
+        engine.destroy()
+
+
+def test_each_rank_may_bring_whole_sequences_with_a_mask():
+    run_ranks(_whole_sequences_with_positions, 2, ["ulysses", "ring"])

@@ -30,18 +30,37 @@ Documents = tuple[Row, ...]
 """By sequence of the batch."""
 
 
-def documents_of(positions: torch.Tensor | None, visible: torch.Tensor | None) -> Documents | None:
+def holds_one_sequence_per_rank(positions: torch.Tensor, visible: torch.Tensor, ranks: int) -> bool:
+    """Whether the positions begin again at 0 in every rank's part: each rank was given its own whole sequences.
+
+    Parts without visible tokens, and parts before which nothing is visible, do not contradict that: for them both
+    readings give the same attention. Waits for the device.
+
+    Args:
+        positions: Position ids ``[batch or 1, tokens]`` of all parts, in the order of the ranks.
+        visible: Padding mask ``[batch, tokens]``.
+        ranks: Number of parts.
+    """
+    mask = visible.bool().cpu().unflatten(1, (ranks, -1))
+    places = positions.cpu().expand(visible.size(0), -1).unflatten(1, (ranks, -1))
+    first_visible = mask.int().argmax(-1, keepdim=True)
+    begins = (places[..., 0] == 0) | (places.gather(-1, first_visible)[..., 0] == 0)
+    return bool((begins | ~mask.any(-1))[:, 1:].all())
+
+
+def documents_of(positions: torch.Tensor | None, visible: torch.Tensor | None, parts: int = 1) -> Documents | None:
     """Finds the documents of whole sequences; None where each is one document. Waits for the device.
 
     Args:
         positions: Position ids ``[batch, tokens]``.
         visible: Padding mask ``[batch, tokens]``, True (or 1) for tokens; where it is there, positions do not count.
+        parts: With ``visible``: equal parts of the tokens that do not see each other.
     """
     if visible is not None:
         visible = visible.bool().cpu()
-        if bool(visible.all()):
+        if parts == 1 and bool(visible.all()):
             return None
-        return tuple(_of_mask(row) for row in visible)
+        return tuple(_of_mask(row, parts) for row in visible)
     if positions is None:
         return None
     begins = torch.diff(positions, dim=-1) != 1
@@ -56,19 +75,24 @@ def _lengths(begins: torch.Tensor) -> tuple[int, ...]:
     return tuple(end - start for start, end in zip(starts, starts[1:], strict=False))
 
 
-def _of_mask(visible: torch.Tensor) -> Row:
-    seen = visible.nonzero().flatten()
-    return Row((seen.numel(),) if seen.numel() else (), seen)
+def _of_mask(visible: torch.Tensor, parts: int) -> Row:
+    counts = visible.unflatten(0, (parts, -1)).sum(-1).tolist()
+    return Row(tuple(count for count in counts if count), visible.nonzero().flatten())
 
 
-def document_numbers(positions: torch.Tensor | None, visible: torch.Tensor | None) -> torch.Tensor | None:
+def document_numbers(
+    positions: torch.Tensor | None, visible: torch.Tensor | None, parts: int = 1
+) -> torch.Tensor | None:
     """The same as a number per token, ``[batch, tokens]`` on the host; None where each sequence is one document.
 
     Tokens that are in no document have -1.
     """
     if visible is not None:
         visible = visible.bool().cpu()
-        return None if bool(visible.all()) else visible.long() - 1
+        if parts == 1 and bool(visible.all()):
+            return None
+        numbers = torch.arange(parts).repeat_interleave(visible.size(1) // parts)
+        return numbers.where(visible, -1)
     if positions is None:
         return None
     begins = torch.diff(positions, dim=-1).cpu() != 1

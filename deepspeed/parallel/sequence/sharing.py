@@ -12,8 +12,14 @@ import torch
 from torch import nn
 
 from deepspeed.comm.transport import Transport
+from deepspeed.comm.world import size_of
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.parallel.sequence.documents import Documents, document_numbers, documents_of
+from deepspeed.parallel.sequence.documents import (
+    Documents,
+    document_numbers,
+    documents_of,
+    holds_one_sequence_per_rank,
+)
 from deepspeed.parallel.sequence.wire import wire_of
 
 NAME = "deepspeed_sequence"
@@ -46,7 +52,7 @@ class Sharing:
     _evaluates: bool = False
     _is_left_alone: bool = False
     _gathered: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    _documents: list[tuple[tuple[int, int, int], Any]] = field(default_factory=list)
+    _found: list[tuple[str, torch.Tensor | None, torch.Tensor | None, Any]] = field(default_factory=list)
 
     @property
     def is_on(self) -> bool:
@@ -106,23 +112,43 @@ class Sharing:
         """See ``documents_of``, once for all layers; both of whole sequences, as :meth:`whole` gave them."""
 
         def find() -> Documents | None:
-            found = documents_of(positions, visible)
+            found = documents_of(positions, visible, self.parts(positions, visible))
             return found * batch if found is not None and len(found) == 1 else found
 
-        return self._once((id(positions), id(visible), batch), find)  # type: ignore[no-any-return]
+        return self._once(f"documents of {batch}", positions, visible, find)  # type: ignore[no-any-return]
 
     def numbers(self, positions: torch.Tensor | None, visible: torch.Tensor | None) -> torch.Tensor | None:
         """See ``document_numbers``, likewise."""
-        key = id(positions), id(visible), 0
-        return self._once(key, lambda: document_numbers(positions, visible))  # type: ignore[no-any-return]
 
-    def _once(self, key: tuple[int, int, int], find: Callable[[], Any]) -> Any:
-        """The tensors of a key are alive as long as the list of what was gathered, which is the longer one."""
-        for known, found in self._documents:
-            if known == key:
+        def find() -> torch.Tensor | None:
+            return document_numbers(positions, visible, self.parts(positions, visible))
+
+        return self._once("numbers", positions, visible, find)  # type: ignore[no-any-return]
+
+    def parts(self, positions: torch.Tensor | None, visible: torch.Tensor | None) -> int:
+        """Parts of the tokens that do not see each other; the same on all ranks.
+
+        1 for sequences that the ranks share. The size of the group where an evaluation with a padding mask gave each
+        rank its own whole sequences: the mask does not say so, and positions do not count beside it.
+        """
+        ranks, model = size_of(self.group), self.model()
+        if positions is None or visible is None or model is None or model.training:
+            return 1
+
+        def find() -> int:
+            return ranks if holds_one_sequence_per_rank(positions, visible, ranks) else 1
+
+        return self._once("parts", positions, visible, find)  # type: ignore[no-any-return]
+
+    def _once(
+        self, what: str, positions: torch.Tensor | None, visible: torch.Tensor | None, find: Callable[[], Any]
+    ) -> Any:
+        """What ``find`` returns for these very tensors; the latest results are kept, for all layers of a pass."""
+        for name, known, seen, found in self._found:
+            if name == what and known is positions and seen is visible:
                 return found
         found = find()
-        self._documents = [*self._documents[-3:], (key, found)]
+        self._found = [*self._found[-5:], (what, positions, visible, found)]
         return found
 
 

@@ -166,6 +166,12 @@ def _by_core(
 ) -> torch.Tensor:
     """Attention to whole sequences by the model's own implementation; ``[batch, tokens, heads, width]``."""
     more["is_causal"] = seen.is_causal
+    if (parts := sharing.parts(positions, padding)) > 1:
+        assert positions is not None and padding is not None
+        split = zip(
+            *(tensor.chunk(parts, 2) for tensor in inside), padding.chunk(parts, 1), positions.chunk(parts, 1), strict=True
+        )
+        return torch.cat([_core_call(sharing, module, *part, position_ids=at, **more)[0] for *part, at in split], dim=1)
     if padding is not None and bool(padding.all()):
         padding = None
     batch = inside[0].size(0)
