@@ -12,6 +12,7 @@ from torch.nn import functional
 
 import deepspeed
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.parallel.sequence.sharing import sharing_of
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from deepspeed.sequence import mean_loss
@@ -341,3 +342,31 @@ def _modes(cells):
 
 def test_by_configuration_alone():
     run_ranks(_modes, 4, [("ulysses", 3, 4, 2, "packed"), ("both", 1, 4, 2, "packed"), ("ring", 2, 1, 1, "padded")])
+
+
+def _registered_by_name(folder, order):
+    """Two models registered with different settings, in the order in which engines take them."""
+    rank = dist.get_rank()
+    names = {}
+    for number, name in enumerate(("first", "second")):
+        names[name] = f"{folder}/{name}"
+        if rank == 0:
+            llama(num_hidden_layers=1 + number).save_pretrained(names[name])
+    dist.barrier()
+    from transformers import AutoModelForCausalLM
+
+    for name, disable in (("first", True), ("second", False)):
+        UlyssesSPAttentionHF.register_with_transformers(
+            names[name], core_attn_implementation="sdpa", sequence_parallel_size=2, disable_in_eval=disable
+        )
+    config = {"train_micro_batch_size_per_gpu": 1, "sequence_parallel_size": 2}
+    with pytest.raises(DeepSpeedConfigError, match=r"initialize\(model=<LlamaForCausalLM>\): .*/first', .*/second'"):
+        deepspeed.initialize(model=llama(), config=config)
+    for name in order:
+        model = AutoModelForCausalLM.from_pretrained(names[name])
+        deepspeed.initialize(model=model, config=config)[0].destroy()
+        assert sharing_of(model).disable_in_eval == (name == "first")
+
+
+def test_models_registered_by_name_keep_their_settings(tmp_path):
+    run_ranks(_registered_by_name, 2, str(tmp_path), ["first", "second"])

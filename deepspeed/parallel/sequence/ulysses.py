@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -20,6 +21,7 @@ from deepspeed.parallel.sequence.evaluation import share_evaluation
 from deepspeed.parallel.sequence.shares import shares_of_heads
 from deepspeed.parallel.sequence.sharing import sharing_of
 from deepspeed.parallel.sequence.transformers_models import core_of, sequence_model_in, share_layers, share_sequences
+from deepspeed.parallel.sequence.unshared import check_first_forward
 
 
 class UlyssesSPAttentionHF:
@@ -74,7 +76,7 @@ class UlyssesSPAttentionHF:
         if not hasattr(model_name_or_path, "config"):
             _check_by_name(model_name_or_path, core_attn_implementation, sequence_parallel_size)
             state.initialize_sequence_parallel(sequence_parallel_size)
-            _awaited.append((core_attn_implementation, disable_in_eval))
+            _awaited.append(_RegisteredName(str(model_name_or_path), core_attn_implementation, disable_in_eval))
             return state
         state.initialize_sequence_parallel(sequence_parallel_size)
         share_sequences(
@@ -86,8 +88,49 @@ class UlyssesSPAttentionHF:
         return state
 
 
-_awaited: list[tuple[str | None, bool]] = []
-"""Models that were registered by name: ``(core, disable_in_eval)``, until ``initialize`` gets them."""
+@dataclass(frozen=True)
+class _RegisteredName:
+    """The settings of a model that was registered by name.
+
+    Attributes:
+        name: The hub id or folder that the program gave.
+        core: As of :class:`Sharing`.
+        disable_in_eval: Likewise.
+    """
+
+    name: str
+    core: str | None
+    disable_in_eval: bool
+
+
+_awaited: list[_RegisteredName] = []
+"""Models that were registered by name, in order, until ``initialize`` gets them."""
+
+
+def _settings_of(model: Any) -> tuple[str | None, bool]:
+    """Returns ``(core, disable_in_eval)`` of a model that may have been registered by name, and forgets the entry.
+
+    A model is recognised by the name that it was loaded by. One with another name gets the settings of the only entry,
+    or those on which all entries agree.
+
+    Raises:
+        DeepSpeedConfigError: Several names were registered with different settings, and none is this model's.
+    """
+    if not _awaited:
+        return None, False
+    name = str(getattr(getattr(model, "config", None), "_name_or_path", ""))
+    found = next((entry for entry in _awaited if entry.name == name), None)
+    if found is None and len({(entry.core, entry.disable_in_eval) for entry in _awaited}) > 1:
+        names = ", ".join(repr(entry.name) for entry in _awaited)
+        raise DeepSpeedConfigError(
+            f"initialize(model=<{type(model).__name__}>): expected a model loaded by one of the names that "
+            "UlyssesSPAttentionHF.register_with_transformers got with different settings "
+            f"({names}), found one of the name {name!r}. Register the model itself: "
+            "register_with_transformers(model_name_or_path=<the model>, ...)"
+        )
+    found = found or _awaited[0]
+    _awaited.remove(found)
+    return found.core, found.disable_in_eval
 
 
 def _check_by_name(name: Any, core: str | None, ranks: int) -> None:
@@ -113,7 +156,8 @@ def adopt_model(
     """Shares the sequences of a Transformers model that ``initialize`` got, in the way that the configuration says.
 
     Every rank of the job must call it. A model that was not registered is registered here, also one inside a module of
-    one's own, and the layers of one in a pipeline; what has no Transformers model in it is left to its own code.
+    one's own, and the layers of one in a pipeline. What has no Transformers model in it is left to its own code; its
+    first forward must exchange tokens.
 
     Args:
         model: The model.
@@ -145,9 +189,11 @@ def adopt_model(
                 f"sequence_parallel.recompute_exchange: {type(model).__name__} is no Transformers model; give its "
                 "DistributedAttention recompute_exchange=True, and leave the key out"
             )
+        if not getattr(model, "is_part_of_model", False):  # a stage of a pipeline may have no attention
+            check_first_forward(model, group, mesh.size(SEQUENCE))
         return
     if sharing_of(model) is None:
-        core, disable_in_eval = _awaited.pop() if _awaited else (None, False)
+        core, disable_in_eval = _settings_of(whole)
         if whole is model:
             share_sequences(model, group, core=core, disable_in_eval=disable_in_eval)
         else:

@@ -1,0 +1,122 @@
+"""Finds models that are trained on parts of sequences and never exchange tokens with the ranks that have the others."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from deepspeed.comm.process_group import get_world_group
+from deepspeed.comm.world import is_initialized, stand_in
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.logging import log_dist
+from deepspeed.parallel.sequence.wire import uses_of_wires
+from deepspeed.uncompiled import uncompiled
+
+_ATTENTION = (functional.scaled_dot_product_attention, functional.multi_head_attention_forward)
+_SOFTMAX = (functional.softmax, torch.softmax, torch.Tensor.softmax)
+
+
+def check_first_forward(model: nn.Module, group: Any, ranks: int) -> None:
+    """Makes the first forward of a model of the program's own check that it exchanges tokens.
+
+    Args:
+        model: The model; two hooks are registered, which that forward removes.
+        group: Torch process group of the ranks that share a sequence.
+        ranks: Their number.
+
+    The forward raises ``DeepSpeedConfigError`` where the model attends and exchanges nothing: each rank would attend to
+    its own part. It warns where it sees neither: that is right only for a model that treats every token by itself.
+    """
+    if stand_in() is not None or not is_initialized():
+        return
+    _FirstForward(model, group, ranks)
+
+
+class _FirstForward:
+    """Observes one forward between two hooks."""
+
+    def __init__(self, model: nn.Module, group: Any, ranks: int) -> None:
+        self._group, self._ranks = group, ranks
+        self._seen: _Attention | None = None
+        self._before = (0, 0)
+        self._handles = [
+            model.register_forward_pre_hook(self._begin),
+            model.register_forward_hook(self._end, always_call=True),
+        ]
+
+    @uncompiled
+    def _begin(self, model: nn.Module, _args: Any) -> None:
+        if self._seen is not None:
+            return
+        self._before = self._counts()
+        self._seen = _Attention()
+        if all(module._compiled_call_impl is None for module in model.modules()):
+            self._seen.__enter__()
+            self._seen.is_entered = True
+
+    @uncompiled
+    def _end(self, model: nn.Module, _args: Any, result: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+        seen = self._seen
+        if seen is None:
+            return
+        if seen.is_entered:
+            seen.__exit__(None, None, None)
+        uses, calls = (now - before for now, before in zip(self._counts(), self._before, strict=True))
+        is_world = self._group is None or self._group is get_world_group()  # ZeRO may use it in a forward too
+        if result is None or uses or (calls and not is_world):  # a forward that failed returns None
+            return
+        what = (
+            f"sequence_parallel_size {self._ranks}: expected {type(model).__name__} to exchange tokens with the ranks "
+            "that have the other parts of its sequences; "
+        )
+        remedy = (
+            "Build deepspeed.sequence.layer.DistributedAttention (or deepspeed.sequence.ring_attention) into its "
+            "attention, or set sequence_parallel_size to 1"
+        )
+        if seen.count and not calls and self._is_counted():
+            raise DeepSpeedConfigError(
+                f"{what}its first forward attended {seen.count} time(s) and exchanged nothing, so each rank would "
+                f"attend to its own part only. {remedy}"
+            )
+        log_dist(
+            f"{what}its first forward exchanged nothing through deepspeed.sequence. That is right only if it treats "
+            f"every token by itself, or exchanges tokens by calls of its own. {remedy}",
+            level=logging.WARNING,
+        )
+
+    def _counts(self) -> tuple[int, int]:
+        """Exchanges by ``deepspeed.sequence``, and collectives of the group that torch has counted."""
+        group = get_world_group() if self._group is None else self._group
+        return uses_of_wires(), int(group._get_sequence_number_for_group()) if self._is_counted() else 0
+
+    def _is_counted(self) -> bool:
+        """Whether torch counts the collectives of the group: not where it has a backend of its own for each device."""
+        group = get_world_group() if self._group is None else self._group
+        return str(group._get_backend_name()) != "undefined"
+
+
+class _Attention(TorchFunctionMode):
+    """Counts calls that attend from tokens to tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.is_entered = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ATTENTION or (func in _SOFTMAX and _is_square(args)):
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _is_square(args: tuple[Any, ...]) -> bool:
+    """Whether a softmax is over scores of tokens by tokens: ``[..., tokens, tokens]``."""
+    scores = args[0] if args else None
+    return isinstance(scores, torch.Tensor) and scores.dim() > 2 and scores.size(-1) == scores.size(-2)
