@@ -22,7 +22,7 @@ from deepspeed.config.sections.tensor_parallel import TensorParallel
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 from deepspeed.parallel.expert.auto import spread_modules
-from deepspeed.parallel.stages import raise_for_all_stages
+from deepspeed.parallel.stages import raise_for_all_stages, told_by_stages
 from deepspeed.parallel.tensor import rules as rules_module
 from deepspeed.parallel.tensor.attention import slice_arguments, tell
 from deepspeed.parallel.tensor.batches import BatchCheck, same_random_states
@@ -84,7 +84,7 @@ def cut_model(model: nn.Module, section: TensorParallel, mesh: Mesh, device: tor
     sequences = plan_of(model, layout) if section.sequence_parallel_norms else None
     comm.check_same_model(_lines(model), group_along(TENSOR))
     channel = connect(mesh, device, comm.default_timeout())
-    holders = _holders(layout, mesh, device)
+    holders = _holders(model, layout, mesh, device)
     with torch.no_grad():
         _spread(model, channel, device)
     data = shared_transport(group_along(*SAME_PART), device=device, timeout=comm.default_timeout())
@@ -184,13 +184,18 @@ def _lines(model: nn.Module) -> list[str]:
     return [*lines, *(f"{name}: a buffer of shape {tuple(buffer.shape)}" for name, buffer in model.named_buffers())]
 
 
-def _holders(layout: Layout, mesh: Mesh, device: torch.device) -> Channel | None:
-    """The ranks that have the same key/value heads as this one, where some have."""
-    kinds = {
+def _holders(model: nn.Module, layout: Layout, mesh: Mesh, device: torch.device) -> Channel | None:
+    """Returns the ranks that have the same key/value heads as this one; None where no stage has heads on several ranks.
+
+    Every rank of the job must call it: all of them make the groups, also those of a stage without attention.
+    """
+    mine = {
         tuple(heads.holders(place) for place in range(heads.size))
         for _, heads in layout.heads.values()
         if heads.size > heads.key_value
     }
+    told = told_by_stages(model, device, sorted(mine), label="the key/value heads of the stages")
+    kinds = {tuple(map(tuple, kind)) for entries in told for kind in entries}
     if not kinds:
         return None
     if len(kinds) > 1:

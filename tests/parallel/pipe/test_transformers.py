@@ -7,7 +7,9 @@ import torch
 
 import deepspeed
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
+from deepspeed.parallel.pipe.transformers_models import layers_of, next_token_loss
 from deepspeed.pipe import PipelineModule, transformers_state_dict
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.harness.pool import run_ranks
 
@@ -47,8 +49,6 @@ def _items(step):
 
 
 def _plain(name):
-    from deepspeed.parallel.pipe.transformers_models import next_token_loss
-
     model = _model(name)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     told = []
@@ -173,3 +173,32 @@ def _from_config(name):
 def test_from_a_configuration_a_stage_builds_its_own():
     whole = sum(parameter.numel() for parameter in _model("llama").parameters())
     assert sum(run_ranks(_from_config, 2, "llama")) == whole
+
+
+def _shared_heads(stages, tensor):
+    """One key/value head for all tensor ranks, and a last stage without attention."""
+    torch.manual_seed(0)
+    config = CONFIGS["llama"]()
+    config.num_key_value_heads, config.num_hidden_layers = 1, 1
+    topology = PipeModelDataParallelTopology(num_pp=stages, num_mp=tensor, num_dp=1)
+    layers = layers_of(transformers.AutoModelForCausalLM.from_config(config))
+    bounds = [0, len(layers) - 1, len(layers)] if stages == 2 else [0, len(layers)]
+    module = PipelineModule(layers, topology=topology, loss_fn=next_token_loss, partition_method=bounds)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": COUNT,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        **({"tensor_parallel": {"autotp_size": tensor}} if tensor > 1 else {}),
+    }
+    engine, *_ = deepspeed.initialize(model=module, config=config)
+    told = []
+    for step in range(2):
+        loss = engine.train_batch(iter([((tokens, mask), tokens) for tokens, mask in _items(step)])).item()
+        told.append((loss, engine.get_global_grad_norm()))
+    return told
+
+
+def test_shared_key_heads_beside_a_stage_without_attention():
+    expected = run_ranks(_shared_heads, 1, 1, 1)[0]
+    for found in run_ranks(_shared_heads, 4, 2, 2, timeout=120):
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=1e-6)
