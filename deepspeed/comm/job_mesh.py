@@ -104,6 +104,12 @@ class JobMesh:
                     f"{KEYS[axis]} {size}, but {self._source} says {found}, with {found.size(axis)} along {axis!r}; "
                     "leave the key out, or let both say the same"
                 )
+            if found.size(DATA) % size:
+                raise DeepSpeedConfigError(
+                    f"{KEYS[axis]} {size}: expected a divisor of the {found.size(DATA)} data-parallel rank(s) of the "
+                    f"{found}, which {self._source} says. Choose another size, or give {self._source} more "
+                    "data-parallel ranks"
+                )
             # Cut out of the data-parallel ranks: neighbours among them, so that nobody changes its other coordinates.
             others = tuple(entry for entry in found.axes if entry[0] != axis)
             found = Mesh(others, found.ranks).split(DATA, DATA, (axis, size))

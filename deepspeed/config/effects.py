@@ -12,6 +12,16 @@ from deepspeed.config.sections.sparse_attention import KEYS_OF_MODE
 from deepspeed.config.sections.zero import ZeroOptimization
 
 ZERO = "zero_optimization"
+_ASKED_FOR = frozenset(
+    {
+        "mics_shard_size",
+        "zero_hpz_partition_size",
+        "zero_quantized_gradients",
+        "zero_quantized_nontrainable_weights",
+        "zero_quantized_weights",
+    }
+)
+"""Keys of stage 3 that change what travels between ranks; the others tune stage 3 and stand in files for any stage."""
 
 
 def note_effects(root: Root, findings: Findings) -> None:
@@ -102,14 +112,20 @@ def _inner_sections(value: Any, path: Path) -> list[tuple[Path, Section]]:
 
 
 def _stages(zero: ZeroOptimization, findings: Findings) -> None:
-    """Keys of a higher stage than the one in force: one line for all."""
-    idle = [
+    """Keys of a higher stage than the one in force: one line for all, and a warning for those that ask for more."""
+    idle: list[Path] = [
         (ZERO, name)
         for name, _ in _changed(zero)
         if facts_of(ZeroOptimization.model_fields[name]).min_stage > zero.stage
         and facts_of(ZeroOptimization.model_fields[name]).no_effect is None
     ]
-    _line(list(idle), f"only stage 3 uses that, and {ZERO}.stage is {zero.stage}", findings)
+    reason = f"only stage 3 uses that, and {ZERO}.stage is {zero.stage}"
+    asked = [path for path in idle if path[-1] in _ASKED_FOR]
+    _line([path for path in idle if path not in asked], reason, findings)
+    if asked:
+        names = ", ".join(findings.label(path) for path in asked)
+        verb = "has" if len(asked) == 1 else "have"
+        findings.warning(f"{names} {verb} no effect: {reason}. Set the stage to 3, or leave this out")
 
 
 def _idle_codes(root: Root, findings: Findings) -> None:

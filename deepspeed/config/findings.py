@@ -32,12 +32,14 @@ class Findings:
 
     Attributes:
         notices: One line each, in the order found.
+        warnings: Those of them that say that something asked for does not happen.
         failed: Paths whose value was refused; rules that depend on one of them stay silent.
         spelled: For a path that the caller wrote differently (old name, alias), the path as written.
     """
 
     def __init__(self, lines: dict[Path, int], order: dict[Path, int], source: str | None) -> None:
         self.notices: list[str] = []
+        self.warnings: list[str] = []
         self.failed: set[Path] = set()
         self.spelled: dict[Path, Path] = {}
         self._lines = lines
@@ -87,6 +89,12 @@ class Findings:
         """Records a line for the log, once."""
         if line not in self.notices:
             self.notices.append(line)
+
+    def warning(self, line: str) -> None:
+        """Records a line for the log, once, that is to be shown as a warning."""
+        self.notice(line)
+        if line not in self.warnings:
+            self.warnings.append(line)
 
     def problems(self) -> tuple[str, ...]:
         """All problems in the order of the configuration."""

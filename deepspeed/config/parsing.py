@@ -36,12 +36,14 @@ class ParsedConfig:
         notices: One line each, for the log: what ``"auto"`` became, old names, values without effect, and unknown keys
             where these are only warned of.
         batch: The three batch sizes; None where the number of data-parallel ranks was not given.
+        warnings: Those of ``notices`` that belong in the log as warnings.
     """
 
     root: Root
     raw: dict[str, Any]
     notices: list[str]
     batch: BatchSizes | None
+    warnings: list[str]
 
 
 def parse(
@@ -103,7 +105,7 @@ def parse(
         )
     if purpose == "train":
         _note_auto_batch(data, batch, findings)
-    return ParsedConfig(root, document.data, findings.notices, batch)
+    return ParsedConfig(root, document.data, findings.notices, batch, findings.warnings)
 
 
 def _data_ranks(given: int | Callable[[Root], int] | None, root: Root, findings: Findings) -> int | None:

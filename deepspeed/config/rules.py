@@ -41,6 +41,12 @@ def check_ranks(root: Root, dp_world_size: int, findings: Findings) -> None:
     for name in ("zero_hpz_partition_size", "mics_shard_size"):
         size = getattr(zero, name)
         is_capped = name == "zero_hpz_partition_size" and size > dp_world_size
+        if is_capped:
+            findings.warning(
+                f"{findings.label((ZERO, name))} {size} has no effect: expected a divisor of the number of "
+                f"data-parallel ranks ({dp_world_size}), so all of them share the parameters. Choose a divisor, or "
+                "leave the key out"
+            )
         if size > 0 and dp_world_size % size and not is_capped:
             fitting = [str(n) for n in range(2, dp_world_size + 1) if dp_world_size % n == 0]
             findings.problem(

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from deepspeed.dropping.swapped import give_base
+from deepspeed.errors import CallOrderError
+from deepspeed.zero.holder import address_of
 
 
 class LayerDrop:
@@ -125,7 +127,13 @@ def progressive_layer_drop(
 
     Raises:
         ValueError: There are no such blocks, or they are in a row already.
+        CallOrderError: An engine trains the model already.
     """
+    if any(_is_trained(parameter) for parameter in model.parameters()):
+        raise CallOrderError(
+            f"progressive_layer_drop(<{type(model).__name__}>): expected a model that no engine has taken yet, found "
+            "one after deepspeed.initialize, whose engine would never draw for these blocks. Call it before initialize"
+        )
     row = _row(model, blocks)
     taken = [number for number, block in enumerate(row) if isinstance(block, DroppableBlock)]
     if taken:
@@ -135,6 +143,11 @@ def progressive_layer_drop(
         droppable = give_base(block, DroppableBlock)
         droppable._layer_drop, droppable._number_in_row = drop, number
     return drop
+
+
+def _is_trained(parameter: torch.Tensor) -> bool:
+    address = address_of(parameter)
+    return address is not None and address.holder.is_trained and address.holder.owner.reducer is not None
 
 
 def rows_of(model: nn.Module) -> list[tuple[LayerDrop, list[nn.Module]]]:

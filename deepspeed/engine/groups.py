@@ -52,9 +52,11 @@ def create_groups(
     defined = defined_groups()
     if placement.shard_ranks is not None:
         if others := (*defined, *copies):
+            key = "zero_hpz_partition_size" if placement.spread_master else "mics_shard_size"
             raise DeepSpeedConfigError(
-                f"zero_hpz_partition_size and mics_shard_size cut the groups of all parameters alike, but "
-                f"{', '.join(map(repr, others))} was defined for some; leave the key out"
+                f"zero_optimization.{key} {placement.shard_ranks} with {', '.join(map(_named, others))}: expected all "
+                "parameters to be sharded over the same ranks, but these are sharded over ranks of their own. Leave "
+                f"{key} out, or train without what it is combined with here"
             )
         grid = create_grid(
             placement.shard_ranks,
@@ -86,6 +88,12 @@ def create_groups(
     for transport in dict.fromkeys((gather, groups.job, *(group.gather for group in own))):
         warm_up(transport)
     return groups
+
+
+def _named(group: str) -> str:
+    """A group of parameters, by what made it."""
+    size = group.removeprefix("ep_size_")
+    return f"expert layers of ep_size {size}" if size != group else f"the parameters of {group!r}"
 
 
 def _copies(defined: Defined, data: BucketGroup, device: torch.device) -> BucketGroup:

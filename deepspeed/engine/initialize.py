@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -148,10 +149,17 @@ def _build_parts(client: Client, config: Any, distributed_port: int, dist_init_r
     refuse_combinations(root, ranks)
     if callable(take_config := getattr(client.model, "take_pipeline_config", None)):
         take_config(root.pipeline)
+    elif root.pipeline.model_fields_set:
+        log_dist(
+            f"pipeline ({', '.join(sorted(root.pipeline.model_fields_set))}) has no effect: expected a "
+            f"deepspeed.pipe.PipelineModule, found {type(client.model).__name__}. Build one from its layers "
+            "(PipelineModule.from_transformers for a Transformers model), or leave the section out",
+            level=logging.WARNING,
+        )
     if root.log_level:
         set_log_level_from_string(root.log_level)
     for notice in parsed.notices:
-        log_dist(f"config: {notice}")
+        log_dist(f"config: {notice}", level=logging.WARNING if notice in parsed.warnings else logging.INFO)
     refuse_what_the_model_cannot(root, client.model)
     refuse_what_cannot_generate(root, client.model)
     refuse_what_is_not_compressed(root, client.model)

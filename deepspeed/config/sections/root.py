@@ -115,8 +115,8 @@ class Root(Section):
     )
     use_data_before_expert_parallelism: Bool = key(
         False,
-        "Which ranks share the experts of a layer: neighbours (false), or ranks as far apart as possible (true), so that "
-        "neighbours hold the same experts.",
+        "Which ranks share the experts of a layer: neighbours (false), or ranks as far apart as possible (true), so "
+        "that neighbours hold the same experts.",
         since="0.12.4",
     )
     data_parallel_size: Int | None = key(

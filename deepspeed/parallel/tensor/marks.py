@@ -7,6 +7,7 @@ shared out evenly in the order of the ranks. With them, checkpoints, exports and
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -46,10 +47,18 @@ def read_marks(model: nn.Module, mesh: Mesh, device: torch.device) -> None:
     everybody = shared_transport(device=device, timeout=comm.default_timeout())
     what = "the marks of parameters that the program has cut"
     marked, problem = _marked(model)
-    said = gather_objects(everybody, (bool(marked), problem), label=what)
-    if problems := [words for _, words in said if words]:
+    said = gather_objects(everybody, (bool(marked), problem, _has_cut(model)), label=what)
+    if problems := [words for _, words, _ in said if words]:
         raise DeepSpeedConfigError(problems[0])
-    if not any(has_some for has_some, _ in said):
+    if not any(is_cut for _, _, is_cut in said):
+        log_dist(
+            f"the {mesh} has {mesh.size(TENSOR)} ranks that share layers: expected tensor_parallel.autotp_size "
+            f"{mesh.size(TENSOR)} or parameters that the program has cut and marked (tensor_model_parallel = True), "
+            "found neither, so these ranks compute the same. Set the key, mark the parameters, or lay the ranks out "
+            "without a tensor axis (num_mp 1)",
+            level=logging.WARNING,
+        )
+    if not any(has_some for has_some, _, _ in said):
         return
     channel = connect(mesh, device, comm.default_timeout())
     mine = [mark for mark, _ in marked]
@@ -65,6 +74,14 @@ def read_marks(model: nn.Module, mesh: Mesh, device: torch.device) -> None:
     log_dist(
         f"tensor parallelism of the program's own over {channel.size} ranks: {len(marked)} parameters say by "
         "partition_dim which part they are"
+    )
+
+
+def _has_cut(model: nn.Module) -> bool:
+    """Whether any parameter is a part, whoever says so."""
+    return any(
+        says_part(parameter) or describe(name, parameter).group == CUT or type(parameter).__name__ == "DTensor"
+        for name, parameter in model.named_parameters()
     )
 
 
