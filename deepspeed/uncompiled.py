@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -33,6 +34,16 @@ def uncompiled(function: _F, *, reason: str | None = None, recursive: bool = Tru
     strategy = frames._FrameExecStrategy(action.SKIP, action.SKIP if recursive else action.DEFAULT)
     frames.set_code_exec_strategy(function.__code__, strategy)
     return function
+
+
+def without_compiling() -> AbstractContextManager[None]:
+    """Returns a context in which compiled functions and modules run as they were written.
+
+    Where the compiler is not loaded nothing is compiled, and nothing is loaded here.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
 
 
 def torchs(method: _F) -> _F:

@@ -32,6 +32,7 @@ from torch.autograd.function import once_differentiable
 from deepspeed.comm import pieces, within_backward
 from deepspeed.comm.pieces import Pieces
 from deepspeed.comm.transport import LocalTransport, Transport, Work
+from deepspeed.uncompiled import uncompiled
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,7 @@ class Plan:
         return places, numbers, (end - is_kept.long()).view(self.num_tokens, self.num_choices)[:, 0].contiguous()
 
 
+@uncompiled
 def plan_routes(indices: torch.Tensor, num_experts: int, transport: Transport | None = None) -> Plan:
     """Sorts routes by expert, and learns how many rows come. Every rank of ``transport`` must call it; it blocks.
 
@@ -153,6 +155,7 @@ Run = Callable[[Any], torch.Tensor | Sequence[torch.Tensor]]
 expert."""
 
 
+@uncompiled
 def dispatch(
     x: torch.Tensor,
     weights: torch.Tensor | None,

@@ -21,6 +21,7 @@ from deepspeed.parallel.expert.balance import Balance
 from deepspeed.parallel.expert.dispatch import dispatch, plan_routes
 from deepspeed.parallel.expert.experts import Experts, first_of
 from deepspeed.parallel.expert.gate import TopKGate, check_policy
+from deepspeed.uncompiled import uncompiled
 from deepspeed.zero.describe import in_group
 from deepspeed.zero.leaf import set_z3_leaf_module
 
@@ -75,6 +76,7 @@ class MOELayer(nn.Module):
         self._transport: Transport | None = None
         set_z3_leaf_module(self, True)
 
+    @uncompiled
     def forward(self, *input: Any, **kwargs: Any) -> torch.Tensor:  # noqa: A002 - upstream's name
         """The layer.
 

@@ -18,6 +18,7 @@ from deepspeed.comm.expert_groups import connect_experts
 from deepspeed.parallel.expert.balance import Balance
 from deepspeed.parallel.expert.dispatch import Plan, dispatch, plan_routes
 from deepspeed.parallel.expert.stacked import Stack, StackedExperts
+from deepspeed.uncompiled import uncompiled
 from deepspeed.zero.holder import full_shape
 
 _STATE = "_ds_spread"
@@ -85,6 +86,7 @@ def takes_all(module: nn.Module) -> bool:
     return type(module).__name__ in _TAKE_ALL
 
 
+@uncompiled
 def _forward(
     self: nn.Module, hidden_states: torch.Tensor, top_k_index: Any = None, top_k_weights: Any = None, **more: Any
 ) -> torch.Tensor:
@@ -100,6 +102,7 @@ def _forward(
     return out.to(hidden_states.dtype).reshape(hidden_states.shape)
 
 
+@uncompiled
 def _forward_all(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
     """``[E * S, M]`` tokens, weighted before they came; rows of zeros give zeros and no gradient, so they stay home."""
     state: Spread = self.__dict__[_STATE]

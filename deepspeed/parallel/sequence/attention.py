@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from deepspeed.parallel.sequence.exchange import exchange
 from deepspeed.parallel.sequence.kept_once import KeptOnce
 from deepspeed.parallel.sequence.shares import one_after_another, shares_of_heads
 from deepspeed.parallel.sequence.wire import wire_of
+from deepspeed.uncompiled import uncompiled
 
 
 class DistributedAttention(nn.Module):
@@ -56,6 +58,7 @@ class DistributedAttention(nn.Module):
         self.sp_overlap_comm = sp_stream is not None
         self.num_kv_heads = num_kv_heads
 
+    @partial(uncompiled, recursive=False)  # the local attention may be compiled
     def forward(
         self,
         query: torch.Tensor,

@@ -16,10 +16,12 @@ from deepspeed.comm.transport import Transport
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.sequence.shares import Share, in_equal_parts, length_of, one_after_another
 from deepspeed.parallel.sequence.wire import wire_of
+from deepspeed.uncompiled import uncompiled
 
 _LABEL = "the exchange of heads and tokens (sequence parallel)"
 
 
+@uncompiled
 def exchange(
     x: torch.Tensor,
     group: Any,

@@ -23,6 +23,7 @@ from deepspeed.parallel.sequence.online import Rule
 from deepspeed.parallel.sequence.shares import shares_of_heads
 from deepspeed.parallel.sequence.tiled import run_again
 from deepspeed.parallel.sequence.vocabulary import chunked_cross_entropy, gather_tokens
+from deepspeed.uncompiled import uncompiled
 
 
 class FPDT_InputConstruct(nn.Module):  # noqa: N801 - the name programs know
@@ -134,6 +135,7 @@ class FPDT_Attention(nn.Module):  # noqa: N801
         self.chunk_size = chunk_size
         self.enable_offloading = enable_offloading
 
+    @uncompiled
     def forward(
         self,
         layernorm_output: torch.Tensor,

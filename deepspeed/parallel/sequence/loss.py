@@ -13,10 +13,12 @@ import torch
 from deepspeed import comm
 from deepspeed.comm import groups
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.uncompiled import uncompiled
 
 IGNORED = -100
 
 
+@uncompiled
 def mean_loss(
     loss: torch.Tensor,
     labels: torch.Tensor,
@@ -63,6 +65,7 @@ def mean_loss(
     return summed[0] / summed[1].detach().clamp(min=1)
 
 
+@uncompiled
 def sum_over_ranks(values: torch.Tensor, group: Any, *, own_share: bool = False) -> torch.Tensor:
     """The sum of a tensor over the ranks of a group, for losses over whole sequences (log-probabilities of DPO).
 

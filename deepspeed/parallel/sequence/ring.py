@@ -16,6 +16,7 @@ from deepspeed.comm.pieces import Pieces
 from deepspeed.comm.transport import Transport, Work
 from deepspeed.parallel.sequence.online import Rows, Rule, Slopes, Tokens, grouped
 from deepspeed.parallel.sequence.wire import wire_of
+from deepspeed.uncompiled import uncompiled
 
 
 def zigzag(rank: int, ranks: int) -> tuple[int, int]:
@@ -23,6 +24,7 @@ def zigzag(rank: int, ranks: int) -> tuple[int, int]:
     return rank, 2 * ranks - 1 - rank
 
 
+@uncompiled
 def ring_attention(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from deepspeed.parallel.sequence.sharing import Sharing
+from deepspeed.uncompiled import uncompiled
 
 
 def know_whole_sequences(model: nn.Module, sharing: Sharing) -> None:
@@ -32,6 +33,7 @@ def know_whole_sequences(model: nn.Module, sharing: Sharing) -> None:
 def _extend(module: Any, sharing: Sharing) -> None:
     plain = module.forward
 
+    @uncompiled
     @functools.wraps(plain)
     def forward(x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not sharing.is_on or position_ids.dim() != 2:

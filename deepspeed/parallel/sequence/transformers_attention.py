@@ -22,11 +22,13 @@ from deepspeed.parallel.sequence.ring import ring_attention
 from deepspeed.parallel.sequence.shares import length_of, shares_of_heads
 from deepspeed.parallel.sequence.sharing import Sharing, registered, registered_by
 from deepspeed.parallel.sequence.visible import Visible, checked_padding, given_mask, visible_by
+from deepspeed.uncompiled import uncompiled
 
 _PLACED = ("softcap", "position_bias", "cu_seq_lens_q", "cu_seq_lens_k")
 """Arguments of attention functions that say something of single tokens, or change scores in a way not done here."""
 
 
+@uncompiled
 def mask(
     *, attention_mask: torch.Tensor | None = None, mask_function: Any = None, config: Any = None, **kwargs: Any
 ) -> Any:
@@ -53,6 +55,7 @@ def _has_documents(sharing: Sharing) -> bool:
     return sharing.documents(sharing.whole(given), None, given.size(0)) is not None
 
 
+@uncompiled
 def attention(
     module: nn.Module,
     query: torch.Tensor,
@@ -169,7 +172,10 @@ def _by_core(
     if (parts := sharing.parts(positions, padding)) > 1:
         assert positions is not None and padding is not None
         split = zip(
-            *(tensor.chunk(parts, 2) for tensor in inside), padding.chunk(parts, 1), positions.chunk(parts, 1), strict=True
+            *(tensor.chunk(parts, 2) for tensor in inside),
+            padding.chunk(parts, 1),
+            positions.chunk(parts, 1),
+            strict=True,
         )
         return torch.cat([_core_call(sharing, module, *part, position_ids=at, **more)[0] for *part, at in split], dim=1)
     if padding is not None and bool(padding.all()):

@@ -20,6 +20,7 @@ from deepspeed.parallel.sequence.mixing import refuse_mixing_layers
 from deepspeed.parallel.sequence.rotary import know_whole_sequences
 from deepspeed.parallel.sequence.sharing import NAME, Sharing, registered, remember, sharing_of
 from deepspeed.parallel.sequence.transformers_attention import attention, mask
+from deepspeed.uncompiled import uncompiled
 
 
 def share_sequences(model: nn.Module, group: Any, *, core: str | None = None, disable_in_eval: bool = False) -> None:
@@ -183,6 +184,7 @@ def _unwrapped(model: nn.Module) -> Any:
     return model if unwrap is None else unwrap()
 
 
+@uncompiled
 def _begin_pass(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Without position ids a model counts from 0 on every rank; labels that it shifts itself end with each part."""
     sharing = registered(model)
@@ -208,5 +210,6 @@ def _begin_pass(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     sharing.given_positions = given["position_ids"]
 
 
+@uncompiled
 def _end_pass(model: nn.Module, _args: Any, _result: Any) -> None:
     registered(model).given_positions = None

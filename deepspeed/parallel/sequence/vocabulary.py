@@ -13,6 +13,7 @@ from deepspeed.comm.world import rank_in, size_of
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.sequence.loss import IGNORED
 from deepspeed.parallel.sequence.tiled import run_again
+from deepspeed.uncompiled import uncompiled
 
 TILE = 2048
 """Tokens whose logits exist at once."""
@@ -49,6 +50,7 @@ def chunked_cross_entropy(
     return found.sum() if reduction == "sum" else found.sum() / (wanted != ignore_index).sum().clamp(min=1)
 
 
+@uncompiled
 def vocab_sequence_parallel_cross_entropy(
     vocab_parallel_logits: torch.Tensor,
     target: torch.Tensor,
@@ -138,6 +140,7 @@ class _CutVocabulary(torch.autograd.Function):
         return gradient * torch.where(counts, gradients[0], 0.0).unsqueeze(-1), None, None, None, None
 
 
+@uncompiled
 def gather_tokens(loss: torch.Tensor, group: Any, *, own_share: bool) -> torch.Tensor:
     """``[tokens, batch]`` of all ranks, rank after rank; for ``own_share`` see the function above."""
     if size_of(group) == 1:

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deepspeed.parallel.tensor.attention import attention_of
 from deepspeed.parallel.tensor.layout import block_of
 from deepspeed.parallel.tensor.rules import Rule, Way, is_linear
+from deepspeed.uncompiled import without_compiling
 from deepspeed.zero.holder import full_shape
 
 _MIXING = ("mm", "scaleddot", "attention", "linear", "convolution", "embedding", "einsum")
@@ -278,13 +279,14 @@ def _forward(model: nn.Module, inputs: Mapping[str, Any], *, is_meta: bool) -> l
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        try:
-            return _run(model, inputs, torch.device("meta"))
-        except (RuntimeError, NotImplementedError, ValueError, TypeError):  # a question about values
-            if not is_meta and not next(model.parameters()).is_meta:
-                return _run(model, inputs, None)
-            with _NoValues():
+        with without_compiling():
+            try:
                 return _run(model, inputs, torch.device("meta"))
+            except (RuntimeError, NotImplementedError, ValueError, TypeError):  # a question about values
+                if not is_meta and not next(model.parameters()).is_meta:
+                    return _run(model, inputs, None)
+                with _NoValues():
+                    return _run(model, inputs, torch.device("meta"))
     finally:
         for module, mode in modes.items():
             module.training = mode

@@ -20,6 +20,7 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 from deepspeed.parallel.tensor.channel import Channel
 from deepspeed.parallel.tensor.layout import Layout
+from deepspeed.uncompiled import without_compiling
 from deepspeed.zero.holder import full_numel
 from deepspeed.zero.sharded_parameter import ShardedParameter
 
@@ -144,11 +145,14 @@ def inputs_of(model: nn.Module, multiple: int = 1) -> dict[str, Any] | None:
 
 @contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Without dropout, and with random states and modes as they were afterwards."""
+    """Runs the block without dropout and without compiled code; restores random states and modes.
+
+    A compiled forward keeps autograd nodes of the parameters with the shapes that they had before the cut.
+    """
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(), without_compiling():
             yield
     finally:
         for module, mode in modes.items():
