@@ -31,6 +31,7 @@ from deepspeed.errors import CheckpointError
 from deepspeed.logging import logger
 
 _LOCK = ".lock"
+_MARKER = ".made-by-"
 _LOCKLESS_AGE = 24 * 3600.0  # seconds after which a left-over without a working lock is removed
 
 
@@ -51,16 +52,39 @@ class SaveFolder:
         self._tag = tag
         self.folder = root / f"{SAVING}{token}"
         self._lock = disk.FolderLock(Path(f"{self.folder}{_LOCK}"))
+        self._is_made = False
 
     def create(self) -> None:
         """Makes the folder, after removing what killed saves left."""
+        self._is_made = True
         disk.make_folder(self._root)
         clean(self._root)
         self._lock.take()
         disk.make_folder(self.folder)
 
+    def is_visible(self) -> bool:
+        """Returns whether the folder is there for this process."""
+        return self.folder.is_dir()
+
+    def real_path(self) -> str:
+        """Returns the folder's path on this machine, without links."""
+        return os.path.realpath(self.folder)
+
+    def mark(self, rank: int) -> None:
+        """Shows to all who see the folder that ``rank`` has made it."""
+        self._marker(rank).touch()
+
+    def is_marked(self, rank: int) -> bool:
+        """Returns whether this is the folder that ``rank`` has made."""
+        return self._marker(rank).exists()
+
+    def _marker(self, rank: int) -> Path:
+        return self.folder / f"{_MARKER}{rank}"
+
     def write_manifest(self, manifest: Manifest) -> None:
         """The last file: it makes the folder a checkpoint."""
+        for marker in self.folder.glob(f"{_MARKER}*"):
+            marker.unlink()
         with disk.new_file(self.folder / MANIFEST) as descriptor:
             disk.write_all(descriptor, memoryview(manifest.encode()))
         disk.sync_folder(self.folder)
@@ -90,7 +114,9 @@ class SaveFolder:
         return final
 
     def abandon(self) -> None:
-        """Removes whatever was written."""
+        """Removes whatever was written, if this process made the folder."""
+        if not self._is_made:
+            return
         with contextlib.suppress(OSError):
             disk.remove_folder(self.folder)
         self._drop_lock()

@@ -48,6 +48,8 @@ COMPUTE = "compute"
 BUFFERS = "buffers"
 PRIVATE = "private"
 TORCH = "torch"
+FOLDERS = "folders"
+"""Key of the facts: of each rank the first rank that wrote into the same folder; absent where all wrote into one."""
 _OPTIMIZER = "optimizer."
 
 _LARGEST_MANIFEST = 1 << 30

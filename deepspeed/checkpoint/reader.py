@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import os
+import re
 import stat
 import zlib
 from collections import defaultdict
@@ -20,6 +21,7 @@ from deepspeed.checkpoint.format import (
     BUFFERS,
     CHUNK_BYTES,
     COMPUTE,
+    FOLDERS,
     MASTER,
     Manifest,
     NamedTensor,
@@ -31,6 +33,7 @@ from deepspeed.checkpoint.source import SavedBuffer, SavedParameter, Wanted
 from deepspeed.errors import CheckpointError
 from deepspeed.zero.tiles import Span, Tile, spans
 
+_FILE_OF_RANK = re.compile(r"rank(\d+)-")
 _THREADS = 4
 _STAGING_NUMEL = 1 << 22
 _GAP_BYTES = 4 << 10  # to read what lies between two runs costs less than to ask twice
@@ -328,6 +331,7 @@ class CheckpointReader:
                 chunks[run.reader].update(run.reader.chunks_of(run.offset, run.end))
         for reader, tensor in self._buffers.values():
             chunks[reader].update(reader.chunks_of(tensor.offset, tensor.offset + tensor.nbytes))
+        self._name_missing_folders(chunks)
         for reader in chunks:
             reader.open()
         if self._verify:
@@ -335,6 +339,22 @@ class CheckpointReader:
             with ThreadPoolExecutor(_THREADS, "checkpoint-verify") as pool:
                 for _ in pool.map(lambda item: item[0].verify(item[1]), work):
                     pass
+
+    def _name_missing_folders(self, needed: Iterable[FileReader]) -> None:
+        """Where ranks saved into folders of their own, says whose files are not here."""
+        leaders = self.manifest.facts.get(FOLDERS)
+        if not isinstance(leaders, list):
+            return
+        missing = sorted(reader.path.name for reader in needed if not reader.path.exists())
+        if not missing:
+            return
+        ranks = sorted({int(found[1]) for name in missing if (found := _FILE_OF_RANK.match(name))})
+        raise CheckpointError(
+            f"{self.folder}: expected the files of all ranks that are needed here, found none of "
+            f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} ({missing[0]}{' ...' * (len(missing) > 1)}): "
+            f"ranks saved into {len(set(map(str, leaders)))} folders. Copy the content of all of them into one folder "
+            "and load that, or give each of as many ranks the folder that it saved into"
+        )
 
     def covered(self, wanted: Wanted) -> list[tuple[int, int]]:
         """See :class:`~deepspeed.checkpoint.source.Source`."""
@@ -398,7 +418,10 @@ class CheckpointReader:
     def read_file(self, name: str) -> bytes | None:
         """The whole of the small file ``name``, verified; None if the checkpoint has none of that name."""
         reader = self._files.get(name)
-        return None if reader is None else reader.whole()
+        if reader is None:
+            return None
+        self._name_missing_folders([reader])
+        return reader.whole()
 
 
 def _windows(runs: Iterable[_Run]) -> Iterator[list[_Run]]:

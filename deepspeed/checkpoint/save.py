@@ -17,16 +17,17 @@ from deepspeed.checkpoint.collect import Collected, collect
 from deepspeed.checkpoint.commit import SaveFolder, point_latest, prune
 from deepspeed.checkpoint.directory import check_tag
 from deepspeed.checkpoint.exchange import Exchange
-from deepspeed.checkpoint.format import BUFFERS, PRIVATE, TORCH, Manifest, SavedFile
+from deepspeed.checkpoint.format import BUFFERS, FOLDERS, PRIVATE, TORCH, Manifest, SavedFile
 from deepspeed.checkpoint.host_copy import HostCopy
 from deepspeed.checkpoint.param_groups import RankGroups, merge_groups
 from deepspeed.checkpoint.private import private_tensors
 from deepspeed.checkpoint.roster import Roster, roster
+from deepspeed.checkpoint.save_folders import make_folders
 from deepspeed.checkpoint.script import SCRIPT_NAME, script
 from deepspeed.checkpoint.subject import Subject
 from deepspeed.checkpoint.writer import FileWriter, Stretch
 from deepspeed.errors import CheckpointError
-from deepspeed.logging import log_dist, logger
+from deepspeed.logging import log_dist, log_dist_once, logger
 
 
 @dataclass(frozen=True)
@@ -55,24 +56,22 @@ class _Job:
     """Everything that the writing needs, so that it can run beside training.
 
     Attributes:
-        leads: This rank makes the folder and commits it: rank 0, with node-local storage the first of each node.
-        shared: The small files that this rank writes, by name.
-        buffers: The model's buffers that it writes.
-        buffers_file: Where to.
+        apart_is_meant: Not all ranks see one folder, and the configuration says so.
+        shared: On rank 0 the small files that are the same for all ranks, by name.
+        buffers: The model's buffers that this rank has for the others.
         private: What this rank keeps for itself, by name.
     """
 
     options: SaveOptions
     token: str
     rank: int
-    leads: bool
+    apart_is_meant: bool
     collected: Collected
     shared: dict[str, bytes]
     buffers: list[tuple[str, torch.Tensor]]
-    buffers_file: str
     private: list[tuple[str, torch.Tensor]]
     rank_state: bytes
-    manifest: Callable[[tuple[SavedFile, ...]], Manifest]
+    manifest: Callable[[tuple[SavedFile, ...], list[int]], Manifest]
     keep_last: int | None
 
 
@@ -148,9 +147,8 @@ class Saver:
     def _prepare(self, subject: Subject, options: SaveOptions) -> _Job:
         exchange = self.exchange
         subject.settle()
-        token, tag = _agree_on_tag(exchange, options, subject.settings.tag_validation)
+        token, tag, now = _agree_on_tag(exchange, options, subject.settings.tag_validation)
         options = SaveOptions(**{**vars(options), "tag": tag})
-        node_local = subject.settings.use_node_local_storage
         listed = roster(subject, exchange)
         collected: Collected | None = None
 
@@ -178,37 +176,28 @@ class Saver:
             merged = merge_groups(named, schedule)
             return states.shared_files(subject, listed, options.client_state, scalars, merged)
 
-        leads = exchange.rank == 0 or (node_local and subject.local_rank == 0)
-        if node_local:
-            told = exchange.together(
-                "collecting what to save", lambda: (small(), [(name, t.detach().cpu()) for name, t in buffers])
-            )
-            shared = told[0][0] if leads else {}
-            buffers = [entry for _, theirs in told for entry in theirs] if leads else []
-        else:
-            made: list[dict[str, bytes]] = []
-            exchange.together("collecting what to save", lambda: made.append(small()))
-            shared = made[0]
+        made: list[dict[str, bytes]] = []
+        exchange.together("collecting what to save", lambda: made.append(small()))
         return _Job(
             options=options,
             token=token,
             rank=exchange.rank,
-            leads=leads,
+            apart_is_meant=subject.settings.use_node_local_storage,
             collected=collected,
-            shared=shared,
+            shared=made[0],
             buffers=buffers,
-            buffers_file=names.buffers_file(0 if node_local else exchange.rank),
             private=private_tensors(subject),
             rank_state=states.rank_file(subject),
-            manifest=_manifest_maker(subject, options, listed),
+            manifest=_manifest_maker(subject, options, listed, now),
             keep_last=subject.settings.keep_last,
         )
 
 
-def _agree_on_tag(exchange: Exchange, options: SaveOptions, validation: str) -> tuple[str, str]:
-    """``(a fresh token, the tag)``, the same on all ranks: those of rank 0."""
+def _agree_on_tag(exchange: Exchange, options: SaveOptions, validation: str) -> tuple[str, str, str]:
+    """Returns ``(a fresh token, the tag, the time)`` of rank 0, the same on all ranks."""
     doing = f"save_checkpoint({options.root}, tag={options.tag!r})"
-    given = exchange.gather((secrets.token_hex(8), str(options.tag)), doing)
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    given = exchange.gather((secrets.token_hex(8), str(options.tag), now), doing)
     tags = [entry[1] for entry in given]
     if len(set(tags)) > 1 and validation != "Ignore":
         text = (
@@ -218,18 +207,19 @@ def _agree_on_tag(exchange: Exchange, options: SaveOptions, validation: str) -> 
         if validation == "Fail":
             raise CheckpointError(f"{text}. checkpoint.tag_validation: Warn saves under that of rank 0")
         log_dist(f"{text}; saving under {tags[0]!r}", level=30)
-    return given[0][0], check_tag(tags[0])
+    return given[0][0], check_tag(tags[0]), given[0][2]
 
 
 def _manifest_maker(
-    subject: Subject, options: SaveOptions, listed: Roster
-) -> Callable[[tuple[SavedFile, ...]], Manifest]:
+    subject: Subject, options: SaveOptions, listed: Roster, saved_at: str
+) -> Callable[[tuple[SavedFile, ...], list[int]], Manifest]:
+    """Returns what makes the manifest, of the files and of the leader of each rank's folder."""
     optimizer = subject.torch_optimizer
     facts = {
         "tag": options.tag,
         "written_by": subject.version,
         "torch": torch.__version__,
-        "saved_at": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "saved_at": saved_at,
         "world_size": subject.dp_world_size,
         "mesh": subject.mesh,
         "zero_stage": subject.stage,
@@ -239,11 +229,11 @@ def _manifest_maker(
     }
     left_out = frozenset(listed.idle() if options.exclude_frozen else ())
 
-    def make(files: tuple[SavedFile, ...]) -> Manifest:
+    def make(files: tuple[SavedFile, ...], leaders: list[int]) -> Manifest:
         return Manifest(
             buckets=listed.buckets,
             files=files,
-            facts=facts,
+            facts={**facts, FOLDERS: leaders} if any(leaders) else facts,
             aliases=listed.aliases,
             left_out=left_out,
             frozen=frozenset(listed.frozen()),
@@ -271,18 +261,35 @@ def _run(job: _Job, exchange: Exchange) -> None:
     folder = SaveFolder(options.root, options.tag, job.token)
     doing = f"save_checkpoint({options.root}, tag={options.tag!r})"
     try:
-        exchange.together(f"{doing}: making the folder", lambda: folder.create() if job.leads else None)
-        written = exchange.together(f"{doing}: writing", lambda: _write_files(job, folder.folder))
+        leaders = make_folders(exchange, folder, doing)
+        leads = leaders[exchange.rank] == exchange.rank
+        buffers_file = names.buffers_file(exchange.rank)
+        if any(leaders):
+            _share(job, exchange, doing, leads=leads)
+            buffers_file = names.buffers_file()
+        written = exchange.together(f"{doing}: writing", lambda: _write_files(job, folder.folder, buffers_file))
         unique = {entry.name: entry for files in written for entry in files}
-        manifest = job.manifest(tuple(unique.values()))
-        exchange.together(f"{doing}: completing", lambda: _commit(job, folder, manifest) if job.leads else None)
+        manifest = job.manifest(tuple(unique.values()), leaders)
+        exchange.together(f"{doing}: completing", lambda: _commit(job, folder, manifest) if leads else None)
     except BaseException:
-        if job.leads:
-            folder.abandon()
+        folder.abandon()
         raise
+    if any(leaders) and not job.apart_is_meant:
+        log_dist_once(
+            f"save_checkpoint: ranks do not see one folder, so {len(set(leaders))} folders have the files of their own "
+            "ranks each. To load with another number of ranks, copy the content of all of them into one. "
+            "checkpoint.use_node_local_storage: true says that this is meant"
+        )
 
 
-def _write_files(job: _Job, folder: Path) -> list[SavedFile]:
+def _share(job: _Job, exchange: Exchange, doing: str, *, leads: bool) -> None:
+    """Gives the leader of every folder what ranks in other folders have for all. Every rank must call it."""
+    told = exchange.together(doing, lambda: (job.shared, [(name, t.detach().cpu()) for name, t in job.buffers]))
+    job.shared = told[0][0] if leads else {}
+    job.buffers = [entry for _, theirs in told for entry in theirs] if leads else []
+
+
+def _write_files(job: _Job, folder: Path, buffers_file: str) -> list[SavedFile]:
     """This rank's files."""
     written = []
     with FileWriter(folder) as writer:
@@ -291,7 +298,7 @@ def _write_files(job: _Job, folder: Path) -> list[SavedFile]:
             written.append(writer.write_stretches(name, kind, stretches))
         written.append(writer.write_bytes(names.rank_state_file(job.rank), TORCH, job.rank_state))
         if job.buffers:
-            written.append(writer.write_tensors(job.buffers_file, BUFFERS, job.buffers))
+            written.append(writer.write_tensors(buffers_file, BUFFERS, job.buffers))
         if job.private:
             written.append(writer.write_tensors(names.private_file(job.rank), PRIVATE, job.private))
         written += [writer.write_bytes(name, TORCH, data) for name, data in job.shared.items()]

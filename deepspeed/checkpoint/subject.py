@@ -35,7 +35,6 @@ class Subject:
         stage: ZeRO stage.
         dp_world_size: Ranks with the same part of the model, among which ZeRO shards.
         model_size: Ranks with other parts of one copy of the model.
-        local_rank: Rank on this machine.
         version: Of this package.
         token_schedule: How many tokens random-LTD keeps, or None.
         compression: The schedule of a compressed model, or None.
@@ -55,7 +54,6 @@ class Subject:
     stage: int
     dp_world_size: int
     model_size: int
-    local_rank: int
     version: str
     token_schedule: Any = None
     compression: Any = None

@@ -27,7 +27,6 @@ def subject_of(engine: DeepSpeedEngine) -> Subject:
         stage=engine._root.zero_optimization.stage,
         dp_world_size=engine._parts.standing.zero_size,
         model_size=engine._parts.standing.model_size,
-        local_rank=engine.local_rank,
         version=VERSION,
         token_schedule=engine._efficiency.token_schedule,
         compression=engine.compression_scheduler,
