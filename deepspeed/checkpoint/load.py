@@ -21,6 +21,7 @@ from deepspeed.checkpoint.plan import Match, Mismatch, match
 from deepspeed.checkpoint.private import PrivateFiller
 from deepspeed.checkpoint.random_state import restore_random_state
 from deepspeed.checkpoint.reader import CheckpointReader
+from deepspeed.checkpoint.renaming import kind_of_names, renamed
 from deepspeed.checkpoint.roster import names_elsewhere
 from deepspeed.checkpoint.source import Source, StateDictSource, TrainingState
 from deepspeed.checkpoint.states import ENGINE_KEYS
@@ -249,16 +250,26 @@ def _prepare(
 ) -> _Prepared:
     """Everything that can go wrong, before anything is changed."""
     source, state = _open(found, subject, options, rank, trained, stack)
+    notes = []
     matches, buffers, difference = match(source, subject.shapes(), subject.aliases(), subject.buffers())
+    if not matches and difference:  # perhaps another kind of the same model
+        for beginnings in subject.renamings():
+            names = renamed(source, beginnings)
+            if names is not None:
+                matches, buffers, difference = match(names, subject.shapes(), subject.aliases(), subject.buffers())
+                notes.append(f"it was saved from {kind_of_names(source.parameters)}; names are those of this model now")
+                break
     difference.unexpected = [name for name in difference.unexpected if name not in elsewhere]
-    _check_fit(str(found.folder), difference, strict=options.strict and options.custom_load_fn is None)
+    strict = options.strict and options.custom_load_fn is None
+    if strict and not matches and subject.shapes() and source.parameters:
+        raise CheckpointError(_of_another_kind(subject, found, options, source))
+    _check_fit(str(found.folder), difference, strict=strict)
     weights = WeightFiller(
         subject.runtime, source, matches, use_masters=subject.use_fp32_weights or subject.optimizer is None
     )
     weights.check_state()
     wanted = weights.wanted()
     optimizer = None
-    notes = []
     if difference:
         notes.append(f"the model and the checkpoint differ (load_module_strict=False):\n{difference.table()}")
     if subject.optimizer is not None and options.optimizer_states and not options.module_only:
@@ -287,6 +298,19 @@ def _schedule(subject: Subject, state: TrainingState, matches: Mapping[str, Matc
         return state.lr_scheduler
     choices = choose_groups(state.param_groups, matches, subject.group_names())
     return schedule_for(state.lr_scheduler, present, len(state.param_groups), choices)
+
+
+def _of_another_kind(subject: Subject, found: Found, options: LoadOptions, source: Source) -> str:
+    """Returns the message for a checkpoint that has no name in common with the model."""
+    tag = "" if options.tag is None else f" -t {options.tag}"
+    expected, there = kind_of_names(subject.shapes()), kind_of_names(source.parameters)
+    return (
+        f"{found.folder} does not fit the model; nothing was loaded: expected the weights of {expected}, found those "
+        f"of {there}; no name is in both. Load it into a model of the kind that saved it. Or write its weights by "
+        f"`python {options.root}/zero_to_fp32.py {options.root} OUTPUT{tag}`, give them the names of this model, and "
+        "load_state_dict them before initialize (deepspeed.pipe.transformers_state_dict renames those of "
+        "PipelineModule.from_transformers)"
+    )
 
 
 def _check_fit(what: str, difference: Mismatch, *, strict: bool) -> None:

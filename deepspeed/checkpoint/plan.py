@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from deepspeed.checkpoint.format import COMPUTE, MASTER, optimizer_kind, state_of_kind
+from deepspeed.checkpoint.renaming import SavedNames
 from deepspeed.checkpoint.source import SavedParameter, Source, Wanted
 from deepspeed.zero.layout import BucketLayout
 from deepspeed.zero.tiles import Tile
@@ -70,7 +71,7 @@ class Match:
 
 
 def match(
-    source: Source,
+    source: Source | SavedNames,
     shapes: Mapping[str, tuple[int, ...]],
     aliases: Mapping[str, str],
     buffers: Mapping[str, torch.Tensor],
@@ -78,7 +79,7 @@ def match(
     """Pairs the model's tensors with the checkpoint's, by name; a tied tensor answers to each of its names.
 
     Args:
-        source: The checkpoint.
+        source: The checkpoint, or what it has by other names.
         shapes: Shape of each of the model's logical parameters.
         aliases: Further names of the model's tied tensors.
         buffers: The model's persistent buffers.
@@ -115,7 +116,7 @@ def match(
         if tuple(source.buffers[saved_name].shape) != tuple(buffer.shape):
             difference.shapes[name] = (tuple(buffer.shape), tuple(source.buffers[saved_name].shape))
             continue
-        buffer_names[name] = saved_name
+        buffer_names[name] = source.buffers[saved_name].name
     known = used | used_buffers | set(aliases)
     difference.unexpected += [name for name in {**source.parameters, **source.buffers} if name not in known]
     return matches, buffer_names, difference
@@ -128,7 +129,7 @@ def _other_names(aliases: Mapping[str, str]) -> dict[str, list[str]]:
     return found
 
 
-def _resolve(source: Source, candidates: Iterable[str]) -> str | None:
+def _resolve(source: Source | SavedNames, candidates: Iterable[str]) -> str | None:
     for name in candidates:
         kept = source.aliases.get(name, name)
         if kept in source.parameters:

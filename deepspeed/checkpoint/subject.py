@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,7 @@ class Subject:
         token_schedule: How many tokens random-LTD keeps, or None.
         compression: The schedule of a compressed model, or None.
         use_fp32_weights: Fill masters from saved masters, not from 16-bit values.
+        renamings: Returns beginnings of names in checkpoints of other kinds of this model, to its own.
         outer: Further private state of this rank, by name: the momentum of the outer steps of islands.
     """
 
@@ -59,6 +60,7 @@ class Subject:
     compression: Any = None
     use_fp32_weights: bool = True
     outer: Sequence[tuple[str, torch.Tensor]] = ()
+    renamings: Callable[[], Iterable[Mapping[str, str]]] = tuple
 
     @property
     def torch_optimizer(self) -> torch.optim.Optimizer | None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
+
+from torch import nn
 
 from deepspeed.checkpoint.subject import COUNTERS, Subject
 from deepspeed.release import VERSION
@@ -31,8 +34,24 @@ def subject_of(engine: DeepSpeedEngine) -> Subject:
         token_schedule=engine._efficiency.token_schedule,
         compression=engine.compression_scheduler,
         use_fp32_weights=engine._root.zero_optimization.load_from_fp32_weights,
+        renamings=functools.partial(_renamings, engine.module),
         outer=engine._islands.momenta if engine._islands is not None else [],
     )
+
+
+def _renamings(model: nn.Module) -> list[dict[str, str]]:
+    """Returns beginnings of names in checkpoints of other kinds of ``model``, to its own.
+
+    A pipeline that was made of a Transformers model has the weights of that model, and the other way round.
+    """
+    from deepspeed.parallel.pipe.module import PipelineModule
+    from deepspeed.parallel.pipe.transformers_models import pipeline_names
+
+    if isinstance(model, PipelineModule):
+        names = {whole: own for own, whole in model.names_in_transformers().items()}
+    else:
+        names = pipeline_names(model)
+    return [names] if names else []
 
 
 def resume_from(engine: DeepSpeedEngine, loaded: Loaded) -> None:

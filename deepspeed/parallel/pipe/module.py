@@ -173,6 +173,12 @@ class PipelineModule(PlainAttributes, nn.Module):
 
         return whole_model_of(self._layer_specs)
 
+    def names_in_transformers(self) -> dict[str, str]:
+        """Returns beginnings of names here, to those in the Transformers model; none if the layers are from none."""
+        from deepspeed.parallel.pipe.transformers_models import transformers_names
+
+        return {} if self.transformers_model is None else transformers_names(self._layer_specs)
+
     def share_loss(self, *, own_share: bool) -> None:
         """Makes the loss of :meth:`from_transformers` one of sequences of which ranks have parts; others stay.
 

@@ -127,6 +127,21 @@ def transformers_names(layers: list[Any]) -> dict[str, str]:
     return found
 
 
+def pipeline_names(model: nn.Module) -> dict[str, str]:
+    """Returns beginnings of the names that a pipeline of ``model`` has, to the model's own; none if there is no such.
+
+    Args:
+        model: Any model. One of Transformers may be cut or changed: its configuration counts.
+    """
+    config = getattr(model, "config", None)
+    if not hasattr(config, "model_type"):
+        return {}
+    try:
+        return transformers_names(layers_of(config))
+    except (DeepSpeedConfigError, NotYetSupportedError, ValueError):  # no decoder-only language model
+        return {}
+
+
 def transformers_state_dict(state: Mapping[str, Any], model_or_config: Any) -> dict[str, Any]:
     """A state dict of the pipeline under the Transformers model's names, for its ``load_state_dict``.
 
