@@ -116,7 +116,7 @@ def load(subject: Subject, options: LoadOptions, exchange: Exchange) -> Loaded |
         prepared = _on_all(
             exchange, doing, lambda: _prepare(subject, options, found, exchange.rank, elsewhere, trained, stack)
         )
-        for note in prepared.notes:
+        for note in dict.fromkeys(note for notes in exchange.gather(prepared.notes, doing) for note in notes):
             log_dist(f"{doing}: {note}", level=WARNING)
         if prepared.optimizer is not None:
             prepared.optimizer.cut_runs()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 from deepspeed.errors import CheckpointError
 from deepspeed.inference.stored_names import StoredNames
 from deepspeed.inference.weight_files import Stored, WeightFiles, find_files
+from deepspeed.parallel.pipe.transformers_models import pipeline_names
 from deepspeed.zero.construction.reading import SlicesFromFiles
 from deepspeed.zero.holder import address_of, full_shape
 from deepspeed.zero.parts import tile_of
@@ -32,8 +34,9 @@ def fill(
 
     Args:
         model: Its tensors may be on the meta device; those are replaced.
-        checkpoint: A folder, a file of weights, a JSON file, or what such a file holds: an object whose
-            ``checkpoints`` lists files of whole tensors, or has the lists ``non_tp`` and ``tp``.
+        checkpoint: A folder (of weights, or of ``save_checkpoint``), a file of weights, a JSON file, or what such a
+            file holds: an object whose ``checkpoints`` lists files of whole tensors, or has the lists ``non_tp`` and
+            ``tp``.
         dtype: Of floating tensors.
         base_dir: Folder that relative names start from.
         slices: Parameters on the meta device become slices, of which each rank reads its own; None: they become whole.
@@ -49,7 +52,11 @@ def fill(
     filled: set[str] = set()
     pieces: Counter[str] = Counter()
     names = StoredNames(model, places.shape_of)
+    pipeline: dict[str, str] | None = None
     for raw in files.tensors():
+        if files.training is not None and places.of(raw.tile.name) is None:
+            pipeline = pipeline_names(model) if pipeline is None else pipeline
+            raw = _renamed(raw, pipeline)
         stored = raw if places.of(raw.tile.name) is not None else names.resolve(raw)
         place = places.of(stored.tile.name)
         if place is None:
@@ -63,6 +70,15 @@ def fill(
         tie()
     written = Counter({name: count for name, count in pieces.items() if not names.is_made_of_pieces(name)})
     _refuse_gaps(model, files, filled, written, unknown)
+
+
+def _renamed(stored: Stored, beginnings: dict[str, str]) -> Stored:
+    """A tensor of a pipeline's checkpoint under the name that it has in the model."""
+    name = stored.tile.name
+    begin = next((begin for begin in beginnings if name.startswith(begin)), None)
+    if begin is None:
+        return stored
+    return replace(stored, tile=replace(stored.tile, name=beginnings[begin] + name.removeprefix(begin)))
 
 
 def _refuse_gaps(

@@ -7,6 +7,7 @@ tensor which part it is, so that ranks of any number find theirs.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +20,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from deepspeed.checkpoint.consolidate import open_source
+from deepspeed.checkpoint.directory import LATEST, format_of
+from deepspeed.checkpoint.format import COMPUTE, MASTER
+from deepspeed.checkpoint.source import Source, Wanted
 from deepspeed.errors import CheckpointError
 from deepspeed.zero.tiles import Box, Tile, TilePart, in_common
 
@@ -98,12 +103,16 @@ class WeightFiles:
     Attributes:
         whole: Files of whole tensors.
         parts: Files of parts, one per rank that wrote.
+        training: A folder of ``save_checkpoint``, in the place of both.
     """
 
     whole: tuple[Path, ...]
     parts: tuple[Path, ...] = ()
+    training: Path | None = None
 
     def __str__(self) -> str:
+        if self.training is not None:
+            return f"checkpoint {self.training}"
         files = (*self.whole, *self.parts)
         return f"{len(files)} files ({files[0]} ...)" if len(files) > 1 else str(files[0])
 
@@ -113,6 +122,8 @@ class WeightFiles:
         Raises:
             CheckpointError: A file is damaged, or no file of weights.
         """
+        if self.training is not None:
+            yield from _trained(open_source(self.training))
         for path in (*self.whole, *self.parts):
             with _named(path):
                 yield from _safetensors(path, path in self.parts) if path.suffix == ".safetensors" else _pickled(path)
@@ -122,7 +133,8 @@ def find_files(checkpoint: str | Mapping[str, Any], base: Path) -> WeightFiles:
     """The files that ``init_inference(checkpoint=...)`` means.
 
     Args:
-        checkpoint: A folder, a file of weights, a JSON file, or what such a file holds.
+        checkpoint: A folder (of weights, or of ``save_checkpoint``), a file of weights, a JSON file, or what such a
+            file holds.
         base: Folder that relative names start from.
 
     Raises:
@@ -134,6 +146,8 @@ def find_files(checkpoint: str | Mapping[str, Any], base: Path) -> WeightFiles:
     if path.is_dir():
         if (path / DESCRIPTION).is_file():
             path = path / DESCRIPTION
+        elif (path / LATEST).is_file() or format_of(path) is not None:
+            return WeightFiles((), training=path)
         else:
             for pattern in _PATTERNS:
                 if found := sorted(path.glob(pattern)):
@@ -223,3 +237,31 @@ def _pickled(path: Path) -> Iterator[Stored]:
     for name, values in found.items():
         if isinstance(values, torch.Tensor):
             yield Stored(Tile(name, tuple(values.shape)), False, values.__getitem__)
+
+
+def _trained(source: Source) -> Iterator[Stored]:
+    """What a checkpoint of training has, under the names of the model that it was saved from."""
+    for name, parameter in source.parameters.items():
+        kind = MASTER if MASTER in parameter.kinds else COMPUTE
+        read = functools.partial(_read_rows, source, kind, name, parameter.shape, parameter.kinds[kind])
+        for called in (name, *(alias for alias, kept in source.aliases.items() if kept == name)):
+            yield Stored(Tile(called, parameter.shape), False, read)
+    for name, buffer in source.buffers.items():
+        values = source.read_buffer(name)
+        for called in (name, *(alias for alias, kept in source.aliases.items() if kept == name)):
+            yield Stored(Tile(called, buffer.shape), False, values.__getitem__)
+
+
+def _read_rows(
+    source: Source, kind: str, name: str, shape: tuple[int, ...], dtype: torch.dtype, where: tuple[slice, ...]
+) -> torch.Tensor:
+    """Reads the rows that ``where`` touches (all for ``()``), verified, and returns what it asks for of them."""
+    width = prod(shape[1:])
+    first, last = (where[0].start or 0, where[0].stop) if where else (0, shape[0] if shape else 1)
+    rows = range(*slice(first, last).indices(shape[0] if shape else 1))
+    wanted = Wanted(kind, name, rows.start * width, rows.stop * width)
+    source.check([wanted])
+    values = torch.empty((rows.stop - rows.start) * width, dtype=dtype)
+    source.read(wanted, values)
+    values = values.view(-1, *shape[1:]) if shape else values.view(())
+    return values[(slice(None), *where[1:])] if where else values.view(shape)

@@ -100,3 +100,27 @@ def test_what_cannot_be_loaded_says_which_kind_it_is_and_how_to_convert_it(tmp_p
     assert len(text.splitlines()) == 1 and "expected the weights of a pipeline or a row of layers ('0.weight', " in text
     assert "found those of one module ('model." in text
     assert f"python {tmp_path}/zero_to_fp32.py {tmp_path} OUTPUT -t here`" in text
+
+
+def inferred(folder: str, kind: str, on_meta: bool) -> torch.Tensor:
+    with torch.device("meta" if on_meta else "cpu"):
+        model = causal(kind, seed=2)
+    engine = deepspeed.init_inference(model, dtype=torch.float32, checkpoint=folder)
+    return engine(input_ids=torch.arange(12).view(2, 6)).logits
+
+
+def logits(folder: str, kind: str, stages: int) -> torch.Tensor:
+    """Saves, and gives what the model that continues says."""
+    save(folder, kind, stages)
+    engine = start(kind, 0, seed=2)
+    engine.load_checkpoint(folder)
+    return engine.eval()(input_ids=torch.arange(12).view(2, 6)).logits
+
+
+@pytest.mark.parametrize(
+    ("kind", "stages", "on_meta", "below"), [("gpt2", 0, False, ""), ("llama", 0, True, "here"), ("gpt2", 1, True, "")]
+)
+def test_inference_reads_a_checkpoint_of_training(kind, stages, on_meta, below, tmp_path):
+    expected = run_ranks(logits, 1, str(tmp_path), kind, stages)[0]
+    found = run_ranks(inferred, 1, str(tmp_path / below), kind, on_meta)[0]
+    torch.testing.assert_close(found, expected)

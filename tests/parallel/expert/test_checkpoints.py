@@ -31,6 +31,8 @@ def transformers_model(ep_size: int, stage: int, **more: Any) -> Any:
     model = build("mixtral")
     settings = config(stage, ep_size)
     settings["zero_optimization"] |= more
+    if not ep_size:  # the model as it is
+        del settings["expert_parallel"]
     if stage == 3:
         settings["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
     return deepspeed.initialize(model=model, optimizer=adamw(model), config=settings)[0]
@@ -59,7 +61,7 @@ def states(engine: Any, kind: str, ep_size: int) -> dict[str, dict[str, torch.Te
         values |= {key: safe_get_full_optimizer_state(parameter, key) for key in STATES}
         if kind == "transformers" and ".experts." in name:
             local = len(values["fp32"])
-            first = rank() % ep_size * local
+            first = rank() % max(ep_size, 1) * local
             for number in range(local):
                 found[f"{name}[{first + number}]"] = {key: value[number] for key, value in values.items()}
         else:
@@ -135,6 +137,10 @@ def _check_exports(folder: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", MAKERS)
 def test_any_spread_loads_any_other(kind: str) -> None:
     _check(kind, CELLS)
+
+
+def test_the_model_as_it_is_loads_a_spread_one_and_the_other_way_round() -> None:
+    _check("transformers", [(0, 1, [(2, 2, [(2, 1, {})])]), (2, 1, [(1, 1, [(0, 1, {})])])])
 
 
 @pytest.mark.slow
