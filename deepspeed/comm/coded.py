@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from deepspeed.comm.codec import CHUNK, Codec, coded_nbytes, decode, decode_add, encode
-from deepspeed.comm.transport import LocalTransport, Reduction, Transport, Visit, Work
+from deepspeed.comm.transport import LocalTransport, Reduction, Transport, Visit, Work, catch_up
 from deepspeed.comm.zero_rows import ZeroRows
 
 
@@ -120,6 +120,9 @@ class _CodedReduce:
 
     def will_arrive(self) -> bool:
         return self._received is None or self._work.will_arrive()
+
+    def catch_up(self, seconds: float) -> bool | None:
+        return True if self._received is None else catch_up(self._work, seconds)
 
     def wait(self) -> None:
         if self._received is None:

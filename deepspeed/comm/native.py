@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,13 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.counters import traffic
 from deepspeed.comm.recorder import timed
 from deepspeed.comm.transport import DoneWork, Piece, Reduction, Transport, Work, scaled_sum
+
+_POLL = 50e-6  # seconds between two questions whether the device has finished
+
+
+def pause(seconds: float) -> None:
+    """Sleeps while the device works."""
+    time.sleep(seconds)
 
 
 class NativeWork:
@@ -31,6 +39,15 @@ class NativeWork:
     def will_arrive(self) -> bool:
         """Waiting puts the current stream behind the transfer, and later gathers behind that stream."""
         return self._work is None or self._work.is_completed()
+
+    def catch_up(self, seconds: float) -> bool:
+        """See ``transport.catch_up``. The host polls, so that nothing on the device waits for this transfer."""
+        until = time.monotonic() + seconds
+        while not self.will_arrive():
+            if time.monotonic() > until:
+                return False
+            pause(_POLL)
+        return True
 
     def wait(self) -> None:
         """See ``Work``."""

@@ -142,6 +142,9 @@ class _TimedTransfer:
     def will_arrive(self) -> bool:
         return self._transfer.will_arrive()
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transfer, name)
+
     def wait(self) -> None:
         begun = time.perf_counter()
         self._transfer.wait()

@@ -70,6 +70,20 @@ class Work(Protocol):
         """Whether waiting depends on no further call of this rank: all peers are known to have sent their part."""
 
 
+def catch_up(work: Work, seconds: float) -> bool | None:
+    """Blocks the host, but no stream, until the device has finished a transfer.
+
+    Args:
+        work: The transfer.
+        seconds: How long to wait at most.
+
+    Returns:
+        Whether it is finished; None, at once, of a transfer that no device runs.
+    """
+    method = getattr(work, "catch_up", None)
+    return None if method is None else method(seconds)
+
+
 def job_is_over(what: str) -> CommunicationError:
     """What to raise where something that was made for a job is used after it.
 

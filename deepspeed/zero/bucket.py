@@ -29,6 +29,7 @@ from deepspeed.comm.transport import DoneWork, Work, transfer_key
 from deepspeed.errors import CallOrderError
 from deepspeed.logging import logger, warn_once
 from deepspeed.zero.construction.provisional import copy_sharded
+from deepspeed.zero.gather_count import GatherCount
 from deepspeed.zero.group import BucketGroup
 from deepspeed.zero.holder import Holder, State, set_address
 from deepspeed.zero.layout import BucketLayout, Fragment
@@ -55,6 +56,7 @@ class Bucket(Holder):
         is_decoded: FULL with values that went through a codec: close to those of the shards, the same on all ranks.
         gradients_in: Whether the running backward has delivered the gradient of every parameter.
         is_kept: Left FULL on purpose after its forward, because its backward is near.
+        count: Counts what is gathered; None where nobody asks.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Bucket(Holder):
         self.live_handles = 0
         self.gradients_in = False
         self.is_kept = False
+        self.count: GatherCount | None = None
         self.is_decoded = False
         self._wire = group.parameter_wire(trainable=layout.trainable)
         self._work: Work | None = None
@@ -176,6 +179,11 @@ class Bucket(Holder):
         if self.state is State.SHARDED:
             self.memory.announce(self.shard)
 
+    def _change_state(self, state: State) -> None:
+        if self.count is not None:
+            self.count.change(self.index, self.layout.numel, self.state, state)
+        self.state = state
+
     # -- transitions -------------------------------------------------------------------------------------------------
 
     def start_gather(self, *, exactly: bool = False) -> None:
@@ -192,7 +200,7 @@ class Bucket(Holder):
             wire = self.transport if exactly else self._wire
             self._work = wire.all_gather(self.full.tensor, key=key, label=f"the gather of {self.label}")
         self.is_decoded = not wire.is_exact
-        self.state = State.GATHERING
+        self._change_state(State.GATHERING)
 
     def finish_gather(self) -> None:
         """GATHERING -> FULL: waits, and gives the parameters their values."""
@@ -202,7 +210,7 @@ class Bucket(Holder):
         self._work = None
         for parameter, view, kind in self._not_lent(zip(self.params, self._views, self._classes, strict=True)):
             mark_full(parameter, view, kind)
-        self.state = State.FULL
+        self._change_state(State.FULL)
         self.remember_values()
 
     def repeat_gather(self) -> None:
@@ -234,7 +242,7 @@ class Bucket(Holder):
             mark_sharded(parameter, placeholder)
         self.full.free()
         self.is_kept = False
-        self.state = State.SHARDED
+        self._change_state(State.SHARDED)
 
     def abandon_gather(self) -> None:
         """GATHERING -> SHARDED: waits for the transfer, whose peers rely on it, and drops the result."""
@@ -243,7 +251,7 @@ class Bucket(Holder):
         self._work.wait()
         self._work = None
         self.full.free()
-        self.state = State.SHARDED
+        self._change_state(State.SHARDED)
 
     def show_shapes(self, shown: bool) -> None:
         """Decides what sharded parameters look like: empty, or of their shape (without memory, over a NaN).

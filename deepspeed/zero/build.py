@@ -40,7 +40,7 @@ def build_runtime(
     sharded = states.sharded
     agreement = Agreement(groups.gathering, lambda index: f"the parameters {states.buckets[index].label}")
     leaves = buckets_of_leaves(model, sharded)
-    schedule = GatherSchedule(sharded, agreement, options.gathers, leaves.values())
+    schedule = GatherSchedule(sharded, agreement, options.gathers, leaves.values(), states.layout.units)
     announcement = Announcement()
     hooks = ForwardHooks(
         model,

@@ -15,7 +15,7 @@ from enum import Enum
 import torch
 
 from deepspeed.comm.codec import Residual
-from deepspeed.comm.transport import LocalTransport, Reduction, Work, transfer_key
+from deepspeed.comm.transport import LocalTransport, Reduction, Work, catch_up, transfer_key
 from deepspeed.comm.zero_rows import ZeroRows, row_starts
 from deepspeed.errors import CallOrderError
 from deepspeed.zero.bucket import Bucket
@@ -379,6 +379,10 @@ class GradientBucket:
     def will_arrive(self) -> bool:
         """Whether the reduction can be finished without a further call of this rank."""
         return self._transfer is None or self._transfer.work.will_arrive()
+
+    def catch_up(self, seconds: float) -> bool | None:
+        """Blocks the host until the device has finished the reduction; see ``comm.transport.catch_up``."""
+        return True if self._transfer is None else catch_up(self._transfer.work, seconds)
 
     def finish_reduction(self) -> None:
         """REDUCING -> REDUCED: waits and adds the reduced gradient to what earlier backwards left."""

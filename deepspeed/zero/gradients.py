@@ -34,6 +34,8 @@ from deepspeed.zero.storage import Ledger
 from deepspeed.zero.trial import Trial
 
 _MAX_IN_FLIGHT = 2  # reductions whose staging buffers may be alive besides the one being filled
+_SMALL = 2**23  # elements: while so many are on their way, the host does not wait for a device that lags behind
+_PATIENCE = 60.0  # seconds: how long the host waits for a reduction that a peer may be holding back
 
 
 @dataclass
@@ -48,6 +50,7 @@ class _Backward:
         completed: Buckets with all gradients, as they were completed on this rank.
         packed: Those whose gradients have left the parameters.
         cursor: How many of ``order`` have been sent.
+        is_patient: The host waits for a device that lags behind; False once a peer has held a bucket back.
     """
 
     reaches: Sequence[int]
@@ -57,6 +60,7 @@ class _Backward:
     completed: list[int] = field(default_factory=list)
     packed: set[int] = field(default_factory=set)
     cursor: int = 0
+    is_patient: bool = True
 
 
 class GradientReducer:
@@ -115,6 +119,7 @@ class GradientReducer:
         self._local_sums: set[int] = set()
         self._hooks: dict[tuple[int, int], RemovableHandle] = {}
         self._ledger = ledger
+        self._largest = max((bucket.layout.numel for bucket in buckets), default=0)
         self.listen(range(len(self.buckets)))
 
     def add(self, bucket: Bucket, landing: Landing) -> None:
@@ -127,6 +132,7 @@ class GradientReducer:
         assert self._backward is None
         self.buckets.append(GradientBucket(bucket, self.policy, self._ledger, landing))
         self.buckets[-1].is_coded = self.is_coded
+        self._largest = max(self._largest, bucket.layout.numel)
         self._orders.clear()
         self._known.clear()  # the ranks agree anew at the end of the next backward
         self.listen([len(self.buckets) - 1])
@@ -222,22 +228,59 @@ class GradientReducer:
             self._send(backward.order[backward.cursor])
             backward.cursor += 1
 
-    def _send(self, position: int) -> None:
+    def _send(self, position: int, *, is_over: bool = False) -> None:
         """Starts a reduction and finishes older ones, but never by waiting for a peer that may wait for this rank.
 
         A peer holds a bucket back in which it has unused parameters; until its backward is over it may need gathers
-        from this rank. So during backward only what all peers are known to have sent is waited for.
+        from this rank. So during backward only what all peers are known to have sent is waited for. Where a device runs
+        the transfers nothing tells that but their end, for which the host waits for a while.
+
+        Args:
+            position: Of the bucket.
+            is_over: No backward of this rank is running, so peers need nothing of it but reductions.
         """
         while len(self._in_flight) >= _MAX_IN_FLIGHT:
-            oldest = self._in_flight[0] if self._may_block() else None
+            oldest = self._in_flight[0] if is_over or self._may_block() else None
             # Of another group a reduction may be behind; it must not keep those of this one waiting.
             ready = oldest or next((one for one in self._in_flight if one.will_arrive()), None)
+            if ready is None:
+                ready = self._outlast(position)
             if ready is None:
                 break
             self._in_flight.remove(ready)
             ready.finish_reduction()
         self.buckets[position].start_reduction(as_sum=position in self._local_sums)
         self._in_flight.append(self.buckets[position])
+
+    def _outlast(self, position: int) -> GradientBucket | None:
+        """The oldest reduction once the device has finished it; None where it has not, or need not have.
+
+        The host may be far ahead of its device, and every packed buffer stays allocated until its reduction is over.
+        The host waits, and not the stream: where a peer holds the bucket back, the transfer ends only after gathers
+        that this rank has yet to issue, so a stream that waited for it would wait for ever.
+
+        Args:
+            position: Of the bucket that is about to be sent.
+        """
+        backward = self._opened
+        numels = [gradients.bucket.layout.numel for gradients in (*self._in_flight, self.buckets[position])]
+        room = max(*numels, min(_SMALL, self._largest))
+        if not backward.is_patient or sum(numels) <= _MAX_IN_FLIGHT * room:
+            return None
+        oldest = self._in_flight[0]
+        is_finished = oldest.catch_up(_PATIENCE)
+        if is_finished:
+            return oldest
+        if is_finished is False:
+            backward.is_patient = False
+            logger.warning(
+                "the reduction of the gradients of %s has not ended for %g s: another rank is late, or has not used "
+                "some of these parameters. This backward goes on without waiting, and needs more memory. "
+                "Set zero_optimization.overlap_comm to false if ranks use different parameters",
+                oldest.bucket.label,
+                _PATIENCE,
+            )
+        return None
 
     def end(self) -> None:
         """Settles what is left of the backward, in the agreed order, and waits for every reduction."""
@@ -246,15 +289,17 @@ class GradientReducer:
         reduced: Sequence[int] = ()
         if reduces:
             reduced = backward.order if backward.order is not None else sorted(reduces, reverse=True)
-        for position in (*reduced, *(position for position in reaches if position not in reduces)):
-            gradients = self.buckets[position]
-            if position in backward.packed:
-                continue
-            gradients.note_unannounced()
-            if position in reduces or gradients.has_arrivals:
+        for place, position in enumerate(reduced):
+            if position not in backward.packed:
+                self.buckets[position].note_unannounced()
                 self._pack(position, backward)
-        for position in reduced[backward.cursor :]:
-            self._send(position)
+            if place >= backward.cursor:  # at once, so that few packed buffers are alive together
+                self._send(position, is_over=True)
+        for position in reaches:
+            if position not in reduces and position not in backward.packed:
+                self.buckets[position].note_unannounced()
+                if self.buckets[position].has_arrivals:
+                    self._pack(position, backward)
         self._drain()
         if reduces and self._combines:
             self._has_partial_sums = True
@@ -401,7 +446,7 @@ class GradientReducer:
             gradients = self.buckets[position]
             if gradients.sum.local is None:
                 gradients.pack()
-            self._send(position)
+            self._send(position, is_over=True)
         self._drain()
         self._local_sums.clear()
 

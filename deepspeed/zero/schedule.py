@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from deepspeed.comm.agreement import END_OF_SEGMENT, Agreement
 from deepspeed.uncompiled import uncompiled
 from deepspeed.zero.bucket import Bucket, State
+from deepspeed.zero.gather_count import GatherCount
 from deepspeed.zero.learned_order import LearnedOrder
 
 
@@ -31,7 +32,8 @@ class GatherLimits:
     """Sizes from the configuration, in elements.
 
     Attributes:
-        prefetch: Elements that may be on their way ahead of their use (``stage3_prefetch_bucket_size``).
+        prefetch: Elements that may be on their way ahead of their use (``stage3_prefetch_bucket_size``). The next unit
+            may, whatever its size, unless this is 0.
         max_live: Gathered elements at once, beyond which nothing is prefetched or kept
             (``stage3_max_live_parameters``).
         max_reuse_distance: A bucket stays gathered after its forward when its backward is at most so many elements
@@ -60,6 +62,7 @@ class GatherSchedule:
         agreement: Keeps the ranks together.
         limits: Sizes.
         leaves: The buckets that each leaf module uses.
+        units: For each unit, the indices of its buckets, sharded or not; a bucket in none is a unit by itself.
     """
 
     def __init__(
@@ -68,8 +71,17 @@ class GatherSchedule:
         agreement: Agreement,
         limits: GatherLimits,
         leaves: Iterable[Iterable[Bucket]] = (),
+        units: Iterable[Iterable[int]] = (),
     ) -> None:
         self._buckets = {bucket.index: bucket for bucket in buckets}
+        self._units = {index: (index,) for index in self._buckets}
+        for unit in units:
+            members = tuple(index for index in unit if index in self._buckets)
+            self._units.update(dict.fromkeys(members, members))
+        self._count = GatherCount()
+        for bucket in buckets:
+            bucket.count = self._count
+            self._count.change(bucket.index, bucket.layout.numel, State.SHARDED, bucket.state)
         self._leaf_of = _joined(leaves)
         self._demanded_leaves: set[tuple[int, ...]] = set()  # of this backward
         self._agreement = agreement
@@ -243,7 +255,7 @@ class GatherSchedule:
         if bucket.state is State.SHARDED:
             self._issue_up_to(bucket)
         if bucket.state is State.GATHERING:
-            self._prefetch()
+            self._prefetch(bucket)
             bucket.finish_gather()
 
     def _demand_leaf_of(self, bucket: Bucket) -> None:
@@ -286,25 +298,38 @@ class GatherSchedule:
         else:
             bucket.start_gather()
 
-    def _prefetch(self) -> None:
-        if self._order is None:
+    def _prefetch(self, demanded: Bucket) -> None:
+        """Asks for what the order wants next, so that it arrives beside the computation of the unit in demand.
+
+        The rest of that unit and all of the next one are asked for, further units as long as the limit of prefetching
+        allows it; nothing beyond the limit of live parameters.
+
+        Args:
+            demanded: What is waited for now; it is not ahead of its use.
+        """
+        order = self._order
+        if order is None:
             return
-        ahead = live = 0
-        for other in self._buckets.values():
-            if other.state is not State.SHARDED:
-                live += other.layout.numel
-                ahead += other.layout.numel if other.state is State.GATHERING else 0
-        while len(self._issued) < len(self._order):
-            upcoming = self._buckets[self._order[len(self._issued)]]
-            numel = upcoming.layout.numel
+        count, limits = self._count, self._limits
+        unit = self._units[demanded.index]
+        ahead = count.arriving_numel - sum(count.arriving.get(index, 0) for index in unit)
+        following: tuple[int, ...] | None = None  # the next unit, if some of it is on its way
+        if ahead:
+            following = self._units[next(index for index in count.arriving if index not in unit)]
+        while len(self._issued) < len(order):
+            upcoming = self._buckets[order[len(self._issued)]]
             if upcoming.state is not State.SHARDED:
                 return
-            if ahead + numel > self._limits.prefetch or live + numel > self._limits.max_live:
+            numel, its_unit = upcoming.layout.numel, self._units[upcoming.index]
+            is_near = its_unit in (unit, following) or following is None
+            fits = limits.prefetch > 0 and (is_near or ahead + numel <= limits.prefetch)
+            if not fits or count.live + numel > limits.max_live:
                 self._announce()
                 return
             self._issue(upcoming)
-            ahead += numel
-            live += numel
+            if its_unit != unit:
+                ahead += numel
+                following = following or its_unit
 
 
 def _joined(leaves: Iterable[Iterable[Bucket]]) -> dict[int, tuple[int, ...]]:

@@ -166,7 +166,8 @@ class ZeroOptimization(Section):
 
     stage3_prefetch_bucket_size: Int = key(
         50_000_000,
-        "How far ahead of their use parameters are gathered.",
+        "Elements that are gathered ahead of their use; the unit that is used next always is, whatever its size. "
+        "0 gathers nothing ahead.",
         unit="elements",
         minimum=0,
         aliases=("prefetch_bucket_size",),

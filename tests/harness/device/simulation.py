@@ -12,6 +12,7 @@ import torch
 
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.checkpoint import disk as checkpoint_disk
+from deepspeed.comm import native
 from deepspeed.comm.world import played_by
 from deepspeed.offload.disk import Disk, disk_is
 from deepspeed.offload.file_io import BlockFile, IoSettings, Transfer
@@ -97,6 +98,7 @@ def _simulated(clocks: Clocks, world: MirrorWorld | None) -> Iterator[Device]:
             stack.enter_context(host_memory_from(_Pages(memory)))
             stack.enter_context(disk_is(_RecordedDisk(operations, memory)))
             stack.enter_context(_bytes_are_read(operations, memory))
+            stack.enter_context(mock.patch.object(native, "pause", clocks.nap))
             if world is not None:
                 stack.enter_context(played_by(world))
             stack.enter_context(operations)
