@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,12 +24,30 @@ def pause(seconds: float) -> None:
     time.sleep(seconds)
 
 
+def _finish(total: torch.Tensor, out: torch.Tensor, how: Reduction) -> None:
+    """Casts and scales the sum that a collective has left."""
+    scaled_sum([total], out, how.scale, how.visit)
+
+
 class NativeWork:
-    """One of torch's works: its wait is supervised, and what must follow it is done after it."""
+    """One of torch's works: its wait is supervised, and what must follow it is done after it.
+
+    Args:
+        work: The work.
+        transport: What issued it.
+        ticket: Of its channel.
+        label: What travels.
+        finish: Called after it; where the transport has a stream for that, at once, to queue what it does there.
+        keep: Tensors that must live until then.
+    """
 
     def __init__(
         self, work: Any, transport: NativeTransport, ticket: tuple[str, int], label: str, finish: Any, keep: Any
     ) -> None:
+        self._finished: Any = None  # event after ``finish``
+        if finish is not None and transport.finishing_stream is not None:
+            self._finished = transport.queue_after(work, finish)
+            keep, finish = (keep, finish), None
         self._work = work
         self._transport = transport
         self._ticket = ticket
@@ -55,6 +74,8 @@ class NativeWork:
             return
         work, self._work = self._work, None
         self._transport.guard(work.wait, self._ticket, self._label)
+        if self._finished is not None:
+            get_accelerator().current_stream().wait_event(self._finished)
         if self._finish is not None:
             self._finish()
         self._keep = None
@@ -75,7 +96,7 @@ class NativeTransport(Transport):
 
     def __init__(self, group: Any, rank: int, size: int, device: torch.device) -> None:
         super().__init__(group, rank, size)
-        self.device = device
+        self.device = self.small_device = device
         self.runs_on_stream = device.type != "cpu"
 
     def guard(self, blocking: Callable[[], Any], ticket: tuple[str, int], label: str) -> None:
@@ -85,6 +106,35 @@ class NativeTransport(Transport):
             reached = get_accelerator().Event()
             reached.record()
             self.watch.follow(reached, *ticket, label, self.ranks)
+
+    @functools.cached_property
+    def finishing_stream(self) -> Any:
+        """Stream for what follows a reduction, so that the computation does not wait for it; None where there is none.
+
+        With TORCH_NCCL_BLOCKING_WAIT a work blocks the host when it is waited for, which must not happen where it is
+        issued.
+        """
+        accelerator = get_accelerator()
+        is_other_device = self.device.type != accelerator.device_name()
+        if is_other_device or accelerator.shares_host_memory(self.device):
+            return None
+        if os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0").lower() not in ("", "0", "n", "no", "false"):
+            return None
+        return accelerator.Stream()
+
+    def queue_after(self, work: Any, finish: Callable[[], None]) -> Any:
+        """Queues ``finish`` after a work that was just issued, beside the current stream.
+
+        Returns:
+            The event after it, for which the current stream must wait before it uses the result.
+        """
+        accelerator = get_accelerator()
+        with accelerator.stream(self.finishing_stream):
+            work.wait()
+            finish()
+            event = accelerator.Event()
+            event.record(self.finishing_stream)
+        return event
 
     def _work(
         self, work: Any, channel: str, key: int, label: str, finish: Callable[[], None] | None, keep: Any
@@ -112,7 +162,7 @@ class NativeTransport(Transport):
         traffic.record_ran("reduce_scatter_tensor", nbytes, self.axis)
         target = out if out.dtype == flat.dtype else torch.empty_like(self.my_slice(flat))
         work = self.group._reduce_scatter_base(target, flat)
-        finish = functools.partial(scaled_sum, [target], out, how.scale, how.visit)
+        finish = functools.partial(_finish, target, out, how)
         return self._work(work, "reduce", how.key, how.label, finish, (flat, out))
 
     @timed("all_reduce")
@@ -124,7 +174,7 @@ class NativeTransport(Transport):
             return DoneWork()
         traffic.record_ran("all_reduce", 2 * nbytes, self.axis)
         work = self.group.allreduce([flat])
-        finish = functools.partial(scaled_sum, [flat], out, how.scale, how.visit)
+        finish = functools.partial(_finish, flat, out, how)
         return self._work(work, "reduce", how.key, how.label, finish, (flat, out))
 
     @timed("all_to_all_single")
@@ -159,8 +209,8 @@ class NativeTransport(Transport):
     def gather_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> torch.Tensor:
         """See the class this one derives from."""
         rows = torch.empty((self.size, tensor.numel()), dtype=tensor.dtype, device=self.device)
-        told = torch.empty_like(rows, device=tensor.device)
-        work = self.group._allgather_base(rows.view(-1), tensor.to(self.device))
+        told = torch.empty_like(rows, device="cpu")
+        work = self.group._allgather_base(rows.view(-1), tensor.to(self.device, non_blocking=True))
 
         def land() -> None:
             work.wait()

@@ -187,6 +187,7 @@ class Transport:
         watch: The job's; None where nobody is waited for.
         party: How this rank takes part in the process group; None where it waits for nobody.
         scope: Begins the names of its channels.
+        small_device: Where a tensor for :meth:`gather_small` may be besides the host; None: nowhere.
         axis: Name of the axis that the ranks lie along, for the books of what travels.
         runs_on_stream: Transfers run on a stream of the device, and so do waits for them.
         is_exact: What is gathered is what was there. Otherwise it is what some codes stand for, on all ranks the same
@@ -195,6 +196,7 @@ class Transport:
 
     name = "local"
     axis = "data"
+    small_device: torch.device | None = None
     is_exact = True
     needs_one_order = False
     runs_on_stream = False
@@ -312,10 +314,10 @@ class Transport:
         raise NotImplementedError
 
     def gather_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> torch.Tensor:
-        """Everybody's small 1-D tensor as rows of a 2-D one; blocks.
+        """Everybody's small 1-D tensor as rows of a 2-D one on the host; blocks.
 
         Args:
-            tensor: On the host, of equal length on all ranks that use ``channel``.
+            tensor: On the host or on :attr:`small_device`, of equal length on all ranks that use ``channel``.
             channel: One of ``SMALL_CHANNELS``; exchanges of one channel never meet those of another.
             label: What this rank is about to do, for whoever waits in vain.
         """

@@ -448,9 +448,9 @@ class GradientBucket:
 
     # -- for updates that exchange something else than gradients -----------------------------------------------------
 
-    def own_squares(self) -> float:
-        """Sum of squares of this rank's own sum over micro-batches; 0 without one."""
-        return 0.0 if self.sum.local is None else squared_norm(self.sum.local.tensor).item()
+    def own_squares(self) -> torch.Tensor | None:
+        """Sum of squares of this rank's own sum over micro-batches, as of :meth:`sum_of_squares`."""
+        return None if self.sum.local is None else squared_norm(self.sum.local.tensor)
 
     def first_not_finite(self) -> int | None:
         """Index of the first tile of which this rank's own sum is not finite, or None."""
@@ -498,8 +498,8 @@ class GradientBucket:
         """Per parameter, whether a gradient arrived since the last update."""
         return self.sum.used
 
-    def sum_of_squares(self) -> float:
-        """Of the reduced gradient; 0 without one."""
+    def sum_of_squares(self) -> torch.Tensor | None:
+        """Of the reduced gradient, 0-dim fp64 on the device where that is; None without one."""
         return self.sum.of_squares()
 
     def note_write(self, tile: int, *, by_all: bool) -> None:

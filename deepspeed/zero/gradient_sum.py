@@ -218,12 +218,15 @@ class GradientSum:
         self._landing.wait(self.reduced)
         return self.reduced.tensor
 
-    def of_squares(self) -> float:
-        """Sum of squares of the reduced gradient; it is read only where making it could not tell already."""
+    def of_squares(self) -> torch.Tensor | None:
+        """Returns the sum of squares of the reduced gradient, 0-dim fp64 where that is; None without one.
+
+        The gradient is read only where making it could not tell already. The host waits for nothing.
+        """
         result = self.read()
         if result is None:
-            return 0.0
-        return squared_norm(result).item() if self.squares is None else self.squares.item()
+            return None
+        return squared_norm(result) if self.squares is None else self.squares.total
 
     def relocate(self, copy: Callable[[torch.Tensor], torch.Tensor], home: Home) -> None:
         """Moves what waits for an update to other memory.

@@ -48,9 +48,10 @@ class Squares:
         """Adds a stretch: 1-D, whole blocks of 64 elements."""
         self._total += squared_norm(part)
 
-    def item(self) -> float:
-        """The sum so far; waits for the device."""
-        return self._total.item()
+    @property
+    def total(self) -> torch.Tensor:
+        """The sum so far: 0-dim fp64, on the buffer's device."""
+        return self._total
 
 
 def norm_from_squares(total: float) -> float:

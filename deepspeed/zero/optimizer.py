@@ -357,18 +357,24 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
     def _agree(self) -> tuple[float, list[list[bool]]]:
         """Sum of squares of the whole gradient, and which parameters got a gradient on any rank that shares them.
 
-        One small exchange over the job, which also compares the checksums of the gathers' order. The flags are a matter
-        of the peers; where these are not all ranks, others have other parameters, and the flags travel by themselves.
+        The host waits for the device once, to read what all ranks have told. One small exchange over the job also
+        compares the checksums of the gathers' order. The flags are a matter of the peers; where these are not all
+        ranks, others have other parameters, and the flags travel by themselves.
         """
         groups = self._groups
         flags = [
             *_pack_flags([used for gradients in self._reducer.buckets for used in gradients.used]),
             self._digest_of_writes(),
         ]
-        numbers = [*self._own_squares(), float(self._agreement.digest), float(_number_of_order(groups)), *self.tells]
+        squares, on_device = self._own_squares()
+        numbers = [*squares, float(self._agreement.digest), float(_number_of_order(groups)), *self.tells]
         together = groups.job is groups.peers
+        mine = torch.tensor(numbers + flags if together else numbers, dtype=torch.float64)
+        if on_device is not None:
+            mine = mine.to(on_device.device, non_blocking=True)
+            mine[: len(squares)] += on_device
         rows = groups.job.gather_small(
-            torch.tensor(numbers + flags if together else numbers, dtype=torch.float64),
+            mine,
             channel="step",
             label="the update (optimizer.step)",
         )
@@ -399,16 +405,31 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         ]
         return float(zlib.crc32("\n".join(names).encode())) if names else 0.0
 
-    def _own_squares(self) -> tuple[float, float]:
-        """This rank's parts of the sum of squares: what it counts, and what others count."""
-        counted = copies = 0.0
+    def _own_squares(self) -> tuple[list[float], torch.Tensor | None]:
+        """This rank's parts of the sum of squares: what it counts, and what others count.
+
+        Returns:
+            (The two sums, as far as the host knows them; what must be added to them, 1-D fp64 on the device that the
+            exchange of the update accepts, or None.)
+        """
+        squares, accepted = [0.0, 0.0], self._groups.job.small_device
+        on_device: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
         for master, gradients in zip(self._masters, self._reducer.buckets, strict=True):
-            squares = gradients.own_squares() if self._reducer.holds_back else gradients.sum_of_squares()
-            if master.counts:
-                counted += squares
+            found = gradients.own_squares() if self._reducer.holds_back else gradients.sum_of_squares()
+            column = 0 if master.counts else 1
+            if found is None:
+                continue
+            if found.device.type in ("cpu", "meta"):
+                squares[column] += found.item()
             else:
-                copies += squares
-        return counted, copies
+                on_device[column].append(found)
+        if not any(on_device):
+            return squares, None
+        nothing = next(one for column in on_device for one in column).new_zeros(())
+        sums = torch.stack([torch.stack(column or [nothing]).sum() for column in on_device])
+        if accepted is not None and accepted.type == sums.device.type:
+            return squares, sums
+        return [known + more for known, more in zip(squares, sums.cpu().tolist(), strict=True)], None
 
     def _merge_flags(self, rows: torch.Tensor) -> list[list[bool]]:
         """Per bucket and parameter, whether any rank that shares it had a gradient.

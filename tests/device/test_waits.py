@@ -1,0 +1,50 @@
+"""How often the host waits for its device in one update, and what the computation does not wait for."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from deepspeed.comm import native
+from tests.device.support import batch, engine_at, step
+from tests.engine.support import tower
+from tests.harness.device import simulated_device
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(("stage", "ranks"), [(0, 2), (1, 2), (2, 2), (3, 2), (3, 1)])
+def test_an_update_waits_twice_at_most(stage: int, ranks: int, precision: str) -> None:
+    """However many buckets there are, with clipping."""
+    with simulated_device(ranks=ranks) as device:
+        engine = engine_at(stage, model=tower(depth=5), precision=precision, gradient_clipping=0.5)
+        assert len(engine._runtime.buckets) >= 4
+        for number in range(3):
+            loss = engine(batch(engine, number))
+            before = device.clocks.waits
+            engine.backward(loss)
+            assert device.clocks.waits == before
+            engine.step()
+            assert before < device.clocks.waits <= before + 2
+        engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_computation_does_not_wait_for_what_follows_a_reduction(stage: int) -> None:
+    """Casting, scaling and the squares of a reduced gradient are queued on another stream than the computation."""
+    with simulated_device(ranks=2) as device:
+        engine = engine_at(stage, model=tower(depth=5), gradient_clipping=0.5)
+        streams = []
+        scaled_sum = native.scaled_sum
+
+        def recording_sum(*args: Any) -> None:
+            streams.append(device.accelerator.current_stream())
+            scaled_sum(*args)
+
+        with mock.patch.object(native, "scaled_sum", recording_sum):
+            for number in range(2):
+                step(engine, number)
+        assert len(streams) == 2 * len(engine._runtime.reducer.buckets)
+        assert device.accelerator.default_stream() not in streams and len(set(streams)) == 1
+        engine.destroy()
