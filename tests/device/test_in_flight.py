@@ -11,15 +11,19 @@ from unittest import mock
 import pytest
 import torch
 
+import deepspeed
 from deepspeed.comm import native
 from deepspeed.comm.mesh import DATA, Mesh
 from deepspeed.comm.world import played_by
+from deepspeed.plan.decoder import Decoder
 from deepspeed.plan.network import PlayedWorld
 from deepspeed.zero import gradients, schedule
+from deepspeed.zero.placement import Home
 from deepspeed.zero.storage import Kind
 from tests.device.support import batch, engine_at, step
 from tests.engine.support import WIDTH, engine_of, tower
 from tests.harness.device import simulated_device
+from tests.plan.cells import SAMPLES, SHAPE, TOKENS, Cell
 
 LAYER = 512  # elements of a layer's bucket
 NOTHING_KEPT = {"stage3_max_reuse_distance": 0, "reduce_bucket_size": 5_000}
@@ -152,3 +156,28 @@ def _lines_of_a_step(depth: int) -> int:
 def test_the_work_of_a_gather_does_not_grow_with_the_number_of_buckets() -> None:
     few, many = _lines_of_a_step(98), _lines_of_a_step(998)
     assert 0 < many < 10.2 * few
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_plan_says_how_many_gradients_are_in_flight(accumulation: int) -> None:
+    cell = Cell(3, accumulation=accumulation, zero=(("stage3_prefetch_bucket_size", 1),))
+    found = deepspeed.plan(
+        SHAPE,
+        cell.config(""),
+        devices_per_node=2,
+        sequence_length=TOKENS,
+        compare_checkpointing=False,
+        suggest=False,
+    )
+    planned = found.rehearsed.kind_peaks[Kind.GRADIENT_BUCKET, Home.DEVICE]
+    with simulated_device(ranks=2):
+        torch.manual_seed(0)
+        engine = deepspeed.initialize(model=Decoder(SHAPE), config=cell.config(""))[0]
+        tokens = torch.zeros(SAMPLES, TOKENS, dtype=torch.int64).to(engine.device)
+        for _ in range(2):
+            engine._runtime.ledger.reset_peak()
+            for _ in range(accumulation):
+                engine.backward(engine(tokens, tokens))
+                engine.step()
+        assert engine._runtime.ledger.peak(Kind.GRADIENT_BUCKET) == planned
+        engine.destroy()
