@@ -15,6 +15,7 @@ they all keep the whole result, for the boundary.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence, Set
@@ -34,7 +35,8 @@ from deepspeed.zero.storage import Ledger
 from deepspeed.zero.trial import Trial
 
 _MAX_IN_FLIGHT = 2  # reductions whose staging buffers may be alive besides the one being filled
-_SMALL = 2**23  # elements: while so many are on their way, the host does not wait for a device that lags behind
+_SMALL = 2**23  # elements of reductions on their way for which the host need not wait for a device that lags behind,
+_MOST_SMALL = 16  # and how many such reductions there may be
 _PATIENCE = 60.0  # seconds: how long the host waits for a reduction that a peer may be holding back
 
 
@@ -119,6 +121,7 @@ class GradientReducer:
         self._local_sums: set[int] = set()
         self._hooks: dict[tuple[int, int], RemovableHandle] = {}
         self._ledger = ledger
+        self._in_one_order = all(bucket.group.reduce.needs_one_order for bucket in buckets)
         self._largest = max((bucket.layout.numel for bucket in buckets), default=0)
         self.listen(range(len(self.buckets)))
 
@@ -242,7 +245,8 @@ class GradientReducer:
         while len(self._in_flight) >= _MAX_IN_FLIGHT:
             oldest = self._in_flight[0] if is_over or self._may_block() else None
             # Of another group a reduction may be behind; it must not keep those of this one waiting.
-            ready = oldest or next((one for one in self._in_flight if one.will_arrive()), None)
+            asked = itertools.islice(self._in_flight, 1 if self._in_one_order else None)
+            ready = oldest or next((one for one in asked if one.will_arrive()), None)
             if ready is None:
                 ready = self._outlast(position)
             if ready is None:
@@ -263,9 +267,11 @@ class GradientReducer:
             position: Of the bucket that is about to be sent.
         """
         backward = self._opened
+        if not backward.is_patient:
+            return None
         numels = [gradients.bucket.layout.numel for gradients in (*self._in_flight, self.buckets[position])]
         room = max(*numels, min(_SMALL, self._largest))
-        if not backward.is_patient or sum(numels) <= _MAX_IN_FLIGHT * room:
+        if sum(numels) <= _MAX_IN_FLIGHT * room and len(numels) <= _MOST_SMALL:
             return None
         oldest = self._in_flight[0]
         is_finished = oldest.catch_up(_PATIENCE)
