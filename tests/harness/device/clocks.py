@@ -8,7 +8,7 @@ one; nothing is measured, so one run stands for every speed that the actors may 
 from __future__ import annotations
 
 import threading
-import time
+from time import sleep
 from typing import Any
 
 from tests.harness.device.jobs import Job, unfinished
@@ -90,7 +90,7 @@ class Clocks:
         """The host sleeps, and the device catches up; the other ranks, if they are there, take their time."""
         self.naps += 1
         if self.has_peers:
-            time.sleep(seconds)
+            sleep(seconds)
 
     def launch(self) -> Actor:
         """The actor of a kernel that the host queues now.

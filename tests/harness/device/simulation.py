@@ -101,6 +101,8 @@ def _simulated(clocks: Clocks, world: MirrorWorld | None) -> Iterator[Device]:
             stack.enter_context(mock.patch.object(native, "pause", clocks.nap))
             if world is not None:
                 stack.enter_context(played_by(world))
+            else:  # a kernel runs when it is queued, so the host would block where a reduction is issued
+                stack.enter_context(mock.patch.object(native.NativeTransport, "finishing_stream", None))
             stack.enter_context(operations)
             if world is None:
                 stack.enter_context(connected(clocks, operations))
