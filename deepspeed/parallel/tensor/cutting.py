@@ -147,11 +147,16 @@ def rules_for(model: nn.Module, section: TensorParallel) -> dict[str, Rule]:
     spread = tuple(f"{name}." for name in spread_modules(model))  # experts that have other ranks already stay whole
     found = {name: rule for name, rule in found.items() if not f"{name}.".startswith(spread)} if spread else found
     if not found:
+        structure = (
+            "its structure was not read, as the inputs of its forward are known for Transformers models only"
+            if inputs_of(model) is None
+            else "its structure shows no pair of layers around a residual sum"
+        )
         raise _NothingSaid(
             f"tensor_parallel.autotp_size {section.autotp_size}: nothing says how {type(model).__name__} is cut; it "
-            "brings no tensor-parallel plan, and its structure shows no pair of layers around a residual sum. Write "
-            "tensor_parallel.partition_config: layer_specs with patterns for the layers that take the residual stream "
-            '(partition_type "column") and for those that give back to it ("row")'
+            f"brings no tensor-parallel plan, and {structure}. Write tensor_parallel.partition_config: layer_specs "
+            'with patterns for the layers that take the residual stream (partition_type "column") and for those that '
+            'give back to it ("row"), or name the latter in tensor_parallel.injection_policy_tuple'
         )
     if section.vocab_parallel_lm_head is not None:
         found = {name: _head_rule(model, name, rule, section.vocab_parallel_lm_head) for name, rule in found.items()}
