@@ -48,6 +48,8 @@ class Place:
         way: How it was found, for the log: "torchrun variables", "Slurm", ...
         run: Which run the process belongs to, in the words of whoever started it: the same for all ranks of a run, and
             another one for another run. Empty where nobody says.
+        has_agent: Whether torch's elastic agent holds the store where the ranks meet: it keeps the store when it starts
+            the ranks again.
     """
 
     rank: int
@@ -57,6 +59,7 @@ class Place:
     port: int | None
     way: str
     run: str = ""
+    has_agent: bool = False
 
     def export(self, environ: MutableMapping[str, str]) -> None:
         """Writes the place into ``environ``, where torch, other libraries and the logger look for it."""
@@ -107,7 +110,8 @@ def find_place(
     if init_method is None or init_method.startswith("env:"):
         address, port = _meeting_point(environ, rank, world_size, way, slurm, default_port, mpi_address)
     local_rank = _local_rank(environ, rank, world_size, address, device_count)
-    return Place(rank, world_size, local_rank, address, port, way, _run_of(environ, way))
+    has_agent = way.startswith("torchrun") and environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    return Place(rank, world_size, local_rank, address, port, way, _run_of(environ, way), has_agent)
 
 
 def _identity(environ: Mapping[str, str], rank: int, world_size: int, discover: bool) -> tuple[int, int, str, bool]:
@@ -221,7 +225,10 @@ def _run_of(environ: Mapping[str, str], way: str) -> str:
     if way.startswith("Open MPI") and _open_mpi_job(environ):
         return f"Open MPI job {_open_mpi_job(environ)}"
     if way.startswith("Slurm") and environ.get("SLURM_JOB_ID") and not environ.get("SLURM_HET_SIZE"):
-        return f"Slurm step {environ['SLURM_JOB_ID']}.{environ.get('SLURM_STEP_ID', '')}"
+        # A job that is requeued keeps its number, and its steps are counted from 0 again.
+        count = environ.get("SLURM_RESTART_COUNT", "0")
+        restart = f", restart {count}" if count not in ("", "0") else ""
+        return f"Slurm step {environ['SLURM_JOB_ID']}.{environ.get('SLURM_STEP_ID', '')}{restart}"
     return f"run {environ['DS_RUN_ID']}" if environ.get("DS_RUN_ID") else ""
 
 

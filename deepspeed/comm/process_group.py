@@ -22,7 +22,7 @@ from deepspeed.comm.meeting import SupervisedStore
 from deepspeed.comm.new_groups import meet_to_make
 from deepspeed.comm.party import job_watch, party_of
 from deepspeed.comm.place import Place, find_place, local_rank_of
-from deepspeed.comm.reception import Guest, receive_ranks
+from deepspeed.comm.reception import Guest, StoreLostError, receive_ranks
 from deepspeed.comm.rendezvous import open_store
 from deepspeed.comm.startup import Facts, agree_on_config, agree_on_model, own_facts, rank_map
 from deepspeed.errors import CallOrderError, CommunicationError
@@ -162,11 +162,17 @@ def _start(
         if url is None and place.world_size == 1:
             arguments["store"] = torch_dist.HashStore()
         else:
-            store = open_store(url, place, timeout)
-            prefix = "default_pg"
-            if place.world_size > 1:
-                guest = Guest.here(place, own_facts(place.local_rank, backend))
-                prefix, facts = receive_ranks(store, guest, where, timeout)
+            store, prefix = None, "default_pg"
+            guest = Guest.here(place, own_facts(place.local_rank, backend))
+            while store is None:
+                store = open_store(url, place, timeout)
+                try:
+                    if place.world_size > 1:
+                        prefix, facts = receive_ranks(store, guest, where, timeout)
+                except StoreLostError:
+                    if time.monotonic() - started > timeout.total_seconds():
+                        raise
+                    store = None
             arguments["store"] = torch_dist.PrefixStore(prefix, store)
         torch_dist.init_process_group(backend, **arguments)
     except CommunicationError:  # ours, and complete

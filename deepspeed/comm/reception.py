@@ -23,17 +23,20 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
 from deepspeed.comm.place import Place
 from deepspeed.comm.startup import Facts, compare_facts, wait_for_readers
 from deepspeed.errors import CommunicationError
 from deepspeed.logging import logger
 from deepspeed.ports import shortened
+from deepspeed.printable import printable
 
 _SCOPE = "deepspeed/reception"
-_ARRIVALS, _HOST, _CLOSED, _READ = (f"{_SCOPE}/{name}" for name in ("arrivals", "host", "closed", "read"))
+_HOST = f"{_SCOPE}/host"
+_HOST_PERIOD = 0.25  # seconds between looks of a waiting rank whether rank 0 was started again
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.002, 0.1
+_Made = TypeVar("_Made")
 _RANK_ARGUMENT = re.compile(r"^(--?[\w-]*rank)(=\d+)?$")
 # How long who finds a meeting that is over without it waits: the host may be about to call the next one.
 _LATE_SECONDS = 5.0
@@ -42,6 +45,10 @@ _OWN_PORT = (
     "Each run needs a port of its own: set MASTER_PORT (--master_port of `deepspeed`, --master-port of torchrun) to a "
     "free one, the same on all ranks"
 )
+
+
+class StoreLostError(RuntimeError):
+    """The store of an earlier attempt has ended while this rank looked for its own."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,7 @@ class Guest:
         job: The same for all ranks that run the same script with the same arguments.
         parent: Its parent process.
         facts: What must match.
+        has_agent: Whether an agent started it that holds the store and starts ranks again (:class:`~.place.Place`).
     """
 
     rank: int
@@ -65,18 +73,23 @@ class Guest:
     job: str
     parent: int
     facts: Facts
+    has_agent: bool = False
 
     @classmethod
     def here(cls, place: Place, facts: Facts) -> Guest:
-        """This process."""
-        command = shortened(sys.argv)
-        return cls(place.rank, place.world_size, place.run, command, job_of(sys.argv), os.getppid(), facts)
+        """Returns the description of this process."""
+        command, job = shortened(sys.argv), job_of(sys.argv)
+        return cls(place.rank, place.world_size, place.run, command, job, os.getppid(), facts, place.has_agent)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Guest:
-        """What :meth:`to_json` wrote."""
-        values = json.loads(text)
-        return cls(**{**values, "facts": Facts(**values["facts"])})
+        """Reads what :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: The text is something else: whoever reaches the store may write to it.
+        """
+        values = _object(text)
+        return _checked(cls, {**values, "facts": _checked(Facts, values.get("facts"))})
 
     def to_json(self) -> str:
         """For the store."""
@@ -100,6 +113,74 @@ class Guest:
             return False
         started_together = self.parent == other.parent and self.parent > 1
         return started_together or self.parent == other.facts.pid or other.parent == self.facts.pid
+
+    def replaces(self, other: Guest) -> bool:
+        """Whether an agent started this process in place of ``other``, which it had ended.
+
+        The agents of one run count their restarts separately (torch counts no restart that another agent caused), so
+        the counts do not tell. An agent never runs two processes of one rank, and rank 0 belongs to the agent that
+        holds the store.
+        """
+        one_agent = self.has_agent and other.has_agent and self.facts.host == other.facts.host
+        same_place = self.rank == other.rank and self.run == other.run and self.process != other.process
+        return one_agent and same_place and (self.run != "" or self.rank == 0 or self.parent == other.parent)
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """One meeting at a store. A store may see several: an agent keeps it and starts the ranks again.
+
+    Attributes:
+        name: In no other meeting the same.
+        host: Rank 0.
+    """
+
+    name: str
+    host: Guest
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Meeting:
+        """Reads what :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: The text is something else.
+        """
+        values = _object(text)
+        return cls(str(values.get("name")), Guest.from_json(json.dumps(values.get("host"))))
+
+    def to_json(self) -> str:
+        """Returns the text for the store."""
+        return json.dumps(asdict(self))
+
+    def key(self, name: str) -> str:
+        """Returns the key ``name`` of this meeting."""
+        return f"{_SCOPE}/{self.name}/{name}"
+
+
+def _object(text: str | bytes) -> dict[str, Any]:
+    values = json.loads(text)
+    if not isinstance(values, dict):
+        raise ValueError(f"expected a JSON object, found {type(values).__name__}")
+    return values
+
+
+def _checked(cls: type[_Made], values: Any) -> _Made:
+    """Makes a dataclass of strings, numbers and dataclasses from JSON; strings lose their control characters.
+
+    Raises:
+        ValueError: A value is missing or has another type.
+    """
+    if not isinstance(values, dict):
+        raise ValueError(f"expected a JSON object, found {type(values).__name__}")
+    types = get_type_hints(cls)
+    found = {name: values[name] for name in types if name in values}
+    wrong = [name for name, value in found.items() if type(value) is not types[name]]
+    if wrong:
+        raise ValueError(f"wrong type of {', '.join(wrong)}")
+    try:
+        return cls(**{name: printable(value) if isinstance(value, str) else value for name, value in found.items()})
+    except TypeError as error:  # a value is missing
+        raise ValueError(str(error)) from None
 
 
 def job_of(words: Sequence[str]) -> str:
@@ -126,6 +207,7 @@ def receive_ranks(store: Any, guest: Guest, where: str, timeout: timedelta) -> t
     Raises:
         CommunicationError: This process belongs to another run than the one that meets here, the ranks do not match, or
             some did not come.
+        StoreLostError: The store was an earlier attempt's and has ended: look for the store of this attempt.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     try:
@@ -133,7 +215,7 @@ def receive_ranks(store: Any, guest: Guest, where: str, timeout: timedelta) -> t
             return _Host(store, guest, where, timeout).receive(deadline)
         return _attend(store, guest, where, timeout, deadline), []
     except RuntimeError as error:
-        if isinstance(error, CommunicationError):
+        if isinstance(error, (CommunicationError, StoreLostError)):
             raise
         raise CommunicationError(
             f"{guest.name}: the store at {where} went away before all ranks had met, with the process that held it "
@@ -150,10 +232,11 @@ class _Host:
     def __init__(self, store: Any, me: Guest, where: str, timeout: timedelta) -> None:
         self._store = store
         self._me = me
+        self._meeting = Meeting(uuid.uuid4().hex, me)
         self._where = where
         self._timeout = timeout
         self._seen = 0
-        self._late: set[int] = set()  # numbers taken by who has not said its name yet
+        self._late: set[int] = set()  # numbers of processes that have not posted who they are yet
         self._members: dict[int, tuple[int, Guest]] = {}  # by rank: its number, and who it is
         self._verdict: str | None = None
 
@@ -181,27 +264,43 @@ class _Host:
         return prefix, [guest.facts for guest in guests]
 
     def _open(self) -> None:
-        mine = self._me.to_json()
-        there = Guest.from_json(self._store.compare_set(_HOST, "", mine))
-        if there.process != self._me.process:
-            number = self._store.add(_ARRIVALS, 1)
-            self._store.set(f"{_SCOPE}/arrival/{number}", mine)  # so that the other one is told
-            raise CommunicationError(_refusal(self._me, there, self._where))
-        if self._store.check([_CLOSED]):  # this process has met others here before
-            self._seen = json.loads(self._store.get(_CLOSED) or "{}").get("seen", 0)
-            self._store.set(_HOST, mine)
-            self._store.set(_CLOSED, "")
+        """Opens the meeting. An earlier one is replaced if it was this rank's, in this process or before a restart."""
+        mine = self._meeting.to_json()
+        found = _text(self._store.compare_set(_HOST, "", mine))
+        if found == mine:
+            return
+        there = Meeting.from_json(found)
+        is_mine = there.host.process == self._me.process or self._me.replaces(there.host)
+        if is_mine and _text(self._store.compare_set(_HOST, found, mine)) == mine:
+            return
+        _arrive(self._store, there, self._me)  # so that rank 0 of the other run reports it
+        raise CommunicationError(_refusal(self._me, there.host, self._where))
+
+    def _key(self, name: str) -> str:
+        return self._meeting.key(name)
 
     def _look_at_arrivals(self) -> None:
-        count = self._store.add(_ARRIVALS, 0)
+        count = self._store.add(self._key("arrivals"), 0)
         unknown = [*sorted(self._late), *range(self._seen + 1, count + 1)]
         self._seen = count
         for number in unknown:
-            if self._store.check([f"{_SCOPE}/arrival/{number}"]):
+            if self._store.check([self._key(f"arrival/{number}")]):
                 self._late.discard(number)
-                self._judge(number, Guest.from_json(self._store.get(f"{_SCOPE}/arrival/{number}")))
+                self._read_arrival(number)
             else:
                 self._late.add(number)
+
+    def _read_arrival(self, number: int) -> None:
+        try:
+            guest = Guest.from_json(self._store.get(self._key(f"arrival/{number}")))
+        except ValueError as error:
+            logger.warning(
+                f"{self._where}: ignored a process that does not say who it is as this version does: {error}"
+            )
+            version = f"{self._where} is where a run of version {self._me.facts.version} of deepspeed meets; "
+            self._answer(number, error=f"{version}this process was not understood there. {_OWN_PORT}")
+            return
+        self._judge(number, guest)
 
     def _judge(self, number: int, guest: Guest) -> None:
         me = self._me
@@ -210,7 +309,7 @@ class _Host:
             self._refuse(number, guest)
             return
         there = self._members.get(guest.rank)
-        if there is None or there[1].process == guest.process:
+        if there is None or there[1].process == guest.process or guest.replaces(there[1]):
             self._members[guest.rank] = (number, guest)
             return
         is_ours, was_ours = guest.is_related_to(me), there[1].is_related_to(me)
@@ -255,21 +354,21 @@ class _Host:
         )
 
     def _answer(self, number: int, **answer: str) -> None:
-        self._store.set(f"{_SCOPE}/answer/{number}", json.dumps(answer))
+        self._store.set(self._key(f"answer/{number}"), json.dumps(answer))
 
     def _close(self, guests: list[Guest]) -> str:
         """Answers those who were let in; returns the prefix of the run's keys."""
         prefix = f"deepspeed/run/{uuid.uuid4().hex}"
-        readers = self._store.add(_READ, 0) + len(self._members)
+        readers = self._store.add(self._key("read"), 0) + len(self._members)
         for number, _ in self._members.values():
             if self._verdict is None:
                 self._answer(number, prefix=prefix)
             else:
                 self._answer(number, error=self._verdict)
         names = {guest.rank: (guest.process, guest.name) for guest in guests}
-        self._store.set(_CLOSED, json.dumps({"seen": self._seen, "members": names}))
+        self._store.set(self._key("closed"), json.dumps(names))
         if self._verdict is not None:
-            wait_for_readers(self._store, _READ, readers)
+            wait_for_readers(self._store, self._key("read"), readers)
         return prefix
 
 
@@ -286,51 +385,91 @@ def _refusal(guest: Guest, host: Guest, where: str) -> str:
 
 
 def _attend(store: Any, guest: Guest, where: str, timeout: timedelta, deadline: float) -> str:
-    """Another rank's part; returns the prefix of the run's keys."""
-    number = store.add(_ARRIVALS, 1)
-    store.set(f"{_SCOPE}/arrival/{number}", guest.to_json())
-    key = f"{_SCOPE}/answer/{number}"
+    """Another rank's part; returns the prefix of the run's keys.
+
+    Raises:
+        StoreLostError: The store ended, and no meeting there was open to this rank: it was an earlier attempt's.
+    """
+    meeting: Meeting | None = None
+    number, is_over = 0, False
     pause = _pauses()
     late_at: float | None = None
-    impatient_at = time.monotonic() + _IMPATIENT_SECONDS
-    while not store.check([key]):
-        now = time.monotonic()
-        if now > impatient_at and not store.check([_HOST]):
-            impatient_at = deadline
-            logger.warning(f"{guest.name}: no word from rank 0 at {where} yet; the store there may be another run's")
-        reason = _is_over_without(store, guest, where)
-        late_at = None if reason is None else late_at or now + _LATE_SECONDS
-        if reason is not None and late_at is not None and now > late_at and not store.check([key]):
-            raise CommunicationError(reason)
-        # Where rank 0 is there, it knows better who is missing.
-        if now > deadline + (_LATE_SECONDS if store.check([_HOST]) else 0.0):
-            raise CommunicationError(
-                f"{guest.name}: no word from rank 0 at {where} within {timeout}. Check that all {guest.world_size} "
-                "processes were started and can reach that address, and that no other program holds the port"
-            )
-        pause()
-    answer = json.loads(store.get(key))
-    store.add(_READ, 1)
+    look_at = time.monotonic()
+    impatient_at = look_at + _IMPATIENT_SECONDS
+    try:
+        while meeting is None or not store.check([meeting.key(f"answer/{number}")]):
+            now = time.monotonic()
+            if meeting is None or now > look_at:
+                look_at = now + _HOST_PERIOD
+                there = _meeting_at(store)
+                if there is not None and there != meeting:  # the first, or that of a rank 0 that was started again
+                    meeting, number = there, _arrive(store, there, guest)
+                reason = None if meeting is None else _is_over_without(store, meeting, guest, where)
+                is_over = reason is not None
+                late_at = None if reason is None else late_at or now + _LATE_SECONDS
+                if (
+                    reason is not None
+                    and late_at is not None
+                    and now > late_at
+                    and not _waits_for_restart(meeting, guest)
+                ):
+                    raise CommunicationError(reason)
+            if now > impatient_at and (meeting is None or is_over):
+                impatient_at = deadline
+                logger.warning(
+                    f"{guest.name}: no word from rank 0 at {where} yet; the store there may be another run's"
+                )
+            # If rank 0 is there, it knows better which ranks are missing.
+            if now > deadline + (_LATE_SECONDS if meeting is not None else 0.0):
+                raise CommunicationError(
+                    f"{guest.name}: no word from rank 0 at {where} within {timeout}. Check that all {guest.world_size} "
+                    "processes were started and can reach that address, and that no other program holds the port"
+                )
+            pause()
+        answer = _object(store.get(meeting.key(f"answer/{number}")))
+    except RuntimeError as error:
+        if is_over and not isinstance(error, CommunicationError):
+            raise StoreLostError(str(error)) from error
+        raise
+    store.add(meeting.key("read"), 1)
     if "error" in answer:
-        raise CommunicationError(answer["error"])
+        raise CommunicationError(printable(str(answer["error"])))
     return str(answer["prefix"])
 
 
-def _is_over_without(store: Any, guest: Guest, where: str) -> str | None:
+def _meeting_at(store: Any) -> Meeting | None:
+    return Meeting.from_json(store.get(_HOST)) if store.check([_HOST]) else None
+
+
+def _arrive(store: Any, meeting: Meeting, guest: Guest) -> int:
+    """Posts who this process is; returns the number under which the answer will be."""
+    number: int = store.add(meeting.key("arrivals"), 1)
+    store.set(meeting.key(f"arrival/{number}"), guest.to_json())
+    return number
+
+
+def _waits_for_restart(meeting: Meeting | None, guest: Guest) -> bool:
+    """Whether the meeting that is over may be that of the attempt before, so that rank 0 will open the next one."""
+    return meeting is not None and guest.has_agent and meeting.host.has_agent and meeting.host.run == guest.run
+
+
+def _is_over_without(store: Any, meeting: Meeting, guest: Guest, where: str) -> str | None:
     """Why this process comes too late; None while the meeting is not over, or if it has been at it before."""
-    if not store.check([_CLOSED]):
+    if not store.check([meeting.key("closed")]):
         return None
-    closed = json.loads(store.get(_CLOSED) or "{}")
-    members = closed.get("members", {})
-    if not members or any(tuple(process) == guest.process for process, _ in members.values()):
+    members = _object(store.get(meeting.key("closed")))
+    if any(tuple(process) == guest.process for process, _ in members.values()):
         return None
-    _, host = members["0"]
     same = members.get(str(guest.rank))
-    place = f"; its rank {guest.rank} is {same[1]}" if same is not None else ""
+    place = f"; its rank {guest.rank} is {printable(str(same[1]))}" if same is not None else ""
     return (
-        f"{where} is where another run has met already: that of {host}{place}. This is {guest.name}, and was not at "
-        f"that meeting. {_OWN_PORT}. A file that an earlier run has left at init_method must be deleted"
+        f"{where} is where another run has met already: that of {meeting.host.name}{place}. This is {guest.name}, and "
+        f"was not at that meeting. {_OWN_PORT}. A file that an earlier run has left at init_method must be deleted"
     )
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
 
 
 def _pauses() -> Callable[[], None]:

@@ -20,6 +20,8 @@ from deepspeed.ports import free_port, holder_of, is_here
 _ANSWER_SECONDS = 30.0
 _CONNECT_SECONDS = 5.0
 _RETRY_SECONDS = 0.1
+# Whoever retries a run at one port may start it while rank 0 of the attempt before is still ending.
+_RELEASE_SECONDS = 2.0
 
 
 def open_store(url: str | None, place: Place, timeout: timedelta) -> Any:
@@ -34,20 +36,26 @@ def open_store(url: str | None, place: Place, timeout: timedelta) -> Any:
         CommunicationError: Another program is there.
         RuntimeError: Nobody is there (torch's words).
     """
-    store: Any
-    try:
-        if url is not None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):  # torchrun's agent holds it
-            store, _, _ = next(torch_dist.rendezvous(url or "env://", place.rank, place.world_size, timeout=timeout))
-        elif place.rank == 0:
-            store = _tcp_store(place, True, timeout)
-        else:
-            store = _reach(place, timeout)
-    except RuntimeError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        raise CommunicationError(_taken(place, url)) from None
+    store: Any = None
+    released_by = time.monotonic() + _RELEASE_SECONDS
+    while store is None:
+        try:
+            store = _opened(url, place, timeout)
+        except RuntimeError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            if time.monotonic() > released_by:
+                raise CommunicationError(_taken(place, url)) from None
+            time.sleep(_RETRY_SECONDS)
     store.set_timeout(timeout)
     return store
+
+
+def _opened(url: str | None, place: Place, timeout: timedelta) -> Any:
+    if url is not None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):  # torchrun's agent holds it
+        store, _, _ = next(torch_dist.rendezvous(url or "env://", place.rank, place.world_size, timeout=timeout))
+        return store
+    return _tcp_store(place, True, timeout) if place.rank == 0 else _reach(place, timeout)
 
 
 def _tcp_store(place: Place, is_master: bool, timeout: timedelta) -> torch_dist.TCPStore:

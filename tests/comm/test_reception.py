@@ -19,9 +19,9 @@ FACTS = Facts("a", 1, 0, "cpu", 0, "1.0", "gloo")
 WHERE = "127.0.0.1:29500"
 
 
-def guest(rank, run="", pid=None, parent=7, world_size=2, command="train.py", **facts):
-    pid = pid if pid is not None else 100 + rank
-    return Guest(rank, world_size, run, command, job_of(command.split()), parent, replace(FACTS, pid=pid, **facts))
+def guest(rank, run="", pid=None, parent=7, world_size=2, command="train.py", has_agent=False, **facts):
+    facts = replace(FACTS, pid=pid if pid is not None else 100 + rank, **facts)
+    return Guest(rank, world_size, run, command, job_of(command.split()), parent, facts, has_agent)
 
 
 class Meeting:
@@ -35,8 +35,19 @@ class Meeting:
     def comes(self, who):
         return self._pool.submit(receive_ranks, self.store, who, WHERE, self.timeout)
 
+    def opens(self, who):
+        """Rank 0 comes; returns its outcome once others can arrive."""
+        before = self.at()
+        outcome = self.comes(who)
+        while self.at() == before:
+            threading.Event().wait(0.002)
+        return outcome
+
+    def at(self):
+        return reception._meeting_at(self.store)
+
     def has_arrived(self, count):
-        while self.store.add("deepspeed/reception/arrivals", 0) < count:
+        while self.store.add(self.at().key("arrivals"), 0) < count:
             threading.Event().wait(0.002)
 
 
@@ -66,7 +77,6 @@ def test_ranks_of_one_run_get_keys_of_their_own():
 def test_a_stranger_is_refused_by_name_on_both_sides(warnings):
     here = Meeting()
     stranger = here.comes(guest(1, "Open MPI job 9", 55, command="other.py --x"))
-    here.has_arrived(1)
     host = here.comes(guest(0, "run x"))
     told = refused(stranger)
     assert "where another run meets: that of process 100 on host a, rank 0 of 2 of `train.py` (run x)" in told
@@ -82,9 +92,7 @@ def test_a_stranger_is_refused_by_name_on_both_sides(warnings):
 @pytest.mark.parametrize("change", [{"world_size": 3}, {"run": ""}, {"rank": 0}])
 def test_other_strangers(change, warnings):
     here = Meeting()
-    host = here.comes(guest(0, "run x"))
-    while not here.store.check(["deepspeed/reception/host"]):
-        pass
+    host = here.opens(guest(0, "run x"))
     told = refused(here.comes(guest(**{"rank": 1, "run": "run x", "pid": 55, **change})))
     assert "where another run meets" in told and ("same DS_RUN_ID" in told) == ("run" in change)
     here.comes(guest(1, "run x")).result(10)
@@ -103,7 +111,6 @@ def test_who_comes_late_learns_whose_meeting_it_was(monkeypatch):
 def test_another_job_of_this_machine_is_a_stranger_where_nobody_names_the_run(warnings):
     here = Meeting()
     stranger = here.comes(guest(1, pid=55, parent=8, command="other.py"))
-    here.has_arrived(1)
     host = here.comes(guest(0))
     assert "same DS_RUN_ID" in refused(stranger) and "process 55" in warnings[0]
     own = here.comes(guest(1, command="train.py --role worker"))  # started together with rank 0
@@ -113,19 +120,20 @@ def test_another_job_of_this_machine_is_a_stranger_where_nobody_names_the_run(wa
 def test_a_parent_in_common_decides_between_two_that_run_the_same(warnings):
     for pids in ((55, 101), (101, 55)):
         here = Meeting()
+        host = here.opens(guest(0, world_size=3))
         claims = {}
         for count, pid in enumerate(pids, 1):
-            claims[pid] = here.comes(guest(1, pid=pid, parent=7 if pid == 101 else 8))
+            claims[pid] = here.comes(guest(1, pid=pid, parent=7 if pid == 101 else 8, world_size=3))
             here.has_arrived(count)
-        assert here.comes(guest(0)).result(10)[1][1].pid == 101 and claims[101].result(10)
+        here.comes(guest(2, world_size=3)).result(10)
+        assert host.result(10)[1][1].pid == 101 and claims[101].result(10)
         assert "another run meets" in refused(claims[55]) and "process 55" in warnings.pop()
 
 
 def test_all_are_refused_where_nothing_tells_who_is_who():
     here = Meeting()
-    claims = [here.comes(guest(1, host="b", pid=pid, parent=pid + 50)) for pid in (5, 6)]
-    here.has_arrived(2)
-    host = here.comes(guest(0))
+    host = here.opens(guest(0, world_size=3))
+    claims = [here.comes(guest(1, host="b", pid=pid, parent=pid + 50, world_size=3)) for pid in (5, 6)]
     words = {refused(outcome) for outcome in (host, *claims)}
     assert len(words) == 1
     (told,) = words
@@ -151,3 +159,85 @@ def test_who_does_not_come_is_named():
     }
     alone = Meeting(seconds=0.1)
     assert "no word from rank 0" in refused(alone.comes(guest(1)))
+
+
+# --- restarts ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("run", ["torchrun run x", ""])
+def test_ranks_that_an_agent_starts_again_meet_again(run, monkeypatch):
+    """Several attempts at one store; the others come before rank 0, whose last meeting is over or was never closed."""
+    monkeypatch.setattr(reception, "_LATE_SECONDS", 0.05)
+    here = Meeting()
+    prefixes = set()
+    for attempt in range(3):
+        pids = [1000 * attempt + rank for rank in range(2)]
+        other = here.comes(guest(1, run, pids[1], has_agent=True, host="b", parent=9))
+        threading.Event().wait(0.2)  # longer than a stranger may be late
+        host = here.comes(guest(0, run, pids[0], has_agent=True))
+        assert [fact.pid for fact in host.result(10)[1]] == pids
+        assert other.result(10)[0] == host.result(10)[0]
+        prefixes.add(host.result()[0])
+        broken = reception.Meeting(f"broken{attempt}", guest(0, run, 7000 + attempt, has_agent=True))
+        here.store.set("deepspeed/reception/host", broken.to_json())  # rank 0 died while it waited
+    assert len(prefixes) == 3
+
+
+def test_a_rank_that_is_started_again_while_rank_0_waits_takes_its_place():
+    here = Meeting()
+    host = here.opens(guest(0, world_size=3, has_agent=True))
+    here.comes(guest(1, pid=55, world_size=3, host="b", parent=9, has_agent=True))  # and is killed
+    here.has_arrived(1)
+    own = [here.comes(guest(rank, world_size=3, host="b", parent=9, has_agent=True)) for rank in (1, 2)]
+    assert [fact.pid for fact in host.result(10)[1]] == [100, 101, 102]
+    assert {outcome.result(10)[0] for outcome in own} == {host.result()[0]}
+
+
+@pytest.mark.parametrize("change", [{"has_agent": False}, {"host": "b"}, {"run": "torchrun run y"}])
+def test_another_rank_0_is_no_restart(change):
+    here = Meeting()
+    here.opens(guest(0, "torchrun run x", has_agent=True))
+    second = here.comes(guest(**{"rank": 0, "run": "torchrun run x", "pid": 55, "has_agent": True, **change}))
+    assert "where another run meets" in refused(second)
+    assert here.at().host.facts.pid == 100
+
+
+def test_a_store_that_ends_with_the_attempt_before_is_left_for_the_next():
+    here = Meeting()
+    for outcome in [here.comes(guest(rank)) for rank in range(2)]:
+        outcome.result(10)
+    store = here.store
+
+    class Ending:
+        ends = False
+
+        def __getattr__(self, name):
+            if self.ends:
+                raise torch_dist.DistNetworkError("Connection reset by peer")
+            return getattr(store, name)
+
+    here.store = Ending()
+    again = here.comes(guest(1, pid=55))
+    here.has_arrived(2)
+    Ending.ends = True
+    assert isinstance(again.exception(timeout=10), reception.StoreLostError)
+
+
+@pytest.mark.parametrize("post", ["[]", "7", "null", "{}", "not JSON", '{"rank": "1"}', '{"rank": 1, "facts": []}'])
+def test_a_post_that_is_no_rank_is_refused_and_the_others_meet(post, warnings):
+    here = Meeting()
+    host = here.opens(guest(0))
+    number = here.store.add(here.at().key("arrivals"), 1)
+    here.store.set(here.at().key(f"arrival/{number}"), post)
+    assert here.comes(guest(1)).result(10)[0] == host.result(10)[0]
+    assert "ignored a process" in warnings[0]
+    assert b"error" in here.store.get(here.at().key(f"answer/{number}"))
+
+
+def test_what_a_stranger_says_cannot_write_to_the_terminal(warnings):
+    here = Meeting()
+    host = here.opens(guest(0, "run x"))
+    told = refused(here.comes(guest(1, "run \x1b]0;title\x07", 55, command="evil \x1b[2J")))
+    here.comes(guest(1, "run x")).result(10)
+    host.result(10)
+    assert "\x1b" not in told + warnings[0] and "\x07" not in told + warnings[0] and "evil ?[2J" in warnings[0]

@@ -1,6 +1,9 @@
 """Restarts by torch's elastic agent."""
 
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -44,26 +47,69 @@ def test_a_rank_that_dies_is_started_again_with_the_others(tmp_path):
     assert "elastic run on 1 to 1 machine(s)" in err
 
 
-@pytest.mark.slow
-def test_collectives_work_again_after_a_restart(tmp_path):
-    """The first time rank 1 dies in the middle; the second time both go on from what was saved."""
-    script = """
-        import pathlib, signal, torch, deepspeed
-        deepspeed.init_distributed()
-        saved = pathlib.Path("saved")
-        for step in range(int(saved.read_text()) if saved.exists() else 0, 4):
-            x = torch.ones(1); deepspeed.comm.all_reduce(x)
-            if rank == 0: saved.write_text(str(step + 1))
-            deepspeed.comm.barrier()
-            if rank == 1 and step == 1: os.kill(os.getpid(), signal.SIGKILL)
-        print("done", rank, os.environ["TORCHELASTIC_RESTART_COUNT"], x.item(), saved.read_text())
-        deepspeed.comm.destroy_process_group()
-    """
-    launcher = Launcher(tmp_path, script, "--elastic_training", "--num_gpus=2", f"--master_port={free_port()}")
-    code, out, err = launcher.finish(110)
-    assert code == 0, err
-    assert sorted(line for line in out.splitlines() if "done" in line) == ["done 0 1 2.0 4", "done 1 1 2.0 4"]
-    assert "elastic run on 1 to 1 machine(s)" in err and "found by torchrun variables" in err
+RESUMES = """
+import os, pathlib, signal, sys, torch, deepspeed
+rank, killed = int(os.environ["RANK"]), [int(step) for step in sys.argv[1:]]
+model = torch.nn.Linear(4, 4, bias=False)
+torch.nn.init.ones_(model.weight)
+settings = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
+if pathlib.Path("saved/latest").exists():
+    engine.load_checkpoint("saved")
+first = engine.global_steps
+while engine.global_steps < 4:
+    engine.backward(engine(torch.ones(2, 4)).sum())
+    engine.step()
+    step = engine.global_steps
+    engine.save_checkpoint("saved")
+    if step in killed and rank == step % 2 and step > first:
+        os.kill(os.getpid(), signal.SIGKILL)
+sys.stdout.write(f"done {rank} {first} {float(model.weight.detach().sum()):.3f}\\n")
+"""
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--max-restarts=3")
+
+
+@pytest.mark.parametrize(
+    ("command", "agents", "killed"),
+    [
+        pytest.param((*TORCHRUN, "--nproc-per-node=2", "--master-port={port}"), 1, (1,), id="torchrun"),
+        pytest.param(
+            (*TORCHRUN, "--nproc-per-node=2", "--standalone"), 1, (1, 2, 3), id="standalone", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            (sys.executable, "-m", "deepspeed.launcher.runner", "--elastic_training", "--num_gpus=2",
+             "--master_port={port}", "--no_local_rank"),
+            1, (1, 2, 3), id="deepspeed", marks=pytest.mark.slow,
+        ),
+        # Each agent counts the restarts that its own ranks caused.
+        pytest.param(
+            (*TORCHRUN, "--nproc-per-node=1", "--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:{port}",
+             "--rdzv-id=x", "--local-addr=127.0.0.1"),
+            2, (1, 2, 3), id="two agents", marks=pytest.mark.slow,
+        ),
+    ],
+)  # fmt: skip
+def test_training_goes_on_from_the_checkpoint_after_each_restart(tmp_path, command, agents, killed):
+    """A rank is killed at each of the steps ``killed``; all are started again and end with what they would have had."""
+    (tmp_path / "job.py").write_text(RESUMES)
+    port = free_port()
+    words = [*(word.format(port=port) for word in command), "job.py", *map(str, killed)]
+    environ = {
+        **os.environ,
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path, "env": environ}
+    outcomes = [
+        (process, process.communicate(timeout=110))
+        for process in [subprocess.Popen(words, **pipes) for _ in range(agents)]
+    ]
+    assert [process.returncode for process, _ in outcomes] == [0] * agents, outcomes
+    out = "".join(out for _, (out, _) in outcomes)
+    assert sorted(line for line in out.splitlines() if "done" in line) == [
+        f"done {rank} {killed[-1]} 14.400" for rank in range(2)
+    ]
 
 
 @pytest.mark.slow
