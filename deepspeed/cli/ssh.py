@@ -60,7 +60,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _run_on(host: str, line: str) -> int:
     """Runs the line on one machine; each line of its output is shown with the machine's name."""
-    command = ["ssh", "-o", "BatchMode=yes", host, line]
+    command = ["ssh", "-o", "BatchMode=yes", "--", host, line]
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     ) as process:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+import secrets
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from deepspeed.logging import logger
+
+SECRET = "DS_RUN_SECRET"
+"""The variable with what only the launchers of a run know; see :mod:`.greeting`. Ranks do not get it."""
+
+_LOADED_CODE = ("LD_", "DYLD_", "PYTHON")  # variables that decide which code a program loads
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,11 @@ def new_run_id() -> str:
     return uuid.uuid4().hex[:12]
 
 
+def new_secret() -> str:
+    """Returns what the launchers of a run will know each other by."""
+    return secrets.token_hex(16)
+
+
 def environment_file_name() -> str:
     """Name of the file whose variables all ranks get: ``DS_ENV_FILE``, or ``.deepspeed_env``."""
     return os.environ.get("DS_ENV_FILE", ".deepspeed_env")
@@ -95,6 +106,12 @@ def read_environment_files(name: str) -> dict[str, str]:
                 logger.warning(f"{path}, line {number}: expected KEY=value, skipped {line!r}")
                 continue
             found[key.strip()] = value.strip()
+        loaded = [key for key in found if key.startswith(_LOADED_CODE)]
+        if loaded and folder != Path.home():
+            logger.warning(
+                f"{path}: sets {', '.join(loaded)}, which decide what code every rank loads. The file lies in the "
+                "current directory and not in your home; make sure that you trust whoever wrote it"
+            )
     return found
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deepspeed.launcher.screen import RankStream, Screen
+from deepspeed.printable import printable
 
 # A traceback whose rank lives on this long was only logged, and is shown after all.
 HOLD_SECONDS = 3.0
@@ -308,10 +309,23 @@ class Failure:
 
     @classmethod
     def from_message(cls, message: dict[str, Any]) -> Failure:
-        """What another launcher's :meth:`to_message` said, in the time of this machine."""
-        names = {entry.name for entry in dataclasses.fields(cls)} - {"time"}
-        values = {name: value for name, value in message.items() if name in names}
-        return cls(**values, time=time.monotonic() - message["age"])
+        """Reads what another launcher's :meth:`to_message` said, in the time of this machine.
+
+        Raises:
+            ValueError: A value is missing or has a wrong type.
+        """
+        sentence, code, rank, age = (message.get(name) for name in ("sentence", "exit_code", "rank", "age"))
+        flags = [message.get(name) for name in ("lost_a_peer", "was_seen_from_outside")]
+        if not isinstance(sentence, str) or type(code) is not int or not 0 <= code <= 255 or type(rank) is not int:
+            raise ValueError("expected a failure with sentence, exit_code (0 to 255) and rank")
+        if (
+            not isinstance(age, (int, float))
+            or not 0 <= age < float("inf")
+            or not all(type(flag) is bool for flag in flags)
+        ):
+            raise ValueError("expected a failure with age, lost_a_peer and was_seen_from_outside")
+        lost, outside = map(bool, flags)
+        return cls(printable(sentence), code, rank, lost, time.monotonic() - age, outside)
 
 
 def first_failure(failed: Iterable[Failure]) -> Failure:

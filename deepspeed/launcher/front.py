@@ -11,9 +11,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -85,7 +87,7 @@ def _ssh(host: str, port: int | None, command: str) -> subprocess.CompletedProce
     options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={_SSH_SECONDS}", *(["-p", str(port)] if port else [])]
     try:
         return subprocess.run(
-            ["ssh", *options, host, command],
+            ["ssh", *options, "--", host, command],
             capture_output=True,
             text=True,
             stdin=subprocess.DEVNULL,
@@ -150,14 +152,15 @@ class _Front:
         me = os.getpid()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        for number, command in enumerate(commands):
-            process = subprocess.Popen(
-                command.program,
-                env={**os.environ, **command.variables},
-                stdin=None if number == 0 and len(commands) == 1 else subprocess.DEVNULL,
-                start_new_session=True,
-                preexec_fn=lambda: processes.die_with_parent(me),
-            )
+        for command in commands:
+            with _standard_input(command, is_only=len(commands) == 1) as source:
+                process = subprocess.Popen(
+                    command.program,
+                    env={**os.environ, **command.variables},
+                    stdin=source,
+                    start_new_session=True,
+                    preexec_fn=lambda: processes.die_with_parent(me),
+                )
             self._running[process] = command
 
     def _collect(self) -> None:
@@ -172,3 +175,15 @@ class _Front:
     def _send(self, number: int) -> None:
         for process in self._running:
             process.send_signal(number)
+
+
+@contextmanager
+def _standard_input(command: Command, is_only: bool) -> Iterator[Any]:
+    """What a command reads: its script, or this process's standard input if it is the only command."""
+    if command.script is None:
+        yield None if is_only else subprocess.DEVNULL
+        return
+    with tempfile.TemporaryFile() as file:  # without a name: nobody else can open it
+        file.write(command.script.encode() + b"\n")
+        file.seek(0)
+        yield file

@@ -320,7 +320,7 @@ class Job:
                 self._elsewhere.append(Failure(words, 1, was_seen_from_outside=True))
             elif event["event"] == "wrong":
                 self._elsewhere.append(Failure(event["reason"], 1, was_seen_from_outside=True))
-            elif self._first is None and self._signal is None:
+            elif event["event"] == "verdict" and self._first is None and self._signal is None:
                 self._decide(Failure.from_message(event))
 
     def _wait_for_other_machines(self) -> None:

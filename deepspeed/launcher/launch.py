@@ -23,6 +23,7 @@ from deepspeed.launcher.cores import share_cores
 from deepspeed.launcher.devices import LocalDevices, find_devices, usable_cores
 from deepspeed.launcher.elastic import Elastic, agent_command
 from deepspeed.launcher.environment import (
+    SECRET,
     World,
     environment_file_name,
     new_run_id,
@@ -138,14 +139,16 @@ def _claim(args: argparse.Namespace, hosts: list[list[int | str]]) -> PortClaim:
 
 def _run(args: argparse.Namespace, world: World, hosts: list[list[int | str]]) -> int:
     """Starts the ranks of this machine and waits for them."""
+    from deepspeed.launcher.greeting import Introduction
     from deepspeed.launcher.job import Job
-    from deepspeed.launcher.link import Introduction, Link
+    from deepspeed.launcher.link import Link
 
     host = socket.gethostname()
+    secret = os.environ.pop(SECRET, "")  # not for the ranks
     workers = _elastic_workers(args, world, hosts) if args.enable_elastic_training else _workers(args, world, hosts)
     link = None
     if len(world.sizes) > 1 and not args.enable_elastic_training:  # torch's agents have their own ways
-        me = Introduction(world.launcher, host, world.sizes, world.master_port, VERSION, world.run_id)
+        me = Introduction(world.launcher, host, world.sizes, world.master_port, VERSION, world.run_id, secret)
         link = Link(me, world.master_addr)
     return Job(
         workers,
@@ -202,6 +205,9 @@ def _elastic_workers(args: argparse.Namespace, world: World, hosts: list[list[in
     common.update(_visible(devices, hosts[world.node_rank]))
     for name in _PLACE:
         common.pop(name, None)
+    # Then rank 0 holds a new store after each restart: what a script that starts torch's process group itself finds in
+    # an agent's store is of the ranks before. Ranks of `init_distributed` do not need this.
+    common.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     flags = [f"--{name}" for name in ("module", "no_python") if getattr(args, name)]
     script = (args.training_script, *args.training_script_args)
     run_id = world.run_id or f"deepspeed-{world.master_port}"
@@ -315,11 +321,29 @@ def _pid_file(wanted: bool) -> Iterator[None]:
         yield
         return
     path = Path(tempfile.gettempdir()) / f"{os.getpid()}.deepspeed"
-    path.write_text(str(os.getpid()))
+    _write_new(path, str(os.getpid()))
     try:
         yield
     finally:
         path.unlink(missing_ok=True)
+
+
+def _write_new(path: Path, text: str) -> None:
+    """Writes a file into a folder that other users may write to as well, in place of one left there earlier.
+
+    Raises:
+        LauncherError: It cannot be made, or what lies there belongs to somebody else.
+    """
+    try:
+        path.unlink(missing_ok=True)  # of an earlier process with this number; a link goes, not what it points to
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise LauncherError(
+            f"--save_pid: cannot write {path} ({error.strerror}); remove what lies there, choose another folder by "
+            "TMPDIR, or leave the option out"
+        ) from error
+    with os.fdopen(handle, "w") as file:
+        file.write(text)
 
 
 if __name__ == "__main__":

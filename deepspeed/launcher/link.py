@@ -7,22 +7,28 @@ the same. A connection that ends without a word means that a launcher was lost, 
 The system probes silent connections (TCP keep-alive), so a machine that lost its power is noticed within about
 15 seconds, while a launcher that is merely suspended is not taken for dead.
 
+Whoever connects must answer the hub's challenge (:mod:`.greeting`) before anything it sends counts. Until then it can
+neither make the hub wait nor end the run: it is read without blocking, and dropped after a few seconds.
+
 A thread serves the sockets; :class:`Link` hands its messages over to the launcher's own loop.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import queue
 import selectors
 import socket
 import threading
 import time
-from dataclasses import dataclass
 from typing import Any
 
+from deepspeed.launcher.failures import Failure
+from deepspeed.launcher.greeting import Hello, Introduction, challenge, new_nonce, nonce_of
+from deepspeed.launcher.json_lines import ANSWER_SECONDS, Connection, listen
 from deepspeed.launcher.resources import LauncherError
+from deepspeed.printable import printable
 
 # A run's own port, and the next ones should another program have taken it; all launchers try them in this order.
 _DISTANCE = 7000
@@ -30,44 +36,11 @@ _CANDIDATES = 8
 _LOWEST_PORT = 1024
 _RETRY_SECONDS = 0.3
 _CONNECT_SECONDS = 2.0
-_ANSWER_SECONDS = 5.0
 # Waiting for another machine is worth a line after this long, again and again.
 _IMPATIENT_SECONDS = 30.0
-_LONGEST_MESSAGE = 1 << 16
-_KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 5}
-_MAGIC = "deepspeed launcher"
-
-
-@dataclass(frozen=True)
-class Introduction:
-    """What one launcher tells the hub about itself.
-
-    Attributes:
-        index: Number of the launcher in the run; 0 is the hub.
-        host: Its machine.
-        sizes: Ranks that each launcher of the run starts.
-        master_port: Where the ranks meet; tells runs on the same machines apart.
-        version: Of this package.
-        run: Name of the run; empty where its launchers were started by hand.
-    """
-
-    index: int
-    host: str
-    sizes: tuple[int, ...]
-    master_port: int
-    version: str
-    run: str = ""
-
-    def to_message(self) -> dict[str, Any]:
-        """As JSON can carry it."""
-        return {"event": "hello", "magic": _MAGIC, **vars(self), "sizes": list(self.sizes)}
-
-    def name_of(self, index: int, host: str) -> str:
-        """One launcher and its ranks in words."""
-        first = sum(self.sizes[:index])
-        last = first + self.sizes[index] - 1
-        ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
-        return f"node {index} ({ranks}, host {host})"
+# Connections that have not said who they are; more of them push out the oldest.
+_MOST_UNNAMED = 64
+_PAUSE_SECONDS = 0.05
 
 
 def link_ports(master_port: int) -> list[int]:
@@ -108,8 +81,10 @@ class Link:
         for end in (self._event_reader, self._event_writer, self._wake_reader, self._wake_writer):
             os.set_blocking(end, False)
         self._is_closing = threading.Event()
-        self._connections: dict[int, _Connection] = {}
+        self._connections: dict[int, Connection] = {}
         self._gone: set[int] = set()  # those who said good-bye
+        self._unnamed: dict[Connection, float] = {}  # who has not answered the challenge, until when it may
+        self._has_warned = False
         self._thread: threading.Thread | None = None
 
     @property
@@ -165,7 +140,7 @@ class Link:
         self.send(event="bye")
         self._is_closing.set()
         _wake(self._wake_writer)
-        self._thread.join(_ANSWER_SECONDS)
+        self._thread.join(ANSWER_SECONDS)
         for end in (self._event_reader, self._event_writer, self._wake_reader, self._wake_writer):
             os.close(end)
 
@@ -180,7 +155,7 @@ class Link:
                 else:
                     self._connect(selector)
         finally:
-            for connection in list(self._connections.values()):
+            for connection in (*self._connections.values(), *self._unnamed):
                 connection.close()
 
     def _post(self, **event: Any) -> None:
@@ -188,8 +163,8 @@ class Link:
         _wake(self._event_writer)
 
     def _listen(self, selector: selectors.BaseSelector) -> None:
-        listener = _bind(self._ports, self._address)
-        if listener is None:
+        listeners = listen(self._ports, self._address)
+        if not listeners:
             self._post(
                 event="notice",
                 text=f"no free port among {self._ports} for the launchers to hear of each other: a failure on one "
@@ -198,14 +173,21 @@ class Link:
             return
         sent: list[dict[str, Any]] = []
         impatient_at = time.monotonic() + _IMPATIENT_SECONDS
-        with listener:
-            selector.register(listener, selectors.EVENT_READ)
+        with contextlib.ExitStack() as stack:
+            for listener in listeners:
+                stack.enter_context(listener)
+                selector.register(listener, selectors.EVENT_READ, listener)
             while not (self._is_closing.is_set() and self._outgoing.empty()):
                 for key, _ in selector.select(_RETRY_SECONDS):
-                    if key.fileobj is listener:
-                        self._welcome(listener.accept()[0], selector, sent)
-                    elif isinstance(key.data, _Connection):
+                    if isinstance(key.data, socket.socket):
+                        self._accept(key.data, selector)
+                    elif key.data in self._unnamed:
+                        self._greet(key.data, selector, sent)
+                    elif isinstance(key.data, Connection) and self._connections.get(key.data.index) is key.data:
                         self._hear(key.data, selector)
+                now = time.monotonic()
+                for connection in [each for each, deadline in self._unnamed.items() if deadline < now]:
+                    self._drop(connection, selector)
                 _drain(self._wake_reader)
                 while not self._outgoing.empty():
                     sent.append(self._outgoing.get_nowait())
@@ -220,69 +202,119 @@ class Link:
         listed = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
         self._post(event="notice", text=f"still waiting for the launcher(s) of node(s) {listed}: not heard of yet")
 
-    def _welcome(self, peer: socket.socket, selector: selectors.BaseSelector, sent: list[dict[str, Any]]) -> None:
-        """Takes in a launcher, or sends whatever connected away."""
-        connection = _Connection(peer)
-        hello = connection.receive_one(_ANSWER_SECONDS)
-        if hello is None or hello.get("magic") != _MAGIC or self._is_of_another_run(hello):
-            connection.send({"event": "refused"})
-            connection.close()
+    def _accept(self, listener: socket.socket, selector: selectors.BaseSelector) -> None:
+        """Sends whoever has connected a challenge."""
+        try:
+            peer, _ = listener.accept()
+        except OSError:  # it has gone already, or this process has too many files open
+            time.sleep(_PAUSE_SECONDS)
             return
-        index, host = hello["index"], hello["host"]
-        reason = self._mismatch(hello)
+        if len(self._unnamed) >= _MOST_UNNAMED:
+            self._drop(next(iter(self._unnamed)), selector)
+        connection = Connection(peer)
+        connection.nonce = new_nonce()
+        connection.send(challenge(connection.nonce))
+        self._unnamed[connection] = time.monotonic() + ANSWER_SECONDS
+        selector.register(peer, selectors.EVENT_READ, connection)
+
+    def _drop(
+        self, connection: Connection, selector: selectors.BaseSelector, answer: dict[str, Any] | None = None
+    ) -> None:
+        """Closes a connection that does not belong to the run."""
+        del self._unnamed[connection]
+        selector.unregister(connection.peer)
+        connection.send({"event": "refused"} if answer is None else answer)
+        connection.close()
+
+    def _greet(self, connection: Connection, selector: selectors.BaseSelector, sent: list[dict[str, Any]]) -> None:
+        """Reads the answer to the challenge. Takes in a launcher of this run, and drops everybody else."""
+        messages, is_open = connection.receive()
+        if not messages:
+            if not is_open:
+                self._drop(connection, selector)
+            return
+        hello = Hello.from_message(messages[0])
+        if hello is None or hello.me.master_port != self.me.master_port or hello.me.run != self.me.run:
+            self._drop(connection, selector)
+            return
+        if not self.me.is_genuine(messages[0], connection.nonce):
+            self._drop(connection, selector)
+            self._warn(
+                f"refused a process on host {hello.me.host} that says it is the launcher of node {hello.me.index}, but "
+                "does not know the secret of this run. If it is one of this run, give all launchers the same "
+                "DS_RUN_SECRET"
+            )
+            return
+        index, host = hello.me.index, hello.me.host
+        reason = self._mismatch(hello.me)
         if reason is not None:
             self._post(event="wrong", reason=reason)
-            connection.send({"event": "wrong", "reason": reason})
-            connection.close()
+            self._drop(connection, selector, self.me.signed({"event": "wrong", "reason": reason}, hello.nonce))
             return
-        connection.name = self.me.name_of(index, host)
-        connection.index = index
+        del self._unnamed[connection]
+        connection.name, connection.index = self.me.name_of(index, host), index
         self._connections[index] = connection
-        connection.send({"event": "welcome", "host": self.me.host})
+        connection.send(self.me.signed({"event": "welcome", "host": self.me.host}, hello.nonce))
         for message in sent:
             connection.send(message)
-        selector.register(peer, selectors.EVENT_READ, connection)
-        self._pass_on(connection, connection.take_waiting())
+        self._pass_on(connection, messages[1:])
+        if not is_open:
+            self._end(connection, selector)
 
-    def _is_of_another_run(self, hello: dict[str, Any]) -> bool:
-        return hello.get("master_port") != self.me.master_port or hello.get("run", self.me.run) != self.me.run
+    def _warn(self, text: str) -> None:
+        """Reports a stranger, once: there may be many."""
+        if not self._has_warned:
+            self._has_warned = True
+            self._post(event="notice", text=text)
 
-    def _mismatch(self, hello: dict[str, Any]) -> str | None:
+    def _mismatch(self, other: Introduction) -> str | None:
         """Why a launcher does not belong to this run; None if it does."""
-        index, host, sizes = hello["index"], hello["host"], tuple(hello["sizes"])
+        index, host, sizes = other.index, other.host, other.sizes
         if sizes != self.me.sizes:
             return (
                 f"the launchers disagree about the run: host {self.me.host} (node 0) counts {list(self.me.sizes)} "
                 f"ranks per node, host {host} (node {index}) {list(sizes)}; start all with the same host file and "
                 "options"
             )
+        if not 0 <= index < len(sizes):
+            return f"--node_rank {index} of host {host}: expected 0 to {len(sizes) - 1}; give every machine its own"
         if index in self._connections or index in self._gone or index == 0:
-            other = self._connections[index].name if index in self._connections else f"node {index}"
-            return f"--node_rank {index} is used twice: by {other} and by host {host}; give every machine its own"
-        if hello["version"] != self.me.version:
+            other_name = self._connections[index].name if index in self._connections else f"node {index}"
+            return f"--node_rank {index} is used twice: by {other_name} and by host {host}; give every machine its own"
+        if other.version != self.me.version:
             return (
                 f"host {self.me.host} (node 0) has version {self.me.version} of this package, host {host} "
-                f"(node {index}) {hello['version']}; install the same on all machines"
+                f"(node {index}) {other.version}; install the same on all machines"
             )
         return None
 
-    def _hear(self, connection: _Connection, selector: selectors.BaseSelector) -> bool:
+    def _hear(self, connection: Connection, selector: selectors.BaseSelector) -> bool:
         """Passes on what a launcher says; False at its end."""
         messages, is_open = connection.receive()
         self._pass_on(connection, messages)
         if not is_open:
-            selector.unregister(connection.peer)
-            connection.close()
-            del self._connections[connection.index]
-            if connection.index not in self._gone and not self._is_closing.is_set():
-                self._gone.add(connection.index)
-                self._post(event="lost", who=connection.name)
+            self._end(connection, selector)
         return is_open
 
-    def _pass_on(self, connection: _Connection, messages: list[dict[str, Any]]) -> None:
+    def _end(self, connection: Connection, selector: selectors.BaseSelector) -> None:
+        selector.unregister(connection.peer)
+        connection.close()
+        del self._connections[connection.index]
+        if connection.index not in self._gone and not self._is_closing.is_set():
+            self._gone.add(connection.index)
+            self._post(event="lost", who=connection.name)
+
+    def _pass_on(self, connection: Connection, messages: list[dict[str, Any]]) -> None:
         for message in messages:
             if message["event"] == "bye":
                 self._gone.add(connection.index)
+                continue
+            try:
+                if message["event"] != ("failed" if self.is_hub else "verdict"):
+                    raise ValueError(f"unexpected event {message['event']!r}")
+                Failure.from_message(message)
+            except ValueError as error:
+                self._post(event="notice", text=printable(f"ignored a message of {connection.name}: {error}"))
             else:
                 self._post(**message)
 
@@ -302,7 +334,7 @@ class Link:
             while is_open and not self._outgoing.empty():
                 connection.send(self._outgoing.get_nowait())
 
-    def _find_hub(self) -> _Connection | None:
+    def _find_hub(self) -> Connection | None:
         """Connects to the hub of this run; None when told to stop meanwhile, or that we do not belong to it."""
         impatient_at = time.monotonic() + _IMPATIENT_SECONDS
         while not self._is_closing.is_set():
@@ -310,12 +342,12 @@ class Link:
                 connection, answer = self._try(port)
                 if answer is not None and answer["event"] == "welcome":
                     assert connection is not None
-                    connection.name = self.me.name_of(0, answer["host"])
+                    connection.name = self.me.name_of(0, answer.get("host", self._address))
                     return connection
                 if connection is not None:
                     connection.close()
                 if answer is not None and answer["event"] == "wrong":
-                    self._post(**answer)
+                    self._post(event="wrong", reason=answer.get("reason", "node 0 refused this launcher"))
                     return None
             if time.monotonic() > impatient_at:
                 ports = f"{self._ports[0]} to {self._ports[-1]}" if len(self._ports) > 1 else f"{self._ports[0]}"
@@ -328,7 +360,8 @@ class Link:
             self._is_closing.wait(_RETRY_SECONDS)
         return None
 
-    def _try(self, port: int) -> tuple[_Connection | None, dict[str, Any] | None]:
+    def _try(self, port: int) -> tuple[Connection | None, dict[str, Any] | None]:
+        """Connects to whoever listens on ``port``: (the connection, its answer); None for what there is not."""
         try:
             peer = socket.create_connection((self._address, port), timeout=_CONNECT_SECONDS)
         except OSError:  # not there yet
@@ -336,86 +369,22 @@ class Link:
         if peer.getsockname() == peer.getpeername():  # both ends at once: TCP allows it on one machine
             peer.close()
             return None, None
-        connection = _Connection(peer)
-        connection.send(self.me.to_message())
-        return connection, connection.receive_one(_ANSWER_SECONDS)
-
-
-class _Connection:
-    """One socket that carries JSON objects, one per line."""
-
-    def __init__(self, peer: socket.socket) -> None:
-        self.peer = peer
-        self.name = ""
-        self.index = 0
-        self._received = b""
-        self._waiting: list[dict[str, Any]] = []  # came together with one that was waited for
-        peer.settimeout(_ANSWER_SECONDS)
-        peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in _KEEP_ALIVE.items():
-            if hasattr(socket, option):  # macOS lacks some
-                peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-
-    def send(self, message: dict[str, Any]) -> None:
-        """Sends a message; one that cannot be sent is for a launcher whose end will be noticed when reading."""
-        try:
-            self.peer.sendall(json.dumps(message).encode() + b"\n")
-        except OSError:
-            return
-
-    def receive(self) -> tuple[list[dict[str, Any]], bool]:
-        """Reads once: the complete messages, and whether more may come."""
-        try:
-            data = self.peer.recv(_LONGEST_MESSAGE)
-        except OSError:
-            return [], False
-        *lines, self._received = (self._received + data).split(b"\n")
-        try:
-            messages = [json.loads(line) for line in lines]
-        except ValueError:
-            return [], False  # not one of us
-        understood = [message for message in messages if isinstance(message, dict) and "event" in message]
-        return understood, bool(data) and len(self._received) <= _LONGEST_MESSAGE
-
-    def receive_one(self, seconds: float) -> dict[str, Any] | None:
-        """The next message; None if none comes in time."""
-        deadline = time.monotonic() + seconds
-        is_open = True
-        while not self._waiting and is_open and time.monotonic() < deadline:
-            messages, is_open = self.receive()
-            self._waiting += messages
-        return self._waiting.pop(0) if self._waiting else None
-
-    def take_waiting(self) -> list[dict[str, Any]]:
-        """The messages that came together with the one that :meth:`receive_one` returned."""
-        messages, self._waiting = self._waiting, []
-        return messages
-
-    def close(self) -> None:
-        """Hangs up."""
-        self.peer.close()
-
-
-def _bind(ports: list[int], address: str) -> socket.socket | None:
-    """Listens on the first port that is free: for this machine only where that is enough."""
-    places = [(socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")]
-    if address in ("127.0.0.1", "localhost"):
-        places = [(socket.AF_INET, "127.0.0.1")]
-    for port in ports:
-        for family, anywhere in places:
-            listener = None
-            try:
-                listener = socket.socket(family, socket.SOCK_STREAM)
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if family == socket.AF_INET6:
-                    listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-                listener.bind((anywhere, port))
-                listener.listen(128)
-                return listener
-            except OSError:
-                if listener is not None:
-                    listener.close()
-    return None
+        connection = Connection(peer)
+        hub_nonce = nonce_of(connection.receive_one(ANSWER_SECONDS))
+        if hub_nonce is None:
+            return connection, None
+        nonce = new_nonce()
+        connection.send(self.me.hello(hub_nonce, nonce))
+        answer = connection.receive_one(ANSWER_SECONDS)
+        if answer is None or answer["event"] not in ("welcome", "wrong"):
+            return connection, None
+        if not self.me.is_genuine(answer, nonce):
+            self._warn(
+                f"what answers at {self._address}, port {port}, does not know the secret of this run. If it is the "
+                "launcher of node 0, give all launchers the same DS_RUN_SECRET"
+            )
+            return connection, None
+        return connection, {name: printable(str(value)) for name, value in answer.items()}
 
 
 def _wake(writer: int) -> None:

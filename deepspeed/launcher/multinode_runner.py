@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, ClassVar
 
-from deepspeed.launcher.environment import new_run_id
+from deepspeed.launcher.environment import new_run_id, new_secret
 from deepspeed.launcher.remote import BUILDERS, LAUNCHER_PROGRAMS, Command, Run
 from deepspeed.launcher.resources import LauncherError, decode_world_info
 from deepspeed.launcher.runner import rank_options
@@ -60,7 +60,7 @@ class MultiNodeRunner:
 
     def validate_args(self) -> None:
         """Raises where the program cannot do what ``args`` ask for; :meth:`get_cmd` asks again with the machines."""
-        self._command(decode_world_info(self.world_info_base64))
+        self._command(self._run(decode_world_info(self.world_info_base64)))
 
     def get_cmd(self, environment: MutableMapping[str, str], active_resources: Resources) -> Any:
         """The command as a list of words.
@@ -72,18 +72,25 @@ class MultiNodeRunner:
         Raises:
             LauncherError: The program cannot start such a run.
         """
-        command = self._command(active_resources)
+        return self._words(self._run(active_resources), environment)
+
+    def _words(self, run: Run, environment: MutableMapping[str, str]) -> list[str]:
+        command = self._command(run)
         environment.update(command.variables)
         return list(command.program)
 
-    def _command(self, resources: Resources) -> Command:
+    def _command(self, run: Run) -> Command:
+        (command,) = BUILDERS[self.launcher](run)
+        return command
+
+    def _run(self, resources: Resources) -> Run:
         hosts: dict[str, list[int | str]] = {
             host: list(range(slots)) if isinstance(slots, int) else list(slots) for host, slots in resources.items()
         }
         if not hosts:
             raise LauncherError(f"{type(self).__name__}: there are no machines; give at least one with its slots")
         address = self.args.master_addr or ("" if self.launcher == "slurm" else next(iter(hosts)))
-        run = Run(
+        return Run(
             hosts=hosts,
             master_addr=address,
             master_port=self.args.master_port or DEFAULT_PORT,
@@ -92,12 +99,11 @@ class MultiNodeRunner:
             options=tuple(rank_options(self.args)),
             script=(self.user_script, *self.user_arguments),
             run_id=new_run_id(),
+            secret=new_secret(),
             launcher_args=tuple(shlex.split(self.args.launcher_args)),
             ssh_port=self.args.ssh_port,
             venv_script=self.args.venv_script,
         )
-        (command,) = BUILDERS[self.launcher](run)
-        return command
 
 
 class PDSHRunner(MultiNodeRunner):
@@ -106,10 +112,11 @@ class PDSHRunner(MultiNodeRunner):
     launcher = "pdsh"
 
     def get_cmd(self, environment: MutableMapping[str, str], active_resources: Resources) -> Any:
-        """As of the base, but three things: the command, one that ends the run's scripts, and the environment."""
-        words = super().get_cmd(environment, active_resources)
-        end = ["pdsh", "-R", "ssh", "-w", ",".join(active_resources), f"pkill -f {shlex.quote(self.user_script)}"]
-        return words, end, environment
+        """Returns three things: the command, one that ends the launchers of this run, and the environment."""
+        run = self._run(active_resources)
+        # The launchers end their ranks. The brackets keep the pattern from matching the shell that runs pkill.
+        kill = f"pkill -f {shlex.quote(f'deepspeed.launcher.launc[h] .*--run_id={run.run_id}')}"
+        return self._words(run, environment), ["pdsh", "-R", "ssh", "-w", ",".join(run.hosts), kill], environment
 
 
 class OpenMPIRunner(MultiNodeRunner):

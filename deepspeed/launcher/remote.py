@@ -7,16 +7,26 @@ compare them. There are two ways:
 - MPI and Slurm start one launcher per rank (``--placed_by``), so that a rank may use MPI itself.
 
 In both, the launchers hear of each other (:mod:`.link`) and report a failure once, as on one machine.
+
+Every user of a machine may read the command lines of its processes, so values of variables and the secret of the run
+are handed on otherwise: ssh gets its script by standard input, MPI and Slurm hand on their own environment. Only pdsh
+has no such way.
 """
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from deepspeed.launcher.resources import LauncherError, encode_world_info
+from deepspeed.launcher.environment import SECRET
+from deepspeed.launcher.resources import LauncherError, check_host_name, encode_world_info
+
+_VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+# Hydra's options about the whole environment exclude each other.
+_HYDRA_ENVIRONMENT = ("-genvall", "-genvnone", "-genvlist")
 
 
 @dataclass(frozen=True)
@@ -32,9 +42,13 @@ class Run:
         options: Further options of ``deepspeed.launcher.launch``.
         script: The script and its arguments.
         run_id: Name of the run.
+        secret: What its launchers know each other by.
         launcher_args: Further arguments of the program that starts.
         ssh_port: Port of the ssh servers; None for their own choice.
         venv_script: Sourced on each machine before anything else.
+
+    Raises:
+        LauncherError: A host or a variable has a name that a program or a shell would take for something else.
     """
 
     hosts: dict[str, list[int | str]]
@@ -45,9 +59,25 @@ class Run:
     options: tuple[str, ...]
     script: tuple[str, ...]
     run_id: str
+    secret: str = field(default="", repr=False)
     launcher_args: tuple[str, ...] = ()
     ssh_port: int | None = None
     venv_script: str | None = None
+
+    def __post_init__(self) -> None:
+        for host in self.hosts:
+            check_host_name(host, "hosts")
+        for name in self.exports:
+            if not is_variable(name):
+                raise LauncherError(
+                    f"exported variable {name!r}: expected a name of letters, digits and underscores that does not "
+                    "begin with a digit; rename or remove it"
+                )
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What the launchers on the machines find in their environment."""
+        return {**self.exports, **({SECRET: self.secret} if self.secret else {})}
 
     @property
     def world_size(self) -> int:
@@ -64,7 +94,7 @@ class Run:
 
     def shell_line(self, *place: str, escape: Callable[[str], str] = lambda text: text) -> str:
         """The same for a shell on another machine, with variables and directory."""
-        parts = [f"export {name}={shlex.quote(value)};" for name, value in self.exports.items()]
+        parts = [f"export {name}={shlex.quote(value)};" for name, value in self.variables.items()]
         parts.append(f"cd {shlex.quote(self.folder)} &&")
         if self.venv_script:
             parts.append(f". {shlex.quote(self.venv_script)} &&")
@@ -80,16 +110,24 @@ class Command:
         program: Its program and arguments.
         variables: What is added to its environment.
         host: The machine it is for; None for all of them.
+        script: What it reads from standard input; None for nothing.
     """
 
     program: tuple[str, ...]
     variables: dict[str, str] = field(default_factory=dict)
     host: str | None = None
+    script: str | None = None
 
     def __str__(self) -> str:
         """As one would type it into a shell."""
         words = [f"{name}={shlex.quote(value)}" for name, value in self.variables.items()]
-        return " ".join([*words, shlex.join(self.program)])
+        script = [] if self.script is None else ["<<<", shlex.quote(self.script)]
+        return " ".join([*words, shlex.join(self.program), *script])
+
+
+def is_variable(name: str) -> bool:
+    """Whether every shell takes ``name`` for the name of a variable."""
+    return _VARIABLE.fullmatch(name) is not None
 
 
 def pdsh(run: Run) -> list[Command]:
@@ -104,12 +142,13 @@ def pdsh(run: Run) -> list[Command]:
 
 
 def ssh(run: Run) -> list[Command]:
-    """One ssh per machine."""
+    """One ssh per machine. The user's shell there reads the script from standard input."""
     port = ("-p", str(run.ssh_port)) if run.ssh_port is not None else ()
     return [
         Command(
-            ("ssh", "-o", "BatchMode=yes", *port, *run.launcher_args, host, run.shell_line(f"--node_rank={index}")),
+            ("ssh", "-o", "BatchMode=yes", *port, *run.launcher_args, "--", host, "exec $SHELL"),
             host=host,
+            script=run.shell_line(f"--node_rank={index}"),
         )
         for index, host in enumerate(run.hosts)
     ]
@@ -118,9 +157,10 @@ def ssh(run: Run) -> list[Command]:
 def openmpi(run: Run) -> list[Command]:
     """Open MPI's mpirun. It would bind each rank to one core; torch wants threads, so binding is left to the user."""
     defaults = _unless_given(run, ("--map-by", "slot"), ("--bind-to", "none"))
-    exports = [word for name, value in run.exports.items() for word in ("-x", f"{name}={value}")]
+    exports = [word for name in run.variables for word in ("-x", name)]  # with the values that mpirun itself has
     head = ("mpirun", "-n", str(run.world_size), "--host", _host_slots(run))
-    return [Command((*head, *defaults, *exports, *run.launcher_args, *run.node_launcher("--placed_by=openmpi")))]
+    words = (*head, *defaults, *exports, *run.launcher_args, *run.node_launcher("--placed_by=openmpi"))
+    return [Command(words, run.variables)]
 
 
 def mpich(run: Run) -> list[Command]:
@@ -147,14 +187,14 @@ def slurm(run: Run) -> list[Command]:
         "srun", f"--nodes={len(run.hosts)}", f"--ntasks={run.world_size}", f"--ntasks-per-node={per_node}",
         f"--nodelist={','.join(run.hosts)}", "--distribution=block",
     )  # fmt: skip
-    return [Command((*head, *run.launcher_args, *run.node_launcher("--placed_by=slurm")), dict(run.exports))]
+    return [Command((*head, *run.launcher_args, *run.node_launcher("--placed_by=slurm")), run.variables)]
 
 
 def _hydra(run: Run, name: str, *where: str, needed: dict[str, str] | None = None) -> Command:
-    exports = {**(needed or {}), **run.exports}
-    words = [word for key, value in exports.items() for word in ("-genv", key, value)]
-    head = ("mpirun", "-n", str(run.world_size), *where)
-    return Command((*head, *words, *run.launcher_args, *run.node_launcher(f"--placed_by={name}")))
+    words = [word for key, value in (needed or {}).items() for word in ("-genv", key, value)]
+    everything = () if set(_HYDRA_ENVIRONMENT) & set(run.launcher_args) else ("-genvall",)
+    head = ("mpirun", "-n", str(run.world_size), *where, *everything, *words)
+    return Command((*head, *run.launcher_args, *run.node_launcher(f"--placed_by={name}")), run.variables)
 
 
 def _host_slots(run: Run) -> str:

@@ -18,11 +18,30 @@ Selection = dict[str, list[int]]
 DLTS_HOSTFILE = "/job/hostfile"
 """Where the host file is looked for unless ``--hostfile`` says otherwise; upstream's name."""
 
+# No option of ssh or pdsh, which begin with "-", and nothing that a shell or a list of hosts reads as more than a name.
+_HOST_NAME = re.compile(r"[A-Za-z0-9_][\w.:@-]*", re.ASCII)
 _HOST_LINE = re.compile(r"(?P<host>[^\s=]+)(\s+slots=(?P<slots>\d+))?")
 
 
 class LauncherError(DeepSpeedConfigError):
     """What the command line asks for cannot be started."""
+
+
+def check_host_name(host: str, source: str) -> None:
+    """Checks that programs such as ssh take ``host`` for the name of a machine.
+
+    Args:
+        host: The name.
+        source: Where it is written, for the message.
+
+    Raises:
+        LauncherError: It has other characters, or begins as an option does.
+    """
+    if not _HOST_NAME.fullmatch(host):
+        raise LauncherError(
+            f"{source}: expected the name of a machine (letters, digits and . _ - : @, not beginning with -), found "
+            f"{host!r}; correct it"
+        )
 
 
 def fetch_hostfile(hostfile_path: str | None, devices: Callable[[], int] = lambda: 1) -> OrderedDict[str, int] | None:
@@ -51,6 +70,7 @@ def fetch_hostfile(hostfile_path: str | None, devices: Callable[[], int] = lambd
         if match is None:
             raise LauncherError(f"{hostfile_path}, line {number}: expected 'host slots=N' or 'host', found {line!r}")
         host, slots = match["host"], match["slots"]
+        check_host_name(host, f"{hostfile_path}, line {number}")
         if host in hosts and (slots is not None or host not in named):
             raise LauncherError(f"{hostfile_path}, line {number}: host {host!r} comes a second time; keep one line")
         if slots is None:

@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from deepspeed.cli.command import run_command
 from deepspeed.errors import NotYetSupportedError
 from deepspeed.launcher import launch
-from deepspeed.launcher.environment import environment_file_name, new_run_id, read_environment_files
+from deepspeed.launcher.environment import SECRET, environment_file_name, new_run_id, new_secret, read_environment_files
 from deepspeed.launcher.ports import Wish, claim_port
-from deepspeed.launcher.remote import BUILDERS, LAUNCHER_PROGRAMS, Command, Run
+from deepspeed.launcher.remote import BUILDERS, LAUNCHER_PROGRAMS, Command, Run, is_variable
 from deepspeed.launcher.resources import (
     DLTS_HOSTFILE,
     LauncherError,
@@ -49,7 +49,8 @@ DEEPSPEED_ENVIRONMENT_NAME = environment_file_name()
 
 # Our own variables, besides those of EXPORT_ENVS and of the accelerator.
 _OWN_VARIABLES = ("DS_", "DEEPSPEED_")
-_NOT_FOR_OTHERS = ("DS_ENV_FILE", "DS_RUN_ID")
+_NOT_FOR_OTHERS = ("DS_ENV_FILE", "DS_RUN_ID", SECRET)
+_SOUNDS_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|CREDENTIAL|API_?KEY|ACCESS_KEY", re.IGNORECASE)
 # Options that only concern other machines.
 _FOR_OTHER_MACHINES = ("launcher_args", "no_ssh_check", "ssh_port", "venv_script")
 
@@ -214,10 +215,17 @@ def _run_on_machines(args: argparse.Namespace, selected: Selected) -> int:
             options=tuple(rank_options(args)),
             script=(args.user_script, *args.user_args),
             run_id=new_run_id(),
+            secret=new_secret(),
             launcher_args=tuple(shlex.split(args.launcher_args)),
             ssh_port=args.ssh_port,
             venv_script=args.venv_script,
         )
+        secrets = [name for name in run.exports if _SOUNDS_SECRET.search(name)]
+        if args.launcher == "pdsh" and secrets:
+            logger.warning(
+                f"--launcher pdsh: the values of {', '.join(secrets)} stand in the command lines of pdsh and ssh on "
+                "this machine while the run lasts, where its other users can read them; --launcher ssh hides them"
+            )
         commands = BUILDERS[args.launcher](run)
         if args.dry_run:
             _show(commands)
@@ -267,10 +275,10 @@ def _exports() -> dict[str, str]:
     found = {
         name: value
         for name, value in os.environ.items()
-        if name.startswith(prefixes) and name not in _NOT_FOR_OTHERS and re.fullmatch(r"[A-Za-z_]\w*", name)
+        if name.startswith(prefixes) and name not in _NOT_FOR_OTHERS and is_variable(name)
     }
     for name, value in read_environment_files(environment_file_name()).items():
-        if re.fullmatch(r"[A-Za-z_]\w*", name):
+        if is_variable(name):
             found[name] = os.environ.get(name, value)  # what was typed for this run beats what lies in a file
     return found
 

@@ -15,7 +15,7 @@ def programs(tmp_path, monkeypatch):
     folder = tmp_path / "bin"
     folder.mkdir()
     (folder / "ssh").write_text(
-        '#!/bin/sh\nwhile [ "${1#-}" != "$1" ]; do shift 2; done\nhost=$1; shift\nHOST=$host exec /bin/sh -c "$*"\n'
+        '#!/bin/sh\nwhile [ "$1" != -- ]; do shift; done\nhost=$2; shift 2\nHOST=$host exec /bin/sh -c "$*"\n'
     )
     (folder / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", str(folder))

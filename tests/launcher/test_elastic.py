@@ -34,6 +34,7 @@ def test_a_rank_that_dies_is_started_again_with_the_others(tmp_path):
     script = """
         import pathlib, signal
         count = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        assert os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "False"  # for torch's own init_process_group
         pathlib.Path(f"up{rank}try{count}").touch()
         while not pathlib.Path(f"up{1 - rank}try{count}").exists(): time.sleep(0.02)
         if count == "0":

@@ -181,7 +181,7 @@ def test_ssh_with_a_program_that_stays_here(tmp_path):
     programs = tmp_path / "bin"
     programs.mkdir()
     (programs / "ssh").write_text(
-        '#!/bin/sh\nwhile [ "${1#-}" != "$1" ]; do shift 2; done\nhost=$1; shift\n'
+        '#!/bin/sh\nwhile [ "$1" != -- ]; do shift; done\nhost=$2; shift 2\n'
         '[ "$*" = "hostname -I" ] && { echo 127.0.0.1 10.0.0.1; exit; }\necho "to $host" >>log\nexec sh -c "$*"\n'
     )
     (programs / "ssh").chmod(0o755)
@@ -190,7 +190,8 @@ def test_ssh_with_a_program_that_stays_here(tmp_path):
     script = "print(sys.argv[1:], os.environ['FROM_FILE']); time.sleep(60 if rank == 0 else 1); sys.exit(3)"
     launcher = Launcher(
         tmp_path, script, "-H", "hosts", "--launcher=ssh", f"--master_port={free_port()}", "--no_local_rank",
-        arguments=("a b", "$HOME", "'q'", "%n"), environment={"PATH": f"{programs}:{os.environ['PATH']}"},
+        arguments=("a b", "$HOME", "'q'", "%n"),
+        environment={"PATH": f"{programs}:{os.environ['PATH']}", "SHELL": "/bin/sh"},
     )  # fmt: skip
     code, out, err = launcher.finish()
     assert code == 3, err

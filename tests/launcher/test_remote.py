@@ -1,12 +1,21 @@
 """What each launcher would execute, as ``--dry_run`` prints it, and the options of the public interface."""
 
+import re
 import shlex
 
 import pytest
 
 from deepspeed.launcher import launch, runner
-from deepspeed.launcher.remote import BUILDERS
-from deepspeed.launcher.resources import decode_world_info
+from deepspeed.launcher.multinode_runner import (
+    IMPIRunner,
+    MPICHRunner,
+    MVAPICHRunner,
+    OpenMPIRunner,
+    PDSHRunner,
+    SlurmRunner,
+)
+from deepspeed.launcher.remote import BUILDERS, Run
+from deepspeed.launcher.resources import LauncherError, decode_world_info
 
 SCRIPT = ("train.py", "--lr", "1e-3", "two words", "100%")
 
@@ -28,6 +37,12 @@ def dry_run(capsys, *options, script=SCRIPT):
     return [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
 
 
+def split(words):
+    """The variables in front of a command, and the command."""
+    start = next(at for at, word in enumerate(words) if "=" not in word)
+    return dict(word.split("=", 1) for word in words[:start]), words[start:]
+
+
 def launched(words):
     """The options of the launcher that a command starts on the machines."""
     start = words.index("deepspeed.launcher.launch")
@@ -40,6 +55,7 @@ def test_every_launcher_starts_the_same_world(capsys, launcher):
     assert len(commands) == (2 if launcher == "ssh" else 1)
     for index, words in enumerate(commands):
         if launcher in ("pdsh", "ssh"):
+            assert launcher == "pdsh" or words[-3:-1] == ["exec $SHELL", "<<<"]
             line = words[-1].replace("%n", str(index)).replace("%%", "%") if launcher == "pdsh" else words[-1]
             words = shlex.split(line)
         args = launched(words)
@@ -62,32 +78,33 @@ def test_pdsh(capsys):
 
 def test_ssh(capsys):
     first, second = dry_run(capsys, "--launcher=ssh", "--ssh_port=2222", "--launcher_args=-A")
-    assert first[:7] == ["ssh", "-o", "BatchMode=yes", "-p", "2222", "-A", "worker-1"]
-    assert second[6] == "worker-2" and "--node_rank=1" in second[7] and second[7].endswith(" 100%")
+    assert first[:9] == ["ssh", "-o", "BatchMode=yes", "-p", "2222", "-A", "--", "worker-1", "exec $SHELL"]
+    assert second[7] == "worker-2" and "--node_rank=1" in second[-1] and second[-1].endswith(" 100%")
 
 
 def test_openmpi(capsys, monkeypatch):
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    (words,) = dry_run(capsys, "--launcher=OpenMPI", "--launcher_args=--bind-to core --tag-output")
+    variables, words = split(*dry_run(capsys, "--launcher=OpenMPI", "--launcher_args=--bind-to core --tag-output"))
     assert words[:7] == ["mpirun", "-n", "8", "--host", "worker-1:4,worker-2:4", "--map-by", "slot"]
     assert words.count("--bind-to") == 1 and words[words.index("--bind-to") + 1] == "core"
-    assert words[words.index("NCCL_DEBUG=INFO") - 1] == "-x"
+    assert words[words.index("NCCL_DEBUG") - 1] == "-x" and variables["NCCL_DEBUG"] == "INFO"
 
 
 @pytest.mark.parametrize(
     ("launcher", "where"),
     [
-        ("mpich", ["-hosts", "worker-1:4,worker-2:4"]),
-        ("mvapich", ["-hosts", "worker-1:4,worker-2:4", "-genv", "MV2_SUPPORT_DL", "1"]),
-        ("impi", ["-hosts", "worker-1,worker-2", "-ppn", "4"]),
+        ("mpich", ["-hosts", "worker-1:4,worker-2:4", "-genvall"]),
+        ("mvapich", ["-hosts", "worker-1:4,worker-2:4", "-genvall", "-genv", "MV2_SUPPORT_DL", "1"]),
+        ("impi", ["-hosts", "worker-1,worker-2", "-ppn", "4", "-genvall"]),
     ],
 )
 def test_the_hydra_family(capsys, monkeypatch, launcher, where):
     monkeypatch.setenv("UCX_TLS", "tcp")
-    (words,) = dry_run(capsys, "--launcher", launcher, "--launcher_args=-verbose")
-    assert words[: 3 + len(where)] == ["mpirun", "-n", "8", *where]
-    at = words.index("UCX_TLS")
-    assert words[at - 1 : at + 2] == ["-genv", "UCX_TLS", "tcp"] and "-verbose" in words
+    variables, words = split(*dry_run(capsys, "--launcher", launcher, "--launcher_args=-verbose"))
+    assert words[: 3 + len(where)] == ["mpirun", "-n", "8", *where] and "-verbose" in words
+    assert variables["UCX_TLS"] == "tcp" and "tcp" not in words
+    _, words = split(*dry_run(capsys, "--launcher", launcher, "--launcher_args=-genvlist UCX_TLS"))
+    assert "-genvall" not in words
 
 
 def test_slurm(capsys, monkeypatch):
@@ -130,12 +147,64 @@ def test_variables_for_other_machines(capsys, monkeypatch, tmp_path):
     (tmp_path / ".deepspeed_env").write_text("FROM_FILE=a b\nNCCL_DEBUG=from file\nNOT-A-NAME=1\n")
     for name, value in {"NCCL_DEBUG": "shell", "PYTHONPATH": "/p", "MLFLOW_URI": "m", "UNRELATED": "no"}.items():
         monkeypatch.setenv(name, value)
-    (words,) = dry_run(capsys, "--launcher=openmpi")
+    variables, words = split(*dry_run(capsys, "--launcher=openmpi"))
     exported = {words[at + 1] for at, word in enumerate(words) if word == "-x"}
-    assert {"FROM_FILE=a b", "NCCL_DEBUG=shell", "PYTHONPATH=/p", "MLFLOW_URI=m", "DS_ACCELERATOR=cpu"} <= exported
-    assert not any(entry.startswith(("UNRELATED", "NOT-A-NAME")) for entry in exported)
+    expected = {
+        "FROM_FILE": "a b",
+        "NCCL_DEBUG": "shell",
+        "PYTHONPATH": "/p",
+        "MLFLOW_URI": "m",
+        "DS_ACCELERATOR": "cpu",
+    }
+    assert expected.items() <= variables.items() and exported == variables.keys()
+    assert not exported & {"UNRELATED", "NOT-A-NAME"}
     (words,) = dry_run(capsys)
     assert "export FROM_FILE='a b';" in words[-1] and f"cd {tmp_path} &&" in words[-1]
+
+
+@pytest.mark.parametrize("launcher", [name for name in BUILDERS if name != "pdsh"])
+def test_no_value_and_no_secret_stands_in_a_command_line(launcher, tmp_path):
+    run = Run({"a": [0], "b": [0]}, "a", 1, {"HF_TOKEN": "hf-value"}, "/", (), ("x.py",), "name", secret="of the run")
+    for command in BUILDERS[launcher](run):
+        assert not any(hidden in word for word in command.program for hidden in ("hf-value", "of the run"))
+        handed = command.script if launcher == "ssh" else str(command.variables)
+        assert "hf-value" in handed and "of the run" in handed
+    assert "of the run" not in repr(run)
+
+
+def test_pdsh_names_the_values_that_it_shows(capsys, monkeypatch, tmp_path):
+    (tmp_path / ".deepspeed_env").write_text("HF_TOKEN=x\n")
+    said = []
+    monkeypatch.setattr(runner.logger, "warning", said.append)
+    dry_run(capsys, "--launcher=ssh")
+    assert not said
+    dry_run(capsys)
+    assert "the values of HF_TOKEN stand in the command lines" in said[0]
+
+
+@pytest.mark.parametrize("host", ["-oProxyCommand=x", "-F/tmp/x", "a;b", "a b", "$(x)", "^file", ""])
+def test_a_host_that_is_no_name_is_refused(host):
+    with pytest.raises(LauncherError, match="expected the name of a machine"):
+        Run({host: [0]}, "a", 1, {}, "/", (), ("x.py",), "name")
+
+
+@pytest.mark.parametrize("name", ["A B", "A;x", "1A", "", "A-B", "\u00c4"])
+def test_an_export_that_is_no_variable_is_refused_in_every_runner(name):
+    args = runner.parse_args(["--master_addr=a", "x.py"])
+    for kind in (PDSHRunner, OpenMPIRunner, MPICHRunner, IMPIRunner, MVAPICHRunner, SlurmRunner):
+        made = kind(args, "")
+        made.exports[name] = "value"
+        with pytest.raises(LauncherError, match="exported variable"):
+            made.get_cmd({}, {"worker-1": 2})
+
+
+def test_pdsh_ends_the_launchers_of_its_run_only():
+    words, end, _ = PDSHRunner(runner.parse_args(["--master_addr=a", "x.py"]), "").get_cmd({}, {"worker-1": 2})
+    name = re.search(r"--run_id=(\w+)", words[-1])[1]
+    assert end[:-1] == ["pdsh", "-R", "ssh", "-w", "worker-1"]
+    pattern = shlex.split(end[-1])[-1]
+    assert end[-1].startswith("pkill -f ") and re.search(pattern, words[-1]) and not re.search(pattern, end[-1])
+    assert not re.search(pattern, words[-1].replace(name, "another"))
 
 
 def test_every_option_of_the_public_interface_is_accepted(capsys):

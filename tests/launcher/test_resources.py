@@ -111,3 +111,10 @@ def test_world_round_trip():
 def test_bad_worlds(text):
     with pytest.raises(LauncherError, match="world_info"):
         decode_world_info(text)
+
+
+@pytest.mark.parametrize("line", ["-F/tmp/x slots=1", "-oProxyCommand=reboot", "$(reboot)", "a;b slots=2", "a,b"])
+def test_a_host_that_programs_would_take_for_something_else(tmp_path, line):
+    (tmp_path / "hosts").write_text(f"worker-1 slots=1\n{line}\n")
+    with pytest.raises(LauncherError, match="line 2: expected"):
+        fetch_hostfile(str(tmp_path / "hosts"))
