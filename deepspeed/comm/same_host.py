@@ -303,15 +303,28 @@ def meet_on_host(transport: Transport, label: str) -> SameHost | None:
     return connect_on_host(transport, _introduced, label)
 
 
+def _new_memory() -> int:
+    """Makes memory that can grow but not shrink: a rank that reads what is no longer there is killed (SIGBUS)."""
+    import fcntl  # not there on every system, nor are these files
+
+    file = os.memfd_create("deepspeed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+    return file
+
+
 def _introduced(transport: Transport, connections: dict[int, socket.socket]) -> SameHost:
     """The ranks hand each other their memory."""
-    files = [os.memfd_create("deepspeed") for _ in range(PLACES)]
+    files = [_new_memory() for _ in range(PLACES)]
     try:
         for made in connections.values():
             socket.send_fds(made, [b"places"], files)
         peers = []
         for rank, made in connections.items():
             _, theirs, _, _ = socket.recv_fds(made, 64, PLACES)
+            if len(theirs) != PLACES:
+                for file in theirs:
+                    os.close(file)
+                raise OSError(f"rank {rank} of the group handed over {len(theirs)} files instead of {PLACES}")
             limit_waits(made, transport)
             peers.append(Peer(rank, made, list(theirs)))
     except OSError:

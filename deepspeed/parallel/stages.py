@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from deepspeed.comm.connect import shared_transport
-from deepspeed.comm.objects import gather_objects
+from deepspeed.comm.objects import gather_json
 from deepspeed.comm.process_group import default_timeout
 from deepspeed.errors import DeepSpeedConfigError
 
@@ -28,12 +28,12 @@ def told_by_stages(model: nn.Module, device: torch.device, mine: Any, *, label: 
     Args:
         model: Of this rank. Every rank of the job must call it.
         device: Where it computes.
-        mine: Anything small that pickle takes.
+        mine: Anything small that JSON takes. Tuples arrive as lists.
         label: For whoever waits in vain.
     """
     if not is_stage(model):
         return [mine]
-    return gather_objects(shared_transport(device=device, timeout=default_timeout()), mine, label=label)
+    return gather_json(shared_transport(device=device, timeout=default_timeout()), mine, label=label)
 
 
 def raise_for_all_stages(

@@ -39,7 +39,7 @@ def prepare_expert_layers(
     is_cut = any(_is_cut(parameter) for layer in layers.values() for parameter in layer.experts.parameters())
     own = [(layer.ep_size, is_cut, layer.ep_group is None) for layer in layers.values() if layer.ep_size > 1]
     told = told_by_stages(model, device, own, label="the expert layers of the stages")
-    wanted = {entry for entries in told for entry in entries}
+    wanted = {tuple(entry) for entries in told for entry in entries}
     for ep_size in sorted({size for size, _, _ in wanted}):
         declare_expert_groups(ep_size, data_first or None)
         if any(size == ep_size and is_cut for size, is_cut, _ in wanted):

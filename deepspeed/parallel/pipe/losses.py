@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from deepspeed.comm.mesh import PIPE, Mesh
-from deepspeed.comm.objects import gather_objects
+from deepspeed.comm.objects import gather_json
 from deepspeed.comm.transport import Transport
 from deepspeed.errors import PipelineError
 
@@ -116,8 +116,8 @@ def read_rows(
     tellers = [other for other, told in enumerate(rows.tolist()) if told[0]]
     metrics: dict[str, float] = {}
     if bool(rows[:, 1].any()):
-        told = gather_objects(job, found.metrics if found is not None else None, label="the metrics of the step")
-        given = [each for each in told if each]
+        mine_given = list(found.metrics.items()) if found is not None else []
+        given = [dict(pairs) for pairs in gather_json(job, mine_given, label="the metrics of the step") if pairs]
         for name in dict.fromkeys(name for each in given for name in each):
             values = [each[name] for each in given if name in each]
             metrics[name] = sum(values) / len(values)

@@ -16,7 +16,7 @@ from torch import nn
 from deepspeed import comm
 from deepspeed.comm.connect import shared_transport
 from deepspeed.comm.mesh import TENSOR, Mesh
-from deepspeed.comm.objects import gather_objects
+from deepspeed.comm.objects import gather_json
 from deepspeed.comm.world import size_of
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
@@ -47,7 +47,7 @@ def read_marks(model: nn.Module, mesh: Mesh, device: torch.device) -> None:
     everybody = shared_transport(device=device, timeout=comm.default_timeout())
     what = "the marks of parameters that the program has cut"
     marked, problem = _marked(model)
-    said = gather_objects(everybody, (bool(marked), problem, _has_cut(model)), label=what)
+    said = gather_json(everybody, (bool(marked), problem, _has_cut(model)), label=what)
     if problems := [words for _, words, _ in said if words]:
         raise DeepSpeedConfigError(problems[0])
     if not any(is_cut for _, _, is_cut in said):
@@ -62,7 +62,10 @@ def read_marks(model: nn.Module, mesh: Mesh, device: torch.device) -> None:
         return
     channel = connect(mesh, device, comm.default_timeout())
     mine = [mark for mark, _ in marked]
-    told = gather_objects(channel.transport, mine, label=what)
+    told = [
+        [(name, tuple(shape), dim, stride) for name, shape, dim, stride in marks]
+        for marks in gather_json(channel.transport, mine, label=what)
+    ]
     if any(other != mine for other in told):
         raise DeepSpeedConfigError(_difference(told))
     for (name, shape, dim, stride), parameter in marked:
