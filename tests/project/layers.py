@@ -29,7 +29,10 @@ class Layer:
 
 
 LAYERS = (
-    Layer("ground", ("errors", "logging", "features", "lazy", "ports", "release", "uncompiled", "plain_attributes")),
+    Layer(
+        "ground",
+        ("errors", "logging", "features", "lazy", "ports", "printable", "release", "uncompiled", "plain_attributes"),
+    ),
     Layer("configuration", ("config",)),
     Layer("device and communication", ("accelerator", "comm")),
     Layer("optimizers: plain tensors, no sharding; zero drives them", ("ops", "precision", "schedulers")),
