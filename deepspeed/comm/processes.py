@@ -24,8 +24,11 @@ def has_ended(process: str) -> bool:
     Args:
         process: What :func:`this_process` returned there.
     """
-    machine, pid, started = json.loads(process)
-    if not machine or machine != _machine():
+    try:
+        machine, pid, started = json.loads(process)
+    except (ValueError, TypeError):  # whoever reaches the store may write to it
+        return False
+    if not machine or machine != _machine() or type(pid) is not int:
         return False
     try:
         fields = _stat(pid)

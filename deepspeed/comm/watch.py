@@ -46,8 +46,11 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 from deepspeed.comm.beside import TrainingThread
+from deepspeed.comm.posts import read_post
 from deepspeed.comm.processes import has_ended, this_process
 from deepspeed.errors import CommunicationError, DivergenceError
+from deepspeed.logging import logger
+from deepspeed.printable import printable
 
 _PERIOD = 0.2  # seconds between looks at the store, and the shortest wait worth one
 _GRACE = 5.0  # seconds in which a broken connection may still turn out to be a divergence
@@ -142,6 +145,7 @@ class Watch:
         self._failure: str | None = None  # of any rank
         self._has_aborted = False
         self._patience = _GRACE
+        self._has_warned = False
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
         self._processes: dict[int, str] = {}  # of other ranks, as they have posted themselves
@@ -403,7 +407,7 @@ class Watch:
 
     def _read(self, name: object) -> str:
         value = self.store.get(self._key(name))
-        return value.decode() if isinstance(value, bytes) else str(value)
+        return printable(value.decode(errors="replace") if isinstance(value, bytes) else str(value))
 
     def _posts(self, awaited: Awaited) -> dict[int, dict[str, Any]]:
         """The newest words of the other ranks that this one waits for, and of those that they wait for, and so on."""
@@ -412,9 +416,22 @@ class Watch:
         while unread:
             rank = unread.pop()
             if rank != self.rank:
-                found[rank] = json.loads(self._read(rank)) if self.store.check([self._key(rank)]) else {}
+                found[rank] = self._post_of(rank)
                 unread.update(other for other in found[rank].get("members", ()) if other not in found)
         return found
+
+    def _post_of(self, rank: int) -> dict[str, Any]:
+        """Returns the newest words of a rank; empty if there are none, or none that a rank of this version writes."""
+        if not self.store.check([self._key(rank)]):
+            return {}
+        post = read_post(self._read(rank), self._size)
+        if post is None and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                f"the rendezvous store holds something else than a post where rank {rank} says what it waits for. It "
+                "is ignored. Check that all ranks have the same version, and that nothing else uses the master port"
+            )
+        return post or {}
 
     def _explain(self, error: RuntimeError, awaited: Awaited, patience: float | None) -> Exception:
         """A failed wait: by a verdict of any rank, by the end of a rank's program, or by something else."""

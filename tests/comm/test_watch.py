@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as torch_dist
 
+from deepspeed.comm import watch as watch_module
 from deepspeed.comm.connect import create_transport
 from deepspeed.comm.processes import has_ended, this_process
 from deepspeed.comm.watch import Awaited, Watch
@@ -240,3 +241,34 @@ def test_a_watch_that_is_stopped_says_nothing_at_the_end(monkeypatch):
     for watch in watches:
         watch.stop()
     assert entries == []
+
+
+FULL = {"look": 1, "channel": "gathers", "index": 1, "members": [0, 1], "label": "a", "issued": {}, "key": None}
+WRONG_POSTS = [
+    "[]", "7", "null", '"text"', "true", "not JSON", "", "{}", "[" * 5_000, '{"has_left": true}', '{"members": [0, 1]}',
+    *(json.dumps({**FULL, name: value}) for name in FULL for value in ([[]], {"a": []}, "x", 1.5)
+      if not (isinstance(value, str) and name in ("channel", "label"))),
+    json.dumps({**FULL, "members": [0, 99]}), json.dumps({"has_left": 1, "issued": {}}),
+]  # fmt: skip
+
+
+def test_wrong_posts_do_not_end_the_watch_and_are_reported_once(monkeypatch):
+    warned = []
+    monkeypatch.setattr(watch_module.logger, "warning", warned.append)
+    aborted, (mine, other) = pair_of_watches()
+    mine._awaited = watch_module.Awaited("gathers", 1, BOTH, "the gather of a", 0.0)
+    for post in WRONG_POSTS:
+        mine.store.set(mine._key(1), post)
+        mine.store.set(mine._key("process/1"), post)
+        assert mine.look_after_long_wait(), post
+        assert mine._reason(mine._awaited, 0.0) == (None, "")
+    assert len(warned) == 1 and "where rank 1 says what it waits for" in warned[0]
+    other.say_farewell()
+    assert not mine.look_after_long_wait() and aborted.is_set()  # it still watches
+
+
+def test_what_others_post_cannot_write_to_the_terminal():
+    _, (mine, other) = pair_of_watches()
+    other.tell_failure("it \x1b[2J failed\x07")
+    with pytest.raises(CommunicationError, match=r"it \?\[2J failed\?"):
+        mine.wait(broken, "gathers", 1, "the gather of a", BOTH)
