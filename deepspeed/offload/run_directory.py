@@ -2,17 +2,25 @@
 
 The owner holds an advisory lock on a file beside the directory for as long as it lives; the kernel drops the lock when
 the process dies, however it dies. So a later run that can take the lock knows for certain that the owner is gone, and
-removes what it left. Directories of other hosts are never touched: on a shared file system locks may not reach us.
+removes what it left. It touches directories of this kernel, which the boot identifier in the name tells, and of this
+host name: containers of one machine have names of their own but one kernel. It touches none of other machines: on a
+shared file system their locks may not reach us. What a container left before the machine was started again must be
+removed by hand.
+
+The folder may be one that all users write to. So a lock is always a new file, and what somebody else has put there is
+neither followed nor waited for.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import itertools
 import os
 import shutil
 import socket
+import stat
 import weakref
 from pathlib import Path
 
@@ -20,6 +28,9 @@ from deepspeed.errors import OffloadError
 from deepspeed.logging import log_dist
 
 _PREFIX = "deepspeed-offload"
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_UNKNOWN_BOOT = "boot"
+_MOST_TRIES = 1000
 _numbers = itertools.count()
 
 
@@ -40,14 +51,13 @@ class RunDirectory:
 
     def __init__(self, parent: str | os.PathLike[str], *, rank: int, purpose: str) -> None:
         folder = Path(parent).expanduser().absolute()
-        host = _host()
-        name = f"{_PREFIX}-{host}-{os.getpid()}-rank{rank}-{purpose}-{next(_numbers)}"
+        name = f"{_PREFIX}-{_host()}-{_boot()}-{os.getpid()}-rank{rank}-{purpose}"
         self.path = folder / name
         lock = -1
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            remove_leftovers(folder, host)
-            lock = _locked(_lock_path(self.path))
+            remove_leftovers(folder)
+            self.path, lock = _locked(self.path)
             self.path.mkdir(mode=0o700)
         except OSError as error:
             _remove(self.path, lock, os.getpid())
@@ -71,17 +81,15 @@ def _remove(path: Path, lock: int, owner: int) -> None:
     os.close(lock)
 
 
-def remove_leftovers(folder: Path, host: str | None = None) -> None:
-    """Removes directories in ``folder`` whose owner on this host has died."""
-    for lock in folder.glob(f"{_PREFIX}-{host or _host()}-*.lock"):
-        try:
-            handle = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:  # its owner has just removed it
+def remove_leftovers(folder: Path) -> None:
+    """Removes directories in ``folder`` whose owner, on this machine, has died."""
+    patterns = [f"{_PREFIX}-{_host()}-*.lock"]
+    if _boot() != _UNKNOWN_BOOT:
+        patterns.append(f"{_PREFIX}-*-{_boot()}-*.lock")
+    for lock in sorted({lock for pattern in patterns for lock in folder.glob(pattern)}):
+        handle = _open_own(lock)
+        if handle is None:
             continue
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EPERM):  # another user's
-                continue
-            raise
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -96,21 +104,51 @@ def remove_leftovers(folder: Path, host: str | None = None) -> None:
             os.close(handle)
 
 
-def _locked(path: Path) -> int:
-    """Makes the file and locks it; a handle that holds the lock until it is closed."""
-    while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(handle, fcntl.LOCK_EX)
+def _open_own(lock: Path) -> int | None:
+    """Opens a lock of this user; None if it is gone, or something else that somebody has put there."""
+    try:
+        handle = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:  # its owner has just removed it; or it is another user's, a link or a directory
+        return None
+    status = os.fstat(handle)
+    if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
+        return handle
+    os.close(handle)
+    return None
+
+
+def _locked(path: Path) -> tuple[Path, int]:
+    """Makes a new lock; returns the directory that it is for, ``path`` with a number, and a handle that holds the lock.
+
+    Raises:
+        OSError: The file cannot be made.
+    """
+    for _ in range(_MOST_TRIES):
+        numbered = path.with_name(f"{path.name}-{next(_numbers)}")
+        lock = _lock_path(numbered)
         try:
-            if os.stat(path).st_ino == os.fstat(handle).st_ino:
-                return handle
-        except FileNotFoundError:
-            pass  # somebody cleaned up between making and locking it: make it again
+            handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except FileExistsError:  # somebody's; there are other numbers
+            continue
+        # Another process may have taken it for a leftover before it was locked.
+        with contextlib.suppress(BlockingIOError, FileNotFoundError):
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not numbered.exists() and os.stat(lock).st_ino == os.fstat(handle).st_ino:
+                return numbered, handle
         os.close(handle)
+    raise FileExistsError(errno.EEXIST, f"{_MOST_TRIES} names of locks are taken", str(path))
 
 
 def _lock_path(path: Path) -> Path:
     return path.with_name(path.name + ".lock")
+
+
+def _boot() -> str:
+    """Returns a name of this boot of this machine, the same in all its containers."""
+    try:
+        return _BOOT.read_text().strip().replace("-", "")[:16] or _UNKNOWN_BOOT
+    except OSError:  # not Linux
+        return _UNKNOWN_BOOT
 
 
 def _host() -> str:

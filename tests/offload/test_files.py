@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.errors import OffloadError
-from deepspeed.offload import file_io
+from deepspeed.offload import file_io, run_directory
 from deepspeed.offload.file_io import BlockFile, IoSettings
 from deepspeed.offload.files import FileMemory, FileSettings
 from deepspeed.offload.pinned import PAGE, page_buffer, round_to_pages
@@ -40,6 +41,47 @@ def open_memory(folder: Path, tensors: list[tuple[int, int]], *, buffers: int = 
 
 
 # -- directories -------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_container_of_this_machine_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_directory, "_host", lambda: "pod_1")
+    process, left = start_owner(tmp_path, "os.kill(os.getpid(), 9)")
+    process.wait()
+    other_boot = tmp_path / left.name.replace(run_directory._boot(), "another0boot")
+    other_boot.mkdir()
+    (tmp_path / f"{other_boot.name}.lock").touch()
+    monkeypatch.setattr(run_directory, "_host", lambda: "pod_2")
+    remove_leftovers(tmp_path)
+    assert not left.exists(), "of the same kernel, by another host name"
+    assert other_boot.exists(), "of another machine, whose locks may not reach this one"
+
+
+@pytest.mark.parametrize("planted", ["file", "locked", "directory", "link", "fifo"])
+def test_nothing_that_lies_in_the_folder_blocks_a_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planted: str
+) -> None:
+    monkeypatch.setattr(run_directory, "_numbers", iter(range(5)))
+    target = tmp_path / "target"
+    target.write_text("kept")
+    name = f"{run_directory._PREFIX}-{run_directory._host()}-{run_directory._boot()}-{os.getpid()}-rank0-states"
+    lock = tmp_path / f"{name}-0.lock"
+    handle = -1
+    if planted == "directory":
+        lock.mkdir()
+    elif planted == "link":
+        lock.symlink_to(target)
+    elif planted == "fifo":
+        os.mkfifo(lock)
+    else:
+        handle = os.open(lock, os.O_RDWR | os.O_CREAT)
+        if planted == "locked":
+            fcntl.flock(handle, fcntl.LOCK_EX)
+    made = RunDirectory(tmp_path, rank=0, purpose="states")
+    assert made.path.name == (f"{name}-0" if planted == "file" else f"{name}-1")
+    made.remove()
+    assert target.read_text() == "kept"
+    if handle != -1:
+        os.close(handle)
 
 
 def test_two_runs_never_share_and_both_clean_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
