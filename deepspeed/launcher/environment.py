@@ -97,6 +97,7 @@ def read_environment_files(name: str) -> dict[str, str]:
         path = folder / name
         if not path.is_file():
             continue
+        here: dict[str, str] = {}
         for number, raw in enumerate(path.read_text().splitlines(), 1):
             line = raw.strip()
             if not line or line.startswith("#"):
@@ -105,8 +106,9 @@ def read_environment_files(name: str) -> dict[str, str]:
             if not equals or not key.strip():
                 logger.warning(f"{path}, line {number}: expected KEY=value, skipped {line!r}")
                 continue
-            found[key.strip()] = value.strip()
-        loaded = [key for key in found if key.startswith(_LOADED_CODE)]
+            here[key.strip()] = value.strip()
+        loaded = [key for key in here if key.startswith(_LOADED_CODE)]
+        found.update(here)
         if loaded and folder != Path.home():
             logger.warning(
                 f"{path}: sets {', '.join(loaded)}, which decide what code every rank loads. The file lies in the "

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from deepspeed.launcher import devices, ports
+from deepspeed.launcher import devices, launch, ports
 from deepspeed.launcher.devices import find_devices, visible_ids
 from deepspeed.launcher.environment import World, read_environment_files, threads_per_rank
 from deepspeed.launcher.ports import Wish, agreed_port, claim_port
@@ -123,6 +123,41 @@ def test_environment_files(tmp_path, monkeypatch, capfd):
     (here / "other").write_text("export A 1\nB=2\n")
     assert read_environment_files("other") == {"B": "2"}
     assert "other, line 1: expected KEY=value, skipped 'export A 1'" in capfd.readouterr().err
+
+
+def test_variables_that_load_code_are_reported_unless_they_lie_in_the_home(tmp_path, monkeypatch, capfd):
+    (tmp_path / "here").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".deepspeed_env").write_text("PYTHONPATH=/x\n")
+    read_environment_files(".deepspeed_env")
+    assert "PYTHONPATH" not in capfd.readouterr().err
+    monkeypatch.chdir(tmp_path / "here")
+    (tmp_path / "here" / ".deepspeed_env").write_text("LD_PRELOAD=/x.so\nPYTHONSTARTUP=y\nOTHER=1\n")
+    read_environment_files(".deepspeed_env")
+    said = capfd.readouterr().err
+    assert "here/.deepspeed_env: sets LD_PRELOAD, PYTHONSTARTUP, which decide what code" in said and "OTHER" not in said
+
+
+@pytest.mark.parametrize("planted", ["nothing", "old file", "link", "dangling link", "directory"])
+def test_the_pid_file_is_new_and_follows_no_link(tmp_path, monkeypatch, planted):
+    monkeypatch.setattr(launch.tempfile, "gettempdir", lambda: str(tmp_path))
+    path, target = tmp_path / f"{os.getpid()}.deepspeed", tmp_path / "target"
+    if planted == "directory":
+        path.mkdir()
+        with pytest.raises(LauncherError, match="--save_pid: cannot write .*remove what lies there"):
+            launch._pid_file(True).__enter__()
+        return
+    if "link" in planted:
+        path.symlink_to(target)
+    if planted == "link":
+        target.write_text("precious")
+    if planted == "old file":
+        path.write_text("1234567")
+    with launch._pid_file(True):
+        assert path.read_text() == str(os.getpid()) and not path.is_symlink()
+    assert not path.exists()
+    assert not target.exists() or target.read_text() == "precious"
 
 
 @pytest.mark.parametrize(("cores", "ranks", "threads"), [(8, 2, "4"), (2, 3, "1"), (7, 2, "3")])
