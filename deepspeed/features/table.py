@@ -201,8 +201,9 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature("DeepCompile", "Use engine.compile(), which needs none of it.", keys=(switch("compile.deepcompile"),)),
     Feature(
-        "elastic batch sizes",
-        "Set the batch keys; a checkpoint can be read by any number of ranks.",
+        "the choice of elastic batch sizes during training",
+        "Set the batch keys to what ds_elastic prints; deepspeed --elastic_training starts ranks again when some die, "
+        "and a checkpoint can be read by any number of ranks.",
         {"deepspeed.elasticity": "compute_elastic_config ElasticityConfig ElasticityError"},
         (switch("elasticity.enabled"),),
     ),
