@@ -30,6 +30,7 @@ class Talk:
 class _Said:
     to_come: weakref.WeakSet[Talk] = field(default_factory=weakref.WeakSet)
     talkers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    is_anywhere: bool = False
     is_uneven: bool = False
 
 
@@ -54,6 +55,11 @@ def note(talker: Any, *, uneven: bool = False) -> Talk:
     return talk
 
 
+def note_anywhere() -> None:
+    """Notes an exchange in a backward whose module is not known. From now on it counts for every model of the job."""
+    _said().is_anywhere = True
+
+
 class Ear:
     """Whether layers may talk in a backward of one model.
 
@@ -69,7 +75,7 @@ class Ear:
     def may_hear(self) -> bool:
         """Whether they may; the answer may differ between ranks."""
         said = _said()
-        if len(said.to_come):
+        if said.is_anywhere or len(said.to_come):
             return True
         heard = said, len(said.talkers)
         if heard != self._heard:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from deepspeed.comm import within_backward
 from deepspeed.comm.transport import Transport
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.sequence.shares import Share, in_equal_parts, length_of, one_after_another
@@ -89,6 +90,8 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, move: _Move) -> torch.Tensor:
         ctx.move = move
+        if ctx.needs_input_grad[0]:
+            within_backward.note_anywhere()
         return _moved(x, move)
 
     @staticmethod

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from deepspeed import comm
-from deepspeed.comm import groups
+from deepspeed.comm import groups, within_backward
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.uncompiled import uncompiled
 
@@ -84,6 +84,8 @@ class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, group: Any, own_share: bool) -> torch.Tensor:
         ctx.group = None if own_share else group
+        if ctx.needs_input_grad[0] and not own_share:
+            within_backward.note_anywhere()
         return _summed(values, group)
 
     @staticmethod

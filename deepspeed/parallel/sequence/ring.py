@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from deepspeed.comm import within_backward
 from deepspeed.comm.pieces import Pieces
 from deepspeed.comm.transport import Transport, Work
 from deepspeed.parallel.sequence.online import Rows, Rule, Slopes, Tokens, grouped
@@ -148,6 +149,8 @@ class _Ring(torch.autograd.Function):
         deals: bool,
         documents: torch.Tensor | None,
     ) -> torch.Tensor:
+        if wire.size > 1 and any(ctx.needs_input_grad):
+            within_backward.note_anywhere()
         owned = [tokens_of(rank, wire, query.size(2), deals, documents) for rank in range(wire.size)]
         many = grouped(query, key.size(1))
         rows = Rows.of(many, value.size(-1))
