@@ -42,7 +42,14 @@ from deepspeed.engine.refusals import (
     refuse_what_the_device_cannot,
     warn_of_emulation,
 )
-from deepspeed.engine.reshaping import is_cut, make_sparse, mark_leaves, reshape_model, spread_buffers
+from deepspeed.engine.reshaping import (
+    is_cut,
+    make_sparse,
+    mark_leaves,
+    reshape_model,
+    spread_buffers,
+    spreads_experts,
+)
 from deepspeed.engine.rooms import SEQUENCE, TENSOR, is_loaded, is_pipeline
 from deepspeed.engine.runtime_options import gathers_by_nodes, gradient_divisor, runtime_options
 from deepspeed.engine.zero_plus_plus import use_zero_plus_plus
@@ -144,7 +151,9 @@ def _build_parts(client: Client, config: Any, distributed_port: int, dist_init_r
     parsed = _parse_alike(_with_all_data_ranks(config, client.mpu), job_mesh, client)
     root = parsed.root
     if not is_cut(client.model):
-        refuse_state_before_cutting(client.optimizer, max(root.tensor_parallel.autotp_size, job_mesh.cut_over))
+        size = max(root.tensor_parallel.autotp_size, job_mesh.cut_over)
+        refuse_state_before_cutting(client.optimizer, size, "tensor_parallel.autotp_size")
+    refuse_state_before_cutting(client.optimizer, spreads_experts(root, client.model), "expert_parallel.autoep_size")
     ranks = job_mesh.settle(root)
     refuse_combinations(root, ranks)
     if callable(take_config := getattr(client.model, "take_pipeline_config", None)):

@@ -58,12 +58,13 @@ def warn_of_emulation(precision: PrecisionPolicy) -> None:
     )
 
 
-def refuse_state_before_cutting(optimizer: object, size: int) -> None:
-    """Raises for an optimizer that has made steps with whole layers, which are about to be cut.
+def refuse_state_before_cutting(optimizer: object, size: int, key: str) -> None:
+    """Raises for an optimizer that has states of whole parameters, which are about to be cut.
 
     Args:
         optimizer: What the caller gave.
-        size: Ranks that will share a layer.
+        size: Ranks that will share a parameter.
+        key: What the configuration calls ``size``.
 
     Raises:
         DeepSpeedConfigError: It has states of parameters.
@@ -72,8 +73,8 @@ def refuse_state_before_cutting(optimizer: object, size: int) -> None:
     if size > 1 and any(isinstance(value, torch.Tensor) for state in states.values() for value in state.values()):
         raise DeepSpeedConfigError(
             f"initialize(optimizer=<{type(optimizer).__name__}>) has states of {len(states)} whole parameters, which "
-            f"tensor_parallel.autotp_size {size} is about to cut. Give an optimizer that has made no step, or train "
-            "without autotp_size, save a checkpoint, and load it into an engine that is cut"
+            f"{key} {size} is about to cut. Name the optimizer in the configuration, give one that has no states yet, "
+            f"or train without {key.rpartition('.')[2]}, save a checkpoint, and load it into an engine that is cut"
         )
 
 

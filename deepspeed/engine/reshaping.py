@@ -161,6 +161,16 @@ def _groups_of_bases(model: nn.Module, ranks: int) -> Mapping[str, bool]:
     return groups_of_bases(model, ranks)
 
 
+def spreads_experts(root: Root, model: nn.Module) -> int:
+    """Returns over how many ranks the experts of the model are to be spread; 1 where they are spread already."""
+    section = root.expert_parallel
+    if section is None or not section.enabled:
+        return 1
+    from deepspeed.parallel.expert.auto import spread_modules
+
+    return 1 if spread_modules(model) else section.autoep_size
+
+
 def _spread_experts(root: Root, client: Client, ranks: Standing, device: torch.device) -> Client:
     """Spreads the experts of a model that knows nothing of it, if that is asked for."""
     section = root.expert_parallel

@@ -135,6 +135,22 @@ def test_further_families_on_two_ranks() -> None:
     run_ranks(_all_cells, 2, 2, 2, cells, timeout=300)
 
 
+def _stateful() -> None:
+    """Adagrad has states from its first moment; they have the shape of whole stacks."""
+    model = build("mixtral")
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    optimizer = torch.optim.Adagrad(model.parameters())
+    with pytest.raises(
+        DeepSpeedConfigError, match=r"optimizer=<Adagrad>\) has states .* expert_parallel.autoep_size 2"
+    ):
+        deepspeed.initialize(model=model, optimizer=optimizer, config=config(2))
+    assert shapes == {name: parameter.shape for name, parameter in model.named_parameters()}
+
+
+def test_an_optimizer_with_states_of_whole_stacks_is_refused():
+    run_ranks(_stateful, 2)
+
+
 def _refused() -> None:
     peft = pytest.importorskip("peft")
     for model, section, words in (
