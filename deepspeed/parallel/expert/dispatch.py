@@ -32,6 +32,7 @@ from torch.autograd.function import once_differentiable
 from deepspeed.comm import pieces, within_backward
 from deepspeed.comm.pieces import Pieces
 from deepspeed.comm.transport import LocalTransport, Transport, Work
+from deepspeed.parallel.expert.counting import count_each
 from deepspeed.uncompiled import uncompiled
 
 
@@ -48,6 +49,7 @@ class Plan:
         sent: Rows that go to each rank; to this one 0, as its own stay.
         received: Rows that come from each rank; from this one 0.
         arrived: By rank and expert of this rank: rows that come.
+        load_there: :attr:`load` as ``[local E]`` int64 on the device of ``order``, where no host has to send it.
         transport: Between the ranks that share the experts.
         waited: Seconds that the host waited for each exchange of rows so far, in order.
     """
@@ -59,6 +61,7 @@ class Plan:
     sent: tuple[int, ...]
     received: tuple[int, ...]
     arrived: tuple[tuple[int, ...], ...]
+    load_there: torch.Tensor
     transport: Transport
     waited: list[float] = field(default_factory=list)
 
@@ -107,7 +110,9 @@ class Plan:
 
 @uncompiled
 def plan_routes(indices: torch.Tensor, num_experts: int, transport: Transport | None = None) -> Plan:
-    """Sorts routes by expert, and learns how many rows come. Every rank of ``transport`` must call it; it blocks.
+    """Sorts routes by expert, and learns how many rows come. Every rank of ``transport`` must call it.
+
+    The host waits for the device once, as the sizes of what travels must be known to it.
 
     Args:
         indices: ``[k, S]`` integers: the expert of each route; below 0 where there is none.
@@ -117,11 +122,11 @@ def plan_routes(indices: torch.Tensor, num_experts: int, transport: Transport | 
     transport = transport or LocalTransport()
     choices, tokens = indices.shape
     flat = indices.reshape(-1).long()
-    counts = torch.bincount(flat.clamp(min=-1) + 1, minlength=num_experts + 1)
+    counts = count_each(flat.clamp(min=-1) + 1, num_experts + 1)
     if transport.size == 1:
         order = flat.argsort(stable=True)
         dropped, *mine = counts.tolist() if not counts.is_meta else (0, *_evenly(flat.numel(), num_experts))
-        return Plan(order[dropped:], choices, tokens, tuple(mine), (0,), (0,), (tuple(mine),), transport)
+        return Plan(order[dropped:], choices, tokens, tuple(mine), (0,), (0,), (tuple(mine),), counts[1:], transport)
     # The counts of this rank and those that come, in one wait of the host.
     told = torch.empty_like(counts[1:])
     local = num_experts // transport.size
@@ -142,7 +147,8 @@ def plan_routes(indices: torch.Tensor, num_experts: int, transport: Transport | 
     sent = [sum(mine[begin : begin + local]) for begin in range(0, num_experts, local)]
     received = [sum(of_rank) for of_rank in arrived]
     sent[transport.rank] = received[transport.rank] = 0
-    return Plan(order, choices, tokens, tuple(mine), tuple(sent), tuple(received), arrived, transport)
+    load = told.view(transport.size, local).sum(0)
+    return Plan(order, choices, tokens, tuple(mine), tuple(sent), tuple(received), arrived, load, transport)
 
 
 def _evenly(routes: int, num_experts: int) -> list[int]:

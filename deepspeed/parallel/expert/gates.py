@@ -22,6 +22,7 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 
 from deepspeed import comm
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.parallel.expert.counting import count_each
 
 NOISE_POLICIES = (None, "None", "Jitter", "RSample")
 _JITTER = 1e-2
@@ -300,7 +301,7 @@ def _queue(experts: torch.Tensor, num_experts: int, order: torch.Tensor | None =
     """
     queued = experts if order is None else experts[order]
     by_expert = queued.argsort(stable=True)
-    sizes = torch.bincount(queued + 1, minlength=num_experts + 1)
+    sizes = count_each(queued + 1, num_experts + 1)
     begins = sizes.cumsum(0) - sizes
     in_line = torch.arange(len(experts), device=experts.device) - begins[queued[by_expert] + 1]
     back = by_expert if order is None else order[by_expert]
@@ -308,7 +309,7 @@ def _queue(experts: torch.Tensor, num_experts: int, order: torch.Tensor | None =
 
 
 def _counts(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
-    return torch.bincount(experts + 1, minlength=num_experts + 1)[1:]
+    return count_each(experts + 1, num_experts + 1)[1:]
 
 
 def _of_routes(gates: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:

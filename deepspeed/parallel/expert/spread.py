@@ -124,7 +124,7 @@ def _dispatch(module: Any, x: torch.Tensor, weights: torch.Tensor | None, plan: 
     if module.__dict__[_STATE].grouped and experts.uses_grouped:
 
         def run(rows: torch.Tensor) -> torch.Tensor:
-            return experts.run_grouped(rows, plan.load)
+            return experts.run_grouped(rows, plan.load_there)
 
         return dispatch(x, weights, plan, run, needed, talker=module, in_pieces=False)
     return dispatch(x, weights, plan, experts.run_each, needed, talker=module)

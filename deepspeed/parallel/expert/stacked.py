@@ -91,16 +91,20 @@ class StackedExperts:
                 results.append(own)
         return results
 
-    def run_grouped(self, rows: torch.Tensor, load: Sequence[int]) -> torch.Tensor:
-        """What the experts make of ``rows`` ``[n, M]``, sorted by expert; ``load`` says how many each has."""
+    def run_grouped(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Returns what the experts make of their rows.
+
+        Args:
+            rows: ``[n, M]``, sorted by expert.
+            counts: ``[E]`` int64 on their device: how many rows each expert has.
+        """
         if not len(rows):
             return self.run_each([rows])[0]
-        counts = torch.tensor(load, device=rows.device)
         ends = counts.cumsum(0).to(torch.int32)
         has_bias = self.up.bias is not None or self.down.bias is not None
         experts = None
         if has_bias:
-            experts = torch.arange(len(load), device=rows.device).repeat_interleave(counts, output_size=len(rows))
+            experts = torch.arange(len(counts), device=rows.device).repeat_interleave(counts, output_size=len(rows))
         result = self.down.grouped(self.between(self.up.grouped(rows, ends, experts)), ends, experts)
         return result if self.after is None else self.after(result)
 

@@ -102,11 +102,13 @@ class Communicator:
         return self._queue(run, output, tensor)
 
     def alltoall_base(
-        self, output: torch.Tensor, tensor: torch.Tensor, output_numels: list[int], input_numels: list[int]
+        self, output: torch.Tensor, tensor: torch.Tensor, received: list[int], sent: list[int], *_options: Any
     ) -> _Queued:
-        """As :meth:`all_to_all`; without lengths all parts are equal."""
-        equal = [tensor.shape[0] // self.size] * self.size
-        return self.all_to_all(output, tensor, output_numels or equal, input_numels or equal)
+        """As NCCL's: rows along the first dimension; no counts mean equal parts."""
+        widths = [x[:1].numel() or 1 for x in (output, tensor)]
+        rows = [counts or [len(x) // self.size] * self.size for counts, x in ((received, output), (sent, tensor))]
+        numels = [[count * width for count in counts] for counts, width in zip(rows, widths, strict=True)]
+        return self.all_to_all(output.view(-1), tensor.view(-1), *numels)
 
     def abort(self) -> None:
         self.unfinished.clear()

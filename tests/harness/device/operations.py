@@ -37,6 +37,9 @@ _WAITED_FOR = {
     _aten.is_nonzero.default,
     _aten.nonzero.default,
     _aten.masked_select.default,
+    _aten.bincount.default,  # for the smallest and the largest value
+    _aten.unique_dim.default,
+    _aten._unique2.default,
 }
 _COPIES = {_aten.copy_.default, _aten._to_copy.default, _aten._foreach_copy_.default}
 _MOST_RANGES = 128  # of a tensor with gaps; above that, the whole stretch it spans

@@ -29,6 +29,8 @@ _FACTORIES = (
 )
 _METHODS = ("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full", "new_tensor")
 
+_FROM_HOST = ("tensor", "as_tensor", "new_tensor")
+
 
 @contextmanager
 def tensors_say_where_they_are(operations: Operations, memory: Memory) -> Iterator[None]:
@@ -88,6 +90,8 @@ class _Surface:
             locked = kwargs.pop("pin_memory", False)
             with self._operations.asked_for(wanted):
                 made = real(*args, **kwargs)
+            if wanted and real.__name__ in _FROM_HOST:
+                self._memory.clocks.current.synchronize()  # values of ordinary pages
             if locked:
                 self._block(made).pages = "pinned"
             return made
