@@ -1,31 +1,58 @@
 """Ranks that share layers must see the same batch and draw the same random numbers; here both are seen to.
 
 Before every forward a fingerprint of all arguments (shapes, dtypes and every byte of every tensor) is compared over the
-tensor ranks, in one exchange of a few numbers. A difference, be it in a mask only, is named on all of them before
-anything has been computed from it.
+tensor ranks, in one exchange of a few numbers. A difference, be it in a mask only, is named on all of them: on the host
+before anything has been computed from it, on a device one forward later, so that nobody waits for the comparison.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections import deque
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.native import NativeTransport
 from deepspeed.errors import DivergenceError
 from deepspeed.logging import log_dist
 from deepspeed.parallel.tensor.channel import Channel
+from deepspeed.parallel.tensor.fingerprints import Fingerprints
 from deepspeed.uncompiled import uncompiled
 
+_HEAD = 2  # the number of arguments, and a checksum of their names
 _NAMES = 24  # arguments that are told apart; further ones count together
-_WORDS = 1 << 16  # 8-byte words that are weighted one by one; longer tensors repeat the weights
+_MOST_BEHIND = 8  # forwards that the device may be behind before the host waits for it
+_LABEL = "the comparison of the batch"
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """What was gathered of one forward.
+
+    Attributes:
+        rows: By rank, the numbers that it gave, on the host.
+        names: Of the arguments.
+        shown: The arguments in words.
+        event: Reached when ``rows`` are there; None: they are.
+    """
+
+    rows: torch.Tensor
+    names: list[str]
+    shown: str
+    event: Any = None
 
 
 class BatchCheck:
     """Compares what a model is given.
+
+    Where transfers block the host, a difference is raised before anything has been computed from the batch. Where they
+    run on a stream, the host waits for nothing: fingerprints stay on the device, and what a forward has gathered is
+    looked at in the next one.
 
     Args:
         channel: The ranks that share its layers.
@@ -33,8 +60,8 @@ class BatchCheck:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        generator = torch.Generator().manual_seed(20)
-        self._weights = torch.randint(1, 1 << 62, (_WORDS,), generator=generator).bitwise_or_(1)
+        self._prints = Fingerprints()
+        self._coming: deque[_Compared] = deque()
 
     def attach(self, model: nn.Module) -> None:
         """Compares before every forward of ``model`` from now on."""
@@ -42,40 +69,71 @@ class BatchCheck:
 
     @uncompiled
     def _before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found = {name: self._print_of(value) for name, value in _leaves(args, kwargs)}
-        names = list(found)
-        mine = torch.zeros(2 + _NAMES, dtype=torch.int64)
-        mine[0], mine[1] = len(names), zlib.crc32(repr(names).encode())
-        for number, value in enumerate(found.values()):
-            mine[2 + min(number, _NAMES - 1)] += value
-        told = self._channel.transport.gather_small(mine, channel="step", label="the comparison of the batch")
-        if bool((told == told[0]).all()):
+        found = dict(_leaves(args, kwargs))
+        names, shown = list(found), ", ".join(f"{name} {tuple(value.shape)}" for name, value in found.items())
+        prints = [self._prints.of(value) for value in found.values()]
+        transport = self._channel.transport
+        if not isinstance(transport, NativeTransport) or not transport.runs_on_stream:
+            mine = _vector(names, [(number, int(value)) for number, value in enumerate(prints)])
+            rows = transport.gather_small(mine, channel="step", label=_LABEL)
+            self._judge(_Compared(rows, names, shown))
             return
-        first = next(column for column in range(mine.numel()) if bool((told[:, column] != told[0, column]).any()))
-        other = next(row for row in range(len(told)) if told[row, first] != told[0, first])
-        ranks = self._channel.transport.ranks
-        what = "arguments" if first < 2 else repr(names[first - 2])
-        raise DivergenceError(
-            f"the ranks {ranks[0]} and {ranks[other]} share the layers of the model but were given different batches: "
-            f"{what} differ{'' if first < 2 else 's'} (this rank has {_shown(args, kwargs)}). All tensor-parallel "
-            "ranks need the same batch: load it by the data-parallel rank (engine.get_data_parallel_rank(), the loader "
-            "of initialize(training_data=...) does), and draw masks from equal random states"
-        )
+        self._judge_what_has_come()
+        self._coming.append(self._started(transport.device, names, shown, prints))
 
-    def _print_of(self, value: torch.Tensor) -> int:
-        """A number that differs with the shape, the dtype and, all but surely, with any byte."""
-        kind = zlib.crc32(f"{tuple(value.shape)}{value.dtype}".encode())
-        data = value.detach().contiguous().view(-1)
-        data = data.view(torch.uint8) if data.dtype is not torch.bool else data.to(torch.uint8)
-        whole = data.numel() // 8 * 8
-        rest = int.from_bytes(bytes(data[whole:].tolist()), "little")
-        total = 0
-        if whole:
-            words = data[:whole].clone().view(torch.int64) if data.data_ptr() % 8 else data[:whole].view(torch.int64)
-            weights = self._weights.to(value.device)
-            for number, part in enumerate(words.split(_WORDS)):
-                total += int((part * weights[: part.numel()]).sum()) * (2 * number + 1)
-        return ((total ^ rest * 0x9E3779B97F4A7C15) + kind) % (1 << 62)
+    def _started(self, device: torch.device, names: list[str], shown: str, prints: list[torch.Tensor]) -> _Compared:
+        accelerator = get_accelerator()
+        on_host = [(number, int(value)) for number, value in enumerate(prints) if value.device.type == "cpu"]
+        mine = accelerator.pin_memory(_vector(names, on_host)).to(device, non_blocking=True)
+        for number, value in enumerate(prints):
+            if value.device.type != "cpu":
+                mine.select(0, _place(number)).add_(value)
+        gathered = torch.stack(self._channel.gather(mine, [mine.numel()] * self._channel.size, _LABEL))
+        rows = accelerator.pin_empty(tuple(gathered.shape), dtype=gathered.dtype)
+        rows.copy_(gathered, non_blocking=True)
+        event = accelerator.Event()
+        event.record()
+        return _Compared(rows, names, shown, event)
+
+    def _judge_what_has_come(self) -> None:
+        while self._coming and (self._coming[0].event.query() or len(self._coming) >= _MOST_BEHIND):
+            oldest = self._coming.popleft()
+            oldest.event.synchronize()
+            self._judge(oldest)
+
+    def _judge(self, compared: _Compared) -> None:
+        rows = compared.rows.tolist()
+        if all(row == rows[0] for row in rows):
+            return
+        first = next(place for place in range(len(rows[0])) if any(row[place] != rows[0][place] for row in rows))
+        other = next(number for number, row in enumerate(rows) if row[first] != rows[0][first])
+        transport = self._channel.transport
+        what = "arguments" if first < _HEAD else repr(compared.names[first - _HEAD])
+        text = (
+            f"the ranks {transport.ranks[0]} and {transport.ranks[other]} share the layers of the model but were given "
+            f"different batches: {what} differ{'' if first < _HEAD else 's'} (this rank has "
+            f"{compared.shown or 'no tensor'}{'' if compared.event is None else ', in an earlier forward'}). All "
+            "tensor-parallel ranks need the same batch: load it by the data-parallel rank "
+            "(engine.get_data_parallel_rank(), the loader of initialize(training_data=...) does), and draw masks from "
+            "equal random states"
+        )
+        if compared.event is not None and transport.watch is not None:
+            transport.watch.tell_failure(text)  # the others may look at theirs later, and wait for this rank until then
+        raise DivergenceError(text)
+
+
+def _place(number: int) -> int:
+    """Returns where the fingerprint of an argument stands in what travels."""
+    return _HEAD + min(number, _NAMES - 1)
+
+
+def _vector(names: list[str], prints: list[tuple[int, int]]) -> torch.Tensor:
+    """Returns what a rank sends to the others, ``[_HEAD + _NAMES]`` int64 on the host, with the ``prints`` added in."""
+    found = torch.zeros(_HEAD + _NAMES, dtype=torch.int64)
+    found[0], found[1] = len(names), zlib.crc32(repr(names).encode())
+    for number, value in prints:
+        found[_place(number)] += value
+    return found
 
 
 def _leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -89,10 +147,6 @@ def _leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[
             stack = [(f"{name}[{key!r}]", item) for key, item in value.items()] + stack
         elif isinstance(value, (list, tuple)):
             stack = [(f"{name}[{number}]", item) for number, item in enumerate(value)] + stack
-
-
-def _shown(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {tuple(value.shape)}" for name, value in _leaves(args, kwargs)) or "no tensor"
 
 
 def same_random_states(channel: Channel) -> None:
