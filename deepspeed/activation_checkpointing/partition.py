@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from deepspeed import comm
+from deepspeed.comm.along import channel_along
+from deepspeed.comm.mesh import TENSOR
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,8 @@ class Partition:
         if not isinstance(packed, Part):
             return packed
         mine = packed.values.to(packed.device)
-        whole = torch.empty(mine.numel() * self._size, dtype=mine.dtype, device=mine.device)
-        comm.all_gather_into_tensor(whole, mine, group=self._group)
+        channel = channel_along(self._group, mine.device, TENSOR)
+        whole = torch.cat(channel.gather(mine, [mine.numel()] * self._size, "a checkpointed activation"))
         return whole[: packed.shape.numel()].view(packed.shape)
 
 

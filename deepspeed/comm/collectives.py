@@ -26,10 +26,17 @@ Group = Any  # a torch ProcessGroup, or None for all ranks
 Handle = Any  # a torch Work, or None if the operation is complete
 
 
+def _flat(name: str, ours: Any) -> Any:
+    """Returns ``ours``, or what a stand-in for the other ranks plays under this name of ``torch.distributed``."""
+    return ours if operations() is torch_dist else getattr(operations(), name)
+
+
 @recorded("tensor")
 def broadcast(tensor: torch.Tensor, src: int, group: Group = None, async_op: bool = False) -> Handle:
     """Copies ``tensor`` of rank ``src`` into ``tensor`` of every rank."""
-    return collective("broadcast", partial(torch_dist.broadcast, tensor, src=src, group=group), group, tensor, async_op)
+    return collective(
+        "broadcast", partial(operations().broadcast, tensor, src=src, group=group), group, tensor, async_op
+    )
 
 
 @recorded("object_list")
@@ -37,7 +44,7 @@ def broadcast_object_list(
     object_list: list[Any], src: int, group: Group = None, device: torch.device | None = None
 ) -> None:
     """Replaces the items of ``object_list`` by those of rank ``src`` (pickled: only from ranks you trust)."""
-    call = partial(torch_dist.broadcast_object_list, object_list, src=src, group=group, device=device)
+    call = partial(operations().broadcast_object_list, object_list, src=src, group=group, device=device)
     blocking("broadcast_object_list", call, group)
 
 
@@ -53,7 +60,7 @@ def inference_all_reduce(
     tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Handle:
     """:func:`all_reduce`, under its own name in the log."""
-    start = partial(torch_dist.all_reduce, tensor, op=op, group=group)
+    start = partial(operations().all_reduce, tensor, op=op, group=group)
     return collective("all_reduce", start, group, tensor, async_op)
 
 
@@ -77,7 +84,7 @@ def reduce(
     tensor: torch.Tensor, dst: int, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Handle:
     """Reduces ``tensor`` over the ranks into ``tensor`` of rank ``dst``."""
-    start = partial(torch_dist.reduce, tensor, dst=dst, op=op, group=group)
+    start = partial(operations().reduce, tensor, dst=dst, op=op, group=group)
     return collective("reduce", start, group, tensor, async_op)
 
 
@@ -90,7 +97,7 @@ def reduce_scatter(
     async_op: bool = False,
 ) -> Handle:
     """Reduces item *r* of ``input_list`` over the ranks into ``output`` of rank *r*."""
-    start = partial(torch_dist.reduce_scatter, output, input_list, op=op, group=group)
+    start = partial(operations().reduce_scatter, output, input_list, op=op, group=group)
     return collective("reduce_scatter", start, group, output, async_op)
 
 
@@ -111,7 +118,7 @@ def reduce_scatter_tensor(
         group: The ranks that take part.
         async_op: Return at once, with a handle.
     """
-    start = partial(reduce_scatter_flat, output_tensor, tensor, op=op, group=group)
+    start = partial(_flat("reduce_scatter_tensor", reduce_scatter_flat), output_tensor, tensor, op=op, group=group)
     return collective("reduce_scatter_tensor", start, group, tensor, async_op)
 
 
@@ -124,7 +131,7 @@ def reduce_scatter_fn(
     async_op: bool = False,
 ) -> Handle:
     """:func:`reduce_scatter_tensor`, under its older name."""
-    start = partial(reduce_scatter_flat, output_tensor, tensor, op=op, group=group)
+    start = partial(_flat("reduce_scatter_tensor", reduce_scatter_flat), output_tensor, tensor, op=op, group=group)
     return collective("reduce_scatter_tensor", start, group, tensor, async_op)
 
 
@@ -133,7 +140,9 @@ def all_gather(
     tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Group = None, async_op: bool = False
 ) -> Handle:
     """Leaves ``tensor`` of rank *r* in item *r* of ``tensor_list`` on every rank."""
-    return collective("all_gather", partial(torch_dist.all_gather, tensor_list, tensor, group), group, tensor, async_op)
+    return collective(
+        "all_gather", partial(operations().all_gather, tensor_list, tensor, group), group, tensor, async_op
+    )
 
 
 @recorded("output_tensor")
@@ -148,7 +157,7 @@ def all_gather_into_tensor(
         group: The ranks that take part.
         async_op: Return at once, with a handle.
     """
-    start = partial(all_gather_flat, output_tensor, tensor, group=group)
+    start = partial(_flat("all_gather_into_tensor", all_gather_flat), output_tensor, tensor, group=group)
     return collective("all_gather_into_tensor", start, group, tensor, async_op)
 
 
@@ -157,7 +166,7 @@ def allgather_fn(
     output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Group = None, async_op: bool = False
 ) -> Handle:
     """:func:`all_gather_into_tensor`, under its older name."""
-    start = partial(all_gather_flat, output_tensor, input_tensor, group=group)
+    start = partial(_flat("all_gather_into_tensor", all_gather_flat), output_tensor, input_tensor, group=group)
     return collective("all_gather_into_tensor", start, group, input_tensor, async_op)
 
 
@@ -184,7 +193,7 @@ def _coalescing(group: Group, async_op: bool) -> Any:
 @recorded("object_list")
 def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> None:
     """Leaves ``obj`` of rank *r* in item *r* of ``object_list`` on every rank (pickled: only from ranks you trust)."""
-    blocking("all_gather_object", partial(torch_dist.all_gather_object, object_list, obj, group=group), group)
+    blocking("all_gather_object", partial(operations().all_gather_object, object_list, obj, group=group), group)
 
 
 @recorded("tensor")
@@ -268,7 +277,7 @@ def gather(
     async_op: bool = False,
 ) -> Handle:
     """Leaves ``tensor`` of rank *r* in item *r* of ``gather_list`` on rank ``dst``; the others pass no list."""
-    start = partial(torch_dist.gather, tensor, gather_list=gather_list, dst=dst, group=group)
+    start = partial(operations().gather, tensor, gather_list=gather_list, dst=dst, group=group)
     return collective("gather", start, group, tensor, async_op)
 
 
@@ -281,14 +290,14 @@ def scatter(
     async_op: bool = False,
 ) -> Handle:
     """Leaves item *r* of rank ``src``'s ``scatter_list`` in ``tensor`` of rank *r*; the others pass no list."""
-    start = partial(torch_dist.scatter, tensor, scatter_list=scatter_list, src=src, group=group)
+    start = partial(operations().scatter, tensor, scatter_list=scatter_list, src=src, group=group)
     return collective("scatter", start, group, tensor, async_op)
 
 
 @recorded("tensor")
 def send(tensor: torch.Tensor, dst: int, group: Group = None, tag: int = 0) -> None:
     """Sends ``tensor`` to rank ``dst`` and waits until it may be overwritten."""
-    start = partial(torch_dist.isend, tensor, dst=dst, group=group, tag=tag)
+    start = partial(operations().isend, tensor, dst=dst, group=group, tag=tag)
     handle = between("send", start, group, tensor, dst, sends=True, tag=tag)
     if handle is not None:
         handle.wait()
@@ -301,7 +310,7 @@ def recv(tensor: torch.Tensor, src: int | None = None, group: Group = None, tag:
         sender: list[int] = []
         from_anybody(lambda: sender.append(torch_dist.recv(tensor, group=group, tag=tag)), group)
         return sender[0]
-    start = partial(torch_dist.irecv, tensor, src=src, group=group, tag=tag)
+    start = partial(operations().irecv, tensor, src=src, group=group, tag=tag)
     handle = between("recv", start, group, tensor, src, sends=False, tag=tag)
     if handle is None:
         return -1
@@ -312,14 +321,14 @@ def recv(tensor: torch.Tensor, src: int | None = None, group: Group = None, tag:
 @recorded("tensor")
 def isend(tensor: torch.Tensor, dst: int, group: Group = None, tag: int = 0) -> Handle:
     """Starts sending ``tensor`` to rank ``dst``; it may be overwritten after ``wait()`` of the result."""
-    start = partial(torch_dist.isend, tensor, dst=dst, group=group, tag=tag)
+    start = partial(operations().isend, tensor, dst=dst, group=group, tag=tag)
     return between("isend", start, group, tensor, dst, sends=True, tag=tag)
 
 
 @recorded("tensor")
 def irecv(tensor: torch.Tensor, src: int | None = None, group: Group = None, tag: int = 0) -> Handle:
     """Starts receiving into ``tensor`` from rank ``src``; it may be read after ``wait()`` of the result."""
-    start = partial(torch_dist.irecv, tensor, src=src, group=group, tag=tag)
+    start = partial(operations().irecv, tensor, src=src, group=group, tag=tag)
     return start() if src is None else between("irecv", start, group, tensor, src, sends=False, tag=tag)
 
 
@@ -340,7 +349,7 @@ def batch_isend_irecv(p2p_op_list: list[torch_dist.P2POp]) -> list[Any]:
 @recorded(None)
 def barrier(group: Group = None, async_op: bool = False, device_ids: list[int] | None = None) -> Handle:
     """Waits until every rank of ``group`` has called it."""
-    return collective("barrier", partial(torch_dist.barrier, group, device_ids=device_ids), group, None, async_op)
+    return collective("barrier", partial(operations().barrier, group, device_ids=device_ids), group, None, async_op)
 
 
 @recorded(None)
@@ -355,5 +364,5 @@ def monitored_barrier(group: Group = None, timeout: timedelta | None = None, wai
     Raises:
         RuntimeError: A rank did not come in time. Also on a backend other than gloo: torch has no such barrier there.
     """
-    call = partial(torch_dist.monitored_barrier, group, timeout=timeout, wait_all_ranks=wait_all_ranks)
+    call = partial(operations().monitored_barrier, group, timeout=timeout, wait_all_ranks=wait_all_ranks)
     blocking("monitored_barrier", call, group, patience=0.0)

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 
-def add_over_ranks(tensor: Tensor, group: object | None, purpose: str) -> None:
+def add_over_ranks(tensor: Tensor, group: object | None, purpose: str, axis: str = "data") -> None:
     """Adds ``tensor`` over the ranks of ``group``, in place; a collective unless that is None.
 
     Args:
         tensor: What is added.
         group: The process group.
         purpose: What it is for, for whoever waits in vain.
+        axis: Along which the ranks lie, for the books of what travels.
     """
     if group is None:
         return
@@ -23,8 +24,8 @@ def add_over_ranks(tensor: Tensor, group: object | None, purpose: str) -> None:
     from deepspeed.comm.counters import traffic
 
     nbytes = 2 * tensor.numel() * tensor.element_size()
-    traffic.record_asked("all_reduce", nbytes, "data")
-    traffic.record_ran("all_reduce", nbytes, "data")
+    traffic.record_asked("all_reduce", nbytes, axis)
+    traffic.record_ran("all_reduce", nbytes, axis)
     with supervised.purpose(purpose):
         comm.all_reduce(tensor, group=group)
 

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.comm import same_host_sums as sums_of_host
+from deepspeed.comm.channel import Channel
 from deepspeed.comm.connect import create_transport
 from deepspeed.comm.same_host_sums import same_host_sums
 from deepspeed.errors import CommunicationError, DivergenceError
-from deepspeed.parallel.tensor.channel import Channel
 from tests.harness import run_ranks
 
 

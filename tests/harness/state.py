@@ -45,7 +45,7 @@ RESET_HOOKS: list[Callable[[], None]] = [
     _package_hook("deepspeed.comm.recorder", lambda module: module.log.__init__()),
     _package_hook("deepspeed.comm.party", lambda module: module.forget_all()),
     _package_hook("deepspeed.comm.connect", lambda module: module._outside.clear()),
-    _package_hook("deepspeed.parallel.sequence.wire", lambda module: module._made.clear()),
+    _package_hook("deepspeed.comm.along", lambda module: module.forget()),
     _package_hook("deepspeed.parallel.sequence.sharing", lambda module: module._by_config.clear()),
     _package_hook("deepspeed.parallel.sequence.ulysses", lambda module: module._awaited.clear()),
     _package_hook("deepspeed.activation_checkpointing.settings", _checkpointing),

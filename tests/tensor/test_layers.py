@@ -10,6 +10,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from deepspeed.comm.counters import traffic
+from deepspeed.comm.differentiable import gather_from, reduce_scatter_to, scatter_to
 from deepspeed.comm.mesh import Mesh
 from deepspeed.parallel.tensor import regions
 from deepspeed.parallel.tensor.channel import connect
@@ -144,13 +145,13 @@ def _regions(channel) -> None:
     (joined * weights).sum().backward()
     assert torch.equal(x.grad, weights)
     long = torch.randn(2, 2 * channel.size, 3, requires_grad=True)
-    part = regions.split_sequence(long, channel, 1)
-    again = regions.gather_sequence(part * 2, channel, 1, is_partial=False)
+    part = scatter_to(long, channel, 1)
+    again = gather_from(part * 2, channel, 1, is_partial=False)
     assert torch.equal(again, long * 2)
     again.sum().backward()
     assert torch.equal(long.grad, torch.full_like(long, 2.0))
-    partial = regions.gather_sequence(part.detach().requires_grad_(), channel, 1, is_partial=True)
-    summed = regions.leave_sequence(partial, channel, 1)
+    partial = gather_from(part.detach().requires_grad_(), channel, 1, is_partial=True)
+    summed = reduce_scatter_to(partial, channel, 1)
     torch.testing.assert_close(summed, channel.size * part)
 
 

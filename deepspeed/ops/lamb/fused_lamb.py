@@ -196,7 +196,7 @@ def _add_over_parts(squares: Tensor, table: SegmentTable) -> None:
     columns = torch.tensor(table.cut.columns, device=squares.device)
     counts = torch.tensor(table.cut.counts, dtype=squares.dtype, device=squares.device)
     summed = squares[:, columns] * counts
-    add_over_ranks(summed, table.cut.group, "LAMB's norms of tensors that are cut over ranks")
+    add_over_ranks(summed, table.cut.group, "LAMB's norms of tensors that are cut over ranks", axis="tensor")
     squares[:, columns] = summed
 
 

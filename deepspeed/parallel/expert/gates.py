@@ -20,7 +20,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
-from deepspeed import comm
+from deepspeed.comm.along import channel_along
+from deepspeed.comm.mesh import EXPERT
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.expert.counting import count_each
 
@@ -262,7 +263,8 @@ def returned(routes: Routes, ep_group: Any, sparse_routes: bool, *, by_token: bo
     if capacity is None:
         largest = routes.counts.max().clone()
         if ep_group is not None:
-            comm.all_reduce(largest, op=comm.ReduceOp.MAX, group=ep_group)
+            channel = channel_along(ep_group, largest.device, EXPERT)
+            largest = channel.largest(largest.view(1), "the capacity of experts")
         capacity = int(largest)
     if sparse_routes:
         return (

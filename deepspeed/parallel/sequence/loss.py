@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from deepspeed import comm
 from deepspeed.comm import groups, within_backward
+from deepspeed.comm.differentiable import reduce_from, sum_over
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.parallel.sequence.wire import channel_of
 from deepspeed.uncompiled import uncompiled
 
 IGNORED = -100
@@ -76,25 +77,9 @@ def sum_over_ranks(values: torch.Tensor, group: Any, *, own_share: bool = False)
         group: Torch process group.
         own_share: See :func:`mean_loss`.
     """
-    summed: torch.Tensor = _SumOverRanks.apply(values, group, own_share)
-    return summed
-
-
-class _SumOverRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, group: Any, own_share: bool) -> torch.Tensor:
-        ctx.group = None if own_share else group
-        if ctx.needs_input_grad[0] and not own_share:
-            within_backward.note_anywhere()
-        return _summed(values, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:  # type: ignore[override]
-        gradient = gradients[0] if ctx.group is None else _summed(gradients[0], ctx.group)
-        return gradient, None, None
-
-
-def _summed(values: torch.Tensor, group: Any) -> torch.Tensor:
-    total = values.detach().clone(memory_format=torch.contiguous_format)
-    comm.all_reduce(total, group=group)
-    return total
+    channel, label = channel_of(group, values.device), "the sum of a loss (sequence parallel)"
+    if own_share:
+        return reduce_from(values, channel, label)
+    if torch.is_grad_enabled() and values.requires_grad:
+        within_backward.note_anywhere()
+    return sum_over(values, channel, label)

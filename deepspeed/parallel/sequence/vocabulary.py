@@ -8,12 +8,21 @@ from typing import Any, Literal
 import torch
 from torch.nn import functional
 
-from deepspeed import comm
+from deepspeed.comm import within_backward
+from deepspeed.comm.along import channel_along
+from deepspeed.comm.channel import channel_over
+from deepspeed.comm.differentiable import gather_from
+from deepspeed.comm.mesh import TENSOR
+from deepspeed.comm.transport import LocalTransport
 from deepspeed.comm.world import rank_in, size_of
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.sequence.loss import IGNORED
 from deepspeed.parallel.sequence.tiled import run_again
+from deepspeed.parallel.sequence.wire import channel_of
+from deepspeed.parallel.vocabulary import cut_cross_entropy
 from deepspeed.uncompiled import uncompiled
+
+_COUNTS = "the counts of tokens (sequence parallel)"
 
 TILE = 2048
 """Tokens whose logits exist at once."""
@@ -99,45 +108,17 @@ def vocab_sequence_parallel_cross_entropy(
             f"vocab_sequence_parallel_cross_entropy: the words {start} to {vocab_end_index} are "
             f"{vocab_end_index - start}, but the logits have {words}"
         )
-    loss: torch.Tensor = _CutVocabulary.apply(vocab_parallel_logits, target, start, ignore_index, tp_group)
+    device = vocab_parallel_logits.device
+    channel = channel_over(LocalTransport()) if tp_group is None else channel_along(tp_group, device, TENSOR)
+    loss = cut_cross_entropy(vocab_parallel_logits, target, channel, start, ignore_index)
     count = (target != ignore_index).sum()
     if gather_sequence_loss and size_of(sp_group) > 1:
         loss = gather_tokens(loss, sp_group, own_share=own_share)
-        comm.all_reduce(count, group=sp_group)
+        counts = channel_of(sp_group, device).gather(count.view(1), [1] * size_of(sp_group), _COUNTS)
+        count = torch.cat(counts).sum()
     if reduction == "none":
         return loss
     return loss.sum() if reduction == "sum" else loss.sum() / count.clamp(min=1)
-
-
-class _CutVocabulary(torch.autograd.Function):
-    """Per-token losses in fp32; what is saved is the softmax of this rank's words."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: torch.Tensor, target: torch.Tensor, start: int, ignored: int, group: Any
-    ) -> torch.Tensor:
-        logits = logits.float()
-        highest = logits.amax(-1)
-        if group is not None:
-            comm.all_reduce(highest, op=comm.ReduceOp.MAX, group=group)
-        odds = (logits - highest.unsqueeze(-1)).exp()
-        total = odds.sum(-1)
-        mine = (target >= start) & (target < start + logits.size(-1)) & (target != ignored)
-        place = torch.where(mine, target - start, 0).unsqueeze(-1)
-        wanted = torch.where(mine, logits.gather(-1, place).squeeze(-1) - highest, 0.0)
-        if group is not None:
-            sums = torch.stack((total, wanted))
-            comm.all_reduce(sums, group=group)
-            total, wanted = sums
-        counts = target != ignored
-        ctx.save_for_backward(odds.div_(total.unsqueeze(-1)), place, mine, counts)
-        return torch.where(counts, total.log() - wanted, 0.0)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:  # type: ignore[override]
-        softmax, place, mine, counts = ctx.saved_tensors
-        gradient = softmax.scatter_add(-1, place, -mine.to(softmax.dtype).unsqueeze(-1))
-        return gradient * torch.where(counts, gradients[0], 0.0).unsqueeze(-1), None, None, None, None
 
 
 @uncompiled
@@ -145,24 +126,7 @@ def gather_tokens(loss: torch.Tensor, group: Any, *, own_share: bool) -> torch.T
     """``[tokens, batch]`` of all ranks, rank after rank; for ``own_share`` see the function above."""
     if size_of(group) == 1:
         return loss
-    whole: torch.Tensor = _GatherTokens.apply(loss, group, own_share)
-    return whole
-
-
-class _GatherTokens(torch.autograd.Function):
-    """``[tokens, batch]`` of all ranks, along the first axis."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor, group: Any, own_share: bool) -> torch.Tensor:
-        ctx.arguments = group, own_share, loss.size(0)
-        whole = loss.new_empty((loss.size(0) * size_of(group), *loss.shape[1:]))
-        comm.all_gather_into_tensor(whole, loss.contiguous(), group=group)
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:  # type: ignore[override]
-        group, own_share, tokens = ctx.arguments
-        gradient = gradients[0].clone(memory_format=torch.contiguous_format)
-        if not own_share:
-            comm.all_reduce(gradient, group=group)
-        return gradient.narrow(0, rank_in(group) * tokens, tokens), None, None
+    if not own_share and torch.is_grad_enabled() and loss.requires_grad:
+        within_backward.note_anywhere()
+    label = "the losses of tokens (sequence parallel)"
+    return gather_from(loss, channel_of(group, loss.device), 0, is_partial=not own_share, label=label)

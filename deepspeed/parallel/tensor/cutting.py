@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from deepspeed import comm
+from deepspeed.comm.channel import Channel
 from deepspeed.comm.connect import create_transport, shared_transport
 from deepspeed.comm.groups import group_along
 from deepspeed.comm.mesh import SAME_PART, TENSOR, Mesh
@@ -26,7 +27,7 @@ from deepspeed.parallel.stages import raise_for_all_stages, told_by_stages
 from deepspeed.parallel.tensor import rules as rules_module
 from deepspeed.parallel.tensor.attention import slice_arguments, tell
 from deepspeed.parallel.tensor.batches import BatchCheck, same_random_states
-from deepspeed.parallel.tensor.channel import Channel, connect, over
+from deepspeed.parallel.tensor.channel import connect, over
 from deepspeed.parallel.tensor.layout import Layout, describe, layout_of
 from deepspeed.parallel.tensor.making import Maker, cut_parameter
 from deepspeed.parallel.tensor.request import check_group

@@ -19,8 +19,9 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F  # noqa: N812
 
+from deepspeed.comm.channel import Channel
+from deepspeed.comm.differentiable import copy_to
 from deepspeed.parallel.tensor import regions
-from deepspeed.parallel.tensor.channel import Channel
 from deepspeed.parallel.tensor.entrance import Entrance
 from deepspeed.parallel.tensor.split import Split
 from deepspeed.uncompiled import uncompiled
@@ -154,9 +155,9 @@ def _as(dtype: torch.dtype, *tensors: torch.Tensor | None) -> list[torch.Tensor 
 def _column(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cut: CutLinear) -> torch.Tensor:
     kind = values.device.type
     if cut.holders is not None:
-        weight = regions.enter(weight, cut.holders, f"the gradient of the weight of {cut.name}")
+        weight = copy_to(weight, cut.holders, f"the gradient of the weight of {cut.name}")
         if bias is not None:
-            bias = regions.enter(bias, cut.holders, f"the gradient of the bias of {cut.name}")
+            bias = copy_to(bias, cut.holders, f"the gradient of the bias of {cut.name}")
     dtype = _autocast_dtype(kind)
     if dtype is not None:
         weight, bias = _as(dtype, weight, bias)  # type: ignore[assignment]
@@ -178,7 +179,7 @@ def _row(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, 
         product = cut.sequence.leave(F.linear(values, weight.t() if cut.is_transposed else weight))
         if bias is None:
             return product
-        return product + regions.enter(bias, cut.channel, f"the gradient of the bias of {cut.name}")
+        return product + copy_to(bias, cut.channel, f"the gradient of the bias of {cut.name}")
     dtype = _autocast_dtype(kind)
     if dtype is None:
         return _Row.apply(values, weight, bias, cut)

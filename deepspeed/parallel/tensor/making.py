@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.comm.channel import Channel
+from deepspeed.comm.differentiable import copy_to, reduce_from
 from deepspeed.comm.transport import Transport
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.parallel.tensor import regions
-from deepspeed.parallel.tensor.channel import Channel
 from deepspeed.parallel.tensor.entrance import Entrance
 from deepspeed.parallel.tensor.layout import LayerCut, ParameterCut
 from deepspeed.parallel.tensor.linear import ColumnConv1D, ColumnLinear, CutLinear, RowConv1D, RowLinear
@@ -180,7 +180,7 @@ def _with_summed_gradients(module: nn.Module, channel: Channel, name: str) -> Ca
     def forward(*args: Any, **kwargs: Any) -> Any:
         own = {key: value for key, value in module._parameters.items() if value is not None}
         for key, value in own.items():
-            module.__dict__[key] = regions.enter(value, channel, f"the gradient of {name}.{key}")
+            module.__dict__[key] = copy_to(value, channel, f"the gradient of {name}.{key}")
         try:
             return original(*args, **kwargs)
         finally:
@@ -193,7 +193,7 @@ def _with_summed_gradients(module: nn.Module, channel: Channel, name: str) -> Ca
 def _latent(channel: Channel, name: str, width: int) -> Callable[..., torch.Tensor]:
     def hook(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
         head, tail = output.split([output.shape[-1] - width, width], dim=-1)
-        return torch.cat([head, regions.enter(tail, channel, f"the gradient of the rotary output of {name}")], dim=-1)
+        return torch.cat([head, copy_to(tail, channel, f"the gradient of the rotary output of {name}")], dim=-1)
 
     return hook
 
@@ -208,7 +208,7 @@ def _divide_input(size: int) -> Callable[..., tuple[Any, ...]]:
 def _enter_experts(channel: Channel, name: str) -> Callable[..., tuple[Any, ...]]:
     def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(
-            regions.enter(value, channel, f"the gradient of an input of {name}")
+            copy_to(value, channel, f"the gradient of an input of {name}")
             if isinstance(value, torch.Tensor) and value.is_floating_point()
             else value
             for value in args
@@ -219,6 +219,6 @@ def _enter_experts(channel: Channel, name: str) -> Callable[..., tuple[Any, ...]
 
 def _sum_output(channel: Channel, name: str) -> Callable[..., Any]:
     def hook(_: nn.Module, __: Any, output: Any) -> Any:
-        return regions.leave(output, channel, f"the output of {name}")
+        return reduce_from(output, channel, f"the output of {name}")
 
     return hook

@@ -1,10 +1,7 @@
-"""Where activations enter and leave the cut part of a model, as autograd functions.
+"""What layers that are cut over ranks do with activations beyond ``comm.differentiable``.
 
-The pairs are those of Megatron-LM (`Shoeybi et al. <https://arxiv.org/abs/1909.08053>`_): what is the same on all ranks
-*enters* unchanged, and its gradient is summed; what the ranks have each a summand of *leaves* as the sum, and its
-gradient passes unchanged. Along a dimension, *slice* and *gather* are each other's backward; so are the two ends of a
-region whose activations are cut along the sequence
-(`Korthikanti et al. <https://arxiv.org/abs/2205.05198>`_).
+Gradients of an input that several layers share are summed once. *Slice* and *gather* along the last dimension are each
+other's backward where parts are uneven or not contiguous (``split``).
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from deepspeed.parallel.tensor.channel import Channel, Pending
+from deepspeed.comm.channel import Channel, Pending
 from deepspeed.parallel.tensor.split import Split, widths
 from deepspeed.uncompiled import uncompiled
 
@@ -97,44 +94,6 @@ def enter_shared(values: torch.Tensor, shared: Shared) -> torch.Tensor:
     return _EnterShared.apply(values, shared)
 
 
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, channel: Channel, label: str) -> torch.Tensor:
-        ctx.channel, ctx.label = channel, label
-        return values.view_as(values)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        owned = gradient.clone(memory_format=torch.contiguous_format)  # the sum may be made in it
-        return ctx.channel.sum(owned, ctx.label), None, None
-
-
-@uncompiled
-def enter(values: torch.Tensor, channel: Channel, label: str = "the gradient of an input") -> torch.Tensor:
-    """``values``, equal on all ranks, for code of which each rank has a part: the gradient is summed over the ranks."""
-    if not (torch.is_grad_enabled() and values.requires_grad):
-        return values
-    return _Enter.apply(values, channel, label)
-
-
-class _Leave(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, channel: Channel, label: str) -> torch.Tensor:
-        return channel.sum(values.clone(memory_format=torch.contiguous_format), label)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return gradient, None, None
-
-
-@uncompiled
-def leave(values: torch.Tensor, channel: Channel, label: str = "the sum of an output") -> torch.Tensor:
-    """The sum over the ranks of ``values``, which code continues with that is the same on all ranks."""
-    return _Leave.apply(values, channel, label)
-
-
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, channel: Channel, split: Split, label: str) -> torch.Tensor:
@@ -175,69 +134,6 @@ def slice_of(
     return _Slice.apply(values, channel, split, label)
 
 
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, channel: Channel, dim: int, label: str) -> torch.Tensor:
-        ctx.channel, ctx.dim, ctx.label = channel, dim, label
-        return values.chunk(channel.size, dim)[channel.rank].contiguous()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return gather_along(gradient, ctx.channel, ctx.dim, ctx.label), None, None, None
-
-
-@uncompiled
-def split_sequence(values: torch.Tensor, channel: Channel, dim: int) -> torch.Tensor:
-    """This rank's part along ``dim`` of what all ranks have, for code that works on parts from here on."""
-    return _Scatter.apply(values, channel, dim, "the gradient of a cut sequence")
-
-
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, channel: Channel, dim: int, is_partial: bool) -> torch.Tensor:
-        ctx.channel, ctx.dim, ctx.is_partial = channel, dim, is_partial
-        return gather_along(values, channel, dim, "a sequence")
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        if ctx.is_partial:
-            return scatter_along(gradient, ctx.channel, ctx.dim, "the gradient of a sequence"), None, None, None
-        return gradient.chunk(ctx.channel.size, ctx.dim)[ctx.channel.rank].contiguous(), None, None, None
-
-
-@uncompiled
-def gather_sequence(values: torch.Tensor, channel: Channel, dim: int, *, is_partial: bool) -> torch.Tensor:
-    """All of a sequence of which each rank has a part along ``dim``.
-
-    Args:
-        values: This rank's part; parts are equally long.
-        channel: The ranks.
-        dim: The dimension of the sequence.
-        is_partial: Each rank goes on with its part of a layer, so gradients are summed; False: all do the same with it.
-    """
-    return _GatherSequence.apply(values, channel, dim, is_partial)
-
-
-class _LeaveSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, channel: Channel, dim: int) -> torch.Tensor:
-        ctx.channel, ctx.dim = channel, dim
-        return scatter_along(values, channel, dim, "the sum of an output")
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return gather_along(gradient, ctx.channel, ctx.dim, "the gradient of a sum"), None, None
-
-
-@uncompiled
-def leave_sequence(values: torch.Tensor, channel: Channel, dim: int) -> torch.Tensor:
-    """This rank's part along ``dim`` of the sum of ``values`` over the ranks."""
-    return _LeaveSequence.apply(values, channel, dim)
-
-
 # -- tensors without gradients ---------------------------------------------------------------------------------------
 
 
@@ -258,16 +154,3 @@ def join(parts: list[torch.Tensor], split: Split) -> torch.Tensor:
             whole[..., low:high] = part[..., first : first + high - low]
             first += high - low
     return whole
-
-
-def gather_along(values: torch.Tensor, channel: Channel, dim: int, label: str) -> torch.Tensor:
-    """Everybody's ``values``, one after the other along ``dim``; they are equally long."""
-    return torch.cat(channel.gather(values, [values.shape[-1]] * channel.size, label), dim=dim)
-
-
-def scatter_along(values: torch.Tensor, channel: Channel, dim: int, label: str) -> torch.Tensor:
-    """This rank's part along ``dim`` of the sum of ``values``."""
-    if dim == 0:
-        return channel.scatter_sum(values.contiguous(), label)
-    rows = torch.stack(values.chunk(channel.size, dim))
-    return channel.scatter_sum(rows, label).squeeze(0)

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.comm.channel import Channel
+from deepspeed.comm.differentiable import gather_from, reduce_scatter_to, scatter_to
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
-from deepspeed.parallel.tensor import regions
-from deepspeed.parallel.tensor.channel import Channel
 from deepspeed.parallel.tensor.layout import Layout, block_of
 from deepspeed.parallel.tensor.linear import CutLinear
 from deepspeed.parallel.tensor.making import sum_own_gradients
@@ -60,7 +60,7 @@ class CutSequence:
                 f"{_KEY}: a sequence has {values.shape[_DIM]} positions, which {size} ranks do not divide; pad batches "
                 f"to a multiple of {size} (pad_to_multiple_of of a collator), or leave the key out"
             )
-        return regions.split_sequence(values, self.channel, _DIM)
+        return scatter_to(values, self.channel, _DIM)
 
     @uncompiled
     def gather(self, values: torch.Tensor, *, is_partial: bool) -> torch.Tensor:
@@ -72,11 +72,11 @@ class CutSequence:
                 f"{_KEY}: a cut region takes activations of shape {tuple(values.shape)}; expected (batch, positions of "
                 "this rank, width). Leave the key out"
             )
-        return regions.gather_sequence(values, self.channel, _DIM, is_partial=is_partial)
+        return gather_from(values, self.channel, _DIM, is_partial=is_partial)
 
     def leave(self, values: torch.Tensor) -> torch.Tensor:
         """This rank's positions of the sum over the ranks."""
-        return regions.leave_sequence(values, self.channel, _DIM)
+        return reduce_scatter_to(values, self.channel, _DIM)
 
 
 @dataclass

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.comm.channel import Channel
 from deepspeed.config.sections.tensor_parallel import TensorParallel
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
-from deepspeed.parallel.tensor.channel import Channel
 from deepspeed.parallel.tensor.layout import Layout
 from deepspeed.uncompiled import without_compiling
 from deepspeed.zero.holder import full_numel

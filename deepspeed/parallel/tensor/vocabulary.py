@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F  # noqa: N812
 
+from deepspeed.comm.channel import Channel
+from deepspeed.comm.differentiable import reduce_from
 from deepspeed.parallel.tensor import regions
-from deepspeed.parallel.tensor.channel import Channel
 from deepspeed.parallel.tensor.split import Split, even
+from deepspeed.parallel.vocabulary import cut_cross_entropy
 from deepspeed.uncompiled import uncompiled
 
 
@@ -51,7 +52,7 @@ class VocabularyEmbedding(nn.Embedding):
         elsewhere = (ids < low) | (ids >= high)
         found = F.embedding((ids - low).masked_fill(elsewhere, 0), self.weight, _row_of(cut.padding_index, low, high))
         mine = found.masked_fill(elsewhere.unsqueeze(-1), 0)
-        return regions.leave(mine, cut.channel, f"the output of {cut.name}")
+        return reduce_from(mine, cut.channel, f"the output of {cut.name}")
 
 
 class WidthEmbedding(nn.Embedding):
@@ -84,36 +85,6 @@ def _row_of(padding_index: int | None, low: int, high: int) -> int | None:
     return padding_index - low if padding_index is not None and low <= padding_index < high else None
 
 
-class _CrossEntropy(torch.autograd.Function):
-    """Negative log-likelihoods of rows of logits that are cut over the vocabulary; 3 numbers of each row travel."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, channel: Channel, low: int) -> torch.Tensor:
-        values = logits.float()
-        highest = values.amax(-1)
-        exponentials = (values - highest.unsqueeze(-1)).exp_()
-        local = targets - low
-        elsewhere = (local < 0) | (local >= values.shape[-1])
-        local = local.masked_fill(elsewhere, 0)
-        mine = values.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0.0)
-        told = torch.stack([highest, exponentials.sum(-1), mine])
-        parts = torch.stack(channel.gather(told, [told.shape[-1]] * channel.size, "the parts of a loss"))
-        top = parts[:, 0].amax(0)
-        total = (parts[:, 1] * (parts[:, 0] - top).exp()).sum(0)
-        probabilities = exponentials.mul_(((highest - top).exp() / total).unsqueeze(-1))
-        ctx.save_for_backward(probabilities, local, elsewhere)
-        ctx.dtype = logits.dtype
-        return total.log() + top - parts[:, 2].sum(0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        probabilities, local, elsewhere = ctx.saved_tensors
-        of_logits = probabilities * gradient.unsqueeze(-1)
-        of_logits.scatter_add_(-1, local.unsqueeze(-1), -gradient.masked_fill(elsewhere, 0.0).unsqueeze(-1))
-        return of_logits.to(ctx.dtype), None, None, None
-
-
 def vocab_parallel_cross_entropy(
     logits: torch.Tensor,
     targets: torch.Tensor,
@@ -133,12 +104,8 @@ def vocab_parallel_cross_entropy(
     Returns:
         The loss of every row in fp32, in the shape of ``targets``; 0 for rows that are left out.
     """
-    shape = targets.shape
-    flat, ids = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
-    left_out = ids == ignore_index
     low, _ = even(vocabulary, channel.size, channel.rank)
-    losses = _CrossEntropy.apply(flat, ids.masked_fill(left_out, 0), channel, low)
-    return losses.masked_fill(left_out, 0.0).view(shape)
+    return cut_cross_entropy(logits, targets, channel, low, ignore_index)
 
 
 def causal_loss(channel: Channel) -> Any:

@@ -1,0 +1,65 @@
+"""What losses and optimizers exchange is played where ranks do not exist, and lies in the books of its axis."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from deepspeed import comm
+from deepspeed.comm.counters import counted
+from deepspeed.comm.mesh import Mesh
+from deepspeed.comm.world import PlayedGroup, played_by
+from deepspeed.errors import NotYetSupportedError
+from deepspeed.ops.exchange import add_over_ranks
+from deepspeed.parallel.sequence.loss import mean_loss
+from deepspeed.parallel.sequence.vocabulary import vocab_sequence_parallel_cross_entropy
+from deepspeed.plan.network import PlayedWorld
+
+SEQUENCE, TENSOR = PlayedGroup((0, 2)), PlayedGroup((0, 1))
+
+
+def world(backend: str) -> PlayedWorld:
+    return PlayedWorld(0, Mesh((("sequence", 2), ("tensor", 2))), backend)
+
+
+@pytest.mark.parametrize("own_share", [False, True])
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_a_loss_over_cut_tokens_and_words(backend: str, own_share: bool) -> None:
+    logits, target = torch.randn(6, 2, 10, requires_grad=True), torch.randint(0, 20, (6, 2))
+    with played_by(world(backend)), counted() as traffic:
+        loss = vocab_sequence_parallel_cross_entropy(logits, target, SEQUENCE, TENSOR, own_share=own_share)
+        assert loss.shape == (12, 2)
+        mean_loss(loss[:6], target, SEQUENCE, own_share=own_share).backward()
+        axes = {axis for _, axis in traffic.asked_along}
+        assert axes == {"sequence", "tensor"}
+        # Everybody's largest logit, sum and wanted logit of each token.
+        assert traffic.asked_along["all_gather", "tensor"].nbytes == 2 * 3 * 12 * 4
+    assert logits.grad is not None and bool(logits.grad.isfinite().all())
+
+
+def test_alone_the_loss_is_that_of_torch() -> None:
+    logits, target = torch.randn(6, 2, 10, dtype=torch.bfloat16, requires_grad=True), torch.randint(0, 10, (6, 2))
+    target[0] = -100
+    loss = vocab_sequence_parallel_cross_entropy(logits, target, None, reduction="mean", gather_sequence_loss=False)
+    wanted = functional.cross_entropy(logits.float().view(-1, 10), target.view(-1))
+    torch.testing.assert_close(loss, wanted)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    torch.testing.assert_close(gradient, torch.autograd.grad(wanted, logits)[0])
+
+
+def test_sums_of_an_optimizer_are_booked_along_their_axis() -> None:
+    with played_by(world("gloo")), counted() as traffic:
+        add_over_ranks(torch.zeros(4, dtype=torch.float64), TENSOR, "the test", axis="tensor")
+        assert {axis: tally.nbytes for (_, axis), tally in traffic.asked_along.items()} == {"tensor": 64}
+
+
+def test_torchs_own_collectives_are_played_or_refused_by_name() -> None:
+    with played_by(world("gloo")):
+        whole = torch.zeros(4)
+        comm.all_gather_into_tensor(whole, torch.ones(2), group=SEQUENCE)
+        assert whole.tolist() == [1.0] * 4
+        with pytest.raises(NotYetSupportedError, match="reduce_scatter_tensor between ranks is not played"):
+            comm.reduce_scatter_tensor(torch.zeros(2), torch.zeros(4), group=SEQUENCE)
+        with pytest.raises(NotYetSupportedError, match="all_gather_object between ranks is not played"):
+            comm.all_gather_object([None, None], 1, group=SEQUENCE)
