@@ -17,11 +17,13 @@ from deepspeed.comm.process_group import get_world_group
 from deepspeed.comm.store import is_alive
 from deepspeed.comm.transport import LocalTransport, Transport
 from deepspeed.comm.world import PlayedGroup, is_initialized, stand_in
+from deepspeed.uncompiled import uncompiled
 
 _made: dict[tuple[int, str], tuple[Any, Transport]] = {}
 _channels: dict[int, tuple[Transport, Channel]] = {}
 
 
+@uncompiled
 def transport_along(group: Any, device: torch.device, axis: str) -> Transport:
     """Returns the transport of ``group`` for everything that its ranks exchange along ``axis``; made once.
 
@@ -44,6 +46,7 @@ def transport_along(group: Any, device: torch.device, axis: str) -> Transport:
     return _kept(group, axis, lambda: transport_over(group, device))
 
 
+@uncompiled
 def channel_along(group: Any, device: torch.device, axis: str) -> Channel:
     """Returns a channel over :func:`transport_along`; made once."""
     transport = transport_along(group, device, axis)

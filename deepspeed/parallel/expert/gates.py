@@ -24,6 +24,7 @@ from deepspeed.comm.along import channel_along
 from deepspeed.comm.mesh import EXPERT
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.expert.counting import count_each
+from deepspeed.uncompiled import uncompiled
 
 NOISE_POLICIES = (None, "None", "Jitter", "RSample")
 _JITTER = 1e-2
@@ -263,8 +264,7 @@ def returned(routes: Routes, ep_group: Any, sparse_routes: bool, *, by_token: bo
     if capacity is None:
         largest = routes.counts.max().clone()
         if ep_group is not None:
-            channel = channel_along(ep_group, largest.device, EXPERT)
-            largest = channel.largest(largest.view(1), "the capacity of experts")
+            largest = _largest_over(largest, ep_group)
         capacity = int(largest)
     if sparse_routes:
         return (
@@ -277,6 +277,12 @@ def returned(routes: Routes, ep_group: Any, sparse_routes: bool, *, by_token: bo
             routes.counts,
         )
     return dense(replace(routes, capacity=capacity), locations)
+
+
+@uncompiled
+def _largest_over(value: torch.Tensor, group: Any) -> torch.Tensor:
+    """Returns the largest ``value`` of the ranks that share experts; all of them must call it."""
+    return channel_along(group, value.device, EXPERT).largest(value.view(1), "the capacity of experts")
 
 
 def dense(routes: Routes, locations: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
