@@ -1,0 +1,111 @@
+"""What several ranks on one GPU train: a layout and a configuration each, compared with one process of plain torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+LOW = 5e-2  # relative difference of losses that 16-bit arithmetic and lossy codes may make, against fp32
+EXACT = 1e-4  # fp32, whose sums are taken in other orders
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training.
+
+    Attributes:
+        name: For tables.
+        ranks: How many processes share the GPU.
+        config: Sections of the configuration beside batch, optimizer and precision.
+        precision: ``fp32``, ``bf16`` or ``fp16``.
+        model: ``llama`` or ``mixtral``, both tiny.
+        stages: Of a pipeline; 1: none.
+        sequence: Ranks that share a sequence.
+        tensor: Ranks that share layers.
+        environment: Further variables.
+        tolerance: Of each loss, relative.
+        failure: A failure to be made, ``skip`` (rank 1 leaves a layer out) or ``kill`` (rank 1 is killed); then the
+            other rank must end with a sentence that names it.
+        then_on: Ranks on which the training goes on from a checkpoint after half of its steps; 0: no checkpoint.
+    """
+
+    name: str
+    ranks: int = 2
+    config: dict[str, Any] = field(default_factory=dict)
+    precision: str = "fp32"
+    model: str = "llama"
+    stages: int = 1
+    sequence: int = 1
+    tensor: int = 1
+    environment: dict[str, str] = field(default_factory=dict)
+    tolerance: float = EXACT
+    failure: str = ""
+    then_on: int = 0
+
+
+def _zero(stage: int, **keys: Any) -> dict[str, Any]:
+    section: dict[str, Any] = {"stage": stage, **keys}
+    if stage == 3:
+        section["stage3_param_persistence_threshold"] = 0
+    return {"zero_optimization": section}
+
+
+HOST = {"device": "cpu"}
+ONE_CONNECTION = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+
+CELLS = (
+    *(
+        Cell(f"stage {stage}, {precision}", 2, _zero(stage), precision, tolerance=EXACT if precision == "fp32" else LOW)
+        for stage in range(4)
+        for precision in ("fp32", "bf16", "fp16")
+    ),
+    Cell("stage 2, optimizer on the host", config=_zero(2, offload_optimizer=HOST)),
+    Cell("stage 3, optimizer and parameters on the host", config=_zero(3, offload_optimizer=HOST, offload_param=HOST)),
+    Cell("stage 3, hpZ 2", 4, _zero(3, zero_hpz_partition_size=2)),
+    Cell("stage 3, MiCS 2", 4, _zero(3, mics_shard_size=2)),
+    Cell(
+        "stage 3, qwZ and qgZ",
+        config=_zero(3, zero_quantized_weights=True, zero_quantized_gradients=True),
+        tolerance=LOW,
+    ),
+    Cell(
+        "stage 2, int8 gradients",
+        config={**_zero(2), "communication_compression": {"gradients": "int8"}},
+        tolerance=LOW,
+    ),
+    Cell("tensor 2, stage 1", config={**_zero(1), "tensor_parallel": {"autotp_size": 2}}, tensor=2),
+    Cell(
+        "experts 2, stage 1",
+        config={**_zero(1), "expert_parallel": {"enabled": True, "autoep_size": 2}},
+        model="mixtral",
+    ),
+    Cell("sequence 2 (Ulysses), stage 3", config={**_zero(3), "sequence_parallel_size": 2}, sequence=2),
+    Cell(
+        "sequence 2 (ring), stage 3",
+        config={**_zero(3), "sequence_parallel_size": 2, "sequence_parallel": {"mode": "ring"}},
+        sequence=2,
+    ),
+    Cell("pipeline 2, stage 1", config=_zero(1), stages=2),
+    Cell("pipeline 2 x data 2, stage 1", 4, _zero(1), stages=2),
+    Cell("pipeline 2 x data 2, one connection", 4, _zero(1), stages=2, environment=ONE_CONNECTION),
+    Cell("stage 3, 2 ranks, then 1", config=_zero(3), then_on=1),
+    Cell("stage 3, 2 ranks, then 4", config=_zero(3), then_on=4),
+    Cell("rank 1 leaves a layer out", config=_zero(3), failure="skip"),
+    Cell("rank 1 is killed", config=_zero(3), failure="kill"),
+)
+
+# What a dry run trains: one cell of each kind of program.
+DRY = (
+    "stage 0, fp32",
+    "stage 3, bf16",
+    "tensor 2, stage 1",
+    "sequence 2 (Ulysses), stage 3",
+    "pipeline 2, stage 1",
+    "stage 3, 2 ranks, then 1",
+    "rank 1 is killed",
+)
+
+
+def cell_named(name: str) -> Cell:
+    """Returns the cell; raises StopIteration if there is none."""
+    return next(cell for cell in CELLS if cell.name == name)

@@ -1,0 +1,178 @@
+"""What a part of the GPU benchmark is given, and the tables that it writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a part runs.
+
+    Attributes:
+        dry: Small sizes on the CPU or the simulated device, to prove that the program itself works.
+        peer_python: Python of an environment with the published ``deepspeed``; None: it is left out.
+        nccl: Path of an NCCL library to load before torch's own; None: torch's own.
+    """
+
+    dry: bool
+    peer_python: str | None = None
+    nccl: str | None = None
+
+    @property
+    def device(self) -> str:
+        """``"cuda"``, or ``"cpu"`` in a dry run."""
+        return "cpu" if self.dry else "cuda"
+
+
+@dataclass
+class Table:
+    """Rows of one question.
+
+    Attributes:
+        title: The question.
+        columns: Names; units stand in them.
+        rows: Text and numbers; None is shown as a dash.
+        about: What a reader must know to read it.
+    """
+
+    title: str
+    columns: list[str]
+    rows: list[list[Any]] = field(default_factory=list)
+    about: str = ""
+
+
+class Report:
+    """The tables of one part, written to a file after every row: a part that is stopped leaves what it has."""
+
+    def __init__(self, path: Path, title: str) -> None:
+        self._path = path
+        self._title = title
+        self._tables: list[Table] = []
+        self._problems: list[str] = []
+        self._start = time.monotonic()
+        self._write()
+
+    def table(self, title: str, columns: Sequence[str], about: str = "") -> Table:
+        """Starts a table."""
+        made = Table(title, list(columns), about=about)
+        self._tables.append(made)
+        return made
+
+    def row(self, table: Table, *values: Any) -> None:
+        """Adds a row to a table and writes the file."""
+        table.rows.append(list(values))
+        sys.stderr.write(f"  {' | '.join(show(value) for value in values)}\n")
+        self._write()
+
+    def problem(self, text: str) -> None:
+        """Adds a finding that makes the part fail, and writes the file."""
+        self._problems.append(text)
+        sys.stderr.write(f"  PROBLEM: {text}\n")
+        self._write()
+
+    def attempt(self, what: str, run: Callable[[], None]) -> None:
+        """Runs one measurement; an exception is a problem of the part, and the next measurement goes on."""
+        try:
+            run()
+        except Exception as error:
+            self.problem(f"{what}: {type(error).__name__}: {error}")
+
+    def _write(self) -> None:
+        content = {
+            "title": self._title,
+            "tables": [asdict(table) for table in self._tables],
+            "problems": self._problems,
+            "seconds": round(time.monotonic() - self._start, 1),
+        }
+        beside = self._path.with_suffix(".tmp")
+        beside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        beside.replace(self._path)
+
+
+def show(value: Any) -> str:
+    """Returns a value as a cell of a table."""
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def timed(step: Callable[[], Any], *, warmup: int, steps: int, wait: Callable[[], None]) -> float:
+    """Returns the median seconds of ``step``, each measured with the device idle before and after."""
+    for _ in range(warmup):
+        step()
+    seconds = []
+    for _ in range(steps):
+        wait()
+        start = time.perf_counter()
+        step()
+        wait()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def waiter(device: str) -> Callable[[], None]:
+    """Returns what blocks until the device has done its work; nothing to do on the CPU."""
+    if device != "cuda":
+        return lambda: None
+    import torch
+
+    return torch.cuda.synchronize
+
+
+def run_python(
+    module: str,
+    *words: str,
+    settings: Settings,
+    seconds: float,
+    environment: Mapping[str, str] | None = None,
+    python: str | None = None,
+) -> dict[str, Any]:
+    """Runs a module of this folder in a process of its own, and returns the JSON of its last line.
+
+    Args:
+        module: Name below ``on_gpu``.
+        *words: Its command line.
+        settings: Of the part; a dry run hides every GPU.
+        seconds: Limit.
+        environment: Further variables.
+        python: Another interpreter.
+
+    Raises:
+        RuntimeError: It failed, or ran out of time; with the end of what it printed.
+    """
+    command = [python or sys.executable, "-m", f"on_gpu.{module}", *words]
+    variables = child_environment(settings, environment)
+    if python is not None:  # an environment with another package of the same name: this project's folder stays out
+        variables["PYTHONPATH"] = str(ROOT / "benchmarks")
+    try:
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired as late:
+        raise RuntimeError(f"on_gpu.{module} {' '.join(words)}: not done after {seconds:.0f} s") from late
+    if done.returncode:
+        raise RuntimeError(f"on_gpu.{module} {' '.join(words)} ended with {done.returncode}: {done.stderr[-1500:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def child_environment(settings: Settings, further: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Returns the variables of a process that imports ``on_gpu``, the package and its test harness."""
+    variables = dict(os.environ, PYTHONPATH=os.pathsep.join((str(ROOT / "benchmarks"), str(ROOT))), OMP_NUM_THREADS="1")
+    if settings.dry:
+        variables |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    if settings.nccl is not None:
+        variables["LD_PRELOAD"] = settings.nccl
+    return variables | dict(further or {})

@@ -1,0 +1,147 @@
+"""``python -m on_gpu.played_program WHO SHAPE RATE``: one rank of eight; prints times, memory, waits and launches."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import deepspeed
+from deepspeed.comm.mesh import DATA, Mesh
+from deepspeed.comm.world import played_by
+from deepspeed.plan.network import PlayedWorld
+from on_gpu.models import SHAPES, Shape, Step, engine_step, fully_sharded, torch_step
+from on_gpu.part import timed, waiter
+from on_gpu.queue import QueuedGroup
+from on_gpu.speed_program import host_waits
+
+RANKS = 8
+SLEEP = "spin_kernel"  # the kernel of torch.cuda._sleep, which stands for a transfer
+
+
+class QueuedWorld(PlayedWorld):
+    """Rank 0 of eight; transfers keep one stream busy, as NCCL's communicators share the links.
+
+    Args:
+        device: Where the buffers are.
+        rate: Bytes per second.
+    """
+
+    def __init__(self, device: torch.device, rate: float) -> None:
+        super().__init__(0, Mesh(((DATA, RANKS),)), "nccl")
+        self._device = device
+        self._group = QueuedGroup(torch.cuda.Stream() if device.type == "cuda" else None, rate)
+
+    def transport(self, device: torch.device | None, ranks: Sequence[int] | None = None) -> Any:
+        """Returns the played transport over the queue; small exchanges pass through the device, as with NCCL."""
+        made: Any = super().transport(device, ranks)
+        if made.name == "native":
+            made.group, made.device = self._group, self._device
+        return made
+
+
+def main(who: str, name: str, rate: str) -> None:
+    """Measures, and prints the JSON."""
+    shape, device = SHAPES[name], torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if who == "fsdp2":
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        torch.distributed.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
+        step = torch_step(fully_sharded(shape.build(device.type), device.type, RANKS), autocast=False)
+        found = _measured(step, shape, device)
+    else:
+        stage = int(who.split("-")[1])
+        zero: dict[str, Any] = {"stage": stage}
+        if stage == 3:
+            zero["stage3_param_persistence_threshold"] = 0
+        with played_by(QueuedWorld(device, float(rate))):
+            step, engine = engine_step(shape.build(device.type, torch.bfloat16), shape, zero)
+            found = _measured(step, shape, device)
+            engine.destroy()
+        found["planned"] = _planned(shape, stage) if device.type == "cuda" else None
+    sys.stdout.write(json.dumps({"planned": None, **found}) + "\n")
+
+
+def _measured(step: Step, shape: Shape, device: torch.device) -> dict[str, Any]:
+    batch = shape.batch(device.type)
+    is_small = shape is SHAPES["tiny"]
+    for _ in range(2):
+        step(batch)
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    seconds = timed(lambda: step(batch), warmup=1, steps=3 if is_small else 8, wait=waiter(device.type))
+    found: dict[str, Any] = {"ms": 1e3 * seconds, "peak": None, "transfers": None, "hidden": None}
+    if not on_gpu:
+        return {**found, "waits": None, "launches": None}
+    found["peak"] = torch.cuda.max_memory_allocated() / 1e9
+    found["waits"] = host_waits(lambda: step(batch))
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
+        step(batch)
+        torch.cuda.synchronize()
+    kernels = [
+        (e.name, e.time_range.start, e.time_range.end) for e in recorded.events() if str(e.device_type)[-4:] == "CUDA"
+    ]
+    transfers = [(start, end) for kernel, start, end in kernels if SLEEP in kernel]
+    computes = [(start, end) for kernel, start, end in kernels if SLEEP not in kernel]
+    total, hidden = overlap(transfers, computes)
+    found["launches"] = sum(e.name.startswith("cudaLaunchKernel") for e in recorded.events())
+    return {**found, "transfers": total / 1e3, "hidden": hidden / total if total else None}
+
+
+def overlap(first: list[tuple[float, float]], second: list[tuple[float, float]]) -> tuple[float, float]:
+    """Returns the length of the union of the first intervals, and how much of it the second ones cover."""
+    ours, theirs = _union(first), _union(second)
+    covered = 0.0
+    index = 0
+    for start, end in ours:
+        while index < len(theirs) and theirs[index][1] <= start:
+            index += 1
+        at = index
+        while at < len(theirs) and theirs[at][0] < end:
+            covered += min(end, theirs[at][1]) - max(start, theirs[at][0])
+            at += 1
+    return sum(end - start for start, end in ours), covered
+
+
+def _union(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    merged: list[tuple[float, float]] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _planned(shape: Shape, stage: int) -> float:
+    """Returns the peak of device memory that the planner says, in decimal gigabytes."""
+    config = {
+        "train_micro_batch_size_per_gpu": shape.micro_batch,
+        "bf16": {"enabled": True},
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": stage, **({"stage3_param_persistence_threshold": 0} if stage == 3 else {})},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+    }
+    planned = deepspeed.plan(
+        lambda: shape.build("meta"),
+        config,
+        devices_per_node=RANKS,
+        device="h200",
+        inputs=lambda micro_batch, length: shape.batch("meta"),
+        sequence_length=shape.length,
+        suggest=False,
+        compare_checkpointing=False,
+        headroom=0.0,
+    )
+    return planned.device_bytes / 1e9
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

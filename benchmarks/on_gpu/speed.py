@@ -1,0 +1,43 @@
+"""Part D: one rank, one GPU: step time and memory beside plain torch, DDP, FSDP2 and the published package."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from on_gpu.part import Report, Settings, Table, run_python
+
+TITLE = "D. Throughput of one rank"
+HERE = ("torch", "ddp", "fsdp2", "ours-0", "ours-1", "ours-2", "ours-3")
+PEER = ("upstream-0", "upstream-1", "upstream-2", "upstream-3")
+HOST = ("ours-2-host", "ours-3-host")
+PEER_HOST = ("upstream-2-host", "upstream-3-host")
+
+
+def run(settings: Settings, report: Report) -> None:
+    """Fills the report."""
+    about = "bf16, AdamW, clipping. The ratio is to plain torch's time. Sizes by decimal billions of bytes."
+    for shape in ("tiny",) if settings.dry else ("350M", "1.3B"):
+        names = [*HERE, *(PEER if settings.peer_python else ())]
+        if settings.dry:
+            names = ["torch", "fsdp2", "ours-0", "ours-3"]
+        _contest(settings, report, shape, names, about)
+    if not settings.dry:
+        _contest(
+            settings, report, "3B", [*HOST, *(PEER_HOST if settings.peer_python else ())], "Optimizer on the host."
+        )
+
+
+def _contest(settings: Settings, report: Report, shape: str, names: list[str], about: str) -> None:
+    columns = ["who", "step (ms)", "ratio", "tokens/s", "peak (GB)", "host waits/step"]
+    table = report.table(f"GPT {shape}", columns, about)
+    for name in names:
+        report.attempt(f"{name} on {shape}", partial(_row, settings, report, table, shape, name))
+
+
+def _row(settings: Settings, report: Report, table: Table, shape: str, name: str) -> None:
+    python = settings.peer_python if name.startswith("upstream") else None
+    found = run_python("speed_program", name, shape, settings=settings, seconds=150, python=python)
+    first = next((row[1] for row in table.rows if row[0] == "torch"), None)
+    ms = 1e3 * found["seconds"]
+    ratio = ms / first if first else None
+    report.row(table, name, ms, ratio, found["tokens"] / found["seconds"], found["peak"], found["waits"])
