@@ -1,0 +1,1 @@
+"""What must hold on a real GPU. ``pytest -m gpu`` runs it there; without one each test runs on the simulated device."""

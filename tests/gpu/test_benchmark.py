@@ -1,0 +1,35 @@
+"""``benchmarks/gpu.py`` in its dry mode: every part runs, and says what it found."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.project.graph import ROOT
+
+
+def _run(folder, parts: str) -> dict[str, dict]:
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--dry", "--parts", parts, "--out", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    found = {letter: json.loads((folder / f"{letter}.json").read_text()) for letter in parts}
+    problems = [problem for content in found.values() for problem in content["problems"]]
+    assert (done.returncode, problems) == (0, []), done.stderr
+    return found
+
+
+def test_played_ranks_and_operations(tmp_path):
+    found = _run(tmp_path, "CE")
+    (played,) = found["C"]["tables"]
+    assert [row[0] for row in played["rows"]] == ["ours-3", "fsdp2"]
+    assert all(row[1] > 0 for row in played["rows"])
+    assert [table["title"] for table in found["E"]["tables"]][0] == "AdamW over one flat run"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("part", ["A", "B", "D", "F"])
+def test_other_parts(part, tmp_path):
+    assert _run(tmp_path, part)[part]["tables"]

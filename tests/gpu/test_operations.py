@@ -1,0 +1,64 @@
+"""Operations of the package give the same on a device as on the CPU."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.codec import coded_nbytes, decode_add, encode
+from deepspeed.comm.codecs import CODECS
+from deepspeed.offload.pinned import page_buffer
+from tests.gpu.places import on_both, run_at
+
+NUMEL = 3 * 2048 + 64
+
+
+def _coded(name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes and decoded values of one bucket, on the host and on the device."""
+    row = CODECS[name]
+    values = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0))
+    made = []
+    for device in ("cpu", get_accelerator().current_device_name()):
+        codec = row.make(row.block, feeds_back=row.feeds_back)
+        there = values.to(device)
+        error = torch.zeros_like(there) if codec.feeds_back else None
+        codes = torch.zeros(coded_nbytes(codec, NUMEL), dtype=torch.uint8, device=device)
+        encode(codec.fitted(there, error), there, error, codes)
+        out = torch.zeros_like(there)
+        decode_add(codec, codes, out)
+        made += [codes.cpu(), out.cpu()]
+    return made[0], made[1], made[2], made[3]
+
+
+@on_both
+@pytest.mark.parametrize("name", [*CODECS])
+def test_codes_are_those_of_the_host(place, name):
+    codes, values, device_codes, device_values = run_at(place, _coded, name)
+    assert torch.equal(codes, device_codes)
+    assert torch.equal(values, device_values)
+
+
+def _bytes_after_a_fork() -> int:
+    """Bytes that reach the device other than the host has written them while a child process lives."""
+    pages = page_buffer(1 << 16, pin=True)
+    pages.fill_(1)
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+        os._exit(0)
+    try:
+        pages.fill_(2)
+        arrived = pages.to(get_accelerator().current_device_name())
+        return int((arrived.cpu() != 2).sum())
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+@on_both
+def test_locked_pages_are_those_that_the_host_writes_after_a_fork(place):
+    assert run_at(place, _bytes_after_a_fork) == 0
