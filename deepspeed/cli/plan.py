@@ -17,10 +17,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from deepspeed.accelerator import get_accelerator
 from deepspeed.cli.progress import progress
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
-from deepspeed.logging import quiet
 from deepspeed.parallel.pipe.schedule import TRAIN_SCHEDULES
 from deepspeed.plan.advice import advise
 from deepspeed.plan.api import make_machine
@@ -54,8 +52,6 @@ def main(args: Sequence[str] | None = None) -> int:
             _list_devices()
             return 0
         _check_targets(options)
-        with quiet():  # the devices of this machine do not matter
-            get_accelerator()
         return _sweep(options) if options.sweep else _plan(options)
     except DeepSpeedError as error:
         sys.stderr.write(f"ds_plan: {error}\n")
@@ -242,7 +238,7 @@ def _plan(options: argparse.Namespace) -> int:
         plan = longest_sequence(_request(options)) if options.longest else make_plan(_request(options))
         if not plan.fits and not options.no_suggestions:
             shown.doing("it does not fit; rehearsing other settings that may")
-            plan.suggestions = advise(plan)
+            plan.take_advice(advise(plan))
     if options.write:
         chosen = plan if plan.fits or not plan.suggestions else plan.suggestions[0][1]
         _save("write", options.write, chosen.config_text())

@@ -131,7 +131,7 @@ def plan(
         return longest_sequence(request)
     made = make_plan(request, compare=compare_checkpointing)
     if suggest and not made.fits:
-        made.suggestions = advise(made)
+        made.take_advice(advise(made))
     return made
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.axes import grid_mesh
 from deepspeed.comm.mesh import DATA, Mesh, data_mesh
 from deepspeed.comm.mesh_sources import mesh_of_config
@@ -19,6 +20,7 @@ from deepspeed.config.batch import ACCUMULATION, MICRO, TOTAL
 from deepspeed.config.degrees import data_parallel_size
 from deepspeed.config.sections.root import Root
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.logging import quiet
 from deepspeed.offload.homes import placement_of
 from deepspeed.plan.configs import changed, stage_of
 from deepspeed.plan.kinds import RankKind, kind_of, kinds_of, needed
@@ -42,6 +44,8 @@ def make_plan(request: Request, *, compare: bool = True) -> Plan:
         DeepSpeedConfigError: The configuration cannot run, or the model cannot be built; the engine's own sentence.
     """
     start = time.perf_counter()
+    with quiet():  # which devices this machine has does not matter
+        get_accelerator()
     config, notices = _with_batch(request)
     ranks, pipeline = request.machine.ranks, request.pipeline
     parsed = parse(config, dp_world_size=lambda root: data_parallel_size(root, ranks, stages=pipeline.stages))

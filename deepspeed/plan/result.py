@@ -92,7 +92,8 @@ class Plan:
         parts: One rank of each kind that may be the heaviest, by stage.
         notices: What the planner or the configuration had to decide.
         seconds: Time that planning took.
-        suggestions: Changes that make it fit, each planned; filled in by ``advice``.
+        suggestions: Changes that make it fit, each planned; filled in by :meth:`take_advice`.
+        is_advised: Whether such changes were looked for.
     """
 
     request: Request
@@ -104,6 +105,11 @@ class Plan:
     notices: list[str] = field(default_factory=list)
     seconds: float = 0.0
     suggestions: list[tuple[str, Plan]] = field(default_factory=list)
+    is_advised: bool = False
+
+    def take_advice(self, suggestions: list[tuple[str, Plan]]) -> None:
+        """Keeps the changes that ``advice.advise`` found for this plan."""
+        self.suggestions, self.is_advised = suggestions, True
 
     @cached_property
     def heaviest(self) -> PlannedPart:

@@ -228,8 +228,7 @@ def _times(plan: Plan) -> Table | None:
         table.add_row(name, seconds_in_words(seconds))
     table.add_row("all of it at once, perfectly overlapped", seconds_in_words(max(bounds.values())), style="bold")
     if plan.tokens_per_second is not None:
-        table.caption = f"{plan.tokens:,} tokens a step: {plan.tokens_per_second:,.0f} tokens per second at most."
-        table.caption_justify = "left"
+        table.add_row("tokens per second of all ranks, at most", f"{plan.tokens_per_second:,.0f}")
     return table
 
 
@@ -260,12 +259,12 @@ def _verdict(plan: Plan) -> Text:
             f"{plan.accumulation_steps} micro-batch(es) per step. With gradient_accumulation_steps {steps} "
             f"(--accumulation {steps}) they wait {idle.share:.0%}."
         )
-    if not plan.fits:
+    if not plan.fits and plan.is_advised:
         lines.append(
             "What makes it fit, each planned:" if plan.suggestions else "No change that was tried makes it fit."
         )
         for change, other in plan.suggestions:
-            seconds = f", a step takes at least {seconds_in_words(other.step_seconds)}" if other.step_seconds else ""
+            seconds = f", a step takes at least {other.step_seconds:,.2f} s" if other.step_seconds else ""
             host = f", {in_words(other.host_bytes)} of host memory per node" if other.host_bytes else ""
             lines.append(f"  - {change}: {in_words(other.device_bytes)} on the device{host}{seconds}")
     return Text("\n".join(lines) + "\n")
