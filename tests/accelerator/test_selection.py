@@ -127,3 +127,12 @@ def test_choosing_prints_one_line_and_starts_no_context():
         assert done.stderr == ""
     else:
         assert done.stderr.count("\n") == 1 and "using the CPU" in done.stderr
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_cuda_tells_emulated_bf16_from_native(monkeypatch, native):
+    """Volta computes bf16 without instructions for it; torch calls that supported."""
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or native)
+    gpu = CUDAAccelerator()
+    assert gpu.is_bf16_supported() and gpu.emulates(torch.bfloat16) is not native
+    assert not gpu.emulates(torch.float16) and not gpu.emulates(torch.float32)
