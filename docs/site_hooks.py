@@ -50,7 +50,15 @@ def on_config(config: Any) -> Any:
     docs = Path(config["docs_dir"])
     existing = {path.relative_to(docs).as_posix() for path in docs.rglob("*.md")} | set(_examples())
     config["nav"] = _kept(config["nav"], existing)
+    config["site_name"] = f"{config['site_name']} {_version()}"
     return config
+
+
+def _version() -> str:
+    """Returns the version of the package that the site describes."""
+    text = (ROOT / "deepspeed" / "release.py").read_text(encoding="utf-8")
+    (version,) = re.findall(r'^VERSION = "([^"]+)"', text, flags=re.MULTILINE)
+    return version
 
 
 def on_files(files: Files, config: Any) -> Files:

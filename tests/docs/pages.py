@@ -19,7 +19,7 @@ from pathlib import Path
 from tests.project.graph import ROOT
 
 # Pages with commands that other tests run.
-ELSEWHERE = {"guide/launching.md": "tests/launcher", "guide/planning.md": "tests/plan"}
+ELSEWHERE = {"guide/launching.md": "tests/launcher"}
 
 _FENCE = re.compile(
     r"(?:^<!-- (?P<directive>[^\n]*?) -->\n)?^```(?P<language>[\w-]*)[^\n]*\n(?P<body>.*?)^```$",

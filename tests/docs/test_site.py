@@ -11,6 +11,7 @@ import sys
 
 import pytest
 
+from deepspeed.release import VERSION
 from deepspeed.zero.placement import Placement
 from tests.project.graph import ROOT
 
@@ -45,6 +46,11 @@ def test_every_page_is_there(site):
     built = {path.relative_to(site) for path in site.rglob("*.html")}
     assert pages <= built, sorted(map(str, pages - built))
     assert not list(site.rglob("*.py"))
+
+
+def test_the_head_of_the_site_names_the_version(site):
+    head = (site / "index.html").read_text(encoding="utf-8")
+    assert f"<title>deepspeed {VERSION}</title>" in head
 
 
 def test_it_asks_nobody_for_scripts_and_fonts(site):
