@@ -74,7 +74,7 @@ class GatherSchedule:
         units: Iterable[Iterable[int]] = (),
     ) -> None:
         self._buckets = {bucket.index: bucket for bucket in buckets}
-        self._units = {index: (index,) for index in self._buckets}
+        self._units: dict[int, tuple[int, ...]] = {index: (index,) for index in self._buckets}
         for unit in units:
             members = tuple(index for index in unit if index in self._buckets)
             self._units.update(dict.fromkeys(members, members))
