@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.comm.channel import Channel, channel_over
+from deepspeed.comm.channel import Channel
 from deepspeed.comm.connect import transport_over
 from deepspeed.comm.process_group import get_world_group
 from deepspeed.comm.store import is_alive
@@ -48,11 +48,11 @@ def transport_along(group: Any, device: torch.device, axis: str) -> Transport:
 
 @uncompiled
 def channel_along(group: Any, device: torch.device, axis: str) -> Channel:
-    """Returns a channel over :func:`transport_along`; made once."""
+    """Returns a channel over :func:`transport_along`; made once, and no ranks meet: sums are the transport's."""
     transport = transport_along(group, device, axis)
     known = _channels.get(id(transport))
     if known is None or known[0] is not transport:
-        known = _channels[id(transport)] = transport, channel_over(transport)
+        known = _channels[id(transport)] = transport, Channel(transport)
     return known[1]
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from deepspeed.comm import within_backward
 from deepspeed.comm.along import channel_along
-from deepspeed.comm.channel import channel_over
+from deepspeed.comm.channel import Channel
 from deepspeed.comm.differentiable import gather_from
 from deepspeed.comm.mesh import TENSOR
 from deepspeed.comm.transport import LocalTransport
@@ -109,7 +109,7 @@ def vocab_sequence_parallel_cross_entropy(
             f"{vocab_end_index - start}, but the logits have {words}"
         )
     device = vocab_parallel_logits.device
-    channel = channel_over(LocalTransport()) if tp_group is None else channel_along(tp_group, device, TENSOR)
+    channel = Channel(LocalTransport()) if tp_group is None else channel_along(tp_group, device, TENSOR)
     loss = cut_cross_entropy(vocab_parallel_logits, target, channel, start, ignore_index)
     count = (target != ignore_index).sum()
     if gather_sequence_loss and size_of(sp_group) > 1:
