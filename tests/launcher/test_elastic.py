@@ -70,23 +70,24 @@ sys.stdout.write(f"done {rank} {first} {float(model.weight.detach().sum()):.3f}\
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--max-restarts=3")
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("command", "agents", "killed"),
     [
         pytest.param((*TORCHRUN, "--nproc-per-node=2", "--master-port={port}"), 1, (1,), id="torchrun"),
         pytest.param(
-            (*TORCHRUN, "--nproc-per-node=2", "--standalone"), 1, (1, 2, 3), id="standalone", marks=pytest.mark.slow
+            (*TORCHRUN, "--nproc-per-node=2", "--standalone"), 1, (1, 3), id="standalone", marks=pytest.mark.slow
         ),
         pytest.param(
             (sys.executable, "-m", "deepspeed.launcher.runner", "--elastic_training", "--num_gpus=2",
              "--master_port={port}", "--no_local_rank"),
-            1, (1, 2, 3), id="deepspeed", marks=pytest.mark.slow,
+            1, (1, 3), id="deepspeed", marks=pytest.mark.slow,
         ),
         # Each agent counts the restarts that its own ranks caused.
         pytest.param(
             (*TORCHRUN, "--nproc-per-node=1", "--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:{port}",
              "--rdzv-id=x", "--local-addr=127.0.0.1"),
-            2, (1, 2, 3), id="two agents", marks=pytest.mark.slow,
+            2, (1, 3), id="two agents", marks=pytest.mark.slow,
         ),
     ],
 )  # fmt: skip
@@ -103,7 +104,7 @@ def test_training_goes_on_from_the_checkpoint_after_each_restart(tmp_path, comma
     }
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path, "env": environ}
     outcomes = [
-        (process, process.communicate(timeout=110))
+        (process, process.communicate(timeout=280))
         for process in [subprocess.Popen(words, **pipes) for _ in range(agents)]
     ]
     assert [process.returncode for process, _ in outcomes] == [0] * agents, outcomes
