@@ -66,6 +66,11 @@ class CopyStream:
         self._stream.wait_stream(get_accelerator().current_stream())
         return get_accelerator().stream(self._stream)
 
+    def wait_for(self, other: CopyStream) -> None:
+        """Puts later copies behind all that ``other`` has queued so far. The host does not wait."""
+        if self._stream is not None and other._stream is not None:
+            self._stream.wait_stream(other._stream)
+
     def wait_on_host(self) -> None:
         """Blocks until every copy queued so far is over."""
         if self._stream is not None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.parallel.sequence.host_chunks import home
+from deepspeed.parallel.sequence.host_chunks import HostChunks, in_turn
 from deepspeed.parallel.sequence.online import Rows, Rule, Slopes, Tokens, grouped
 
 
@@ -65,24 +64,29 @@ class _Chunked(torch.autograd.Function):
     ) -> torch.Tensor:
         many = grouped(query, key.size(1))
         rows, tokens = Rows.of(many, value.size(-1)), Tokens(torch.arange(query.size(2)))
-        kept = [home(tensor) if offload else tensor for tensor in (key, value)]
-        for (start, stop), near in _chunks(kept, chunk_size, query.device):
+        copies = HostChunks(query.device)
+        kept: list[torch.Tensor] = []  # keys and values of each chunk in turn
+        for start, stop in _places(key.size(2), chunk_size):
+            near = [tensor[:, :, start:stop] for tensor in (key, value)]
             rows.see(many, near[0], near[1], tokens, tokens.cut(start, stop), rule)
+            kept += [copies.put(part) for part in near] if offload else near
         out = rows.out.flatten(1, 2).to(query.dtype)
-        ctx.save_for_backward(query, *kept, out, rows.lse)
-        ctx.arguments = rule, chunk_size
+        ctx.save_for_backward(query, out, rows.lse, *kept)
+        ctx.arguments = rule, chunk_size, copies
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:  # type: ignore[override]
-        query, key, value, out, lse = ctx.saved_tensors
-        rule, chunk_size = ctx.arguments
-        heads, tokens = key.size(1), Tokens(torch.arange(query.size(2)))
+        query, out, lse, *kept = ctx.saved_tensors
+        rule, chunk_size, copies = ctx.arguments
+        heads, tokens = kept[0].size(1), Tokens(torch.arange(query.size(2)))
         many, gradient = grouped(query, heads), grouped(gradients[0].float(), heads)
         delta = (gradient * grouped(out.float(), heads)).sum(-1)
         slopes = Slopes(many, gradient, lse, delta, torch.zeros_like(many, dtype=torch.float32))
-        found = [torch.empty(kept.shape, dtype=kept.dtype, device=query.device) for kept in (key, value)]
-        for (start, stop), near in _chunks([key, value], chunk_size, query.device):
+        places = _places(query.size(2), chunk_size)
+        found = [query.new_empty((*part.shape[:2], query.size(2), part.size(3)), dtype=part.dtype) for part in kept[:2]]
+        chunks = [kept[number : number + 2] for number in range(0, len(kept), 2)]
+        for (start, stop), near in zip(places, in_turn(chunks, copies), strict=True):
             sums = [torch.zeros_like(part, dtype=torch.float32) for part in near]
             slopes.see(near[0], near[1], sums[0], sums[1], tokens, tokens.cut(start, stop), rule)
             for whole, part in zip(found, sums, strict=True):
@@ -90,19 +94,6 @@ class _Chunked(torch.autograd.Function):
         return slopes.of_query.flatten(1, 2).to(query.dtype), *found, None, None, None
 
 
-def _chunks(
-    kept: list[torch.Tensor], size: int, device: torch.device
-) -> Iterator[tuple[tuple[int, int], list[torch.Tensor]]]:
-    """Chunk after chunk on ``device``; the next one is asked for before one is used."""
-    tokens = kept[0].size(2)
-    places = [(start, min(start + size, tokens)) for start in range(0, tokens, size)]
-
-    def fetched(place: tuple[int, int]) -> list[torch.Tensor]:
-        return [tensor[:, :, place[0] : place[1]].to(device, non_blocking=True) for tensor in kept]
-
-    coming = fetched(places[0])
-    for number, place in enumerate(places):
-        near = coming
-        if number + 1 < len(places):
-            coming = fetched(places[number + 1])
-        yield place, near
+def _places(tokens: int, size: int) -> list[tuple[int, int]]:
+    """Returns where chunks of ``size`` tokens begin and end."""
+    return [(start, min(start + size, tokens)) for start in range(0, tokens, size)]

@@ -18,7 +18,7 @@ from deepspeed.comm.world import size_of
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.sequence.attention import rotated
 from deepspeed.parallel.sequence.exchange import exchange
-from deepspeed.parallel.sequence.host_chunks import attend_to_chunks, on_host
+from deepspeed.parallel.sequence.host_chunks import HostChunks, attend_to_chunks
 from deepspeed.parallel.sequence.online import Rule
 from deepspeed.parallel.sequence.shares import shares_of_heads
 from deepspeed.parallel.sequence.tiled import run_again
@@ -176,7 +176,7 @@ class FPDT_Attention(nn.Module):  # noqa: N801
             )
         shares = shares_of_heads(self.heads, self.key_heads, ranks)
         rule = Rule(is_causal=True, window=None, scale=1 / math.sqrt(self.width))
-        chunks, outputs = [], []
+        chunks, outputs, copies = [], [], HostChunks(layernorm_output.device)
         for number, part in enumerate(layernorm_output.split(tokens)):
             start = number * tokens * ranks
             made = functional.linear(part, first, first_bias).unflatten(-1, (-1, self.width))
@@ -190,9 +190,9 @@ class FPDT_Attention(nn.Module):  # noqa: N801
                 inside[:2] = [rotated(x, cos, sin, 0) for x in inside[:2]]
             query, key, value = (x.permute(1, 2, 0, 3) for x in inside)
             if self.enable_offloading and cpu_offloading:
-                key, value = on_host(key), on_host(value)
+                key, value = copies.on_host(key), copies.on_host(value)
             chunks.append((key, value))
-            seen = attend_to_chunks(query, start, chunks, rule).permute(2, 0, 1, 3)
+            seen = attend_to_chunks(query, start, chunks, rule, copies).permute(2, 0, 1, 3)
             seen = exchange(seen, self.group, 0, 2, back=True, heads=shares.query).flatten(2)
             outputs.append(functional.linear(seen, second, None if self.return_bias else second_bias))
         output = torch.cat(outputs)

@@ -11,38 +11,83 @@ from typing import Any
 
 import torch
 
+from deepspeed.offload.streams import CopyDone, CopyStream
 from deepspeed.parallel.sequence.online import Rows, Rule, Slopes, Tokens, grouped
 
 
-def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in host memory, in memory that the device reads fast where there is such; differentiable."""
-    if tensor.device.type == "cpu":
-        return tensor
-    moved: torch.Tensor = _ToHost.apply(tensor)
-    return moved
+class Coming:
+    """Tensors on their way to the device."""
+
+    def __init__(self, tensors: list[torch.Tensor], copies: Sequence[CopyDone]) -> None:
+        self._tensors, self._copies = tensors, copies
+
+    def take(self) -> list[torch.Tensor]:
+        """Returns them; later work of the current stream comes after their copies. The host does not wait."""
+        for copy in self._copies:
+            copy.wait()
+        return self._tensors
 
 
-def home(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of a device's tensor in host memory; one that is there as it is."""
-    if tensor.device.type == "cpu":
-        return tensor
-    kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
-    return kept.copy_(tensor)
+class HostChunks:
+    """Copies of a device's tensors in host memory, which travel on streams of their own, one per direction.
+
+    Host memory comes from torch's pool of page-locked blocks, so after the first pass nothing is locked anew.
+
+    Args:
+        device: Where attention is computed; where that is the host itself, nothing is copied.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._down, self._up = CopyStream(device), CopyStream(device)
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a copy in host memory, which :meth:`fetch` may be given at once; the host must not read it yet."""
+        if tensor.device.type == "cpu":
+            return tensor
+        kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+        self._down.copy(kept, tensor.detach().contiguous())
+        return kept
+
+    def settle(self) -> None:
+        """Blocks the host until it may read everything that was put so far."""
+        self._down.wait_on_host()
+
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> Coming:
+        """Starts to bring tensors to the device, behind all that was put; those that are there stay as they are."""
+        found = [
+            torch.empty_like(tensor, device=self._device) if tensor.device != self._device else tensor
+            for tensor in tensors
+        ]
+        self._up.wait_for(self._down)
+        pairs = [(there, tensor) for there, tensor in zip(found, tensors, strict=True) if there is not tensor]
+        return Coming(found, [self._up.copy(there, tensor) for there, tensor in pairs])
+
+    def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """As :meth:`put`, differentiable."""
+        if tensor.device.type == "cpu":
+            return tensor
+        moved: torch.Tensor = _ToHost.apply(tensor, self)
+        return moved
 
 
 class _ToHost(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, chunks: HostChunks) -> torch.Tensor:
         ctx.device = tensor.device
-        return home(tensor)
+        return chunks.put(tensor)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:  # type: ignore[override]
-        return gradients[0].to(ctx.device)
+        return gradients[0].to(ctx.device, non_blocking=True), None
 
 
 def attend_to_chunks(
-    query: torch.Tensor, start: int, chunks: Sequence[tuple[torch.Tensor, torch.Tensor]], rule: Rule
+    query: torch.Tensor,
+    start: int,
+    chunks: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    rule: Rule,
+    copies: HostChunks,
 ) -> torch.Tensor:
     """What a chunk of queries gets from keys and values, of which there is a chunk at a time on the device.
 
@@ -52,63 +97,68 @@ def attend_to_chunks(
         chunks: ``(key, value)`` of the sequence from its beginning, each ``[batch, key heads, tokens, width]``, on any
             device.
         rule: Who sees whom.
+        copies: What has put ``chunks`` on the host.
 
     Returns:
         As ``query``, with the width of the values.
     """
     parts = [tensor for pair in chunks for tensor in pair]
-    out: torch.Tensor = _OfChunks.apply(query, start, rule, *parts)
+    out: torch.Tensor = _OfChunks.apply(query, start, rule, copies, *parts)
     return out
 
 
 class _OfChunks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, start: int, rule: Rule, *parts: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, query: torch.Tensor, start: int, rule: Rule, copies: HostChunks, *parts: torch.Tensor
+    ) -> torch.Tensor:
         many = grouped(query, parts[0].size(1))
         rows = Rows.of(many, parts[1].size(-1))
         mine = _places(start, query)
-        for key, value, tokens in _fetched(parts, query.device):
+        for key, value, tokens in _fetched(parts, copies):
             rows.see(many, key, value, mine, tokens, rule)
         out = rows.out.flatten(1, 2).to(query.dtype)
-        ctx.save_for_backward(home(query) if parts[0].device != query.device else query, out, rows.lse, *parts)
-        ctx.arguments = start, rule
+        is_away = parts[0].device != query.device
+        ctx.save_for_backward(copies.put(query) if is_away else query, out, rows.lse, *parts)
+        ctx.arguments = start, rule, copies
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:  # type: ignore[override]
         query, out, lse, *parts = ctx.saved_tensors
-        start, rule = ctx.arguments
-        query, heads = query.to(out.device), parts[0].size(1)
+        start, rule, copies = ctx.arguments
+        is_away = parts[0].device != out.device
+        (query,), heads = copies.fetch([query]).take(), parts[0].size(1)
         many, gradient = grouped(query, heads), grouped(gradients[0].float(), heads)
         delta = (gradient * grouped(out.float(), heads)).sum(-1)
         slopes = Slopes(many, gradient, lse, delta, torch.zeros_like(many, dtype=torch.float32))
         mine, found = _places(start, query), []
-        for key, value, tokens in _fetched(parts, out.device):
+        for key, value, tokens in _fetched(parts, copies):
             sums = [torch.zeros_like(part, dtype=torch.float32) for part in (key, value)]
             slopes.see(key, value, sums[0], sums[1], mine, tokens, rule)
-            found += [
-                home(part.to(key.dtype)) if parts[0].device.type == "cpu" else part.to(key.dtype) for part in sums
-            ]
-        return slopes.of_query.flatten(1, 2).to(query.dtype), None, None, *found
+            found += [copies.put(part.to(key.dtype)) if is_away else part.to(key.dtype) for part in sums]
+        if is_away:
+            copies.settle()  # autograd adds them up on the host
+        return slopes.of_query.flatten(1, 2).to(query.dtype), None, None, None, *found
 
 
 def _places(start: int, tensor: torch.Tensor) -> Tokens:
     return Tokens(torch.arange(start, start + tensor.size(2)))
 
 
-def _fetched(
-    parts: Sequence[torch.Tensor], device: torch.device
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, Tokens]]:
-    """Chunk after chunk on ``device`` with its places; the next one is asked for before one is used."""
-
-    def pair(number: int) -> list[torch.Tensor]:
-        return [tensor.to(device, non_blocking=True) for tensor in parts[2 * number : 2 * number + 2]]
-
-    count, start = len(parts) // 2, 0
-    coming = pair(0)
-    for number in range(count):
-        key, value = coming
-        if number + 1 < count:
-            coming = pair(number + 1)
+def _fetched(parts: Sequence[torch.Tensor], copies: HostChunks) -> Iterator[tuple[torch.Tensor, torch.Tensor, Tokens]]:
+    """Chunk after chunk on the device with its places; the next one is on its way while one is used."""
+    start = 0
+    for key, value in in_turn([parts[number : number + 2] for number in range(0, len(parts), 2)], copies):
         yield key, value, _places(start, key)
         start += key.size(2)
+
+
+def in_turn(chunks: Sequence[Sequence[torch.Tensor]], copies: HostChunks) -> Iterator[list[torch.Tensor]]:
+    """Yields the tensors of one chunk after another on the device; the next chunk is fetched before one is used."""
+    coming = copies.fetch(chunks[0])
+    for number in range(len(chunks)):
+        here = coming.take()
+        if number + 1 < len(chunks):
+            coming = copies.fetch(chunks[number + 1])
+        yield here

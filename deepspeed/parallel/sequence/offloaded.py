@@ -13,7 +13,7 @@ from torch import nn
 
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
-from deepspeed.parallel.sequence.host_chunks import home
+from deepspeed.parallel.sequence.host_chunks import HostChunks
 
 _FUNCTION = "_gradient_checkpointing_func"
 
@@ -54,16 +54,20 @@ class _OnHost:
 
     def __init__(self, function: Any) -> None:
         self._function = function
+        self._copies: HostChunks | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
             return self._function(*args, **kwargs)
 
+    def _pack(self, tensor: torch.Tensor) -> tuple[HostChunks | None, torch.Tensor]:
+        if tensor.device.type == "cpu":
+            return None, tensor
+        if self._copies is None:
+            self._copies = HostChunks(tensor.device)
+        return self._copies, self._copies.put(tensor)
 
-def _pack(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
-    return tensor.device, home(tensor)
 
-
-def _unpack(packed: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
-    device, kept = packed
-    return kept.to(device, non_blocking=True)
+def _unpack(packed: tuple[HostChunks | None, torch.Tensor]) -> torch.Tensor:
+    copies, kept = packed
+    return kept if copies is None else copies.fetch([kept]).take()[0]

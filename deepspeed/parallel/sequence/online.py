@@ -32,6 +32,16 @@ class Tokens:
         documents = None if self.documents is None else self.documents[:, start:stop]
         return Tokens(self.places[start:stop], documents)
 
+    def on(self, device: torch.device) -> Tokens:
+        """Returns the same on a device. The host does not wait."""
+        return Tokens(_sent(self.places, device), None if self.documents is None else _sent(self.documents, device))
+
+
+def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.contiguous().pin_memory().to(device, non_blocking=True)
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -47,23 +57,33 @@ class Rule:
     window: int | None
     scale: float
 
-    def hidden(self, query: Tokens, key: Tokens) -> torch.Tensor | bool:
-        """What is hidden: everything (True), nothing (False), or by ``[batch or 1, 1, 1, queries, keys]``."""
-        found: torch.Tensor | bool = False
+    def sees(self, query: Tokens, key: Tokens) -> bool | None:
+        """Returns whether all queries see all keys (True), none sees any (False), or a mask must say (None)."""
+        sees: bool | None = True
         if self.is_causal:
             if int(query.places.max()) < int(key.places.min()):
-                return True
-            ahead = int(query.places.min()) >= int(key.places.max())
-            if not ahead or self.window is not None:
-                after = query.places[:, None] - key.places
-                found = after < 0
-                if self.window is not None:
-                    found = found | (after >= self.window)
-                found = found[None, None, None]
+                return False
+            is_after = int(query.places.min()) >= int(key.places.max())
+            sees = True if is_after and self.window is None else None
+        return None if query.documents is not None and key.documents is not None else sees
+
+    def hidden(self, query: Tokens, key: Tokens) -> torch.Tensor:
+        """Returns what is hidden, ``[batch or 1, 1, 1, queries, keys]``, on the device of the tokens.
+
+        As :meth:`sees`, for tokens of which it returned None.
+        """
+        found: torch.Tensor | None = None
+        if self.is_causal:
+            after = query.places[:, None] - key.places
+            found = after < 0
+            if self.window is not None:
+                found = found | (after >= self.window)
+            found = found[None, None, None]
         if query.documents is not None and key.documents is not None:
             theirs = key.documents[:, None, :]
             other = ((query.documents[:, :, None] != theirs) | (theirs < 0))[:, None, None]
-            found = other if found is False else found | other
+            found = other if found is None else found | other
+        assert found is not None, "every query sees every key"
         return found
 
 
@@ -84,7 +104,7 @@ class Rows:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: Tokens, columns: Tokens, rule: Rule
     ) -> None:
         """Takes a block of keys and values ``[batch, key heads, keys, width]`` in."""
-        for (a, b), (c, d), hidden in _tiles(rows, columns, rule):
+        for (a, b), (c, d), hidden in _tiles(rows, columns, rule, key.device):
             scores = _scores(query[..., a:b, :], key[..., c:d, :], hidden, rule)
             lse = scores.logsumexp(-1)
             seen = torch.exp(scores - _finite(lse).unsqueeze(-1)) @ value[..., c:d, :].float().unsqueeze(2)
@@ -124,7 +144,7 @@ class Slopes:
         rule: Rule,
     ) -> None:
         """Adds what a block of keys and values gets to ``of_key`` and ``of_value`` (fp32)."""
-        for (a, b), (c, d), hidden in _tiles(rows, columns, rule):
+        for (a, b), (c, d), hidden in _tiles(rows, columns, rule, key.device):
             query, gradient = self.query[..., a:b, :], self.gradient[..., a:b, :]
             near, wide = key[..., c:d, :].float().unsqueeze(2), value[..., c:d, :].float().unsqueeze(2)
             scores = _scores(query, key[..., c:d, :], hidden, rule)
@@ -141,20 +161,28 @@ def grouped(query: torch.Tensor, key_heads: int) -> torch.Tensor:
 
 
 def _tiles(
-    rows: Tokens, columns: Tokens, rule: Rule
-) -> Iterator[tuple[tuple[int, int], tuple[int, int], torch.Tensor | bool]]:
+    rows: Tokens, columns: Tokens, rule: Rule, device: torch.device
+) -> Iterator[tuple[tuple[int, int], tuple[int, int], torch.Tensor | None]]:
+    """Yields the bounds of each tile in which something is seen, and what is hidden there; None: nothing.
+
+    Masks are built on ``device``, to which the places of the tokens are sent at most once.
+    """
+    there: tuple[Tokens, Tokens] | None = None
     for a in range(0, rows.places.numel(), _TILE):
         b = min(a + _TILE, rows.places.numel())
         for c in range(0, columns.places.numel(), _TILE):
             d = min(c + _TILE, columns.places.numel())
-            hidden = rule.hidden(rows.cut(a, b), columns.cut(c, d))
-            if hidden is not True:
-                yield (a, b), (c, d), hidden
+            sees = rule.sees(rows.cut(a, b), columns.cut(c, d))
+            if sees is None:
+                there = there if there is not None else (rows.on(device), columns.on(device))
+                yield (a, b), (c, d), rule.hidden(there[0].cut(a, b), there[1].cut(c, d))
+            elif sees:
+                yield (a, b), (c, d), None
 
 
-def _scores(query: torch.Tensor, key: torch.Tensor, hidden: torch.Tensor | bool, rule: Rule) -> torch.Tensor:
+def _scores(query: torch.Tensor, key: torch.Tensor, hidden: torch.Tensor | None, rule: Rule) -> torch.Tensor:
     scores = (query.float() @ key.float().unsqueeze(2).transpose(-1, -2)) * rule.scale
-    return scores if isinstance(hidden, bool) else scores.masked_fill(hidden.to(scores.device), float("-inf"))
+    return scores if hidden is None else scores.masked_fill(hidden, float("-inf"))
 
 
 def _finite(lse: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from deepspeed.comm.mesh import DATA, Mesh
 from deepspeed.comm.native import NativeTransport
 from deepspeed.comm.transport import LocalTransport, Transport
 from tests.harness.device.accelerator import on_stream
@@ -160,6 +161,7 @@ class MirrorWorld:
     Attributes:
         rank: This rank.
         size: Number of ranks.
+        mesh: How they are laid out; all of them are data-parallel.
         backend: ``nccl``.
         operations: Collectives of ``torch.distributed``.
         communicators: In the order in which they were made; the first is that of ``operations``.
@@ -171,6 +173,7 @@ class MirrorWorld:
         self._clocks = clocks
         self.rank = rank
         self.size = size
+        self.mesh = Mesh(((DATA, size),))
         self.communicators: list[Communicator] = []
         self.operations: Any = _Operations(self.communicator((rank, size)))
 
