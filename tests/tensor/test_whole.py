@@ -17,6 +17,7 @@ from deepspeed.utils import (
     safe_set_full_fp32_param,
     safe_set_full_grad,
     safe_set_full_optimizer_state,
+    safe_update_full_grad_vectorized,
 )
 from tests.harness import assert_states_equal, run_ranks
 from tests.tensor.support import adamw, config, llama, loss_of
@@ -121,3 +122,30 @@ def test_any_cut_and_stage_loads_any_other(tmp_path):
     model = LlamaForCausalLM.from_pretrained(folder)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.detach(), weights[name])
+
+
+def _uneven() -> None:
+    sizes = {"hidden_size": 20, "intermediate_size": 20, "num_attention_heads": 5, "num_key_value_heads": 1}
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 40, "reduce_bucket_size": 300}
+    expected = dict(llama(**sizes).named_parameters())
+    model = llama(**sizes)
+    groups = [{"params": group} for group in (list(model.parameters())[::2], list(model.parameters())[1::2])]
+    ranks = dist.get_world_size()
+    settings = config(ranks, 3, zero_optimization=zero)
+    engine = deepspeed.initialize(model=model, optimizer=adamw(groups), config=settings)[0]
+    cuts = [None] * ranks
+    dist.all_gather_object(cuts, [[tile.name for tile in bucket.layout.tiles] for bucket in engine._runtime.buckets])
+    assert any(cut != cuts[0] for cut in cuts), "the ranks' buckets are alike, so this tests nothing"
+    found = {name: value.clone() for name, value in engine.iter_full("fp32")}
+    assert list(found) == list(expected)
+    assert_states_equal(found, {name: parameter.detach() for name, parameter in expected.items()})
+    engine.backward(loss_of(engine, 0, 0))
+    whole = dict(engine.iter_full("grad"))
+    safe_update_full_grad_vectorized(engine.module.parameters(), lambda gradient, _: gradient * 2)
+    for name, gradient in engine.iter_full("grad"):
+        torch.testing.assert_close(gradient, whole[name] * 2)
+
+
+def test_parts_are_put_together_where_the_ranks_have_other_buckets():
+    """Five heads over three ranks: a tile of one rank is small enough to stay gathered, that of another is not."""
+    run_ranks(_uneven, 3)

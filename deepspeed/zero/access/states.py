@@ -374,8 +374,8 @@ def safe_update_full_grad_vectorized(
 ) -> None:
     """Replaces the gradients of many parameters by ``update_func(full gradient, parameter)``.
 
-    One collective per bucket instead of one per parameter. Every rank must call it with the same parameters; those
-    without a gradient are let pass.
+    One collective per bucket instead of one per parameter, except for parameters that are cut over ranks. Every rank
+    must call it with the same parameters; those without a gradient are let pass.
 
     Args:
         param_list: Parameters.
@@ -386,7 +386,9 @@ def safe_update_full_grad_vectorized(
         for param in param_list:
             found = _trained(param)
             if found is not None:
-                by_bucket.setdefault(id(found.bucket), []).append((param, found))
+                # Ranks that share layers unevenly have other buckets, and put parts together in the caller's order.
+                key = id(found.bucket) if found.holders is None else id(param)
+                by_bucket.setdefault(key, []).append((param, found))
         for members in by_bucket.values():
             _, first = members[0]
             if first.gradient() is None:

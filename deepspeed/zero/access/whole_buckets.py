@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -129,11 +131,22 @@ def _states(runtime: ZeroRuntime, master: MasterBucket, key: str, dtype: torch.d
 
 
 def iter_full(runtime: ZeroRuntime, kind: str, bucket_bytes: int | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """See ``DeepSpeedEngine.iter_full``."""
+    """See ``DeepSpeedEngine.iter_full``.
+
+    Ranks that share layers unevenly cut their buckets at other parameters, so the order of buckets is not theirs in
+    common. They put parts together in the order of the model; a value that comes early waits for its turn.
+    """
+    present = _held(runtime, kind)
+    names = {bucket.layout.tiles[tile].name for bucket, held in present for tile in held.tiles}
+    to_come = deque(name for name in runtime.param_names.values() if name in names)
     holders = {name: holders_of(parameter) for parameter, name in runtime.param_names.items()}
-    for tile, value in walk_full(runtime, kind, bucket_bytes):
-        others = holders.get(tile.name)
-        yield tile.name, value if others is None else others.whole(value, f"{kind} of {tile.name}")
+    waiting: dict[str, torch.Tensor] = {}
+    for tile, found in _walk(runtime, kind, present, bucket_bytes):
+        waiting[tile.name] = found
+        while to_come and to_come[0] in waiting:
+            name = to_come.popleft()
+            value, others = waiting.pop(name), holders[name]
+            yield name, value if others is None else others.whole(value, f"{kind} of {name}")
 
 
 def walk_full(
@@ -153,19 +166,43 @@ def walk_full(
         left_out: Names of parameters to pass over, the same on all ranks.
         borrow: The caller changes nothing and keeps no tensor beyond its turn, so what is whole here is not copied.
     """
+    yield from _walk(runtime, kind, _held(runtime, kind), bucket_bytes, left_out=left_out, borrow=borrow)
+
+
+class _Held(NamedTuple):
+    """What some rank has of a bucket: numbers of tiles, and the dtype of the quantity."""
+
+    tiles: set[int]
+    dtype: torch.dtype
+
+
+def _held(runtime: ZeroRuntime, kind: str) -> list[tuple[Bucket, _Held]]:
+    """Every bucket with what there is of a quantity; the same on all ranks that share the buckets."""
     if not runtime.buckets:
-        return
+        return []
     runtime.leave_backward("iter_full")
     with untouched():
-        present = _agree_on_contents(runtime, kind)
+        return list(zip(runtime.buckets, _agree_on_contents(runtime, kind), strict=True))
+
+
+def _walk(
+    runtime: ZeroRuntime,
+    kind: str,
+    present: list[tuple[Bucket, _Held]],
+    bucket_bytes: int | None,
+    *,
+    left_out: Collection[str] = (),
+    borrow: bool = False,
+) -> Iterator[tuple[Tile, torch.Tensor]]:
+    """See :func:`walk_full`; ``present`` is what :func:`_held` has found."""
     scale = 1.0
     if kind == "grad" and runtime.optimizer is not None:
         scale = runtime.optimizer.loss_scale
-    for bucket, (held, dtype) in zip(runtime.buckets, present, strict=True):
-        tiles = {tile for tile in held if bucket.layout.tiles[tile].name not in left_out}
-        for window in _windows(bucket, tiles, dtype.itemsize, bucket_bytes):
+    for bucket, held in present:
+        tiles = {tile for tile in held.tiles if bucket.layout.tiles[tile].name not in left_out}
+        for window in _windows(bucket, tiles, held.dtype.itemsize, bucket_bytes):
             with untouched(), torch.no_grad():
-                source = bucket_source(runtime, bucket, kind, dtype)
+                source = bucket_source(runtime, bucket, kind, held.dtype)
                 assert source is not None
                 found = source.read(window, borrow=borrow)
             for tile in window:
@@ -224,7 +261,7 @@ def _windows(bucket: Bucket, tiles: set[int], itemsize: int, limit: int | None) 
         yield window
 
 
-def _agree_on_contents(runtime: ZeroRuntime, kind: str) -> list[tuple[set[int], torch.dtype]]:
+def _agree_on_contents(runtime: ZeroRuntime, kind: str) -> list[_Held]:
     """Per bucket, which tiles have the quantity on some rank, and its dtype; one exchange for all buckets."""
     mine: list[int] = []
     for bucket in runtime.buckets:
@@ -242,7 +279,7 @@ def _agree_on_contents(runtime: ZeroRuntime, kind: str) -> list[tuple[set[int], 
                 "'param', 'fp32', 'grad', and names of states such as 'exp_avg'"
             )
         tiles = {tile for tile, flag in enumerate(flags) if flag}
-        found.append((tiles if code else set(), DTYPES[code - 1] if code else torch.float32))
+        found.append(_Held(tiles if code else set(), DTYPES[code - 1] if code else torch.float32))
     return found
 
 
