@@ -69,7 +69,9 @@ class PipelineEngine(Interpreter, DeepSpeedEngine):
         self.is_model_parallel = self.grid.model_parallel_size > 1
         self.has_attention_mask = self.has_bool_tensors = False
         self.dynamic_shape = module.dynamic_shape
-        self.start_interpreter(connect_stages(module.mesh, parts.device), module.stage_of_chunks, parts.device)
+        wires = connect_stages(module.mesh, parts.device)
+        wires.connect_pairs(module.stage_of_chunks)
+        self.start_interpreter(wires, module.stage_of_chunks, parts.device)
         self._parameters_of = {chunk: frozenset(module.parameters_of(chunk)) for chunk in module.chunks}
         self._is_last_chunk_here = len(self._stage_of) - 1 in module.chunks
         self._pulls_data = 0 in module.chunks or self._is_last_chunk_here

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,6 +129,9 @@ class PlayedWires:
     def incoming(self, kind: str, stage: int) -> _Incoming:
         """See ``StageWires``."""
         return _Incoming(self, kind, stage)
+
+    def connect_pairs(self, _stage_of: Sequence[int]) -> None:
+        """Nothing to connect."""
 
     def outgoing(self, kind: str, stage: int) -> _Outgoing:
         """See ``StageWires``."""

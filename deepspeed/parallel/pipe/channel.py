@@ -43,7 +43,13 @@ class Wire(Protocol):
     """Sends and receives 1-D byte tensors between two stages, in order; each returns a work with ``wait``.
 
     ``what`` is one of WORDS and DESCRIPTIONS, which lie on the host wherever the model computes, and TENSORS.
+
+    Attributes:
+        posts_tensors_ahead: Receives of tensors are started before it is known that they have been sent. Equal on both
+            sides. Not where a receive is a kernel, which would occupy the device until then.
     """
+
+    posts_tensors_ahead: bool
 
     def send(self, tensor: torch.Tensor, what: int) -> Any:
         """Starts a send; None where nothing needs to be kept for it."""
@@ -150,7 +156,8 @@ class Form:
 class _Expected:
     """What is posted for the next messages, as both ends of a channel know it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, posts_tensors: bool) -> None:
+        self._posts_tensors = posts_tensors
         self.form: Form | None = None  # of the latest message
         self._next: deque[Form | None] = deque([None] * _AHEAD)
 
@@ -160,7 +167,8 @@ class _Expected:
 
     def has_room(self) -> bool:
         """Tensors that are not packed are posted for the next message."""
-        return self._next[0] is not None and self._next[0] is self.form and not self.form.is_packed
+        is_known = self._next[0] is not None and self._next[0] is self.form
+        return self._posts_tensors and is_known and self.form is not None and not self.form.is_packed
 
     def message(self, form: Form | None) -> None:
         """Another message is there; ``form`` if it is not that of the one before."""
@@ -196,7 +204,7 @@ class Outgoing:
         self._taken = taken
         self._text = b""
         self._quick: Any = None  # of the latest message
-        self._expected = _Expected()
+        self._expected = _Expected(posts_tensors=wire.posts_tensors_ahead)
         self._leaving: deque[_Leaving] = deque()
         self._left = 0
 
@@ -324,7 +332,7 @@ class Incoming:
         self._packs = packs
         self._let_go = let_go
         self._description: Any = None
-        self._known = _Expected()
+        self._known = _Expected(posts_tensors=wire.posts_tensors_ahead)
         self._posted: deque[_Posted] = deque()
         self.expected = self.taken = 0
 

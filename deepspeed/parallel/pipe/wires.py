@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +36,7 @@ class _Tagged:
     group: Any
     peer: int
     tag: int
+    posts_tensors_ahead: bool = True
 
     def send(self, tensor: torch.Tensor, what: int) -> Any:
         return begun(self.group.send, tensor, self.peer, self.tag + what)
@@ -72,6 +73,7 @@ class _Mailed:
 
     mail: Mail
     host: _Tagged
+    posts_tensors_ahead: bool = True
 
     def send(self, tensor: torch.Tensor, what: int) -> Any:
         if what != WORDS:
@@ -98,6 +100,7 @@ class _Ordered:
     group: Any
     host: _Tagged | _Mailed
     peer: int
+    posts_tensors_ahead: bool = False
 
     def send(self, tensor: torch.Tensor, what: int) -> Any:
         return begun(self.group.send, tensor, self.peer, 0) if what == TENSORS else self.host.send(tensor, what)
@@ -153,6 +156,32 @@ class StageWires:
         # Whoever knows the group has it open already; asked for here, as every rank of a pipeline is.
         self._mail = open_mail(transport_over(self._host))
         party.watch.members.add(self)
+
+    def connect_pairs(self, stage_of: Sequence[int]) -> None:
+        """Makes the communicators between this stage and its neighbours. Every rank of the pipeline must call it.
+
+        NCCL makes a communicator of two ranks at their first transfer, which blocks the host until both have come to
+        it; in the middle of a step that can be a circle. Here all ranks go through the pairs in one order.
+
+        Args:
+            stage_of: The stage of each chunk of the model.
+        """
+        if len(self._ranks) == 1 or not self._native:
+            return
+        pairs = [pair for pair in zip(stage_of, stage_of[1:], strict=False) if pair[0] != pair[1]]
+        ways = dict.fromkeys(
+            (kind, *pair[::step]) for pair in pairs for kind, step in ((ACTIVATIONS, 1), (GRADIENTS, -1))
+        )
+        for kind, source, target in ways:
+            if self.stage in (source, target):
+                self._connect_pair(kind, source, target)
+
+    def _connect_pair(self, kind: str, source: int, target: int) -> None:
+        route, wire = self._connect(kind, source, target)
+        transfer = wire.send if source == self.stage else wire.receive
+        tensor = torch.zeros(1, dtype=torch.uint8, device=self._device)
+        label = f"the connection for {kind} from stage {source} to stage {target}"
+        route.party.guard(lambda: transfer(tensor, TENSORS).wait(), route.issue(), label, members=route.ranks)
 
     def leave(self) -> None:
         """The job is over: whoever still refers to this keeps no process group and nothing that was sent."""
