@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from deepspeed.comm.connect import create_transport, part_of_transport, warm_up
 from deepspeed.comm.gloo import GlooTransport
@@ -79,21 +80,21 @@ class GridTransport(Transport):
         self.belongs_to(everyone)
         self.is_watched_by(everyone.watch)
 
+    @override
     def rank_at(self, position: int) -> int:
-        """See the class this one derives from."""
         along_shards, along_replicas = divmod(position, self.replicas_axis.size)
         return along_replicas * self.shard_axis.size + along_shards
 
+    @override
     def all_gather(self, flat: torch.Tensor, *, key: int, label: str) -> Work:
-        """See the class this one derives from."""
         return _GatherAlongBoth(self, flat, key, label)
 
     def gather_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> torch.Tensor:
         """See the class this one derives from; rows are in the order of ranks, not of positions."""
         return self.peers.gather_small(tensor, channel=channel, label=label)
 
+    @override
     def move(self, pieces: Sequence[Piece], *, label: str) -> None:
-        """See the class this one derives from."""
         self.peers.move(
             [
                 replace(
@@ -106,8 +107,8 @@ class GridTransport(Transport):
             label=label,
         )
 
+    @override
     def next_move(self, label: str = "") -> int:
-        """See the class this one derives from."""
         return self.peers.next_move(label)
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+from typing_extensions import override
 
 from deepspeed.comm.codec import CHUNK, DEVICE_ELEMENTS, Codec, aligned_nbytes
 
@@ -74,17 +75,17 @@ class BlockCodec(Codec):
     is_of_length = False
     """Whether the scale of a block depends on how many elements it has, beside their values."""
 
+    @override
     def nbytes(self, numel: int) -> int:
-        """See the class this one derives from."""
         return -(-numel // self.block) * _SCALE + -(-numel // 8) * self.bits
 
+    @override
     def encode(self, chunk: torch.Tensor, error: torch.Tensor | None, codes: torch.Tensor) -> None:
-        """See the class this one derives from."""
         for elements, scales, body in self._parts(chunk.numel(), codes):
             self._encode(chunk[elements], None if error is None else error[elements], scales, body)
 
+    @override
     def decode_add(self, codes: torch.Tensor, out: torch.Tensor, factor: float) -> None:
-        """See the class this one derives from."""
         for elements, scales, body in self._parts(out.numel(), codes):
             said = self._said(scales, body).view(-1)
             place = out[elements]
@@ -121,8 +122,8 @@ class BlockCodec(Codec):
                 due.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
             self._keep(error, due)
 
+    @override
     def encode_slices(self, values: torch.Tensor, error: torch.Tensor | None, codes: torch.Tensor) -> None:
-        """See the class this one derives from."""
         slices, numel = values.shape
         blocks = -(-numel // self.block)
         rows = values.new_empty((slices, blocks * self.block), dtype=torch.float32)
@@ -146,8 +147,8 @@ class BlockCodec(Codec):
             due.sub_(self._said(scales, bodies).view(slices, -1)[:, :numel])
             self._keep(error, due.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))
 
+    @override
     def decode_slices(self, codes: torch.Tensor, numel: int) -> torch.Tensor:
-        """See the class this one derives from."""
         slices, blocks = codes.shape[0], -(-numel // self.block)
         scales = codes.new_empty((slices, blocks), dtype=torch.float32)
         bodies = codes.new_empty((slices, blocks * self.block * self.bits // 8))
@@ -240,8 +241,8 @@ class WholeSignCodec(SignCodec):
         super().__init__(CHUNK, feeds_back=feeds_back)
         self._fixed = scale
 
+    @override
     def fitted(self, values: torch.Tensor, error: torch.Tensor | None) -> Codec:
-        """See the class this one derives from."""
         if self._fixed is not None or values.numel() == 0:
             return self
         squares = torch.zeros((), dtype=torch.float64, device=values.device)

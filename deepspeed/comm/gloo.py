@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from deepspeed.comm.begun import begun
 from deepspeed.comm.counters import traffic
@@ -244,12 +245,12 @@ class GlooTransport(Transport):
         return min(count for peer, count in enumerate(self._sent) if peer != self.rank)
 
     def send(self, tensor: torch.Tensor, peer: int, key: int) -> Any:
-        """See the class this one derives from."""
+        """Starts sending ``tensor`` to a peer of the group and returns torch's work."""
         traffic.record_ran("send", tensor.numel() * tensor.element_size(), self.axis)
         return begun(self.group.send, tensor, peer, key)
 
     def receive(self, tensor: torch.Tensor, peer: int, key: int) -> Any:
-        """See the class this one derives from."""
+        """Starts receiving into ``tensor`` from a peer of the group and returns torch's work."""
         return begun(self.group.recv, tensor, peer, key)
 
     def gather_slices(self, flat: torch.Tensor, key: int, channel: str, label: str) -> Work:
@@ -286,33 +287,33 @@ class GlooTransport(Transport):
         for peer, count in confirmations:
             self.note_sent(peer, int(count))
 
+    @override
     @timed("all_gather_into_tensor")
     def all_gather(self, flat: torch.Tensor, *, key: int, label: str) -> Work:
-        """See the class this one derives from."""
         traffic.record_asked("all_gather", flat.numel() * flat.element_size(), self.axis)
         if flat.numel() == 0:
             return DoneWork()
         return self.gather_slices(flat, key, "gather", label)
 
+    @override
     @timed("reduce_scatter_tensor")
     def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, how: Reduction) -> Work:
-        """See the class this one derives from."""
         traffic.record_asked("reduce_scatter", flat.numel() * flat.element_size(), self.axis)
         return _GlooReduce(self, flat, out, how, whole=False)
 
+    @override
     @timed("all_reduce")
     def all_reduce(self, flat: torch.Tensor, out: torch.Tensor, how: Reduction) -> Work:
-        """See the class this one derives from."""
         traffic.record_asked("all_reduce", 2 * flat.numel() * flat.element_size(), self.axis)
         if self.size == 2:  # exchanging everything moves the same bytes as reduce-scatter and gather
             return _GlooReduce(self, flat, out, how, whole=True)
         return _GlooAllReduce(self, flat, out, how)
 
+    @override
     @timed("all_to_all_single")
     def all_to_all(
         self, source: torch.Tensor, sent: Sequence[int], out: torch.Tensor, received: Sequence[int], *, label: str
     ) -> Work:
-        """See the class this one derives from."""
         key = self.next_move(label)
         ticket = self.issue("all_to_all", key)
         sends, places = source.split(list(sent)), out.split(list(received))
@@ -324,24 +325,24 @@ class GlooTransport(Transport):
         places[self.rank].copy_(sends[self.rank])
         return _GlooExchange(self, works, ticket, label)
 
+    @override
     @timed("all_to_all_single")
     def swap(self, flat: torch.Tensor, out: torch.Tensor, *, key: int, label: str) -> Work:
-        """See the class this one derives from."""
         nbytes = flat.numel() * flat.element_size()
         traffic.record_asked("swap", nbytes - nbytes // self.size, self.axis)
         return _GlooSwap(self, flat, out, key, label)
 
+    @override
     def share(self, flat: torch.Tensor, *, key: int, label: str) -> Work:
-        """See the class this one derives from."""
         traffic.record_asked("all_gather", flat.numel() * flat.element_size(), self.axis)
         return self.gather_slices(flat, key, "reduce", label)
 
+    @override
     def gather_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> torch.Tensor:
-        """See the class this one derives from."""
         return self.start_small(tensor, channel=channel, label=label)()
 
+    @override
     def start_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> Callable[[], torch.Tensor]:
-        """See the class this one derives from."""
         catch_up()
         rows = torch.empty((self.size, tensor.numel()), dtype=tensor.dtype)
         rows[self.rank].copy_(tensor)
@@ -380,14 +381,14 @@ class GlooTransport(Transport):
 
         return landed
 
+    @override
     def broadcast(self, tensor: torch.Tensor, source: int, *, label: str) -> None:
-        """See the class this one derives from."""
         catch_up()
         work = dist.broadcast(tensor, group_src=source, group=self.group, async_op=True)
         self.guard(work.wait, self.issue("broadcast"), label)
 
+    @override
     def move(self, pieces: Sequence[Piece], *, label: str) -> None:
-        """See the class this one derives from."""
         ticket, key = self.issue("pieces"), self.next_move()
         works: list[Any] = []
         nbytes = 0

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.counters import traffic
@@ -99,8 +100,8 @@ class NativeTransport(Transport):
         self.device = self.small_device = device
         self.runs_on_stream = device.type != "cpu"
 
+    @override
     def guard(self, blocking: Callable[[], Any], ticket: tuple[str, int], label: str) -> None:
-        """See the class this one derives from."""
         super().guard(blocking, ticket, label)
         if self.runs_on_stream and self.watch is not None:
             reached = get_accelerator().Event()
@@ -141,9 +142,9 @@ class NativeTransport(Transport):
     ) -> Work:
         return NativeWork(work, self, self.issue(channel, key), label, finish, keep)
 
+    @override
     @timed("all_gather_into_tensor")
     def all_gather(self, flat: torch.Tensor, *, key: int, label: str) -> Work:
-        """See the class this one derives from."""
         nbytes = flat.numel() * flat.element_size()
         traffic.record_asked("all_gather", nbytes, self.axis)
         if flat.numel() == 0:
@@ -152,9 +153,9 @@ class NativeTransport(Transport):
         work = self.group._allgather_base(flat, self.my_slice(flat))
         return self._work(work, "gather", key, label, None, flat)
 
+    @override
     @timed("reduce_scatter_tensor")
     def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, how: Reduction) -> Work:
-        """See the class this one derives from."""
         nbytes = flat.numel() * flat.element_size()
         traffic.record_asked("reduce_scatter", nbytes, self.axis)
         if flat.numel() == 0:
@@ -165,9 +166,9 @@ class NativeTransport(Transport):
         finish = functools.partial(_finish, target, out, how)
         return self._work(work, "reduce", how.key, how.label, finish, (flat, out))
 
+    @override
     @timed("all_reduce")
     def all_reduce(self, flat: torch.Tensor, out: torch.Tensor, how: Reduction) -> Work:
-        """See the class this one derives from."""
         nbytes = flat.numel() * flat.element_size()
         traffic.record_asked("all_reduce", 2 * nbytes, self.axis)
         if flat.numel() == 0:
@@ -177,20 +178,20 @@ class NativeTransport(Transport):
         finish = functools.partial(_finish, flat, out, how)
         return self._work(work, "reduce", how.key, how.label, finish, (flat, out))
 
+    @override
     @timed("all_to_all_single")
     def all_to_all(
         self, source: torch.Tensor, sent: Sequence[int], out: torch.Tensor, received: Sequence[int], *, label: str
     ) -> Work:
-        """See the class this one derives from."""
         nbytes = (sum(sent) - sent[self.rank]) * (source[:1].numel() if source.numel() else 0) * source.element_size()
         traffic.record_asked("all_to_all", nbytes, self.axis)
         traffic.record_ran("all_to_all_single", nbytes, self.axis)
         work = self.group.alltoall_base(out, source, list(received), list(sent))
         return self._work(work, "all_to_all", self.next_move(label), label, None, (source, out))
 
+    @override
     @timed("all_to_all_single")
     def swap(self, flat: torch.Tensor, out: torch.Tensor, *, key: int, label: str) -> Work:
-        """See the class this one derives from."""
         nbytes = flat.numel() * flat.element_size()
         sent = nbytes - nbytes // self.size
         traffic.record_asked("swap", sent, self.axis)
@@ -198,16 +199,16 @@ class NativeTransport(Transport):
         work = self.group.alltoall_base(out, flat, [], [])
         return self._work(work, "reduce", key, label, None, (flat, out))
 
+    @override
     def share(self, flat: torch.Tensor, *, key: int, label: str) -> Work:
-        """See the class this one derives from."""
         nbytes = flat.numel() * flat.element_size()
         traffic.record_asked("all_gather", nbytes, self.axis)
         traffic.record_ran("all_gather_into_tensor", nbytes // self.size, self.axis)
         work = self.group._allgather_base(flat, self.my_slice(flat))
         return self._work(work, "reduce", key, label, None, flat)
 
+    @override
     def gather_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> torch.Tensor:
-        """See the class this one derives from."""
         rows = torch.empty((self.size, tensor.numel()), dtype=tensor.dtype, device=self.device)
         told = torch.empty_like(rows, device="cpu")
         work = self.group._allgather_base(rows.view(-1), tensor.to(self.device, non_blocking=True))
@@ -219,13 +220,13 @@ class NativeTransport(Transport):
         self.guard(land, self.issue(channel), label)
         return told
 
+    @override
     def broadcast(self, tensor: torch.Tensor, source: int, *, label: str) -> None:
-        """See the class this one derives from."""
         work = dist.broadcast(tensor, group_src=source, group=self.group, async_op=True)
         self.guard(work.wait, self.issue("broadcast"), label)
 
+    @override
     def move(self, pieces: Sequence[Piece], *, label: str) -> None:
-        """See the class this one derives from."""
         ticket = self.issue("pieces")
         works: list[Any] = []
         between: list[Any] = []

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.begun import begun
@@ -168,9 +169,9 @@ class GlooByNodes(GlooTransport):
         traffic.record_ran(where, tensor.numel() * tensor.element_size(), self.axis)
         return begun(self.group.send, tensor, peer, key)
 
+    @override
     @timed("all_gather_into_tensor")
     def all_gather(self, flat: torch.Tensor, *, key: int, label: str) -> Work:
-        """See the class this one derives from."""
         traffic.record_asked("all_gather", flat.numel() * flat.element_size(), self.axis)
         if flat.numel() == 0:
             return DoneWork()
@@ -209,9 +210,9 @@ class NativeByNodes(NativeTransport):
         self._near = near
         self._stream: Any = None
 
+    @override
     @timed("all_gather_into_tensor")
     def all_gather(self, flat: torch.Tensor, *, key: int, label: str) -> Work:
-        """See the class this one derives from."""
         traffic.record_asked("all_gather", flat.numel() * flat.element_size(), self.axis)
         if flat.numel() == 0:
             return DoneWork()

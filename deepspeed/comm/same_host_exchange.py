@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from deepspeed.comm import pieces
 from deepspeed.comm.counters import traffic
@@ -37,32 +38,32 @@ class SameHostTransport(GlooTransport):
             self._has_met = True
         return self._host
 
+    @override
     def leave(self) -> None:
-        """See the class this one derives from."""
         super().leave()
         self._host, self._has_met, self._offered = None, False, None
 
+    @override
     def room(self, numel: int, like: torch.Tensor, *, label: str) -> torch.Tensor:
-        """See the class this one derives from."""
         host = self._met(label)
         if host is None or numel * like.element_size() > MOST:
             return super().room(numel, like, label=label)
         self._offered = host.place(numel, like.dtype, label)
         return self._offered
 
+    @override
     def all_to_all(
         self, source: torch.Tensor, sent: Sequence[int], out: torch.Tensor, received: Sequence[int], *, label: str
     ) -> Work:
-        """See the class this one derives from."""
         if self._met(label) is None:
             return super().all_to_all(source, sent, out, received, label=label)
         leaving, arriving = source.split(list(sent)), out.split(list(received))
         return self.exchange([[part] for part in leaving], [[part] for part in arriving], out, label=label)
 
+    @override
     def exchange(
         self, leaving: Sequence[Pieces], arriving: Sequence[Pieces], like: torch.Tensor, *, label: str
     ) -> Work:
-        """See the class this one derives from."""
         offered, self._offered = self._offered, None
         host = self._met(label)
         if host is None:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from typing_extensions import override
 
 from deepspeed.comm import pieces
 from deepspeed.comm.codec import Residual
@@ -169,7 +170,7 @@ class DoneWork:
         return
 
     def will_arrive(self) -> bool:
-        """See the class this one derives from."""
+        """Returns True."""
         return True
 
 
@@ -450,32 +451,32 @@ class LocalTransport(Transport):
     def __init__(self) -> None:
         super().__init__(None, 0, 1)
 
+    @override
     def all_gather(self, flat: torch.Tensor, *, key: int, label: str) -> Work:
-        """See the class this one derives from."""
         return DoneWork()
 
+    @override
     def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, how: Reduction) -> Work:
-        """See the class this one derives from."""
         scaled_sum([flat], out, how.scale, how.visit)
         return DoneWork()
 
     all_reduce = reduce_scatter
 
+    @override
     def all_to_all(
         self, source: torch.Tensor, sent: Sequence[int], out: torch.Tensor, received: Sequence[int], *, label: str
     ) -> Work:
-        """See the class this one derives from."""
         out.copy_(source)
         return DoneWork()
 
+    @override
     def gather_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> torch.Tensor:
-        """See the class this one derives from."""
         return tensor.unsqueeze(0)
 
+    @override
     def broadcast(self, tensor: torch.Tensor, source: int, *, label: str) -> None:
-        """See the class this one derives from."""
         return
 
+    @override
     def move(self, pieces: Sequence[Piece], *, label: str) -> None:
-        """See the class this one derives from."""
         return

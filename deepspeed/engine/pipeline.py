@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
+from typing_extensions import override
 
 from deepspeed.comm import within_backward
 from deepspeed.data.repeating import RepeatingLoader
@@ -306,8 +307,8 @@ class PipelineEngine(Interpreter, DeepSpeedEngine):
                 self._parts.groups.job, self.grid.mesh, self.global_rank, feed, count, call, needs_labels=needs_labels
             )
 
+    @override
     def own_items(self) -> list[Any]:
-        """See the class this one derives from."""
         if self._agreed is None:  # the program runs a schedule of its own
             self._get_ready(
                 "_exec_schedule", self.micro_batches, "train", needs_labels=self.pipeline.loss_fn is not None
@@ -317,8 +318,8 @@ class PipelineEngine(Interpreter, DeepSpeedEngine):
             return []
         return list(map(parts_of, self._feed.ready(self._count))) if self._feed.has_any else [_NOTHING] * self._count
 
+    @override
     def agree(self) -> bool:
-        """See the class this one derives from."""
         assert self._agreed is not None
         agreed, self._agreed = self._agreed, None
         self._standing.at = "pulling data"
@@ -358,8 +359,8 @@ class PipelineEngine(Interpreter, DeepSpeedEngine):
 
     # -- computations ------------------------------------------------------------------------------------------------
 
+    @override
     def compute_forward(self, chunk: int, micro_batch: int, inputs: Any, labels: Any) -> Any:
-        """See the class this one derives from."""
         pipeline = self.pipeline
         pipeline.active_chunk = chunk
         try:
@@ -416,6 +417,7 @@ class PipelineEngine(Interpreter, DeepSpeedEngine):
         elif any(gradient is not None for gradient in gradients):
             DeepSpeedEngine.backward(self, outputs, gradients=gradients, micro_batch=said)
 
+    @override
     def compute_input_gradients(
         self,
         chunk: int,
@@ -424,7 +426,6 @@ class PipelineEngine(Interpreter, DeepSpeedEngine):
         gradients: list[Any] | None,
         inputs: list[torch.Tensor],
     ) -> Any:
-        """See the class this one derives from."""
         self._check_loss(outputs, gradients, micro_batch)
         if not outputs or not inputs:
             return outputs, gradients  # nobody waits: all of it is the weights' half
@@ -451,8 +452,8 @@ class PipelineEngine(Interpreter, DeepSpeedEngine):
                 "loss_fn compute it from the outputs without detach() or no_grad()"
             )
 
+    @override
     def compute_weight_gradients(self, chunk: int, micro_batch: int, work: Any) -> None:
-        """See the class this one derives from."""
         if isinstance(work, tuple):
             self.compute_backward(chunk, micro_batch, *work)
             return

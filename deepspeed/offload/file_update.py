@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from typing_extensions import override
 
 from deepspeed.offload.file_io import Transfer
 from deepspeed.offload.files import FileMemory
@@ -72,8 +73,8 @@ class FileUpdate(HostUpdate):
         self._writing: deque[_Set] = deque()
         self._current: _Set | None = None
 
+    @override
     def begin(self, pieces: Sequence[UpdateSlice]) -> None:
-        """See the class this one derives from."""
         super().begin(pieces)
         if self._sets is None and pieces:
             buffers = self._memory.take_buffers(self._count * self._tensors)
@@ -114,8 +115,8 @@ class FileUpdate(HostUpdate):
             target.transfers.append(self._memory.file.read(buffer[:whole], offset))
         self._reading.append(target)
 
+    @override
     def fetch(self, piece: UpdateSlice) -> Operands:
-        """See the class this one derives from."""
         if not self._reading:
             if not self._sets:
                 self._free_oldest()
@@ -131,8 +132,8 @@ class FileUpdate(HostUpdate):
         }
         return Operands(staged.pop(""), operands.grad, staged, operands.out)
 
+    @override
     def store(self, piece: UpdateSlice, operands: Operands, updated: Sequence[slice]) -> None:
-        """See the class this one derives from."""
         super().store(piece, operands, updated)
         current, self._current = self._current, None
         assert current is not None
@@ -153,8 +154,8 @@ class FileUpdate(HostUpdate):
         self._sets.append(oldest)
         oldest.wait()
 
+    @override
     def finish(self) -> None:
-        """See the class this one derives from."""
         super().finish()
         if self._sets is None:
             return

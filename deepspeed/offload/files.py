@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.transport import DoneWork, Work
@@ -153,8 +154,8 @@ class FileMemory(Memory):
             f"{f': {why}' if why else ''}); other ranks have folders of their own beside it"
         )
 
+    @override
     def empty(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
-        """See the class this one derives from."""
         nbytes = numel * dtype.itemsize
         if nbytes == 0:
             return torch.empty(0, dtype=dtype)
@@ -175,8 +176,8 @@ class FileMemory(Memory):
         self._offsets[storage_key(tensor)] = offset
         return tensor
 
+    @override
     def initialise(self, target: torch.Tensor, value: float) -> None:
-        """See the class this one derives from."""
         if value != 0 or self._settings.zeros_are_written:
             self.write(target, torch.full_like(target, value))
             # Its owner may write to it through the mapping next, and must not be overtaken.
@@ -189,8 +190,8 @@ class FileMemory(Memory):
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
+    @override
     def announce(self, tensor: torch.Tensor) -> None:
-        """See the class this one derives from."""
         base, offset = self.locate(tensor)
         if base in self._ahead:
             return
@@ -205,8 +206,8 @@ class FileMemory(Memory):
     def _start_read(self, buffer: torch.Tensor, tensor: torch.Tensor, offset: int) -> Transfer:
         return self.file.read(buffer[: round_to_pages(tensor.numel() * tensor.element_size())], offset)
 
+    @override
     def read(self, source: torch.Tensor, target: torch.Tensor) -> Work:
-        """See the class this one derives from."""
         base, offset = self.locate(source)
         if self._is_mapped:
             if storage_key(target) != base:
@@ -227,12 +228,12 @@ class FileMemory(Memory):
             self._copying.append((buffer, copied))
         return copied
 
+    @override
     def ordered(self) -> AbstractContextManager[Any]:
-        """See the class this one derives from."""
         return self._up.context()
 
+    @override
     def forget(self) -> None:
-        """See the class this one derives from."""
         for buffer, transfer in self._ahead.values():
             transfer.wait()
             self._free.append(buffer)
@@ -240,8 +241,8 @@ class FileMemory(Memory):
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
+    @override
     def write(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """See the class this one derives from."""
         base, offset = self.locate(target)
         nbytes = target.numel() * target.element_size()
         end = (target.storage_offset() + target.numel()) * target.element_size()
@@ -262,8 +263,8 @@ class FileMemory(Memory):
             transfer = self.file.write(buffer[: round_to_pages(size)], offset + start * target.element_size())
             self._writing.append((base, buffer, transfer))
 
+    @override
     def settle(self) -> None:
-        """See the class this one derives from."""
         while self._writing:
             self._finish_write()
 
@@ -306,8 +307,8 @@ class FileMemory(Memory):
         assert len(taken) == count
         return taken
 
+    @override
     def close(self) -> None:
-        """See the class this one derives from."""
         try:
             self.settle()
             self.forget()

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from deepspeed.comm.transport import Work
 from deepspeed.offload.pinned import host_device, host_tensor, page_buffer
@@ -48,16 +49,16 @@ class HostMemory(Memory):
         """The host."""
         return host_device()
 
+    @override
     def empty(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
-        """See the class this one derives from."""
         return host_tensor(numel, dtype, pin=self.pin)
 
+    @override
     def read(self, source: torch.Tensor, target: torch.Tensor) -> Work:
-        """See the class this one derives from."""
         return self._up.copy(target, source)
 
+    @override
     def ordered(self) -> AbstractContextManager[Any]:
-        """See the class this one derives from."""
         return self._up.context()
 
 
@@ -113,8 +114,8 @@ class HeldBuffer(FlatBuffer):
         self.is_allocated = True
         self.arrival = CopyDone()
 
-    def grow(self) -> None:
-        """See the class this one derives from."""
+    @override
+    def grow(self) -> None: ...
 
     def free(self) -> None:
         """Does nothing: the memory is kept."""
@@ -143,8 +144,8 @@ class HostLanding(Landing):
         """Reductions run on the device."""
         return Home.DEVICE
 
+    @override
     def land(self, reduced: FlatBuffer) -> FlatBuffer:
-        """See the class this one derives from."""
         if self._held is not None:
             self._pool.settle(self._held, drop=True)  # of a step that was given up
             self._held.arrival.wait_on_host()
@@ -162,10 +163,10 @@ class HostLanding(Landing):
             self._held = HeldBuffer(numel, dtype, pin=self._pool.pin, ledger=self._ledger)
         return self._held
 
+    @override
     def add(
         self, result: FlatBuffer, reduced: FlatBuffer, dtype: torch.dtype, squares: Squares | None = None
     ) -> FlatBuffer:
-        """See the class this one derives from."""
         assert result is self._held and self._held is not None
         if result.tensor.dtype.itemsize < dtype.itemsize:
             self.wait(result)
@@ -175,8 +176,8 @@ class HostLanding(Landing):
         reduced.free()
         return self._held
 
+    @override
     def wait(self, result: FlatBuffer) -> None:
-        """See the class this one derives from."""
         if result is self._held and self._held is not None:
             self._pool.settle(self._held)
             self._held.arrival.wait_on_host()
@@ -198,8 +199,8 @@ class HostUpdate(UpdateStrategy):
         self._staging: deque[tuple[torch.Tensor, CopyDone]] = deque()
         self._last: CopyDone | None = None
 
+    @override
     def begin(self, pieces: Sequence[UpdateSlice]) -> None:
-        """See the class this one derives from."""
         # The kernel writes compute shards that lie in host memory; the gather of a forward that nobody waited for may
         # still be reading one.
         self._up.wait_on_host()
@@ -222,8 +223,8 @@ class HostUpdate(UpdateStrategy):
                 return buffer
         return page_buffer(nbytes, pin=self._pin)
 
+    @override
     def store(self, piece: UpdateSlice, operands: Operands, updated: Sequence[slice]) -> None:
-        """See the class this one derives from."""
         master = piece.master
         if operands.out is None or master.writes_out_in_place:
             return
@@ -239,12 +240,12 @@ class HostUpdate(UpdateStrategy):
         buffer = torch.empty(0, dtype=torch.uint8, device=operands.out.device).set_(whole)
         self._staging.append((buffer, copied))
 
+    @override
     def before_publish(self, master: MasterBucket) -> None:
-        """See the class this one derives from."""
         if self._last is not None:
             self._last.wait()
 
+    @override
     def finish(self) -> None:
-        """See the class this one derives from."""
         if self._last is not None:
             self._last.wait()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from typing_extensions import override
 
 from deepspeed.accelerator.cpu import CPUAccelerator
 from deepspeed.offload.disk import Disk
@@ -52,13 +53,13 @@ class PlayedDevice(CPUAccelerator):
         """Of the kind that is played."""
         return self._kind == "cpu"
 
+    @override
     @property
     def autocast_dtype(self) -> torch.dtype:
-        """See the class this one derives from."""
         return self.casting.default_dtype
 
+    @override
     def autocast(self, dtype: torch.dtype) -> AbstractContextManager[Any]:
-        """See the class this one derives from."""
         return self.casting.region(dtype)
 
     @property
@@ -84,14 +85,14 @@ class PlayedHostMemory(HostMemorySource):
         """Where its tensors seem to be."""
         return META if self._is_device else torch.device("cpu")
 
+    @override
     def pages(self, nbytes: int, *, pin: bool) -> torch.Tensor:
-        """See the class this one derives from."""
         made = torch.empty(nbytes, dtype=torch.uint8, device=META)
         self._note(made, Home.HOST, pin)
         return made
 
+    @override
     def plain(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """See the class this one derives from."""
         made = torch.empty(numel, dtype=dtype, device=META)
         self._note(made, Home.HOST, False)
         return made
@@ -154,10 +155,10 @@ class PlayedDisk(Disk):
         self.note = note
         self.nbytes = self.read = self.written = 0
 
+    @override
     def folder(self, parent: str, *, rank: int, purpose: str) -> RunDirectory:
-        """See the class this one derives from."""
         return cast(RunDirectory, _PlayedFolder(Path(parent)))
 
+    @override
     def file(self, path: Path, settings: IoSettings) -> BlockFile:
-        """See the class this one derives from."""
         return cast(BlockFile, _PlayedFile(self, path))

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch.autograd.graph import increment_version
+from typing_extensions import override
 
 from deepspeed.comm.coded import CodedTransport
 from deepspeed.comm.transport import DoneWork, Work, transfer_key
@@ -280,20 +281,20 @@ class Bucket(Holder):
             if loan is None or loan.tensor is None:
                 yield entry
 
+    @override
     def lend(self, tile: int, parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
-        """See the class this one derives from."""
         mark_full(parameter, tensor, self._classes[tile])
 
+    @override
     def take_back(self, tile: int, parameter: torch.nn.Parameter) -> None:
-        """See the class this one derives from."""
         if self.state is State.FULL:
             mark_full(parameter, self._views[tile], self._classes[tile])
             self.remember_value(tile)
         else:
             mark_sharded(parameter, self._placeholders[tile])
 
+    @override
     def copy_parameter(self, tile: int, parameter: torch.nn.Parameter, memo: dict[int, Any]) -> torch.nn.Parameter:
-        """See the class this one derives from."""
         return copy_sharded(self, tile, parameter, memo)
 
     def view(self, tile: int) -> torch.Tensor:
@@ -410,8 +411,8 @@ class Bucket(Holder):
                 "the same values (Embedding(max_norm=...) does so for rows that all of them look up)",
             )
 
+    @override
     def as_gathered(self, fragment: Fragment) -> torch.Tensor:
-        """See the class this one derives from."""
         if not self.is_decoded or not isinstance(self._wire, CodedTransport):
             return super().as_gathered(fragment)
         return self._wire.as_gathered(self.shard.to(self.device))[fragment.in_slice]

@@ -16,6 +16,7 @@ from enum import Enum
 from typing import Any, ClassVar, Protocol
 
 import torch
+from typing_extensions import override
 
 from deepspeed.comm.transport import DoneWork, Work
 from deepspeed.zero.placement import Home
@@ -320,19 +321,19 @@ class LentBuffer(FlatBuffer):
         self.nbytes = 0
         self.is_allocated = False
 
+    @override
     def grow(self) -> None:
-        """See the class this one derives from."""
         self.is_allocated = True
 
     def free(self) -> None:
         """See the class this one derives from. Views that others have stay valid."""
         self.is_allocated = False
 
-    def guard(self, views: Sequence[torch.Tensor]) -> None:
-        """See the class this one derives from."""
+    @override
+    def guard(self, views: Sequence[torch.Tensor]) -> None: ...
 
+    @override
     def forget(self) -> None:
-        """See the class this one derives from."""
         self.is_allocated = False
 
 

@@ -16,6 +16,7 @@ import random
 from collections.abc import Sequence
 
 import torch
+from typing_extensions import override
 
 BIDIRECTIONAL = "bidirectional"
 UNIDIRECTIONAL = "unidirectional"
@@ -122,8 +123,8 @@ def _set_local(layout: torch.Tensor, starts: Sequence[int], attention: str) -> N
 class DenseSparsityConfig(SparsityConfig):
     """Every block sees every block: for comparisons."""
 
+    @override
     def make_layout(self, seq_len: int) -> torch.Tensor:
-        """See the class this one derives from."""
         return self.setup_layout(seq_len).fill_(1)
 
 
@@ -173,8 +174,8 @@ class FixedSparsityConfig(SparsityConfig):
         self.horizontal_global_attention = horizontal_global_attention
         self.num_different_global_patterns = num_different_global_patterns
 
+    @override
     def make_layout(self, seq_len: int) -> torch.Tensor:
-        """See the class this one derives from."""
         layout = self.setup_layout(seq_len)
         blocks = layout.size(1)
         starts = [*range(0, blocks, self.num_local_blocks), blocks]
@@ -236,8 +237,8 @@ class VariableSparsityConfig(SparsityConfig):
         self.attention = attention
         self.horizontal_global_attention = horizontal_global_attention
 
+    @override
     def make_layout(self, seq_len: int) -> torch.Tensor:
-        """See the class this one derives from."""
         layout = self.setup_layout(seq_len)
         blocks = layout.size(1)
         _check_fits("num_random_blocks", self.num_random_blocks, blocks)
@@ -293,8 +294,8 @@ class BigBirdSparsityConfig(SparsityConfig):
         self.num_global_blocks = num_global_blocks
         self.attention = attention
 
+    @override
     def make_layout(self, seq_len: int) -> torch.Tensor:
-        """See the class this one derives from."""
         layout = self.setup_layout(seq_len)
         blocks = layout.size(1)
         is_causal = self.attention == UNIDIRECTIONAL
@@ -345,8 +346,8 @@ class BSLongformerSparsityConfig(SparsityConfig):
         self._ranges = _global_ranges(self.global_block_indices, global_block_end_indices)
         self.attention = attention
 
+    @override
     def make_layout(self, seq_len: int) -> torch.Tensor:
-        """See the class this one derives from."""
         layout = self.setup_layout(seq_len)
         _check_fits("num_sliding_window_blocks", self.num_sliding_window_blocks, layout.size(1))
         width = self.num_sliding_window_blocks // 2
@@ -382,8 +383,8 @@ class LocalSlidingWindowSparsityConfig(SparsityConfig):
         self.num_sliding_window_blocks = num_sliding_window_blocks
         self.attention = attention
 
+    @override
     def make_layout(self, seq_len: int) -> torch.Tensor:
-        """See the class this one derives from."""
         layout = self.setup_layout(seq_len)
         _check_fits("num_sliding_window_blocks", self.num_sliding_window_blocks, layout.size(1))
         width = self.num_sliding_window_blocks // 2

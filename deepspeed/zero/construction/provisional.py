@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from deepspeed.accelerator.host_allocator import Trimmer
 from deepspeed.comm.transport import Piece
@@ -60,18 +61,18 @@ class ProvisionalBucket(Holder):
         _Books.add(nbytes)
         weakref.finalize(self, _Books.add, -nbytes).atexit = False
 
+    @override
     def lend(self, tile: int, parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
-        """See the class this one derives from."""
         mark_full(parameter, tensor, plain_class(parameter))
 
+    @override
     def take_back(self, tile: int, parameter: torch.nn.Parameter) -> None:
-        """See the class this one derives from."""
         mark_sharded(parameter, torch.empty(0, dtype=self.dtype, device=self.device))
         if self.device.type == "cpu":
             note_freed(self.layout.tiles[tile].numel * self.dtype.itemsize)
 
+    @override
     def copy_parameter(self, tile: int, parameter: torch.nn.Parameter, memo: dict[int, Any]) -> torch.nn.Parameter:
-        """See the class this one derives from."""
         return copy_sharded(self, tile, parameter, memo)
 
 

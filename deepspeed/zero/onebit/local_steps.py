@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import torch
+from typing_extensions import override
 
 from deepspeed.comm.transport import LocalTransport, Reduction, transfer_key
 from deepspeed.ops.flat import FlatUpdate
@@ -58,8 +59,8 @@ class LocalSteps(MomentumExchange):
         taking = self._taking(used)
         return self._run(gradients, used, taking, scale, clip_grad, epsilon), taking
 
+    @override
     def forget(self) -> None:
-        """See the class this one derives from."""
         super().forget()
         self._apart = None
 
