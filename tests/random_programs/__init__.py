@@ -1,0 +1,1 @@
+"""Random training programs, each compared with one process of plain torch."""

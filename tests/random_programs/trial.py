@@ -1,0 +1,76 @@
+"""Runs one program on its ranks and says how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import tempfile
+import time
+from dataclasses import dataclass
+
+import torch
+
+from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
+from tests.harness import run_ranks
+from tests.harness.errors import RanksFailed
+from tests.random_programs.comparison import differences
+from tests.random_programs.oracle import Oracle
+from tests.random_programs.program import Program
+from tests.random_programs.runner import run_phase
+
+REFUSALS = (DeepSpeedConfigError, NotYetSupportedError)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a program ended: "equal", "refused" (by a sentence), "undecided", "different" or "failed".
+
+    Attributes:
+        kind: One of these.
+        said: The refusal, why nothing is decided, the differences, or the failure of the ranks.
+        seconds: How long it took.
+    """
+
+    kind: str
+    said: str
+    seconds: float
+
+    @property
+    def is_finding(self) -> bool:
+        return self.kind in ("different", "failed")
+
+
+def attempt(program: Program, timeout: float = 90) -> Outcome:
+    """Runs a program and its oracle."""
+    begun = time.monotonic()
+    torch.set_num_threads(1)
+    kind, said = _attempt(program, timeout)
+    return Outcome(kind, said, time.monotonic() - begun)
+
+
+def _attempt(program: Program, timeout: float) -> tuple[str, str]:
+    oracle = Oracle(program)
+    wanted = oracle.run()
+    if not oracle.is_decided:
+        return "undecided", "two experts are equally good for a token, so rounding decides"
+    problems: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="program-") as folder:
+        for number, phase in enumerate(program.phases):
+            try:
+                with contextlib.redirect_stdout(io.StringIO()):  # the lines of every rank's log
+                    results = run_ranks(run_phase, phase.layout.world, program, number, folder, timeout=timeout)
+            except RanksFailed as error:
+                return _failure(error)
+            for rank, found in enumerate(results):
+                lines = differences(program, oracle.start, wanted, found)
+                problems += [f"rank {rank}, {line}" for line in lines]
+            if problems:
+                return "different", "\n".join(problems[:40])
+    return "equal", ""
+
+
+def _failure(error: RanksFailed) -> tuple[str, str]:
+    exceptions = [report.exception for report in error.reports]
+    if exceptions and all(isinstance(exception, REFUSALS) for exception in exceptions):
+        return "refused", str(exceptions[0])
+    return "failed", str(error)
