@@ -41,7 +41,8 @@ def test_small_errors_are_found() -> None:
             first = oracle.start[key[3]] if key[2] == "master" else 0.0
             if torch.equal(value, torch.as_tensor(first).expand_as(value)):
                 continue  # it has not moved
-            found = {key: value + 0.01 * (value - first) + 1e-5 * value + 1e-6}
+            change = value - first
+            found = {key: value + 0.01 * change + change.sign() * (1e-5 * value.abs() + 1e-6)}
         else:
             continue
         assert list(differences(oracle.program, oracle.start, wanted, found)), key
