@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from deepspeed.config.batch import ACCUMULATION, MICRO, TOTAL, BatchSizes, batch_mismatch, resolve_batch
@@ -43,7 +43,7 @@ class ParsedConfig:
     raw: dict[str, Any]
     notices: list[str]
     batch: BatchSizes | None
-    warnings: list[str]
+    warnings: list[str] = field(default_factory=list)
 
 
 def parse(
