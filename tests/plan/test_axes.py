@@ -12,14 +12,14 @@ import deepspeed
 from deepspeed.cli.plan import main
 from deepspeed.comm.mesh import Mesh
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.parallel.tensor.batches import _WORDS
+from deepspeed.parallel.tensor.fingerprints import WORDS
 from deepspeed.plan.decoder import Decoder
 from tests.harness import run_ranks
 from tests.plan.along import assert_as_counted, count_step
 from tests.plan.cells import SHAPE, TOKENS, Cell
 
 RANKS = 4
-ASIDE = {1: 0, 2: 8 * _WORDS, 4: 8 * _WORDS}
+ASIDE = {1: 0, 2: 8 * WORDS, 4: 8 * WORDS}
 """By ranks that share layers, the table by which they compare their batches."""
 
 

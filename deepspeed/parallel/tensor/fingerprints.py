@@ -6,7 +6,7 @@ import zlib
 
 import torch
 
-_WORDS = 1 << 16  # 8-byte words that are weighted one by one; longer tensors repeat the weights
+WORDS = 1 << 16  # 8-byte words that are weighted one by one; longer tensors repeat the weights
 _TAIL = -7046029254386353131  # odd, for the bytes behind the last whole word
 
 
@@ -15,7 +15,7 @@ class Fingerprints:
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(20)
-        weights = torch.randint(1, 1 << 62, (_WORDS,), generator=generator).bitwise_or_(1)
+        weights = torch.randint(1, 1 << 62, (WORDS,), generator=generator).bitwise_or_(1)
         self._weights = {weights.device: weights}
 
     def of(self, value: torch.Tensor) -> torch.Tensor:
@@ -38,7 +38,7 @@ class Fingerprints:
         if whole:
             words = data[:whole].clone().view(torch.int64) if data.data_ptr() % 8 else data[:whole].view(torch.int64)
             weights = self._weights_on(value.device)
-            for number, part in enumerate(words.split(_WORDS)):
+            for number, part in enumerate(words.split(WORDS)):
                 total = total + (part * weights[: part.numel()]).sum() * (2 * number + 1)
         return total + zlib.crc32(f"{tuple(value.shape)}{value.dtype}".encode())
 
