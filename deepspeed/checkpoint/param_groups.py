@@ -196,6 +196,9 @@ def choose_groups(
 ) -> list[GroupChoice]:
     """Returns for each of the model's param groups the saved one that it goes on from.
 
+    A group without trained parameters (all are frozen now) goes on from the saved one of the same number, where there
+    are as many and no other group takes it: its learning rate counts again when its parameters are unfrozen.
+
     Args:
         saved: The checkpoint's groups.
         matches: Which of its parameters fills which of the model's.
@@ -212,6 +215,11 @@ def choose_groups(
                 votes[index] = votes.get(index, 0) + entry.saved.numel
         chosen = max(votes, key=lambda index: (votes[index], -index)) if votes else None
         choices.append(GroupChoice(chosen, sorted(votes)))
+    if len(saved) == len(choices):
+        taken = {index for choice in choices for index in choice.sources}
+        for number, members in enumerate(group_names):
+            if not members and number not in taken:
+                choices[number] = GroupChoice(number, [number])
     return choices
 
 

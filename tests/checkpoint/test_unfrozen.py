@@ -51,3 +51,28 @@ def resumed(folder: Path) -> None:
 
 def test_parameters_unfrozen_before_a_load(tmp_path: Path) -> None:
     run_ranks(resumed, 2, tmp_path)
+
+
+def frozen_group(folder: Path) -> None:
+    """Loads into a model in which a whole param group is frozen; its learning rate is the saved one."""
+    rates = {}
+    for is_frozen in (False, True):
+        model = tower()
+        model.first.requires_grad_(not is_frozen)
+        groups = [{"params": list(model.layers.parameters()), "lr": 0.1}, {"params": list(model.first.parameters())}]
+        optimizer = torch.optim.SGD(groups, lr=0.2)
+        engine = engine_of(model, 1, optimizer=lambda _, made=optimizer: made)
+        if is_frozen:
+            engine.load_checkpoint(folder)
+        else:
+            for group in optimizer.param_groups:
+                group["lr"] /= 4
+            train(engine, 0)
+            engine.save_checkpoint(folder)
+        rates[is_frozen] = [group["lr"] for group in engine.optimizer.param_groups]
+        engine.destroy()
+    assert rates[True] == rates[False] == [0.025, 0.05]
+
+
+def test_a_param_group_that_is_frozen_at_a_load_keeps_its_learning_rate(tmp_path: Path) -> None:
+    run_ranks(frozen_group, 2, tmp_path)
