@@ -340,3 +340,31 @@ def test_a_kernel_on_memory_of_both_kinds_is_found() -> None:
     assert "a host tensor of shape (8,)" in sentence
     with simulated_device():
         on_device().add_(torch.tensor(2.0))  # a number
+
+
+def test_memory_is_counted() -> None:
+    with simulated_device() as device:
+        accelerator = device.accelerator
+        before = accelerator.memory_allocated()
+        x = on_device(1000)
+        y = x + 1
+        assert accelerator.memory_allocated() - before == 8000
+        del x
+        y.untyped_storage().resize_(0)
+        assert accelerator.memory_allocated() == before and accelerator.max_memory_allocated() - before == 8000
+        accelerator.reset_peak_memory_stats()
+        y.untyped_storage().resize_(400)
+        torch.zeros(1000)  # of the host
+        assert accelerator.max_memory_allocated() - before == 400
+
+
+def test_launches_and_waits_are_counted() -> None:
+    with simulated_device() as device:
+        x = on_device()
+        launches, waits = device.clocks.launches, device.clocks.waits
+        y = x.mul(x).neg()
+        assert (device.clocks.launches - launches, device.clocks.waits - waits) == (2, 0)
+        y.sum().item()
+        assert device.clocks.waits - waits == 1
+        torch.bincount(torch.zeros(3, dtype=torch.int64, device=DEVICE))
+        assert device.clocks.waits - waits == 2

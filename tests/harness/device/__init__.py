@@ -3,6 +3,13 @@
 with simulated_device(ranks=2) as device:
     engine = deepspeed.initialize(...)      # finds an accelerator called "cuda" and NCCL-like communicators
     ...                                     # trains; unordered work raises OrderError at the end of the block
+
+``simulated_device`` has one rank; others are mirrors of it, which costs nothing. ``simulated_rank`` is for a body of
+``tests.harness.run_ranks(body, ranks, backend=None)``, where the other ranks are processes and values are right.
+
+What a test can ask: ``device.clocks.launches`` and ``device.clocks.waits`` (kernels queued, and how often the host
+waited for the device), ``device.accelerator.memory_allocated()`` and ``max_memory_allocated()`` (bytes of tensors; a
+real allocator has more, as it rounds and keeps blocks), ``device.findings``, and ``device.clocks.streams``.
 """
 
 from tests.harness.device.simulation import Device, OrderError, simulated_device, simulated_rank

@@ -11,6 +11,7 @@ import torch
 from deepspeed.accelerator.cpu import CPUAccelerator
 from tests.harness.device import clocks as simulated
 from tests.harness.device.clocks import Clocks
+from tests.harness.device.memory import Memory
 
 
 class SimulatedAccelerator(CPUAccelerator):
@@ -18,10 +19,12 @@ class SimulatedAccelerator(CPUAccelerator):
 
     Args:
         clocks: Of the device.
+        memory: Its books, which the memory figures are from.
     """
 
-    def __init__(self, clocks: Clocks) -> None:
+    def __init__(self, clocks: Clocks, memory: Memory) -> None:
         super().__init__()
+        self._memory = memory
         self._name = "cuda"
         self._communication_backend_name = "nccl"
         self._clocks = clocks
@@ -35,6 +38,15 @@ class SimulatedAccelerator(CPUAccelerator):
 
     def synchronize(self, index: Any = None) -> None:
         self._clocks.synchronize()
+
+    def memory_allocated(self, index: Any = None) -> int:
+        return self._memory.allocated
+
+    def max_memory_allocated(self, index: Any = None) -> int:
+        return self._memory.peak
+
+    def reset_peak_memory_stats(self, index: Any = None) -> None:
+        self._memory.reset_peak()
 
     @property
     def Stream(self) -> Any:

@@ -100,6 +100,10 @@ class Clocks:
         """
         self.launches += 1
         self.current.finish()
+        return self.allocate()
+
+    def allocate(self) -> Actor:
+        """The stream that owns memory which the host allocates now."""
         self.current.learn(self.host.known)
         return self.current
 

@@ -128,10 +128,13 @@ class Memory:
 
     Attributes:
         findings: Sentences.
+        allocated: Bytes of device memory in storages now.
+        peak: The most that there were since the last :meth:`reset_peak`.
     """
 
     def __init__(self, clocks: Clocks) -> None:
         self.clocks = clocks
+        self.allocated = self.peak = 0
         self.findings: list[str] = []
         self._blocks: dict[int, Block] = {}
         self._alive: dict[int, _Alive] = {}
@@ -146,6 +149,14 @@ class Memory:
                 found._died(alive)
 
         self._on_death = died
+
+    def reset_peak(self) -> None:
+        """Starts the peak afresh from what is allocated."""
+        self.peak = self.allocated
+
+    def _count(self, nbytes: int) -> None:
+        self.allocated += nbytes
+        self.peak = max(self.peak, self.allocated)
 
     def _report(self, key: object, sentence: str) -> None:
         if key not in self._seen:
@@ -174,10 +185,11 @@ class Memory:
         return found
 
     def _made(self, nbytes: int, on_device: bool) -> Block:
-        owner = self.clocks.launch() if on_device else None
+        owner = self.clocks.allocate() if on_device else None
         place = Place("allocated")
         if on_device and nbytes:
             self._hand_out(owner, place)
+            self._count(nbytes)
         return Block(nbytes, on_device=on_device, made=place, owner=owner)
 
     def _hand_out(self, owner: Any, place: Place) -> None:
@@ -199,7 +211,9 @@ class Memory:
         found = self._blocks.get(storage._cdata)
         if found is None:
             return
-        if found.nbytes and found.nbytes != nbytes:
+        if found.nbytes == nbytes:
+            return
+        if found.nbytes:
             self._freed(found, Place("resized"))
         fresh = self._made(nbytes, found.on_device)
         fresh.pages = found.pages
@@ -215,6 +229,7 @@ class Memory:
     def _freed(self, block: Block, place: Place) -> None:
         host = self.clocks.host
         if block.on_device:
+            self._count(-block.nbytes)
             owner = block.owner
             assert owner is not None
             owner.learn(host.known)

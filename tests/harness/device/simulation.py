@@ -89,7 +89,7 @@ def simulated_device(*, ranks: int = 1, rank: int = 0, quick: bool = False) -> I
 def _simulated(clocks: Clocks, world: MirrorWorld | None) -> Iterator[Device]:
     memory = Memory(clocks)
     operations = Operations(clocks, memory)
-    accelerator = SimulatedAccelerator(clocks)
+    accelerator = SimulatedAccelerator(clocks, memory)
     before = get_accelerator()
     set_accelerator(accelerator)
     try:

@@ -29,6 +29,14 @@ _FACTORIES = (
 )
 _METHODS = ("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full", "new_tensor")
 
+
+class _Generator(torch.Generator):
+    """A generator of the device draws on the CPU, as everything does."""
+
+    def __new__(cls, device: Any = HOST) -> _Generator:
+        return super().__new__(cls, HOST if _wants_device(device) else device)
+
+
 _FROM_HOST = ("tensor", "as_tensor", "new_tensor")
 
 
@@ -54,6 +62,7 @@ def tensors_say_where_they_are(operations: Operations, memory: Memory) -> Iterat
             stack.enter_context(mock.patch.object(torch.Tensor, name, surface.read(getattr(torch.Tensor, name), name)))
         for name, value in surface.attributes().items():
             stack.enter_context(mock.patch.object(torch.Tensor, name, value))
+        stack.enter_context(mock.patch.object(torch, "Generator", _Generator))
         stack.enter_context(mock.patch.object(torch.cuda, "get_device_capability", lambda *_: (8, 0)))
         resize = surface.resize(torch.UntypedStorage.resize_)
         stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resize))

@@ -1,0 +1,75 @@
+"""Features of the engine on simulated devices between processes: ordered, and the losses of the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import deepspeed
+from deepspeed.moe.layer import MoE
+from tests.device.support import engine_at
+from tests.engine.support import inputs, rank, tower
+from tests.harness import run_ranks
+from tests.harness.device import simulated_rank
+
+
+class _WithExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = nn.Linear(tower(depth=1).first.in_features, 8)
+        self.experts = MoE(8, nn.Linear(8, 8), num_experts=4, ep_size=2, k=2, top2_2nd_expert_sampling=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out, balance, _ = self.experts(self.first(x))
+        return out.square().mean() + 0.01 * balance
+
+
+FEATURES: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "stage 1, optimizer on the host": (1, "optimizer on the host", {}),
+    "stage 3, both on the host": (3, "both on the host", {}),
+    "coded weights and gradients": (
+        3,
+        "device",
+        {"zero": {"zero_quantized_weights": True, "zero_quantized_gradients": True}},
+    ),
+    "experts": (1, "device", {}),
+}
+
+
+def _losses(feature: str) -> list[float]:
+    stage, home, more = FEATURES[feature]
+    model = _WithExperts() if feature == "experts" else None
+    engine = engine_at(stage, home, precision="fp32", model=model, **more)
+    found = []
+    for number in range(3):
+        loss = engine(inputs(number, rank()).to(engine.device))
+        engine.backward(loss)
+        engine.step()
+        found.append(loss.item())
+    engine.destroy()
+    return found
+
+
+def _generates() -> list[float]:
+    engine = deepspeed.init_inference(tower(depth=2), dtype=torch.float32, zero={"stage": 3})
+    with torch.no_grad():
+        return [engine(inputs(0, 0).to(deepspeed.get_accelerator().current_device_name())).item()]
+
+
+def _all(on_device: bool) -> dict[str, list[float]]:
+    if on_device:
+        with simulated_rank():
+            return _all(False)
+    return {**{feature: _losses(feature) for feature in FEATURES}, "inference": _generates()}
+
+
+def test_losses_are_those_of_the_cpu() -> None:
+    on_device = run_ranks(_all, 2, True, backend=None, timeout=120)[0]
+    on_cpu = run_ranks(_all, 2, False, timeout=120)[0]
+    for feature, losses in on_cpu.items():
+        torch.testing.assert_close(
+            torch.tensor(on_device[feature]), torch.tensor(losses), rtol=1e-4, atol=1e-5, msg=lambda m, f=feature: f + m
+        )
