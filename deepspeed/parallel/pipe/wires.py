@@ -168,10 +168,10 @@ class StageWires:
         """
         if len(self._ranks) == 1 or not self._native:
             return
-        pairs = [pair for pair in zip(stage_of, stage_of[1:], strict=False) if pair[0] != pair[1]]
-        ways = dict.fromkeys(
-            (kind, *pair[::step]) for pair in pairs for kind, step in ((ACTIVATIONS, 1), (GRADIENTS, -1))
-        )
+        ways: dict[tuple[str, int, int], None] = {}  # in one order on all ranks, each once
+        for below, above in zip(stage_of, stage_of[1:], strict=False):
+            if below != above:
+                ways |= {(ACTIVATIONS, below, above): None, (GRADIENTS, above, below): None}
         for kind, source, target in ways:
             if self.stage in (source, target):
                 self._connect_pair(kind, source, target)
