@@ -43,6 +43,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.util import Finalize
 from typing import Any, Protocol
 
 from deepspeed.comm.beside import TrainingThread
@@ -152,11 +153,14 @@ class Watch:
         self.store.set(self._key(f"process/{rank}"), this_process())
         self._at_exit = functools.partial(_say_farewell, weakref.ref(self))
         atexit.register(self._at_exit)
+        # A process that multiprocessing has forked ends without the functions of atexit (before Python 3.13).
+        self._at_exit_of_fork = Finalize(None, self._at_exit, exitpriority=0)
 
     def stop(self) -> None:
         """Ends the watching thread, and says nothing at the program's end: the process groups are gone."""
         self._end_thread(timedelta(0))
         atexit.unregister(self._at_exit)
+        self._at_exit_of_fork.cancel()
         for member in list(self.members):
             member.leave()
         self.aborts.clear()
@@ -513,9 +517,9 @@ def _farewell_of(awaited: Awaited, posts: dict[int, dict[str, Any]]) -> str | No
 
 def _words_for_dead(rank: int, me: int, awaited: Awaited) -> str:
     return (
-        f"the process of rank {rank} has died (killed, or crashed without an error message), while rank {me} waits for "
-        f"{awaited.label}. Look at the end of the output of rank {rank}, and in the kernel's log for the out-of-memory "
-        "killer"
+        f"the process of rank {rank} has died (killed, crashed without an error message, or ended by os._exit), while "
+        f"rank {me} waits for {awaited.label}. Look at the end of the output of rank {rank}, and in the kernel's log "
+        "for the out-of-memory killer"
     )
 
 

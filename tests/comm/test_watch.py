@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import multiprocessing
 import subprocess
 import threading
 import time
@@ -121,6 +122,24 @@ def test_what_the_host_waits_for_comes_behind_what_its_stream_waits_for():
     other._awaited = Awaited("save", other.issue("save"), BOTH, "a checkpoint", 0.0)
     look_at_both(mine, other)
     assert aborted.is_set() and "rank 0 waits for a gather; rank 1 waits for a checkpoint" in mine._verdict
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_whose_function_has_returned(tmp_path):
+    """Before Python 3.13 such a process ends without the functions of ``atexit``."""
+    mine, jobs = Watch(torch_dist.FileStore(str(tmp_path / "store"), 2), "here", 0, 2), []
+
+    def run():
+        jobs.append(Watch(torch_dist.FileStore(str(tmp_path / "store"), 2), "here", 1, 2))
+
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    mine.follow(Reached(), "gathers", 2, "a gather", BOTH)
+    look_at_both(mine, mine, 1)
+    with pytest.raises(CommunicationError, match="rank 1 has ended while this rank waits for a gather"):
+        mine.wait(lambda: None, "step", 1, "the update", BOTH)
 
 
 def test_a_process_that_died():
