@@ -64,6 +64,7 @@ class _GlooSum:
         self._ticket = transport.issue("sum")
         self._work: Any = None
         if stand_in() is None:  # where ranks are played their values do not matter
+            transport.started += 1
             self._work = dist.all_reduce(flat, group=transport.group, async_op=True)
 
     def wait(self) -> None:

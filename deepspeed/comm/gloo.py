@@ -247,11 +247,16 @@ class GlooTransport(Transport):
     def send(self, tensor: torch.Tensor, peer: int, key: int) -> Any:
         """Starts sending ``tensor`` to a peer of the group and returns torch's work."""
         traffic.record_ran("send", tensor.numel() * tensor.element_size(), self.axis)
-        return begun(self.group.send, tensor, peer, key)
+        return self.start(self.group.send, tensor, peer, key)
 
     def receive(self, tensor: torch.Tensor, peer: int, key: int) -> Any:
         """Starts receiving into ``tensor`` from a peer of the group and returns torch's work."""
-        return begun(self.group.recv, tensor, peer, key)
+        return self.start(self.group.recv, tensor, peer, key)
+
+    def start(self, transfer: Callable[..., Any], tensor: torch.Tensor, peer: int, key: int) -> Any:
+        """Starts a send or recv of the group; arguments as of :func:`begun`."""
+        self.started += 1
+        return begun(transfer, tensor, peer, key)
 
     def gather_slices(self, flat: torch.Tensor, key: int, channel: str, label: str) -> Work:
         """The gather itself, not counted as asked for."""
@@ -278,7 +283,7 @@ class GlooTransport(Transport):
         mine_sent = torch.tensor([self.companion.reductions])
         confirmations = [(peer, torch.zeros(1, dtype=torch.int64)) for peer in peers]
         works = [self.receive(count, peer, key + _CONFIRMATION) for peer, count in confirmations]
-        works += [begun(self.group.send, mine_sent, peer, key + _CONFIRMATION) for peer in peers]
+        works += [self.start(self.group.send, mine_sent, peer, key + _CONFIRMATION) for peer in peers]
         self._keep = mine_sent
         return confirmations, works
 
@@ -384,6 +389,7 @@ class GlooTransport(Transport):
     @override
     def broadcast(self, tensor: torch.Tensor, source: int, *, label: str) -> None:
         catch_up()
+        self.started += 1
         work = dist.broadcast(tensor, group_src=source, group=self.group, async_op=True)
         self.guard(work.wait, self.issue("broadcast"), label)
 

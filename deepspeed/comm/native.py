@@ -101,6 +101,11 @@ class NativeTransport(Transport):
         self.runs_on_stream = device.type != "cpu"
 
     @override
+    def issue(self, channel: str, key: int | None = None) -> tuple[str, int]:
+        self.started += 1
+        return super().issue(channel, key)
+
+    @override
     def guard(self, blocking: Callable[[], Any], ticket: tuple[str, int], label: str) -> None:
         super().guard(blocking, ticket, label)
         if self.runs_on_stream and self.watch is not None:

@@ -17,7 +17,6 @@ import torch
 from typing_extensions import override
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.begun import begun
 from deepspeed.comm.counters import traffic
 from deepspeed.comm.gloo import GlooGather, GlooTransport
 from deepspeed.comm.native import NativeTransport, NativeWork
@@ -167,7 +166,7 @@ class GlooByNodes(GlooTransport):
         is_near = peer // self.nodes.width == self.rank // self.nodes.width
         where = "send inside nodes" if is_near else "send between nodes"
         traffic.record_ran(where, tensor.numel() * tensor.element_size(), self.axis)
-        return begun(self.group.send, tensor, peer, key)
+        return self.start(self.group.send, tensor, peer, key)
 
     @override
     @timed("all_gather_into_tensor")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -34,3 +35,25 @@ def is_collecting(group: Any) -> bool:
     """Whether collectives of ``group`` (None: all ranks) are collected, to be started as one (torch's coalescing)."""
     state = distributed_c10d._world.pg_coalesce_state
     return bool(state) and (dist.group.WORLD if group is None else group) in state
+
+
+def groups_within(ranks: Collection[int]) -> list[Any]:
+    """Returns the groups of two or more ranks that this rank is in and that have no rank outside ``ranks``."""
+    groups = [group for group in distributed_c10d._world.pg_map if dist.get_world_size(group) > 1]
+    return [group for group in groups if set(dist.get_process_group_ranks(group)) <= set(ranks)]
+
+
+def operations_of(group: Any) -> int | None:
+    """Returns how many operations torch has counted in a group, over the backends of all its devices.
+
+    Gloo counts collectives, sends and recvs; NCCL counts collectives only. None: a backend counts nothing.
+    """
+    backends: list[Any] = []
+    for device in group._device_types:
+        backend = group._get_backend(device)
+        if all(backend is not other for other in backends):
+            backends.append(backend)
+    try:
+        return sum(int(backend._get_sequence_number_for_group()) for backend in backends)
+    except RuntimeError:
+        return None

@@ -190,6 +190,7 @@ class Transport:
         scope: Begins the names of its channels.
         small_device: Where a tensor for :meth:`gather_small` may be besides the host; None: nowhere.
         axis: Name of the axis that the ranks lie along, for the books of what travels.
+        started: Collectives, sends and recvs that this transport has started in the process group so far.
         runs_on_stream: Transfers run on a stream of the device, and so do waits for them.
         is_exact: What is gathered is what was there. Otherwise it is what some codes stand for, on all ranks the same
             (``comm.coded``): in this rank's own slice too.
@@ -210,6 +211,7 @@ class Transport:
         self.owner = 0
         self.watch: Watch | None = None
         self.party: Party | None = None
+        self.started = 0
         self._moves = 0
         self.companion: Transport | None = None
         self.confirms = False

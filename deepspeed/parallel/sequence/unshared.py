@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from deepspeed.comm.process_group import get_world_group
-from deepspeed.comm.world import is_initialized, stand_in
+from deepspeed.comm.program_calls import program_calls
+from deepspeed.comm.world import is_initialized, ranks_of, stand_in
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 from deepspeed.parallel.sequence.wire import uses_of_wires
@@ -41,9 +41,9 @@ class _FirstForward:
     """Observes one forward between two hooks."""
 
     def __init__(self, model: nn.Module, group: Any, ranks: int) -> None:
-        self._group, self._ranks = group, ranks
+        self._members, self._ranks = ranks_of(group), ranks
         self._seen: _Attention | None = None
-        self._before = (0, 0)
+        self._before: tuple[int, int | None] = (0, None)
         self._handles = [
             model.register_forward_pre_hook(self._begin),
             model.register_forward_hook(self._end, always_call=True),
@@ -68,9 +68,11 @@ class _FirstForward:
             return
         if seen.is_entered:
             seen.__exit__(None, None, None)
-        uses, calls = (now - before for now, before in zip(self._counts(), self._before, strict=True))
-        is_world = self._group is None or self._group is get_world_group()  # ZeRO may use it in a forward too
-        if result is None or uses or (calls and not is_world):  # a forward that failed returns None
+        uses, calls = self._counts()
+        uses_before, calls_before = self._before
+        has_counted = calls is not None and calls_before is not None
+        by_program = calls - calls_before if calls is not None and calls_before is not None else 0
+        if result is None or uses > uses_before or by_program > 0:  # a forward that failed returns None
             return
         what = (
             f"sequence_parallel_size {self._ranks}: expected {type(model).__name__} to exchange tokens with the ranks "
@@ -80,26 +82,20 @@ class _FirstForward:
             "Build deepspeed.sequence.layer.DistributedAttention (or deepspeed.sequence.ring_attention) into its "
             "attention, or set sequence_parallel_size to 1"
         )
-        if seen.count and not calls and self._is_counted():
+        if seen.count and has_counted:
             raise DeepSpeedConfigError(
                 f"{what}its first forward attended {seen.count} time(s) and exchanged nothing, so each rank would "
                 f"attend to its own part only. {remedy}"
             )
         log_dist(
-            f"{what}its first forward exchanged nothing through deepspeed.sequence. That is right only if it treats "
-            f"every token by itself, or exchanges tokens by calls of its own. {remedy}",
+            f"{what}no exchange was found in its first forward. That is right only if it treats every token by itself, "
+            f"or exchanges tokens in a way that torch does not count. {remedy}",
             level=logging.WARNING,
         )
 
-    def _counts(self) -> tuple[int, int]:
-        """Exchanges by ``deepspeed.sequence``, and collectives of the group that torch has counted."""
-        group = get_world_group() if self._group is None else self._group
-        return uses_of_wires(), int(group._get_sequence_number_for_group()) if self._is_counted() else 0
-
-    def _is_counted(self) -> bool:
-        """Whether torch counts the collectives of the group: not where it has a backend of its own for each device."""
-        group = get_world_group() if self._group is None else self._group
-        return str(group._get_backend_name()) != "undefined"
+    def _counts(self) -> tuple[int, int | None]:
+        """Returns the exchanges by ``deepspeed.sequence``, and by calls of the program; None: torch does not count."""
+        return uses_of_wires(), program_calls(self._members)
 
 
 class _Attention(TorchFunctionMode):
