@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -131,3 +133,33 @@ def _whole_sequences_with_positions(modes):
 
 def test_each_rank_may_bring_whole_sequences_with_a_mask():
     run_ranks(_whole_sequences_with_positions, 2, ["ulysses", "ring"])
+
+
+def _positions_by_the_mask():
+    """OPT numbers a sequence's tokens by its padding mask."""
+    rank = dist.get_rank()
+    make = partial(llama, kind="OPT", vocab_size=13, hidden_size=16, word_embed_proj_dim=16, ffn_dim=20, dropout=0.0)
+    model, whole = make(), make().eval()
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "sequence_parallel_size": 2,
+        "sequence_parallel": {"evaluation": "logits"},
+    }
+    UlyssesSPAttentionHF.register_with_transformers(
+        model, core_attn_implementation="sdpa", sequence_parallel_size=2, micro_batch_size=1, disable_in_eval=True
+    )
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    engine.eval()
+    for rows in (_batch(9 + 4 * rank, 2), _batch(8, 1)):
+        left = {**rows, "attention_mask": rows["attention_mask"].clone()}
+        left["attention_mask"][0, : 3 + 2 * rank] = 0
+        for given in (left, {"input_ids": rows["input_ids"]}):
+            with torch.no_grad():
+                found, expected = engine(**given, use_cache=False).logits, whole(**given).logits
+            visible = given.get("attention_mask", torch.ones_like(rows["input_ids"])).bool()
+            torch.testing.assert_close(found[visible], expected[visible])
+    engine.destroy()
+
+
+def test_a_model_may_count_positions_by_the_padding_mask():
+    run_ranks(_positions_by_the_mask, 2)

@@ -24,6 +24,8 @@ from deepspeed.parallel.sequence.sharing import Sharing
 
 _CUT = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "labels", "shift_labels")
 """Inputs with one value per token."""
+_COUNTS_BY_MASK = ("opt",)
+"""Types of models that number a sequence's tokens by its padding mask where they get no position ids."""
 _NEUTRAL = ("return_dict", "use_cache", "num_items_in_batch")
 
 
@@ -126,10 +128,21 @@ def _taken(given: dict[str, Any], model: Any) -> tuple[str, dict[str, torch.Tens
     for name in ("output_hidden_states", "output_attentions"):
         if getattr(model.config, name, False):
             return f"the model's configuration says {name}", {}, {}
+    positions = _positions_by_mask(batch, model)
+    if positions is not None:
+        batch["position_ids"] = positions
     items = given.get("num_items_in_batch")
     if items is None:
         return "", batch, {}
     return "", batch, {"num_items_in_batch": items.item() if isinstance(items, torch.Tensor) else items}
+
+
+def _positions_by_mask(batch: dict[str, torch.Tensor], model: Any) -> torch.Tensor | None:
+    """Returns ``[batch, tokens]`` positions, -1 for padding, where the model would find them by the mask; else None."""
+    mask = batch.get("attention_mask")
+    if mask is None or batch.get("position_ids") is not None or model.config.model_type not in _COUNTS_BY_MASK:
+        return None
+    return (mask.cumsum(1) * mask - 1).long()
 
 
 def _sum_and_count(loss: torch.Tensor, labels: torch.Tensor, items: Any) -> torch.Tensor:
