@@ -137,7 +137,7 @@ def test_a_forked_process_whose_function_has_returned(tmp_path):
     process.join(60)
     assert process.exitcode == 0
     mine.follow(Reached(), "gathers", 2, "a gather", BOTH)
-    look_at_both(mine, mine, 1)
+    look_at_both(mine, mine, 2)
     with pytest.raises(CommunicationError, match="rank 1 has ended while this rank waits for a gather"):
         mine.wait(lambda: None, "step", 1, "the update", BOTH)
 
