@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 import time
 from pathlib import Path
@@ -293,7 +294,8 @@ def test_a_rank_that_ends_is_told_of(tmp_path: Path) -> None:
     with pytest.raises(RankDied):
         run_ranks(_dies, 2, str(tmp_path / "said"), fresh=True)
     seconds, _, said = (tmp_path / "said").read_text().partition(" ")
-    assert float(seconds) < SOON and "how many tokens go to each expert failed; a peer has probably died" in said
+    words = r"process of rank 1 has died .* while rank 0 waits for .*how many tokens go to each expert"
+    assert float(seconds) < SOON and re.search(words, said), said
 
 
 def _evaluates_alone() -> tuple[str, float]:

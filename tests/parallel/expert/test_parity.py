@@ -201,9 +201,13 @@ def test_the_norm_counts_each_expert_once_wherever_it_lives() -> None:
 
 def _on_four() -> None:
     _each_expert_counts_once([2, 4])
-    with pytest.raises(DeepSpeedConfigError, match="cut the groups of all parameters alike, but 'ep_size_2'"):
+    with pytest.raises(
+        DeepSpeedConfigError, match="zero_optimization.zero_hpz_partition_size 2 with expert layers of ep_size 2"
+    ):
         engine_of(Net((2, 1)), 3, zero={**SHARDED, "zero_hpz_partition_size": 2})
-    with pytest.raises(DeepSpeedConfigError, match="cut the groups of all parameters alike, but 'ep_size_2'"):
+    with pytest.raises(
+        DeepSpeedConfigError, match="zero_optimization.mics_shard_size 2 with expert layers of ep_size 2"
+    ):
         engine_of(Net((2, 1)), 3, zero={**SHARDED, "mics_shard_size": 2})
     _all_cells(4, ON_FOUR[:1])
 
