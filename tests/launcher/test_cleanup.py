@@ -1,8 +1,11 @@
 """Nothing that came from a run outlives it, whatever is killed and however the ranks' children behave."""
 
+import fcntl
 import os
 import signal
+import struct
 import subprocess
+import termios
 import time
 
 import psutil
@@ -71,6 +74,20 @@ def supervisor_of(launcher):
     return child
 
 
+def wait_until_output_is_stuck(launcher):
+    """Waits until the launcher has filled the pipe of its output, which nobody reads.
+
+    A pipe that has no room may hold less than its size, as a write that does not fit begins a new page.
+    """
+    pipe = launcher.process.stdout.fileno()
+    size = fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ)
+
+    def unread():
+        return struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, b"\0" * 4))[0]
+
+    wait_until(lambda: unread() > size // 2, 40, "full pipe of output")
+
+
 def all_gone(launcher):
     return wait_until(lambda: not launcher.processes(), LIMIT, "end of all processes")
 
@@ -101,10 +118,11 @@ def test_ranks_that_ignore_the_signal(launch, number):
 
 
 def test_a_second_interrupt_does_not_wait(launch):
-    launcher = launch(STUBBORN_RANK, "--num_gpus=2", "-q")
+    noting = STUBBORN_RANK.replace("signal.SIG_IGN", "lambda *_: pathlib.Path(f'told{rank}').touch()")
+    launcher = launch(noting, "--num_gpus=2", "-q")
     launcher.wait_for_files("ready0", "ready1")
     launcher.process.send_signal(signal.SIGINT)
-    time.sleep(0.3)
+    launcher.wait_for_files("told0", "told1")  # two signals of one number that come together are one
     started = time.monotonic()
     launcher.process.send_signal(signal.SIGINT)
     code, _, _ = launcher.finish(10)
@@ -146,7 +164,7 @@ def test_the_launcher_killed_while_nobody_reads_its_output(launch):
     script = STUBBORN_RANK.replace("time.sleep(300)", "while True: print('x' * 1000)")
     launcher = launch(script, "--num_gpus=2", "-q")
     launcher.wait_for_files("ready0", "ready1")
-    time.sleep(1)  # by now every pipe is full
+    wait_until_output_is_stuck(launcher)
     launcher.process.kill()
     all_gone(launcher)
     launcher.finish(5)
@@ -154,7 +172,7 @@ def test_the_launcher_killed_while_nobody_reads_its_output(launch):
 
 def test_the_launcher_terminated_while_nobody_reads_its_output(launch):
     launcher = launch("while True: print('x' * 1000)", "--num_gpus=2", "-q")
-    time.sleep(2)
+    wait_until_output_is_stuck(launcher)
     launcher.process.terminate()
     all_gone(launcher)
     code, _, err = launcher.finish(5)
