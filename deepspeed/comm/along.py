@@ -8,6 +8,7 @@ played by a plan.
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -19,11 +20,11 @@ from deepspeed.comm.transport import LocalTransport, Transport
 from deepspeed.comm.world import PlayedGroup, is_initialized, stand_in
 from deepspeed.uncompiled import uncompiled
 
-_made: dict[tuple[int, str], tuple[Any, Transport]] = {}
-_channels: dict[int, tuple[Transport, Channel]] = {}
+_made: dict[tuple[int, str], tuple[Any, Channel]] = {}
+_played: WeakKeyDictionary[Any, dict[tuple[tuple[int, ...], str], Channel]] = WeakKeyDictionary()
+"""By the world that plays the ranks."""
 
 
-@uncompiled
 def transport_along(group: Any, device: torch.device, axis: str) -> Transport:
     """Returns the transport of ``group`` for everything that its ranks exchange along ``axis``; made once.
 
@@ -34,40 +35,36 @@ def transport_along(group: Any, device: torch.device, axis: str) -> Transport:
         device: Where the tensors live.
         axis: For the books, as ``comm.mesh`` names it.
     """
-    others: Any = stand_in()
-    if others is not None:  # played ranks have groups of their own, or those of the mesh
-        ranks = group.ranks if isinstance(group, PlayedGroup) else others.mesh.group(others.rank, axis)
-        return _kept(others, axis, lambda: others.transport(device, ranks))
-    if not is_initialized():
-        return LocalTransport()
-    group = get_world_group() if group is None else group
-    for key in [key for key, (old, _) in _made.items() if not is_alive(old)]:
-        _channels.pop(id(_made.pop(key)[1]), None)
-    return _kept(group, axis, lambda: transport_over(group, device))
+    return channel_along(group, device, axis).transport
 
 
 @uncompiled
 def channel_along(group: Any, device: torch.device, axis: str) -> Channel:
     """Returns a channel over :func:`transport_along`; made once, and no ranks meet: sums are the transport's."""
-    transport = transport_along(group, device, axis)
-    known = _channels.get(id(transport))
-    if known is None or known[0] is not transport:
-        known = _channels[id(transport)] = transport, Channel(transport)
-    return known[1]
+    others: Any = stand_in()
+    if others is not None:  # played ranks have groups of their own, or those of the mesh
+        ranks = group.ranks if isinstance(group, PlayedGroup) else tuple(others.mesh.group(others.rank, axis))
+        played = _played.setdefault(others, {})
+        if (ranks, axis) not in played:
+            played[ranks, axis] = _channel(others.transport(device, ranks), axis)
+        return played[ranks, axis]
+    if not is_initialized():
+        return Channel(LocalTransport())
+    group = get_world_group() if group is None else group
+    for key in [key for key, (old, _) in _made.items() if not is_alive(old)]:
+        del _made[key]
+    if (id(group), axis) not in _made:
+        _made[id(group), axis] = group, _channel(transport_over(group, device), axis)
+    return _made[id(group), axis][1]
 
 
 def forget() -> None:
     """Forgets all of them, for tests."""
     _made.clear()
-    _channels.clear()
+    _played.clear()
 
 
-def _kept(group: Any, axis: str, make: Any) -> Transport:
-    key = id(group), axis
-    known = _made.get(key)
-    if known is None or known[0] is not group:
-        transport = make()
-        transport.axis = axis
-        transport.owner = transport.next_owner()  # its tags are those of no engine
-        known = _made[key] = group, transport
-    return known[1]
+def _channel(transport: Transport, axis: str) -> Channel:
+    transport.axis = axis
+    transport.owner = transport.next_owner()  # its tags are those of no engine
+    return Channel(transport)

@@ -1,4 +1,4 @@
-"""Where an optimizer's own small collectives take place."""
+"""The small collectives of optimizers, each through the transport of its process group and axis (``comm.along``)."""
 
 from __future__ import annotations
 
@@ -7,65 +7,49 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from deepspeed import comm
+from deepspeed.comm.along import channel_along, transport_along
 
-def add_over_ranks(tensor: Tensor, group: object | None, purpose: str, axis: str = "data") -> None:
-    """Adds ``tensor`` over the ranks of ``group``, in place; a collective unless that is None.
+
+def add_over_ranks(tensor: Tensor, group: object | None, purpose: str, axis: str) -> None:
+    """Adds ``tensor`` over the ranks of ``group``, in place. Every rank of the group must call it.
 
     Args:
-        tensor: What is added.
-        group: The process group.
-        purpose: What it is for, for whoever waits in vain.
-        axis: Along which the ranks lie, for the books of what travels.
+        tensor: Contiguous, floating.
+        group: The process group; None: nothing is added.
+        purpose: Names the exchange in messages about ranks that do not come.
+        axis: Name of the axis along which the ranks lie, for the traffic books.
     """
     if group is None:
         return
-    from deepspeed import comm
-    from deepspeed.comm import supervised
-    from deepspeed.comm.counters import traffic
-
-    nbytes = 2 * tensor.numel() * tensor.element_size()
-    traffic.record_asked("all_reduce", nbytes, axis)
-    traffic.record_ran("all_reduce", nbytes, axis)
-    with supervised.purpose(purpose):
-        comm.all_reduce(tensor, group=group)
+    summed = channel_along(group, tensor.device, axis).sum(tensor, purpose)
+    if summed.data_ptr() != tensor.data_ptr():
+        tensor.copy_(summed)
 
 
-def most_over_ranks(tensor: Tensor, group: object | None, purpose: str) -> None:
-    """As :func:`add_over_ranks`, with the largest value in the place of the sum."""
-    if group is None:
-        return
-    from deepspeed import comm
-    from deepspeed.comm import supervised
-    from deepspeed.comm.counters import traffic
-
-    nbytes = 2 * tensor.numel() * tensor.element_size()
-    traffic.record_asked("all_reduce", nbytes, "data")
-    traffic.record_ran("all_reduce", nbytes, "data")
-    with supervised.purpose(purpose):
-        comm.all_reduce(tensor, op=comm.ReduceOp.MAX, group=group)
+def largest_over_ranks(tensor: Tensor, group: object | None, purpose: str, axis: str) -> None:
+    """Replaces ``tensor`` by the elementwise largest values of all ranks; arguments as of :func:`add_over_ranks`."""
+    if group is not None:
+        tensor.copy_(channel_along(group, tensor.device, axis).largest(tensor, purpose))
 
 
 def exchange_parts(
-    incoming: Tensor, outgoing: Tensor, numels: tuple[list[int], list[int]], kept: int, group: object, purpose: str
+    incoming: Tensor, outgoing: Tensor, numels: tuple[list[int], list[int]], group: object, purpose: str, axis: str
 ) -> None:
-    """Sends a part of ``outgoing`` to each rank and fills ``incoming`` with what they send; a collective.
+    """Sends a part of ``outgoing`` to each rank and fills ``incoming`` with the parts that the ranks send.
+
+    Every rank of the group must call it.
 
     Args:
         incoming: 1-D; the parts in the order of the ranks they come from.
         outgoing: 1-D; the parts in the order of the ranks they are for.
         numels: Elements from each rank, elements for each rank.
-        kept: Of those, how many this rank sends to itself.
         group: The process group.
-        purpose: What it is for, for whoever waits in vain.
+        purpose: Names the exchange in messages about ranks that do not come.
+        axis: Name of the axis along which the ranks lie, for the traffic books.
     """
-    from deepspeed import comm
-    from deepspeed.comm import supervised
-    from deepspeed.comm.counters import traffic
-
-    traffic.record_asked("all_to_all", outgoing.numel() * outgoing.element_size(), "data")
-    traffic.record_ran("all_to_all", (outgoing.numel() - kept) * outgoing.element_size(), "data")
-    with supervised.purpose(purpose):
-        comm.all_to_all_single(incoming, outgoing, *numels, group=group)
+    received, sent = numels
+    transport_along(group, outgoing.device, axis).all_to_all(outgoing, sent, incoming, received, label=purpose).wait()
 
 
 def exchange_device(params: Iterable[Tensor], group: object | None) -> torch.device:
@@ -81,8 +65,6 @@ def exchange_device(params: Iterable[Tensor], group: object | None) -> torch.dev
     device = next((param.device for param in params), None)
     if group is None or (device is not None and device.type != "cpu"):
         return device or torch.device("cpu")
-    from deepspeed import comm
-
     backend = comm.get_backend(group)
     if backend == "nccl" or (device is None and "nccl" in backend):
         from deepspeed.accelerator import get_accelerator

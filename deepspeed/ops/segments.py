@@ -123,6 +123,7 @@ class SegmentTable:
         by_param: ``id(run tensor)`` to its segments, in ascending order of ``start``. Gaps are padding.
         num_tensors: Number of tensors on all ranks together.
         group: The process group over which tensors are cut; None when every tensor is whole on this rank.
+        axis: Name of the axis along which the ranks of ``group`` lie, for the traffic books.
         shared: Every tensor that has a param group, in ascending order of ``index``.
         ranks: The rank in the group of each position.
         position: That of this rank.
@@ -136,6 +137,7 @@ class SegmentTable:
     ranks: Sequence[int] = range(1)
     position: int = 0
     cut: CutTensors | None = None
+    axis: str = "data"
 
     def __post_init__(self) -> None:
         for segments in self.by_param.values():

@@ -8,6 +8,7 @@ same program on the same data; large transfers leave their buffers alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from deepspeed.comm.gloo import GlooTransport
 from deepspeed.comm.mesh import Mesh
 from deepspeed.comm.native import NativeTransport
 from deepspeed.comm.transport import LocalTransport, Transport
+from deepspeed.comm.world import PlayedGroup
 from deepspeed.errors import NotYetSupportedError
 
 
@@ -43,11 +45,11 @@ class _Receipt(_Arrived):
             self._place.copy_(values)
 
 
-class _PeerGroup:
+@dataclass(frozen=True, eq=False)
+class _PeerGroup(PlayedGroup):
     """The group beneath sends and receives."""
 
-    def __init__(self) -> None:
-        self._sent: dict[int, torch.Tensor] = {}
+    _sent: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def send(self, tensors: list[torch.Tensor], peer: int, key: int) -> _Arrived:
         """Keeps small values for :meth:`recv`."""
@@ -60,7 +62,7 @@ class _PeerGroup:
         return _Receipt(self._sent, key, tensors[0]) if tensors[0].device.type == "cpu" else _Arrived()
 
 
-class _CollectiveGroup:
+class _CollectiveGroup(PlayedGroup):
     """The group beneath native collectives."""
 
     def _allgather_base(self, flat: torch.Tensor, mine: torch.Tensor) -> _Arrived:
@@ -158,10 +160,10 @@ class PlayedWorld:
         place = members.index(self.rank), len(members)
         made: Transport
         if self.backend == "gloo":
-            made = _PlayedGloo(_PeerGroup(), *place)
+            made = _PlayedGloo(_PeerGroup(tuple(members)), *place)
         else:
             # Small exchanges tell values, which only the host has in a rehearsal.
-            made = _PlayedNative(_CollectiveGroup(), *place, torch.device("cpu"))
+            made = _PlayedNative(_CollectiveGroup(tuple(members)), *place, torch.device("cpu"))
         made.ranks = tuple(members)
         self.transports.append(made)
         return made

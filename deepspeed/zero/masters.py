@@ -323,9 +323,9 @@ def segment_table(masters: list[MasterBucket], other_parts: object | None = None
     if sharded is None:
         return SegmentTable(by_param, first, None, tuple(shared), cut=parts)
     transport, owners = sharded.transport, sharded.bucket.group
-    group = (owners.owners if owners.is_spread else owners.reduce).group
+    along = owners.owners if owners.is_spread else owners.reduce
     ranks = tuple(transport.rank_at(position) for position in range(transport.size))
-    return SegmentTable(by_param, first, group, tuple(shared), ranks, transport.rank, parts)
+    return SegmentTable(by_param, first, along.group, tuple(shared), ranks, transport.rank, parts, along.axis)
 
 
 def _cut_tensors(masters: list[MasterBucket], group: object) -> CutTensors | None:

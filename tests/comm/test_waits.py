@@ -157,7 +157,7 @@ def _one_leaves_the_update(words):
     if rank() == 0:
         return _complaint(engine.step)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exchange, lambda *arguments: comm.barrier())
+        patch.setattr(exchange, lambda *arguments, **options: comm.barrier())
         return _complaint(engine.step)
 
 
@@ -165,7 +165,7 @@ def _one_leaves_the_update(words):
 def test_waits_of_optimizers(words):
     first, second = run_ranks(_one_leaves_the_update, 2, words)
     assert first == second and first[0] == "DivergenceError" and first[2], (first, second)
-    assert f"({words})" in first[1] and "rank 1 waits for barrier" in first[1]
+    assert f"rank 0 waits for {words}" in first[1] and "rank 1 waits for barrier" in first[1]
 
 
 # -- the class of the fault --------------------------------------------------------------------------------------------
@@ -175,6 +175,7 @@ BLOCKING = {
     *("barrier", "broadcast", "broadcast_object_list", "gather", "monitored_barrier", "new_group", "recv", "reduce"),
     *("reduce_scatter", "reduce_scatter_tensor", "scatter", "send", "init_device_mesh"),
 }
+SETTING_UP = {"barrier", "monitored_barrier", "new_group", "init_device_mesh"}
 SUPERVISED = {"comm.collectives", "comm.new_groups", "comm.process_group"}
 
 
@@ -192,3 +193,28 @@ def test_nobody_else_waits_inside_torch():
             if owner in ("dist", "torch_dist", "torch.distributed") and node.func.attr in BLOCKING and not starts:
                 wrong.append(f"{graph.path_of(module)}:{node.lineno} {ast.unparse(node)}")
     assert not wrong, "use deepspeed.comm's, which are watched:\n" + "\n".join(wrong)
+
+
+NO_TRANSPORT = {
+    "cli.bench": "measures torch's collectives",
+    "comm.speed": "measures torch's collectives",
+    "data.analysis.analyzer": "a program of its own, before the training",
+    "data.analysis.distributed": "a program of its own, before the training",
+    "ops.sparse_attention.layouts": "one broadcast for each length of sequence",
+    "parallel.sequence.evaluation": "losses of an evaluation",
+}
+"""Modules that may call ``deepspeed.comm``'s form of torch's collectives, and why."""
+
+
+def test_a_training_exchanges_through_transports():
+    """Everything else is in the traffic books of its axis, as the collectives of ``deepspeed.comm`` are not."""
+    wrong = []
+    for module in graph.modules():
+        if module.removeprefix("deepspeed.") in NO_TRANSPORT:
+            continue
+        for node in ast.walk(graph.tree_of(module)):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            if ast.unparse(node.func.value) in ("comm", "deepspeed.comm") and node.func.attr in BLOCKING - SETTING_UP:
+                wrong.append(f"{graph.path_of(module)}:{node.lineno} {ast.unparse(node)}")
+    assert not wrong, "use a transport (deepspeed.comm.along):\n" + "\n".join(wrong)

@@ -7,6 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from deepspeed import comm
+from deepspeed.comm.transport import DoneWork
+from deepspeed.ops import exchange
 from deepspeed.ops.segments import Segment, SegmentTable, SharedTensor
 
 ALIGNMENT = 64
@@ -57,21 +59,27 @@ class ThreadedGroup:
         return self._local.rank
 
 
+class ThreadedTransport:
+    """Transport and channel over a :class:`ThreadedGroup`."""
+
+    def __init__(self, group):
+        self._group = group
+
+    def sum(self, values, label):
+        return sum(self._group.exchange("all_reduce", values.clone(), values.numel()))
+
+    def all_to_all(self, source, sent, out, received, *, label):
+        parts = self._group.exchange("all_to_all_single", source.clone().split(sent), source.numel())
+        arrived = [part[self._group.rank] for part in parts]
+        assert [part.numel() for part in arrived] == received
+        out.copy_(torch.cat(arrived))
+        return DoneWork()
+
+
 def use_threaded_collectives(monkeypatch):
-    """Lets ``deepspeed.comm`` work on a :class:`ThreadedGroup`."""
-
-    def all_reduce(tensor, group=None):
-        total = sum(group.exchange("all_reduce", tensor.clone(), tensor.numel()))
-        tensor.copy_(total)
-
-    def all_to_all_single(output, tensor, output_split_sizes=None, input_split_sizes=None, group=None):
-        parts = group.exchange("all_to_all_single", tensor.clone().split(input_split_sizes), tensor.numel())
-        received = [part[group.rank] for part in parts]
-        assert [part.numel() for part in received] == output_split_sizes
-        output.copy_(torch.cat(received))
-
-    monkeypatch.setattr(comm, "all_reduce", all_reduce)
-    monkeypatch.setattr(comm, "all_to_all_single", all_to_all_single)
+    """Lets the exchanges of optimizers work on a :class:`ThreadedGroup`."""
+    for name in ("channel_along", "transport_along"):
+        monkeypatch.setattr(exchange, name, lambda group, device, axis: ThreadedTransport(group))
     monkeypatch.setattr(comm, "get_backend", lambda group=None: "gloo")
 
 

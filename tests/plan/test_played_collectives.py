@@ -7,11 +7,12 @@ import torch
 from torch.nn import functional
 
 from deepspeed import comm
+from deepspeed.comm.along import channel_along
 from deepspeed.comm.counters import counted
 from deepspeed.comm.mesh import Mesh
 from deepspeed.comm.world import PlayedGroup, played_by
 from deepspeed.errors import NotYetSupportedError
-from deepspeed.ops.exchange import add_over_ranks
+from deepspeed.ops.exchange import add_over_ranks, exchange_parts, largest_over_ranks
 from deepspeed.parallel.sequence.loss import mean_loss
 from deepspeed.parallel.sequence.vocabulary import vocab_sequence_parallel_cross_entropy
 from deepspeed.plan.network import PlayedWorld
@@ -48,10 +49,24 @@ def test_alone_the_loss_is_that_of_torch() -> None:
     torch.testing.assert_close(gradient, torch.autograd.grad(wanted, logits)[0])
 
 
-def test_sums_of_an_optimizer_are_booked_along_their_axis() -> None:
-    with played_by(world("gloo")), counted() as traffic:
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_what_optimizers_exchange_is_booked_along_its_axis(backend: str) -> None:
+    with played_by(world(backend)), counted() as traffic:
         add_over_ranks(torch.zeros(4, dtype=torch.float64), TENSOR, "the test", axis="tensor")
-        assert {axis: tally.nbytes for (_, axis), tally in traffic.asked_along.items()} == {"tensor": 64}
+        largest_over_ranks(torch.zeros(4, dtype=torch.float64), SEQUENCE, "the test", axis="ep_size_2")
+        exchange_parts(torch.empty(5), torch.empty(5), ([2, 3], [1, 4]), SEQUENCE, "the test", axis="ep_size_2")
+        assert {key: tally.nbytes for key, tally in traffic.asked_along.items()} == {
+            ("all_reduce", "tensor"): 2 * 4 * 8,
+            ("all_gather", "ep_size_2"): 2 * 4 * 8,
+            ("all_to_all", "ep_size_2"): 4 * 4,  # what stays on this rank does not travel
+        }
+
+
+def test_groups_of_one_axis_have_channels_of_their_own() -> None:
+    with played_by(world("gloo")):
+        first, second = (channel_along(PlayedGroup(ranks), torch.device("cpu"), "tensor") for ranks in [(0, 1), (0, 2)])
+        assert first.transport.ranks == (0, 1) and second.transport.ranks == (0, 2)
+        assert channel_along(PlayedGroup((0, 1)), torch.device("cpu"), "tensor") is first
 
 
 def test_torchs_own_collectives_are_played_or_refused_by_name() -> None:

@@ -149,8 +149,8 @@ class FusedLamb(torch.optim.Optimizer):
         squares = torch.zeros(2, num_tensors, dtype=torch.float64, device=device)
         for update in updates:
             squares += update.advance_moments().to(device)
-        add_over_ranks(squares, group, "LAMB's norms of weights and updates")
         if self._table is not None:
+            add_over_ranks(squares, group, "LAMB's norms of weights and updates", self._table.axis)
             _add_over_parts(squares, self._table)
         ratios = _ratios(squares)
         self._coeffs = ratios.clamp(self.defaults["min_coeff"], self.defaults["max_coeff"])

@@ -37,7 +37,6 @@ class _Tour:
         received: Pieces of the matrices it orthogonalises, in the order in which they lie in the receive buffer.
         send_numels: Elements for each rank.
         receive_numels: Elements from each rank.
-        kept: Elements from this rank for itself.
     """
 
     def __init__(self, planned: Round, table: SegmentTable) -> None:
@@ -48,7 +47,6 @@ class _Tour:
         self.received = sorted(planned.received_by(table.position), key=by_rank)
         self.send_numels = self._numels(self.sent, table)
         self.receive_numels = self._numels(self.received, table)
-        self.kept = self.send_numels[table.ranks[table.position]]
 
     @staticmethod
     def _numels(pieces: list[MatrixPart], table: SegmentTable) -> list[int]:
@@ -77,7 +75,7 @@ class FragmentExchange:
     """
 
     def __init__(self, table: SegmentTable, runs: list[Tensor], groups: Collection[int]) -> None:
-        self._group = table.group
+        self._group, self._axis = table.group, table.axis
         self._device = exchange_device(runs, table.group)
         self._locations = {
             segment.index: _Location(run, segment) for run in runs for segment in table.of(run) if segment.numel
@@ -126,17 +124,17 @@ class FragmentExchange:
             view.copy_(update_of(location.run, slice(location.segment.start, location.segment.stop)))
 
         matrices = pieces if self._group is None else pieces.new_empty(sum(tour.receive_numels))
-        self._exchange(matrices, pieces, (tour.receive_numels, tour.send_numels), tour.kept)
+        self._exchange(matrices, pieces, (tour.receive_numels, tour.send_numels))
         self._orthogonalize_all(list(zip(tour.received, _views(matrices, tour.received), strict=True)), orthogonalize)
-        self._exchange(pieces, matrices, (tour.send_numels, tour.receive_numels), tour.kept)
+        self._exchange(pieces, matrices, (tour.send_numels, tour.receive_numels))
 
         for piece, view in zip(tour.sent, _views(pieces, tour.sent), strict=True):
             location = self._locations[piece.tensor.index]
             apply(location.run, slice(location.segment.start, location.segment.stop), view, piece.tensor.shape)
 
-    def _exchange(self, incoming: Tensor, outgoing: Tensor, numels: tuple[list[int], list[int]], kept: int) -> None:
+    def _exchange(self, incoming: Tensor, outgoing: Tensor, numels: tuple[list[int], list[int]]) -> None:
         if self._group is not None:
-            exchange_parts(incoming, outgoing, numels, kept, self._group, "the matrices of Muon")
+            exchange_parts(incoming, outgoing, numels, self._group, "the matrices of Muon", self._axis)
 
     @staticmethod
     def _orthogonalize_all(pieces: list[tuple[MatrixPart, Tensor]], orthogonalize: Callable[[Tensor], Tensor]) -> None:

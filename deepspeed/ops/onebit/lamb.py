@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from deepspeed.ops.exchange import add_over_ranks, exchange_device, most_over_ranks
+from deepspeed.ops.exchange import add_over_ranks, exchange_device, largest_over_ranks
 from deepspeed.ops.lamb.blocks import BLOCK_NUMEL, BlockMap, block_most, block_squares, multiply_blocks
 from deepspeed.ops.lamb.fused_lamb import FusedLamb
 from deepspeed.ops.onebit.adam import check_family
@@ -170,7 +170,7 @@ class OneBitLamb(FusedLamb):
                 sums[0] += block_map.sums(squares)[0].to(device)
                 for segment in table.of(param):
                     sums[1, segment.index] += segment.numel
-        add_over_ranks(sums, table.group, "1-bit LAMB's sizes of momenta")
+        add_over_ranks(sums, table.group, "1-bit LAMB's sizes of momenta", table.axis)
         roots = (sums[0] / sums[1].clamp(min=1)).sqrt()
         remembered = self._remembered()
         for index, name in self._names().items():
@@ -232,8 +232,8 @@ class OneBitLamb(FusedLamb):
             sums, largest = update.advance()
             squares += sums.to(device)
             most = torch.maximum(most, largest.to(device))
-        add_over_ranks(squares, table.group, "1-bit LAMB's norms of updates")
-        most_over_ranks(most, table.group, "1-bit LAMB's largest ratios of variances")
+        add_over_ranks(squares, table.group, "1-bit LAMB's norms of updates", table.axis)
+        largest_over_ranks(most, table.group, "1-bit LAMB's largest ratios of variances", table.axis)
         ratios = self._ratios(squares, most)
         self._coeffs = ratios.float()
         for update in updates:

@@ -6,13 +6,15 @@ from typing import Any
 
 import torch
 
-from deepspeed import comm
+from deepspeed.comm.along import channel_along
 from deepspeed.comm.groups import group_along
-from deepspeed.comm.mesh import SAMPLES, Mesh
+from deepspeed.comm.mesh import DATA, SAMPLES, Mesh
 from deepspeed.comm.objects import gather_objects
 from deepspeed.comm.transport import Transport
 from deepspeed.parallel.pipe.data import DataError
 from deepspeed.parallel.pipe.values import map_tensors, tensors_of
+
+_MEANS = "the mean of the outputs (eval_batch)"
 
 
 def mean_outputs(job: Transport, mesh: Mesh, rank: int, outputs: list[Any] | None) -> Any:
@@ -38,9 +40,8 @@ def mean_outputs(job: Transport, mesh: Mesh, rank: int, outputs: list[Any] | Non
         return None
     means = [torch.stack([tensor.float() for tensor in same]).mean(0) for same in zip(*tensors, strict=True)]
     if group is not None:
-        for mean in means:
-            comm.all_reduce(mean, group=group)
-            mean /= mesh.size(*SAMPLES)
+        copies = mesh.size(*SAMPLES)
+        means = [channel_along(group, mean.device, DATA).sum(mean, _MEANS).div_(copies) for mean in means]
     remaining = iter(means)
     return map_tensors(outputs[0], lambda _tensor: next(remaining))
 

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-from deepspeed import comm
+from deepspeed.comm.along import transport_along
+from deepspeed.comm.mesh import SEQUENCE
+from deepspeed.comm.objects import gather_objects
 from deepspeed.logging import log_dist_once
 from deepspeed.parallel.sequence.batches import Told, check, parts_of, prepared
 from deepspeed.parallel.sequence.skipping import teach_accelerate
@@ -90,8 +92,8 @@ class UlyssesSPDataLoaderAdapter:
             self._batches = iter(self.dl)
         batch = next(self._batches, None)
         mine, tensors = (Told(ended=True), {}) if batch is None else prepared(batch, self.sp_world_size)
-        told: list[Any] = [None] * self.sp_world_size
-        comm.all_gather_object(told, mine, group=self.sp_group)
+        transport = transport_along(self.sp_group, self.device, SEQUENCE)
+        told = gather_objects(transport, mine, label=f"the shapes of the next batches ({_CLASS})")
         if any(one.ended for one in told):
             self._batches = None
             left = [str(rank) for rank, one in enumerate(told) if not one.ended]

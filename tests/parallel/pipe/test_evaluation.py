@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import deepspeed
+from deepspeed.comm.counters import counted
 from deepspeed.errors import PipelineError
 from deepspeed.pipe import PipelineModule
 from tests.harness.pool import run_ranks
@@ -57,6 +58,26 @@ def test_forms():
         for mean, told in found:
             _close(mean, alone[0][0])
             _close(told, expected)
+
+
+def _mean_over_copies():
+    engine = support.engine_of(1, 1, 2)
+    data = [support.items(7, engine.grid.data_parallel_id, 1)[0][0][:, :4] for _ in range(2)]
+    data = [(tokens, tokens) for tokens in data]
+    with counted() as traffic:
+        mean = engine.eval_batch(iter(data), compute_loss=False)
+        tally = traffic.asked_along["all_reduce", "data"]
+    outputs = engine.eval_batch(iter(data), compute_loss=False, reduce_output=None)
+    return mean, torch.stack(outputs).mean(0), (tally.calls, tally.nbytes)
+
+
+def test_outputs_are_averaged_over_copies_and_booked():
+    found = run_ranks(_mean_over_copies, 2)
+    own = [mean for _, mean, _ in found]
+    assert not torch.equal(*own)
+    for mean, _, booked in found:
+        _close(mean, (own[0] + own[1]) / 2)
+        assert booked == (1, 2 * mean.nbytes)
 
 
 def _labels_from_the_first_stage():
