@@ -121,7 +121,7 @@ def group_along(*axes: str, timeout: timedelta | None = None) -> Any:
         return group_of_one()
     if key not in _of_axes:
         world = torch_dist.group.WORLD
-        if mesh.size(*key) == mesh.world_size:
+        if mesh.size(*key) == mesh.world_size and stand_in() is None:  # played ranks have no WORLD
             _of_axes[key] = world
         else:
             why = f"ranks along {' and '.join(key)}"
