@@ -36,6 +36,7 @@ FEATURES: dict[str, tuple[int, str, dict[str, Any]]] = {
         {"zero": {"zero_quantized_weights": True, "zero_quantized_gradients": True}},
     ),
     "experts": (1, "device", {}),
+    "1-bit Adam": (1, "device", {"optimizer": {"type": "OneBitAdam", "params": {"lr": 0.01, "freeze_step": 1}}}),
 }
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from deepspeed.errors import CommunicationError, DivergenceError
 from tests.device.support import engine_at
@@ -42,6 +43,30 @@ def test_training_is_as_on_the_cpu(stage: int) -> None:
     on_device = run_ranks(_train, 2, stage, True, backend=None)
     on_cpu = run_ranks(_train, 2, stage, False)
     assert torch.allclose(torch.tensor(on_device), torch.tensor(on_cpu), rtol=1e-5)
+
+
+def _reads_behind_transfers() -> tuple[list[float], list[float]]:
+    with simulated_rank():
+        group: Any = dist.group.WORLD
+        mine = torch.full((1,), rank() + 1, device="cuda")
+        both = torch.zeros(2, dtype=mine.dtype, device="cuda")
+        freed = torch.full((1,), rank() + 5.0, device="cuda")
+        behind = torch.zeros(2, device="cuda")
+        if rank() == 1:
+            time.sleep(0.2)
+        group._allgather_base(both, mine)  # the next one begins when rank 1 has come
+        group._allgather_base(behind, freed).wait()
+        freed.untyped_storage().resize_(0)
+        found = behind.tolist()
+        if rank() == 1:
+            time.sleep(0.2)
+        work = group._allgather_base(both, mine * 2)
+        work.wait()
+        return both.to(torch.float64).tolist(), found
+
+
+def test_casts_and_frees_come_after_the_transfers_they_wait_for() -> None:
+    assert run_ranks(_reads_behind_transfers, 2, backend=None) == [([2.0, 4.0], [5.0, 6.0])] * 2
 
 
 def _complaint(action: Any) -> tuple[str, str, float]:

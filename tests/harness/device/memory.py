@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tests.harness.device.clocks import Actor, Clocks
+from tests.harness.device.jobs import Job, unfinished
 from tests.harness.device.places import Place
 
 Ranges = Sequence[tuple[int, int]]
@@ -43,6 +44,7 @@ class Block:
         owner: Device memory: the stream it was allocated on, which alone orders its next use.
         lent: Device memory: the streams that ``record_stream`` named.
         disk: The actor of its transfers to and from a file.
+        jobs: Transfers of other threads that read or write it and may not be over.
         is_blank: Device memory whose first values are whatever was there, so reading them is a finding too. Host memory
             is not held to that: buffers for files are written in whole pages.
     """
@@ -55,6 +57,7 @@ class Block:
         self.owner = owner
         self.lent: set[Actor] = set()
         self.disk: Actor | None = None
+        self.jobs: tuple[Job, ...] = ()
         self.is_blank = False
         self._stretches = [_Stretch(0, None, {})]
 
@@ -206,13 +209,24 @@ class Memory:
                         "record_stream",
                     )
 
+    def hold(self, storage: Any, job: Job) -> None:
+        """Keeps the bytes of a storage in place until ``job`` is over."""
+        block = self.know(storage, on_device=True)
+        block.jobs = unfinished(block.jobs, (job,))
+
     def resized(self, storage: Any, nbytes: int) -> None:
-        """``resize_`` of a storage: what was there is freed, the rest is new."""
+        """Records a ``resize_`` of a storage: what was there is freed, the rest is new.
+
+        Blocks until the transfers of the storage are over. A device frees memory in the order of its streams, but the
+        memory of this one is the host's, which is freed at once.
+        """
         found = self._blocks.get(storage._cdata)
         if found is None:
             return
         if found.nbytes == nbytes:
             return
+        for job in found.jobs:
+            job.wait()
         if found.nbytes:
             self._freed(found, Place("resized"))
         fresh = self._made(nbytes, found.on_device)

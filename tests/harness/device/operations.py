@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.harness.device.clocks import Actor, Clocks
+from tests.harness.device.jobs import Job
 from tests.harness.device.memory import Memory, Ranges
 from tests.harness.device.places import Place
 
@@ -155,6 +156,11 @@ class Operations(TorchDispatchMode):
         with torch._C.DisableTorchFunction():
             self._touch([tensor], actor, actor.work(), place, writes=writes)
 
+    def hold(self, tensor: torch.Tensor, job: Job) -> None:
+        """Keeps the memory of a tensor in place until ``job``, which uses it, is over."""
+        with torch._C.DisableTorchFunction():
+            self._memory.hold(tensor.untyped_storage(), job)
+
     def _touch(self, tensors: Any, actor: Actor, time: int, place: Place, *, writes: bool) -> None:
         for tensor in tensors_of(tensors):
             if _is_plain(tensor):
@@ -217,6 +223,8 @@ class Operations(TorchDispatchMode):
     def _copy(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], place: Place) -> Any:
         if func is _aten._to_copy.default:
             source = args[0]
+            if self._asked or self._memory.on_device(source.untyped_storage()):
+                self._clocks.current.finish()  # the values are taken in the next line
             result = func(*args, **{**kwargs, "non_blocking": False})
             there = self._memory.on_device(source.untyped_storage()) if self._asked is None else self._asked
             block = self._memory.know(result.untyped_storage(), on_device=there)

@@ -85,6 +85,8 @@ class _Line:
         signature = f"{what} {sizes}"
         job = self.queue.put(lambda: run(lambda mine: self._exchange(number, signature, mine)), self.stream.jobs)
         self.stream.jobs = (job,)
+        for tensor in tensors:
+            self.operations.hold(tensor, job)
         return _Work(self.clocks, self.stream.record_event(), job, tensors)
 
     def _exchange(self, number: int, signature: str, mine: bytes) -> list[bytes]:
