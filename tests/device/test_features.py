@@ -9,6 +9,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.moe.layer import MoE
+from deepspeed.plan.decoder import Decoder, DecoderShape
 from tests.device.support import engine_at
 from tests.engine.support import inputs, rank, tower
 from tests.harness import run_ranks
@@ -18,7 +19,6 @@ from tests.harness.device import simulated_rank
 class _WithExperts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(1)
         self.first = nn.Linear(tower(depth=1).first.in_features, 8)
         self.experts = MoE(8, nn.Linear(8, 8), num_experts=4, ep_size=2, k=2, top2_2nd_expert_sampling=False)
 
@@ -37,16 +37,34 @@ FEATURES: dict[str, tuple[int, str, dict[str, Any]]] = {
     ),
     "experts": (1, "device", {}),
     "1-bit Adam": (1, "device", {"optimizer": {"type": "OneBitAdam", "params": {"lr": 0.01, "freeze_step": 1}}}),
+    "tensor parallelism": (1, "device", {"tensor_parallel": {"autotp_size": 2}}),
+    "sequence parallelism": (1, "device", {"sequence_parallel_size": 2}),
 }
+
+
+def _model(feature: str) -> nn.Module | None:
+    torch.manual_seed(1)
+    if feature in ("tensor parallelism", "sequence parallelism"):
+        return Decoder(DecoderShape(layers=1, hidden=16, heads=2, vocab=32, intermediate=16))
+    return _WithExperts() if feature == "experts" else None
+
+
+def _batch(feature: str, number: int) -> list[torch.Tensor]:
+    """Returns what the model takes: the same on ranks that share layers, this rank's tokens if they share sequences."""
+    if feature not in ("tensor parallelism", "sequence parallelism"):
+        return [inputs(number, rank())]
+    place = rank() if feature == "sequence parallelism" else 0
+    random = torch.Generator().manual_seed(10 * number + place)
+    return [torch.randint(0, 32, (2, 8), generator=random) for _ in ("input_ids", "labels")]
 
 
 def _losses(feature: str) -> list[float]:
     stage, home, more = FEATURES[feature]
-    model = _WithExperts() if feature == "experts" else None
+    model = _model(feature)
     engine = engine_at(stage, home, precision="fp32", model=model, **more)
     found = []
     for number in range(3):
-        loss = engine(inputs(number, rank()).to(engine.device))
+        loss = engine(*(tensor.to(engine.device) for tensor in _batch(feature, number)))
         engine.backward(loss)
         engine.step()
         found.append(loss.item())

@@ -60,7 +60,7 @@ class _Line:
         self.stream: Stream = self.clocks.new_stream(name)
         self.queue = JobQueue(name)
         self._store = store
-        self._count = 0
+        self.count = 0
 
     def start(
         self,
@@ -80,7 +80,7 @@ class _Line:
         for some, is_written in ((reads, False), (writes, True)):
             for tensor in some:
                 self.operations.touch(tensor, self.stream, Place(what), writes=is_written)
-        number, self._count = self._count, self._count + 1
+        number, self.count = self.count, self.count + 1
         sizes = [tensor.numel() * tensor.element_size() for tensor in tensors] if sizes_match else []
         signature = f"{what} {sizes}"
         job = self.queue.put(lambda: run(lambda mine: self._exchange(number, signature, mine)), self.stream.jobs)
@@ -123,6 +123,10 @@ class SimulatedGroup(dist.ProcessGroup):
     @property
     def group_name(self) -> str:  # type: ignore[override]
         return self._name
+
+    def _get_sequence_number_for_group(self) -> int:
+        """Returns how many collectives this rank has queued."""
+        return self._line.count
 
     def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> _Work:
         (tensor,) = tensors
