@@ -31,15 +31,53 @@ def meet(watch: Watch, label: str, members: Sequence[int], timeout: timedelta, w
         DivergenceError: Some of them wait for something else.
         CommunicationError: One has ended, or did not come in time.
     """
-    ranks = tuple(members)
-    channel = f"meeting/{_digest(ranks)}/{label}"
-    index = watch.issue(channel)
-    scope = f"{watch.scope}/{channel}/{index}"
-    watch.store.set(f"{scope}/{watch.rank}", word)
-    if watch.store.add(f"{scope}/count", 1) == len(ranks):
-        watch.store.set(f"{scope}/all", "")
-    watch.wait_for_keys([f"{scope}/all"], channel, index, label, ranks, timeout)
-    return [watch.store.get(f"{scope}/{rank}").decode() for rank in ranks] if word else [""] * len(ranks)
+    meeting = _Meeting(watch, label, tuple(members))
+    watch.store.set(f"{meeting.scope}/{watch.rank}", word)
+    meeting.wait(timeout)
+    return [watch.store.get(f"{meeting.scope}/{rank}").decode() for rank in members] if word else [""] * len(members)
+
+
+def agree(watch: Watch, label: str, members: Sequence[int], timeout: timedelta, offers: Sequence[str]) -> list[str]:
+    """Waits until all ``members`` have come to the same call; arguments and errors as of :func:`meet`.
+
+    A rank reads one key per offer of its own, however many ranks there are.
+
+    Args:
+        watch: See :func:`meet`.
+        label: See :func:`meet`.
+        members: See :func:`meet`.
+        timeout: See :func:`meet`.
+        offers: What this rank accepts, each once; may be empty.
+
+    Returns:
+        The offers that every member made, in the order of ``offers``.
+    """
+    meeting = _Meeting(watch, label, tuple(members))
+    for offer in offers:
+        watch.store.add(f"{meeting.scope}/offer/{offer}", 1)
+    meeting.wait(timeout)
+    return [offer for offer in offers if watch.store.add(f"{meeting.scope}/offer/{offer}", 0) == len(members)]
+
+
+class _Meeting:
+    """One round through the store; each of ``ranks`` makes it once per call, and waits once.
+
+    Attributes:
+        scope: Begins the keys of this round.
+    """
+
+    def __init__(self, watch: Watch, label: str, ranks: tuple[int, ...]) -> None:
+        self._watch, self._label, self._ranks = watch, label, ranks
+        self._channel = f"meeting/{_digest(ranks)}/{label}"
+        self._index = watch.issue(self._channel)
+        self.scope = f"{watch.scope}/{self._channel}/{self._index}"
+
+    def wait(self, timeout: timedelta) -> None:
+        """Waits until all ranks have written what they have to say and come here."""
+        store = self._watch.store
+        if store.add(f"{self.scope}/count", 1) == len(self._ranks):
+            store.set(f"{self.scope}/all", "")
+        self._watch.wait_for_keys([f"{self.scope}/all"], self._channel, self._index, self._label, self._ranks, timeout)
 
 
 class SupervisedStore:

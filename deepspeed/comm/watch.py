@@ -196,6 +196,15 @@ class Watch:
             keys.pop(index - _REMEMBERED, None)
         return index
 
+    def issued_over(self, scope: str) -> dict[str, int]:
+        """Returns how many transfers this rank has issued on each channel of a process group, for any engine.
+
+        Args:
+            scope: Name of the group, as its channels have it.
+        """
+        issued = dict(self._issued).items()
+        return {channel: count for channel, count in issued if channel.partition("/")[2].startswith(scope)}
+
     def wait(
         self,
         blocking: Callable[[], Any],

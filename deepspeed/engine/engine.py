@@ -534,6 +534,7 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAtt
                 "deepspeed.zero.GatheredParameters"
             )
         with ExitStack() as last_first:  # each of them, also after one that failed because another rank has died
+            last_first.callback(self._parts.groups.give_back)
             last_first.callback(self.monitor.close)
             last_first.callback(self._progress.close)
             last_first.callback(self._parts.homes.close)

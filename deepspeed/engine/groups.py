@@ -16,6 +16,7 @@ from deepspeed.comm.defined import Defined, connect_copies, connect_defined, def
 from deepspeed.comm.groups import get_tensor_model_parallel_group
 from deepspeed.comm.mesh import TENSOR
 from deepspeed.comm.mpu import Standing
+from deepspeed.comm.new_groups import Lease, leased_groups
 from deepspeed.comm.transport import Transport
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.zero.describe import CUT, describe
@@ -47,6 +48,21 @@ def create_groups(
     Raises:
         DeepSpeedConfigError: Groups that cannot be used together.
     """
+    with leased_groups() as lease:
+        return _groups_over(lease, placement, ranks, device, by_nodes=by_nodes, divisor=divisor, copies=copies)
+
+
+def _groups_over(
+    lease: Lease,
+    placement: Placement,
+    ranks: Standing,
+    device: torch.device,
+    *,
+    by_nodes: bool,
+    divisor: int | None,
+    copies: Mapping[str, bool],
+) -> Groups:
+    """Makes the groups with the process groups of ``lease``; for the rest see :func:`create_groups`."""
     timeout = comm.default_timeout()
     divisor = ranks.data_size if divisor is None else divisor
     defined = defined_groups()
@@ -67,14 +83,14 @@ def create_groups(
             islands=ranks.islands,
         )
         owners = grid.positions if placement.spread_master else grid.gather
-        return Groups.of(BucketGroup(DATA, grid.gather, grid.reduce, owners, grid.combine, divisor))
+        return Groups.of(BucketGroup(DATA, grid.gather, grid.reduce, owners, grid.combine, divisor), lease=lease)
     gather, reduce = (create_transport(ranks.zero_group, device=device, timeout=timeout) for _ in range(2))
     if by_nodes:
         gather = gathering_by_nodes(gather, gather, [range(gather.size)], device=device, timeout=timeout)
     data = BucketGroup(DATA, gather, reduce, gather, divisor=divisor)
     own = [_own_group(one, reduce, divisor, ranks, device) for one in defined.values() if not one.spans_parts]
     if ranks.model_size == 1:
-        groups = Groups.of(data, *(replace(data, name=name) for name in copies), *own)
+        groups = Groups.of(data, *(replace(data, name=name) for name in copies), *own, lease=lease)
     else:
         # What is whole on tensor ranks counts on the first of them; of what is cut, every rank has something else.
         whole, cut = replace(data, counts=ranks.tensor_rank == 0), replace(data, name=CUT, is_part=True)
@@ -84,7 +100,7 @@ def create_groups(
         job = create_transport(device=device, timeout=timeout)
         job.axis = "job"
         tensor = get_tensor_model_parallel_group() if ranks.mesh.size(TENSOR) > 1 else None
-        groups = Groups({group.name: group for group in parts}, reduce, job, tensor)
+        groups = Groups({group.name: group for group in parts}, reduce, job, tensor, lease)
     for transport in dict.fromkeys((gather, groups.job, *(group.gather for group in own))):
         warm_up(transport)
     return groups

@@ -14,6 +14,7 @@ from typing import Any
 
 from deepspeed.comm.codec import Codec
 from deepspeed.comm.coded import CodedTransport, coded
+from deepspeed.comm.new_groups import Lease
 from deepspeed.comm.transport import Transport
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.zero.describe import CUT, Description
@@ -169,12 +170,14 @@ class Groups:
         job: All ranks that decide about an update together.
         other_parts: Torch process group of the ranks that hold other parts of the parameters in groups that are parts;
             None where none do, or a program's mpu does not tell.
+        lease: The process groups that nothing else uses; see :meth:`give_back`.
     """
 
     by_name: Mapping[str, BucketGroup]
     peers: Transport
     job: Transport
     other_parts: Any = None
+    lease: Lease | None = None
 
     def __post_init__(self) -> None:
         owner = self.peers.next_owner()
@@ -184,10 +187,10 @@ class Groups:
             group.gather.companion = group.reduce
 
     @classmethod
-    def of(cls, *groups: BucketGroup) -> Groups:
+    def of(cls, *groups: BucketGroup, lease: Lease | None = None) -> Groups:
         """Of one part of the model that is all there is."""
         peers = groups[0].reduce.peers
-        return cls({group.name: group for group in groups}, peers, peers)
+        return cls({group.name: group for group in groups}, peers, peers, lease=lease)
 
     def coded(
         self,
@@ -213,6 +216,11 @@ class Groups:
         }
         named = {group.name: replace(group, **codecs) for group in self}  # type: ignore[arg-type]
         return replace(self, by_name=named)
+
+    def give_back(self) -> None:
+        """Lets the next engine have the process groups of this one, which must not train any more."""
+        if self.lease is not None:
+            self.lease.give_back()
 
     def __iter__(self) -> Iterator[BucketGroup]:
         """Every group, in an order that is equal on all ranks."""

@@ -331,6 +331,7 @@ class ZeroRuntime:
             self.drop_open_work()
             self.free_gathered()
             self.destroy()
+            self.groups.give_back()
             self.is_retired = True
 
     def destroy(self) -> None:
