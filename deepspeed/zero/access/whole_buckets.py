@@ -134,12 +134,17 @@ def iter_full(runtime: ZeroRuntime, kind: str, bucket_bytes: int | None = None) 
     """See ``DeepSpeedEngine.iter_full``.
 
     Ranks that share layers unevenly cut their buckets at other parameters, so the order of buckets is not theirs in
-    common. They put parts together in the order of the model; a value that comes early waits for its turn.
+    common. Where layers are cut, values are yielded in the order of the model, and one that comes early waits for its
+    turn. Otherwise each is yielded as soon as it has been read, whatever the order of the buckets.
     """
     present = _held(runtime, kind)
+    holders = {name: holders_of(parameter) for parameter, name in runtime.param_names.items()}
+    if all(others is None for others in holders.values()):
+        for tile, value in _walk(runtime, kind, present, bucket_bytes):
+            yield tile.name, value
+        return
     names = {bucket.layout.tiles[tile].name for bucket, held in present for tile in held.tiles}
     to_come = deque(name for name in runtime.param_names.values() if name in names)
-    holders = {name: holders_of(parameter) for parameter, name in runtime.param_names.items()}
     waiting: dict[str, torch.Tensor] = {}
     for tile, found in _walk(runtime, kind, present, bucket_bytes):
         waiting[tile.name] = found
