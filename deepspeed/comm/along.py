@@ -20,6 +20,7 @@ from deepspeed.comm.transport import LocalTransport, Transport
 from deepspeed.comm.world import PlayedGroup, is_initialized, stand_in
 from deepspeed.uncompiled import uncompiled
 
+_BELOW_ENGINES = -2  # -1 is that of ``comm.connect.shared_transport``
 _made: dict[tuple[int, str], tuple[Any, Channel]] = {}
 _played: WeakKeyDictionary[Any, dict[tuple[tuple[int, ...], str], Channel]] = WeakKeyDictionary()
 """By the world that plays the ranks."""
@@ -66,5 +67,7 @@ def forget() -> None:
 
 def _channel(transport: Transport, axis: str) -> Channel:
     transport.axis = axis
-    transport.owner = transport.next_owner()  # its tags are those of no engine
+    # Its tags are those of no engine. Engines are counted apart: all ranks of a job make them, but a loss or a layer
+    # that exchanges something may be on some stages only, and the engines of all stages must have one number.
+    transport.owner = _BELOW_ENGINES - transport.next_owner("along")
     return Channel(transport)

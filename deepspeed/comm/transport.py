@@ -253,9 +253,13 @@ class Transport:
         self._peers = other._peers
         self.axis = other.axis
 
-    def next_owner(self) -> int:
-        """A number for one more engine on this group; equal on all ranks if all make their engines together."""
-        return self.watch.next_owner(self.scope) if self.watch is not None else 0
+    def next_owner(self, users: str = "") -> int:
+        """Returns a number for one more engine on this group; equal on all ranks if all make their engines together.
+
+        Args:
+            users: Others than engines, who are counted by themselves.
+        """
+        return self.watch.next_owner(self.scope + users) if self.watch is not None else 0
 
     def issue(self, channel: str, key: int | None = None) -> tuple[str, int]:
         """Counts a transfer on one of this engine's channels; ``key`` as of ``Watch.issue``."""
