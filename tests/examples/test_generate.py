@@ -42,10 +42,10 @@ def test_one_checkpoint_in_four_widths(tmp_path):
         [*command, "--text", str(tmp_path), "--sample", "4"], capture_output=True, text=True, timeout=180
     )
     assert done.returncode == 0, done.stderr
-    rows = [line.split() for line in done.stdout.splitlines() if line.split()[:1] and line.split()[0] in sizes(42.9)]
-    assert [row[0] for row in rows] == list(sizes(42.9))
+    rows = [line.split() for line in done.stdout.splitlines() if line.split()[:1] and line.split()[0] in sizes(13.2)]
+    assert [row[0] for row in rows] == list(sizes(13.2))
     for row in rows:
-        assert abs(float(row[1]) - sizes(42.9)[row[0]]) < 0.6, row
+        assert abs(float(row[1]) - sizes(13.2)[row[0]]) < 0.2, row
         assert float(row[2]) > 0 and abs(float(row[-1]) - float(rows[0][-1])) < 0.05
 
 

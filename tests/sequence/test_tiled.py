@@ -296,8 +296,8 @@ def _offloads():
     from deepspeed.parallel.sequence import offloaded
     from tests.sequence.llama import llama, plain_batch
 
-    moved, fetched, move = [], [], offloaded.home
-    offloaded.home = lambda tensor: moved.append(tensor.shape) or tensor.clone()
+    moved, fetched, move = [], [], offloaded._OnHost._pack
+    offloaded._OnHost._pack = lambda self, tensor: moved.append(tensor.shape) or move(self, tensor)
     back = offloaded._unpack
     offloaded._unpack = lambda packed: fetched.append(packed[1].shape) or back(packed)
     try:
@@ -321,7 +321,7 @@ def _offloads():
         assert [shape for shape in moved if len(shape) > 1] == [(2, 16, 16)] * 6  # two layers, three steps
         assert fetched.count((2, 16, 16)) == 6
     finally:
-        offloaded.home, offloaded._unpack = move, back
+        offloaded._OnHost._pack, offloaded._unpack = move, back
     for name, value in found[True].items():
         torch.testing.assert_close(value, found[False][name], rtol=1e-5, atol=1e-6)
 
