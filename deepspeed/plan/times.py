@@ -75,8 +75,7 @@ def travels(
             found.append(Travel(name, axis, calls, nbytes, *_to_all(nbytes, machine, ranks, rank)))
             continue
         if name == "all_to_all":
-            sent = flow.ran_along[name, axis][1]
-            inside, between = (sent, 0) if devices > 1 else (0, sent)
+            inside, between = (nbytes, 0) if devices > 1 else (0, nbytes)
         else:
             inside, between = nbytes * (devices - 1) // devices, nbytes * (nodes - 1) // nodes // devices
         found.append(Travel(name, axis, calls, nbytes, inside, between))
