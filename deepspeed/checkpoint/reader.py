@@ -341,7 +341,7 @@ class CheckpointReader:
                     pass
 
     def _name_missing_folders(self, needed: Iterable[FileReader]) -> None:
-        """Where ranks saved into folders of their own, says whose files are not here."""
+        """Names the ranks whose files are missing, where each rank saved into a folder of its own."""
         leaders = self.manifest.facts.get(FOLDERS)
         if not isinstance(leaders, list):
             return

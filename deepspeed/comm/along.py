@@ -41,7 +41,7 @@ def transport_along(group: Any, device: torch.device, axis: str) -> Transport:
 
 @uncompiled
 def channel_along(group: Any, device: torch.device, axis: str) -> Channel:
-    """Returns a channel over :func:`transport_along`; made once, and no ranks meet: sums are the transport's."""
+    """Returns the channel of ``group`` along ``axis``, made at the first call; making it exchanges nothing."""
     others: Any = stand_in()
     if others is not None:  # played ranks have groups of their own, or those of the mesh
         ranks = group.ranks if isinstance(group, PlayedGroup) else tuple(others.mesh.group(others.rank, axis))

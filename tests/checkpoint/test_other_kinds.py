@@ -1,4 +1,4 @@
-"""A checkpoint of one kind of model goes on in another kind that has the same weights."""
+"""Loading a checkpoint of one kind of model into another kind that has the same weights, and training on."""
 
 from __future__ import annotations
 

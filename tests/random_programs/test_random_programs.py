@@ -1,4 +1,4 @@
-"""Random programs end as they do in plain torch, or are refused by a sentence."""
+"""Random training programs give the results of plain torch, or raise one of the package's errors."""
 
 from __future__ import annotations
 
