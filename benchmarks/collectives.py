@@ -5,7 +5,7 @@ Per size and number of ranks there is one flat bf16 buffer of that many bytes on
 - gather: ``all_gather_into_tensor``; tagged sends and receives straight into the slices of the output;
 - reduce-scatter: ``reduce_scatter_tensor``; ``all_reduce``, of which each rank keeps its slice; exchange of slices with
   a local sum in rank order in fp32, at once and in cache-sized chunks while later slices arrive;
-- ours: what ``deepspeed.comm.transport`` does for both; its reduction leaves an fp32 result.
+- ours: what ``deepspeed.comm.transports.transport`` does for both; its reduction leaves an fp32 result.
 
 The variants take turns, one round after the other, so that noise hits all alike. Run ``--help`` for the options.
 """
@@ -29,8 +29,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from deepspeed.comm.connect import create_transport
-from deepspeed.comm.transport import Reduction
+from deepspeed.comm.transports.connect import create_transport
+from deepspeed.comm.transports.transport import Reduction
 
 _CHUNK_NUMEL = 128 * 1024  # 256 KiB of bf16 and 512 KiB of fp32: fits a second-level cache
 

@@ -30,8 +30,8 @@ from torch import nn
 
 import deepspeed
 from deepspeed import comm
-from deepspeed.comm.counters import waiting
 from deepspeed.comm.recorder import log
+from deepspeed.comm.transports.counters import waiting
 
 HERE = Path(__file__).parent
 STEPS = 6  # per turn; the first is not timed

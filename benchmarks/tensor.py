@@ -157,8 +157,8 @@ class _Upstream:
 
 
 def _ours(arguments: argparse.Namespace, rank: int) -> nn.Module:
-    from deepspeed.comm import groups
-    from deepspeed.comm.mesh import Mesh
+    from deepspeed.comm.job import groups
+    from deepspeed.comm.job.mesh import Mesh
     from deepspeed.config.sections.tensor_parallel import TensorParallel
     from deepspeed.parallel.tensor.cutting import cut_model
 

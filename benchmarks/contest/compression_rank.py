@@ -87,7 +87,7 @@ class Contestant:
 
     def run(self) -> None:
         """One step, after all ranks have come here."""
-        from deepspeed.comm.counters import traffic
+        from deepspeed.comm.transports.counters import traffic
 
         def figures() -> tuple[float, ...]:
             booked = sum(tally.nbytes for tally in traffic.ran.values())

@@ -93,7 +93,7 @@ def sent_bytes() -> int:
 
 def throttle_transport(megabits: float) -> None:
     """Makes sends of this process's gloo transports arrive no sooner than a link of that speed would let them."""
-    from deepspeed.comm.gloo import GlooTransport
+    from deepspeed.comm.host.gloo import GlooTransport
 
     rate, free_at = megabits * 1e6 / 8, 0.0
     send, guard = GlooTransport.send, GlooTransport.guard

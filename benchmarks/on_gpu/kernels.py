@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
-from deepspeed.comm.codec import coded_nbytes, decode_add, encode
-from deepspeed.comm.codecs import Codec, Int4Codec, Int8Codec, LocoCodec, SignCodec
+from deepspeed.comm.codecs.codec import coded_nbytes, decode_add, encode
+from deepspeed.comm.codecs.table import Codec, Int4Codec, Int8Codec, LocoCodec, SignCodec
 from deepspeed.ops.flat import flat_updater
 from deepspeed.parallel.expert.stacked import uses_grouped
 from on_gpu.part import Report, Settings, timed, waiter

@@ -11,8 +11,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import deepspeed
-from deepspeed.comm.mesh import DATA, Mesh
-from deepspeed.comm.world import played_by
+from deepspeed.comm.job.mesh import DATA, Mesh
+from deepspeed.comm.job.world import played_by
 from deepspeed.plan.network import PlayedWorld
 from on_gpu.models import SHAPES, Shape, Step, engine_step, fully_sharded, torch_step
 from on_gpu.part import timed, waiter

@@ -26,7 +26,7 @@ class QueuedWork:
 
 
 class QueuedGroup:
-    """What stands beneath a native transport (``deepspeed.comm.native``) in the place of NCCL's group.
+    """What stands beneath a native transport (``deepspeed.comm.transports.native``) in the place of NCCL's group.
 
     Large buffers are left alone. Small ones are filled with this rank's own values, as if all ranks had the same.
 

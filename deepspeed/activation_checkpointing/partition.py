@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from deepspeed import comm
-from deepspeed.comm.along import channel_along
-from deepspeed.comm.mesh import TENSOR
+from deepspeed.comm.job.mesh import TENSOR
+from deepspeed.comm.transports.along import channel_along
 
 
 @dataclass(frozen=True)

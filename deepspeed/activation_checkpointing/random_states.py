@@ -15,7 +15,7 @@ import torch
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.activation_checkpointing import settings as settings_module
-from deepspeed.comm.groups import get_tensor_model_parallel_rank
+from deepspeed.comm.job.groups import get_tensor_model_parallel_rank
 from deepspeed.errors import CallOrderError
 
 MODEL_PARALLEL_STATE = "model-parallel-rng"

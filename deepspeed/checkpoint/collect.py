@@ -18,8 +18,8 @@ from deepspeed.checkpoint.format import COMPUTE, MASTER, optimizer_kind
 from deepspeed.checkpoint.writer import Stretch
 from deepspeed.errors import CheckpointError
 from deepspeed.zero.bucket import Bucket
-from deepspeed.zero.masters import MasterBucket, MasterRun
 from deepspeed.zero.runtime import ZeroRuntime
+from deepspeed.zero.update.masters import MasterBucket, MasterRun
 
 _COMPARED_NUMEL = 1 << 18  # stays in the cache
 

@@ -17,8 +17,8 @@ from deepspeed.checkpoint.commit import SaveFolder
 from deepspeed.checkpoint.format import BUFFERS, TORCH, Manifest, SavedFile
 from deepspeed.checkpoint.source import Source, TrainingState, Wanted
 from deepspeed.checkpoint.writer import FileWriter
-from deepspeed.zero.layout import BucketLayout, bucket_layout
-from deepspeed.zero.tiles import Tile
+from deepspeed.zero.tiling.layout import BucketLayout, bucket_layout
+from deepspeed.zero.tiling.tiles import Tile
 
 _PART_NUMEL = 1 << 22
 _BUCKET_NUMEL = 500_000_000

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from deepspeed.comm.connect import objects_transport
-from deepspeed.comm.objects import gather_objects
+from deepspeed.comm.transports.connect import objects_transport
+from deepspeed.comm.transports.objects import gather_objects
 from deepspeed.errors import CheckpointError, DeepSpeedError
 
 T = TypeVar("T")

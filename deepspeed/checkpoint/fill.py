@@ -11,9 +11,9 @@ from deepspeed.checkpoint.plan import Fill, Match, fills, wanted_of
 from deepspeed.checkpoint.source import Source, Wanted
 from deepspeed.errors import CheckpointError
 from deepspeed.zero.bucket import Bucket, State
-from deepspeed.zero.layout import BucketLayout
 from deepspeed.zero.runtime import ZeroRuntime
 from deepspeed.zero.storage import distinct
+from deepspeed.zero.tiling.layout import BucketLayout
 
 
 class WeightFiller:

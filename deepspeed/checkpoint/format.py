@@ -3,8 +3,8 @@
 A tag folder holds
 
 - safetensors files, one per rank and *kind*, whose tensors are flat 1-D stretches of the model's buckets
-  (:mod:`deepspeed.zero.layout`). A **piece** is such a stretch: elements ``[start, stop)`` of the flat buffer of one
-  bucket. Nothing in a piece depends on how many ranks wrote it, so any number of ranks can read it.
+  (:mod:`deepspeed.zero.tiling.layout`). A **piece** is such a stretch: elements ``[start, stop)`` of the flat buffer of
+  one bucket. Nothing in a piece depends on how many ranks wrote it, so any number of ranks can read it.
 - small torch files with counters, schedules and the caller's own state, readable by torch's restricted loader.
 - ``manifest.json``, written last: the layout (every parameter's name, shape and place, or those of the tiles that it
   was cut into, each once), every file with its size and a CRC-32 for each 4 MiB, every piece, and a digest of all
@@ -15,7 +15,7 @@ master, or where they are not just the master rounded), ``optimizer.<state>`` fo
 ``buffers``, ``private`` (whole tensors that belong to one rank, ``checkpoint.private``), ``torch``.
 
 Versions of the manifest: 1 has whole parameters only; 2 says of each tile which boxes of which parameter it holds
-(:mod:`deepspeed.zero.tiles`). Both are read, 2 is written.
+(:mod:`deepspeed.zero.tiling.tiles`). Both are read, 2 is written.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from typing import Any, NamedTuple
 import torch
 
 from deepspeed.errors import CheckpointError
-from deepspeed.zero.layout import BucketLayout
-from deepspeed.zero.tiles import Box, Tile, TilePart, first_overlap
+from deepspeed.zero.tiling.layout import BucketLayout
+from deepspeed.zero.tiling.tiles import Box, Tile, TilePart, first_overlap
 
 FORMAT = "deepspeed-checkpoint"
 VERSION = 2

@@ -16,10 +16,10 @@ from deepspeed.checkpoint.param_groups import NOT_HYPERPARAMETERS, choose_groups
 from deepspeed.checkpoint.plan import Fill, Match, state_fills
 from deepspeed.checkpoint.source import Source, TrainingState, Wanted
 from deepspeed.errors import CheckpointError
-from deepspeed.zero.masters import MasterBucket, MasterRun
-from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer
 from deepspeed.zero.placement import Home
-from deepspeed.zero.update import first_state
+from deepspeed.zero.update.loop import first_state
+from deepspeed.zero.update.masters import MasterBucket, MasterRun
+from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer
 
 
 class OptimizerFiller:

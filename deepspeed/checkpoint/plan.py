@@ -14,8 +14,8 @@ import torch
 from deepspeed.checkpoint.format import COMPUTE, MASTER, optimizer_kind, state_of_kind
 from deepspeed.checkpoint.renaming import SavedNames
 from deepspeed.checkpoint.source import SavedParameter, Source, Wanted
-from deepspeed.zero.layout import BucketLayout
-from deepspeed.zero.tiles import Tile
+from deepspeed.zero.tiling.layout import BucketLayout
+from deepspeed.zero.tiling.tiles import Tile
 
 _SHOWN = 40
 

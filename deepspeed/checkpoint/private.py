@@ -1,8 +1,8 @@
 """Private state in a checkpoint: what each rank keeps for itself, in a file of its own, and may do without.
 
-What reductions have lost of a rank's gradients (``comm.codec``) belongs to that rank and to the places that its buckets
-have. A run whose ranks stand as they stood goes on with it, bit for bit; any other begins with none, which costs it no
-more than the first steps of a run do. So it is never an obstacle to loading.
+What reductions have lost of a rank's gradients (``comm.codecs.codec``) belongs to that rank and to the places that its
+buckets have. A run whose ranks stand as they stood goes on with it, bit for bit; any other begins with none, which
+costs it no more than the first steps of a run do. So it is never an obstacle to loading.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from deepspeed.zero.access.gathered import checksum
 
 if TYPE_CHECKING:
     from deepspeed.checkpoint.subject import Subject
-    from deepspeed.zero.layout import BucketLayout
+    from deepspeed.zero.tiling.layout import BucketLayout
 
 
 def private_tensors(subject: Subject) -> list[tuple[str, torch.Tensor]]:

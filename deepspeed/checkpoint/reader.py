@@ -31,7 +31,7 @@ from deepspeed.checkpoint.format import (
 )
 from deepspeed.checkpoint.source import SavedBuffer, SavedParameter, Wanted
 from deepspeed.errors import CheckpointError
-from deepspeed.zero.tiles import Span, Tile, spans
+from deepspeed.zero.tiling.tiles import Span, Tile, spans
 
 _FILE_OF_RANK = re.compile(r"rank(\d+)-")
 _THREADS = 4

@@ -14,8 +14,8 @@ from deepspeed.checkpoint.exchange import Exchange
 from deepspeed.checkpoint.subject import Subject
 from deepspeed.errors import CheckpointError
 from deepspeed.zero.bucket import Bucket
-from deepspeed.zero.layout import BucketLayout
-from deepspeed.zero.tiles import Box, Tile
+from deepspeed.zero.tiling.layout import BucketLayout
+from deepspeed.zero.tiling.tiles import Box, Tile
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def _refuse_copies(listed: tuple[Listed, ...]) -> None:
                     f"save_checkpoint: parameter {tile.logical!r} is {what} on rank "
                     f"{found[tile.logical, tile.boxes]} and again on rank {entry.rank}, and both count. If "
                     "the ranks hold different parts of it, say which: "
-                    "deepspeed.zero.parts.say_part(parameter, TilePart.cut(...)) before initialize"
+                    "deepspeed.zero.tiling.parts.say_part(parameter, TilePart.cut(...)) before initialize"
                 )
 
 

@@ -14,8 +14,8 @@ SCRIPT_NAME = "zero_to_fp32.py"
 
 CARRIED = (
     "deepspeed.errors",
-    "deepspeed.zero.tiles",
-    "deepspeed.zero.layout",
+    "deepspeed.zero.tiling.tiles",
+    "deepspeed.zero.tiling.layout",
     "deepspeed.checkpoint.format",
     "deepspeed.checkpoint.directory",
     "deepspeed.checkpoint.disk",

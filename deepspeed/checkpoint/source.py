@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from deepspeed.checkpoint.format import COMPUTE
-from deepspeed.zero.tiles import Tile, spans
+from deepspeed.zero.tiling.tiles import Tile, spans
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from deepspeed.config.sections.checkpoint import Checkpoint
-from deepspeed.zero.layout import DATA
-from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer
 from deepspeed.zero.runtime import ZeroRuntime
-from deepspeed.zero.tiles import Tile
+from deepspeed.zero.tiling.layout import DATA
+from deepspeed.zero.tiling.tiles import Tile
+from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 

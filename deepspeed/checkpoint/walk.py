@@ -13,9 +13,9 @@ import torch
 
 from deepspeed.checkpoint.roster import Listed, Roster
 from deepspeed.checkpoint.subject import Subject
-from deepspeed.comm.transport import Piece
+from deepspeed.comm.transports.transport import Piece
 from deepspeed.zero.access.whole_buckets import bucket_source
-from deepspeed.zero.tiles import Tile
+from deepspeed.zero.tiling.tiles import Tile
 from deepspeed.zero.untouched import untouched
 
 

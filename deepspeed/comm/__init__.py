@@ -1,10 +1,10 @@
 """Communication between the ranks: ``import deepspeed.comm as dist``.
 
 The functions take the arguments of their namesakes in :mod:`torch.distributed` and act on torch's process groups, so
-the two may be mixed freely. In this package: ``place`` (finding out who one is), ``rendezvous`` and ``reception``
-(coming together with the ranks of the same run), ``process_group`` (starting and asking), ``collectives``, ``recorder``
-and ``summary`` (the communication log), ``groups`` (which ranks share what), and beneath ZeRO ``transport``,
-``agreement`` and ``counters``.
+the two may be mixed freely. ``collectives`` has them; ``recorder`` and ``summary`` are the communication log. The
+rest stands in folders: ``start`` (how a process joins its job), ``job`` (which ranks share what), ``transports`` (how
+buffers travel), ``watch`` (waits that end in a sentence), ``codecs`` (values in fewer bits), and ``host`` (what makes
+ranks of one CPU host fast).
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ from deepspeed.comm.collectives import (
     scatter,
     send,
 )
-from deepspeed.comm.process_group import (
+from deepspeed.comm.job.declared_groups import define_group
+from deepspeed.comm.reduce_op import ReduceOp
+from deepspeed.comm.start.process_group import (
     CCL_BACKEND,
     GLOO_BACKEND,
     HCCL_BACKEND,
@@ -67,7 +69,6 @@ from deepspeed.comm.process_group import (
     mpi_discovery,
     new_group,
 )
-from deepspeed.comm.reduce_op import ReduceOp
 from deepspeed.comm.summary import (
     configure,
     get_comm_operation_count,
@@ -104,6 +105,7 @@ __all__ = [
     "check_same_model",
     "configure",
     "default_timeout",
+    "define_group",
     "destroy_process_group",
     "gather",
     "get_all_ranks_from_group",

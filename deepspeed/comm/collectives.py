@@ -3,8 +3,8 @@
 Every function takes the arguments of its namesake in :mod:`torch.distributed` and the keywords ``prof``, ``log_name``
 and ``debug`` of :func:`deepspeed.comm.recorder.recorded`. All ranks of ``group`` (None: all ranks) must call a
 collective, in the same order. ``src`` and ``dst`` are global ranks. With ``async_op=True`` the result is a handle with
-``wait()``; otherwise None. Waits on the host are supervised (:mod:`deepspeed.comm.watch`): a rank that does something
-else, or whose program ends, is named on all that wait for it.
+``wait()``; otherwise None. Waits on the host are supervised (:mod:`deepspeed.comm.watch.watchdog`): a rank that does
+something else, or whose program ends, is named on all that wait for it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 
+from deepspeed.comm.job.world import operations
 from deepspeed.comm.recorder import recorded
 from deepspeed.comm.reduce_op import ReduceOp
-from deepspeed.comm.supervised import between, blocking, collective, from_anybody
 from deepspeed.comm.torch_names import all_gather_flat, reduce_scatter_flat
-from deepspeed.comm.world import operations
+from deepspeed.comm.watch.supervised import between, blocking, collective, from_anybody
 
 Group = Any  # a torch ProcessGroup, or None for all ranks
 Handle = Any  # a torch Work, or None if the operation is complete

@@ -11,10 +11,10 @@ import torch
 
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.connect import create_transport
-from deepspeed.comm.device import local_device
 from deepspeed.comm.recorder import bandwidths
-from deepspeed.comm.transport import Reduction, Transport
+from deepspeed.comm.start.device import local_device
+from deepspeed.comm.transports.connect import create_transport
+from deepspeed.comm.transports.transport import Reduction, Transport
 
 _ALIGNED = 64  # elements; slices begin at multiples of it, as in the engine's buckets
 _KEY = 9

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as torch_dist
 
 from deepspeed.comm.recorder import OperationTotals, bandwidths, log
-from deepspeed.comm.supervised import collective, purpose
+from deepspeed.comm.watch.supervised import collective, purpose
 from deepspeed.logging import log_dist
 
 _SETTINGS = ("enabled", "prof_all", "prof_ops", "verbose", "debug")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from deepspeed.comm.mesh import TENSOR
-from deepspeed.comm.mpu import Standing
+from deepspeed.comm.job.mesh import TENSOR
+from deepspeed.comm.job.mpu import Standing
 from deepspeed.config.sections.root import Root
 from deepspeed.engine.efficiency import hands_over_lengths, random_ltd_of
 from deepspeed.engine.model_compression import eigenvalue_of

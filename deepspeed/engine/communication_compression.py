@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from deepspeed.comm.codec import Codec
-from deepspeed.comm.codecs import CODECS, Int8Codec
-from deepspeed.comm.coded import CodedTransport
-from deepspeed.comm.worth import bits_of
+from deepspeed.comm.codecs.codec import Codec
+from deepspeed.comm.codecs.coded import CodedTransport
+from deepspeed.comm.codecs.table import CODECS, Int8Codec
+from deepspeed.comm.codecs.worth import bits_of
 from deepspeed.config.sections.communication_compression import CommunicationCompression
 from deepspeed.config.sections.root import Root
 from deepspeed.engine import probe
 from deepspeed.logging import log_dist
 from deepspeed.precision.policy import PrecisionPolicy
+from deepspeed.zero.gradient.trial import UPDATES
 from deepspeed.zero.group import Groups
-from deepspeed.zero.trial import UPDATES
 
 _MARGIN = 1.1
 """By how much codes must be faster alone to be tried: what is closer than that is noise."""

@@ -14,7 +14,7 @@ from deepspeed.config.sections.root import Root
 from deepspeed.engine.rooms import DROPPING, is_loaded, is_pipeline
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.logging import log_dist
-from deepspeed.zero.owners import Owners
+from deepspeed.zero.gather.owners import Owners
 from deepspeed.zero.runtime import ZeroRuntime
 
 if TYPE_CHECKING:

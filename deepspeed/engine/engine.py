@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.waypoints import reason_of
+from deepspeed.comm.watch.trace_points import reason_of
 from deepspeed.engine.accessors import ConfigAccessors
 from deepspeed.engine.batches import Batches
 from deepspeed.engine.checkpointing import EngineCheckpoints
@@ -39,8 +39,8 @@ from deepspeed.logging import log_dist, log_dist_once
 from deepspeed.plain_attributes import PlainAttributes
 from deepspeed.profiling.timer import ThroughputTimer
 from deepspeed.zero.micro_batch import MicroBatch
-from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer
 from deepspeed.zero.runtime import ZeroRuntime
+from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer
 
 _Computed = TypeVar("_Computed")
 

@@ -10,19 +10,19 @@ import torch
 from torch import nn
 
 from deepspeed import comm
-from deepspeed.comm.axes import create_grid, gathering_by_nodes
-from deepspeed.comm.connect import create_transport, warm_up
-from deepspeed.comm.defined import Defined, connect_copies, connect_defined, defined_groups
-from deepspeed.comm.groups import get_tensor_model_parallel_group
-from deepspeed.comm.mesh import TENSOR
-from deepspeed.comm.mpu import Standing
-from deepspeed.comm.new_groups import Lease, leased_groups
-from deepspeed.comm.transport import Transport
+from deepspeed.comm.job.axes import create_grid, gathering_by_nodes
+from deepspeed.comm.job.declared_groups import Defined, connect_copies, connect_defined, defined_groups
+from deepspeed.comm.job.groups import get_tensor_model_parallel_group
+from deepspeed.comm.job.mesh import TENSOR
+from deepspeed.comm.job.mpu import Standing
+from deepspeed.comm.job.new_groups import Lease, leased_groups
+from deepspeed.comm.transports.connect import create_transport, warm_up
+from deepspeed.comm.transports.transport import Transport
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
-from deepspeed.zero.describe import CUT, describe
 from deepspeed.zero.group import BucketGroup, Groups
-from deepspeed.zero.layout import DATA
 from deepspeed.zero.placement import Placement
+from deepspeed.zero.tiling.describe import CUT, describe
+from deepspeed.zero.tiling.layout import DATA
 
 
 def create_groups(

@@ -13,10 +13,10 @@ import torch
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.host_allocator import keep_freed_memory
-from deepspeed.comm.defined import claim_groups
-from deepspeed.comm.device import local_device
-from deepspeed.comm.job_mesh import JobMesh
-from deepspeed.comm.place import ranks_per_node
+from deepspeed.comm.job.declared_groups import claim_groups
+from deepspeed.comm.job.job_mesh import JobMesh
+from deepspeed.comm.start.device import local_device
+from deepspeed.comm.start.environment import ranks_per_node
 from deepspeed.config import ParsedConfig, parse
 from deepspeed.config.compared import compared_values
 from deepspeed.config.sections.root import Root
@@ -61,10 +61,10 @@ from deepspeed.ops.onebit.phases import ExchangesMomentum
 from deepspeed.precision.policy import PrecisionPolicy, dtype_of_name
 from deepspeed.zero.build import build_runtime
 from deepspeed.zero.construction.modules import suspended
-from deepspeed.zero.describe import OFFLOADED
-from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer
 from deepspeed.zero.placement import Home
-from deepspeed.zero.update import state_itemsizes
+from deepspeed.zero.tiling.describe import OFFLOADED
+from deepspeed.zero.update.loop import state_itemsizes
+from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer
 
 
 def initialize(

@@ -19,22 +19,22 @@ import torch
 from torch import nn
 
 from deepspeed import comm
-from deepspeed.comm.axes import island_groups
-from deepspeed.comm.codec import Codec
-from deepspeed.comm.codecs import CODECS
-from deepspeed.comm.coded import coded
-from deepspeed.comm.connect import transport_over
-from deepspeed.comm.mpu import Standing
-from deepspeed.comm.transport import Reduction, Transport, transfer_key
-from deepspeed.comm.worth import bits_of
+from deepspeed.comm.codecs.codec import Codec
+from deepspeed.comm.codecs.coded import coded
+from deepspeed.comm.codecs.table import CODECS
+from deepspeed.comm.codecs.worth import bits_of
+from deepspeed.comm.job.axes import island_groups
+from deepspeed.comm.job.mpu import Standing
+from deepspeed.comm.transports.connect import transport_over
+from deepspeed.comm.transports.transport import Reduction, Transport, transfer_key
 from deepspeed.config.sections.communication_compression import Islands
 from deepspeed.config.sections.root import Root
 from deepspeed.errors import CheckpointError, DeepSpeedConfigError
 from deepspeed.logging import log_dist
 from deepspeed.zero.holder import address_of
-from deepspeed.zero.masters import MasterBucket
-from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer
 from deepspeed.zero.storage import FlatBuffer, Kind, Ledger
+from deepspeed.zero.update.masters import MasterBucket
+from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer
 
 
 def _codec_of(wire: str) -> Codec | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from deepspeed.errors import DeepSpeedError
 from deepspeed.precision.policy import PrecisionPolicy
-from deepspeed.zero.outputs import tensors_in
+from deepspeed.zero.gather.outputs import tensors_in
 
 _ABOUT_DTYPES = re.compile(r"\bdtype|scalar type|input type|same type", re.IGNORECASE)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from deepspeed.comm.transport import Transport
+from deepspeed.comm.transports.transport import Transport
 from deepspeed.config.sections.compression import CompressionTraining
 from deepspeed.config.sections.quantization import Eigenvalue, QuantizeTraining
 from deepspeed.config.sections.root import Root

@@ -17,8 +17,8 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 from deepspeed.ops.build import build_optimizer
 from deepspeed.ops.elementwise import Kind, is_elementwise
-from deepspeed.zero.masters import MasterBucket, MasterRun
 from deepspeed.zero.placement import Placement
+from deepspeed.zero.update.masters import MasterBucket, MasterRun
 
 _UNUSABLE = (torch.optim.LBFGS, torch.optim.SparseAdam)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from deepspeed.comm.transport import LocalTransport, Reduction, Transport, transfer_key
+from deepspeed.comm.transports.transport import LocalTransport, Reduction, Transport, transfer_key
 from deepspeed.errors import CallOrderError
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from deepspeed.comm.defined import Claim
-from deepspeed.comm.mpu import Standing
+from deepspeed.comm.job.declared_groups import Claim
+from deepspeed.comm.job.mpu import Standing
 from deepspeed.config import ParsedConfig
 from deepspeed.engine.islands import Archipelago
 from deepspeed.monitor.monitor import MonitorMaster
@@ -19,9 +19,9 @@ from deepspeed.precision.policy import PrecisionPolicy, create_loss_scaler
 from deepspeed.schedulers import build_scheduler
 from deepspeed.zero.access.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.zero.group import Groups
-from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.runtime import ZeroRuntime
+from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3
 
 DeepSpeedOptimizerCallable: TypeAlias = Callable[[Iterable[nn.Parameter] | dict[str, Any]], torch.optim.Optimizer]
 DeepSpeedSchedulerCallable: TypeAlias = Callable[[torch.optim.Optimizer], Any]

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from typing_extensions import override
 
-from deepspeed.comm import within_backward
+from deepspeed.comm.watch import backward_comm
 from deepspeed.data.repeating import RepeatingLoader
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.parts import EngineParts
@@ -430,7 +430,7 @@ class PipelineEngine(Interpreter, DeepSpeedEngine):
         if not outputs or not inputs:
             return outputs, gradients  # nobody waits: all of it is the weights' half
         # Experts have exchanges in their backward, which must come once and on all ranks alike, whoever has tokens.
-        if self.pipeline.activation_checkpoint_interval > 0 or within_backward.is_uneven():
+        if self.pipeline.activation_checkpoint_interval > 0 or backward_comm.is_uneven():
             self.compute_backward(chunk, micro_batch, outputs, gradients, closes=False)
             return None
         if gradients is None:

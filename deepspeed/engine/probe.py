@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from deepspeed.comm.codec import Codec, Residual
-from deepspeed.comm.coded import coded
-from deepspeed.comm.transport import Reduction, Transport, transfer_key
+from deepspeed.comm.codecs.codec import Codec, Residual
+from deepspeed.comm.codecs.coded import coded
+from deepspeed.comm.transports.transport import Reduction, Transport, transfer_key
 
 NUMEL = 1 << 20
 """Elements that are reduced. On a link of 100 Mbit/s that takes about a third of a second."""

@@ -17,7 +17,7 @@ import torch
 
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.counters import waiting
+from deepspeed.comm.transports.counters import waiting
 from deepspeed.config.sections.root import Root
 from deepspeed.logging import log_dist, log_dist_once
 from deepspeed.monitor.monitor import Event, MonitorMaster

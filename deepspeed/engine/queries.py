@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.comm import groups
-from deepspeed.comm.mesh import OTHER_PARTS
+from deepspeed.comm.job import groups
+from deepspeed.comm.job.mesh import OTHER_PARTS
 from deepspeed.engine.batches import Batches
 from deepspeed.engine.parts import EngineParts
 from deepspeed.engine.reports import memory_rows, precision_rows
 from deepspeed.engine.rooms import EXPERT, is_loaded
 from deepspeed.precision.policy import PrecisionPolicy
 from deepspeed.zero.access.whole_buckets import iter_full
-from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer
 from deepspeed.zero.runtime import ZeroRuntime
+from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer
 
 
 class EngineQueries:

@@ -10,8 +10,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from deepspeed.logging import log_dist
+from deepspeed.zero.gather.outputs import tensors_in
 from deepspeed.zero.holder import address_of
-from deepspeed.zero.outputs import tensors_in
 
 _PATIENCE = 8  # backwards of one update by a program that adds up gradients of its own accord
 

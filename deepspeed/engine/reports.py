@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from deepspeed.comm.mpu import Standing
+from deepspeed.comm.job.mpu import Standing
 from deepspeed.config.sections.root import Root
 from deepspeed.engine.batches import Batches
 from deepspeed.precision.policy import PrecisionPolicy
-from deepspeed.zero.formula import MemoryFormula
-from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer
 from deepspeed.zero.placement import Home, Placement
 from deepspeed.zero.runtime import ZeroRuntime
 from deepspeed.zero.storage import Kind
+from deepspeed.zero.tiling.formula import MemoryFormula
+from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer
 
 
 def memory_rows(

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from deepspeed import comm
-from deepspeed.comm.connect import shared_transport
-from deepspeed.comm.mesh import TENSOR as AXIS
-from deepspeed.comm.mpu import Standing
-from deepspeed.comm.transport import Transport
+from deepspeed.comm.job.mesh import TENSOR as AXIS
+from deepspeed.comm.job.mpu import Standing
+from deepspeed.comm.transports.connect import shared_transport
+from deepspeed.comm.transports.transport import Transport
 from deepspeed.config.sections.root import Root
 from deepspeed.engine.model_compression import pace_quantization, quantize_in_training
 from deepspeed.engine.optimizers import exchange_parameters
@@ -23,7 +23,7 @@ from deepspeed.engine.parts import Client
 from deepspeed.engine.rooms import EXPERT, LINEAR, SEQUENCE, TENSOR, is_loaded, is_pipeline
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
-from deepspeed.zero.leaf import mark_leaf_modules
+from deepspeed.zero.gather.leaf import mark_leaf_modules
 from deepspeed.zero.storage import distinct
 
 

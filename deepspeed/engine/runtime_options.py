@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from deepspeed.comm.mpu import Standing
+from deepspeed.comm.job.mpu import Standing
 from deepspeed.config.sections.root import Root
 from deepspeed.engine.optimizers import needs_whole_tensors
 from deepspeed.engine.zero_plus_plus import steps_until_reset
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.offload.homes import OffloadHomes
 from deepspeed.precision.policy import PrecisionPolicy
-from deepspeed.zero.layout import Limits
+from deepspeed.zero.gather.schedule import GatherLimits
+from deepspeed.zero.gradient.reduction_policy import ReductionPolicy
 from deepspeed.zero.placement import Placement
-from deepspeed.zero.reduction_policy import ReductionPolicy
 from deepspeed.zero.runtime_options import RuntimeOptions
-from deepspeed.zero.schedule import GatherLimits
-from deepspeed.zero.update import state_itemsizes
+from deepspeed.zero.tiling.layout import Limits
+from deepspeed.zero.update.loop import state_itemsizes
 
 
 def gradient_divisor(root: Root, ranks: Standing) -> int:

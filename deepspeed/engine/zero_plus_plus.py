@@ -6,8 +6,8 @@ then between those that hold the same ones), hpZ the placement with neighbours. 
 
 from __future__ import annotations
 
-from deepspeed.comm.codec import Codec
-from deepspeed.comm.codecs import Int4Codec, Int8Codec, LocoCodec
+from deepspeed.comm.codecs.codec import Codec
+from deepspeed.comm.codecs.table import Int4Codec, Int8Codec, LocoCodec
 from deepspeed.config.sections.zero import ZeroOptimization
 from deepspeed.logging import log_dist
 from deepspeed.zero.group import Groups

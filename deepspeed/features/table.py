@@ -118,7 +118,7 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         "an optimizer wrapper for each precision",
-        "deepspeed.initialize returns one class for all of them, deepspeed.zero.optimizer.DeepSpeedZeroOptimizer.",
+        "deepspeed.initialize returns one class for all, deepspeed.zero.update.optimizer.DeepSpeedZeroOptimizer.",
         {
             "deepspeed.runtime.fp16.fused_optimizer": "FP16_Optimizer",
             "deepspeed.runtime.fp16.unfused_optimizer": "FP16_UnfusedOptimizer",

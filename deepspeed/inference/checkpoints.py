@@ -17,7 +17,7 @@ from deepspeed.inference.weight_files import Stored, WeightFiles, find_files
 from deepspeed.parallel.pipe.transformers_models import pipeline_names
 from deepspeed.zero.construction.reading import SlicesFromFiles
 from deepspeed.zero.holder import address_of, full_shape
-from deepspeed.zero.parts import tile_of
+from deepspeed.zero.tiling.parts import tile_of
 
 
 def fill(

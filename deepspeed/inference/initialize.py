@@ -9,9 +9,9 @@ from torch import nn
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.host_allocator import Trimmer
-from deepspeed.comm import groups
-from deepspeed.comm.device import local_device
-from deepspeed.comm.mesh import TENSOR
+from deepspeed.comm.job import groups
+from deepspeed.comm.job.mesh import TENSOR
+from deepspeed.comm.start.device import local_device
 from deepspeed.engine import DeepSpeedEngine, initialize
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.inference.checkpoints import fill

@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from deepspeed.comm.world import is_initialized, rank_in
+from deepspeed.comm.job.world import is_initialized, rank_in
 from deepspeed.errors import CheckpointError
 from deepspeed.inference.weight_files import DESCRIPTION, PARTS
 from deepspeed.parallel.tensor.cutting import CutModel
-from deepspeed.zero.parts import tile_of
+from deepspeed.zero.tiling.parts import tile_of
 
 _WHOLE = "non-tp.safetensors"
 

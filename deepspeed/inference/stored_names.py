@@ -16,7 +16,7 @@ from torch import nn
 
 from deepspeed.errors import CheckpointError
 from deepspeed.inference.weight_files import Stored
-from deepspeed.zero.tiles import Box, Tile, TilePart
+from deepspeed.zero.tiling.tiles import Box, Tile, TilePart
 
 Shape = tuple[int, ...]
 

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.comm import groups, init_distributed
-from deepspeed.comm.mesh import DATA, TENSOR, Mesh
-from deepspeed.comm.world import size_of
+from deepspeed.comm import init_distributed
+from deepspeed.comm.job import groups
+from deepspeed.comm.job.mesh import DATA, TENSOR, Mesh
+from deepspeed.comm.job.world import size_of
 from deepspeed.config.sections.inference import InferenceTp
 from deepspeed.config.sections.tensor_parallel import TensorParallel
 from deepspeed.errors import DeepSpeedConfigError

@@ -25,7 +25,7 @@ from deepspeed.checkpoint.directory import LATEST, format_of
 from deepspeed.checkpoint.format import COMPUTE, MASTER
 from deepspeed.checkpoint.source import Source, Wanted
 from deepspeed.errors import CheckpointError
-from deepspeed.zero.tiles import Box, Tile, TilePart, in_common
+from deepspeed.zero.tiling.tiles import Box, Tile, TilePart, in_common
 
 PARTS = "deepspeed_parts"
 """Key of a file's header under which the parts are."""

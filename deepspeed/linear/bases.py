@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from torch import nn
 
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.zero.describe import OFFLOADED, SHARED, describe, put_in_group
 from deepspeed.zero.holder import full_numel
-from deepspeed.zero.layout import DATA
+from deepspeed.zero.tiling.describe import OFFLOADED, SHARED, describe, put_in_group
+from deepspeed.zero.tiling.layout import DATA
 
 _RANKS = "ds_base_ranks"
 _SHARE = "ds_base_offloaded_share"

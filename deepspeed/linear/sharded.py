@@ -11,8 +11,8 @@ from torch import nn
 
 from deepspeed.zero.access.gathered import GatheredBlock
 from deepspeed.zero.construction.provisional import shard_parameters
+from deepspeed.zero.gather.sharded_parameter import ShardedParameter, mark_full, plain_class
 from deepspeed.zero.holder import address_of, forget_address
-from deepspeed.zero.sharded_parameter import ShardedParameter, mark_full, plain_class
 
 
 @contextmanager

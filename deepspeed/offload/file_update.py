@@ -19,7 +19,7 @@ from deepspeed.offload.files import FileMemory
 from deepspeed.offload.host import HostUpdate
 from deepspeed.offload.pinned import page_buffer, round_to_pages
 from deepspeed.offload.streams import CopyStream
-from deepspeed.zero.update import Operands, UpdateSlice
+from deepspeed.zero.update.loop import Operands, UpdateSlice
 
 
 @dataclass

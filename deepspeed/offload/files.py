@@ -21,7 +21,7 @@ import torch
 from typing_extensions import override
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.transport import DoneWork, Work
+from deepspeed.comm.transports.transport import DoneWork, Work
 from deepspeed.errors import OffloadError
 from deepspeed.logging import log_dist
 from deepspeed.offload.disk import open_file, open_folder

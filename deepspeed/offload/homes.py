@@ -20,10 +20,10 @@ from deepspeed.offload.host import HostLanding, HostMemory, HostUpdate, StagingP
 from deepspeed.offload.page_cache import CachePolicy
 from deepspeed.offload.pinned import may_pin
 from deepspeed.offload.streams import CopyStream
-from deepspeed.zero.landing import Landing
+from deepspeed.zero.gradient.destination import Landing
 from deepspeed.zero.placement import Home, Placement
 from deepspeed.zero.storage import Ledger, Memory
-from deepspeed.zero.update import UpdateStrategy
+from deepspeed.zero.update.loop import UpdateStrategy
 
 _HOMES = {"none": Home.DEVICE, "cpu": Home.HOST, "nvme": Home.FILE}
 _PIECE = 4096  # elements; pieces are multiples of it: whole pages in every dtype

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from deepspeed.comm.transport import Work
+from deepspeed.comm.transports.transport import Work
 from deepspeed.offload.pinned import host_device, host_tensor, page_buffer
 from deepspeed.offload.streams import CopyDone, CopyStream
-from deepspeed.zero.landing import Landing, add_into
-from deepspeed.zero.masters import MasterBucket
-from deepspeed.zero.norm import Squares
+from deepspeed.zero.gradient.destination import Landing, add_into
 from deepspeed.zero.placement import Home
 from deepspeed.zero.storage import FlatBuffer, Kind, Ledger, Memory
-from deepspeed.zero.update import Operands, UpdateSlice, UpdateStrategy
+from deepspeed.zero.update.loop import Operands, UpdateSlice, UpdateStrategy
+from deepspeed.zero.update.masters import MasterBucket
+from deepspeed.zero.update.norm import Squares
 
 _STAGING = 2  # one copy on its way, one being filled
 

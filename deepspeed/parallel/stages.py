@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.comm.connect import shared_transport
-from deepspeed.comm.objects import gather_json
-from deepspeed.comm.process_group import default_timeout
+from deepspeed.comm.start.process_group import default_timeout
+from deepspeed.comm.transports.connect import shared_transport
+from deepspeed.comm.transports.objects import gather_json
 from deepspeed.errors import DeepSpeedConfigError
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from deepspeed.comm.channel import Channel
+from deepspeed.comm.transports.channel import Channel
 
 
 class _CrossEntropy(torch.autograd.Function):

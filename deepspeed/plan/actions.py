@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.zero.outputs import tensors_in
+from deepspeed.zero.gather.outputs import tensors_in
 
 
 class Act(Enum):

@@ -1,9 +1,9 @@
 """What gradients cost as they are and as codes: bytes, codec time, and whether that pays on the machine's links.
 
-The sums of a step are read from the engine that was rehearsed; how long each way takes is ``comm.worth``'s arithmetic
-on the links that it crosses. A sum in the backend's own collectives costs the network what a node does not hold, once
-for all its devices (``plan.times``); codes go straight to their owners, so each device sends all of its own. Where
-several devices of a node share a network, codes therefore have that much more to make good.
+The sums of a step are read from the engine that was rehearsed; how long each way takes is ``comm.codecs.worth``'s
+arithmetic on the links that it crosses. A sum in the backend's own collectives costs the network what a node does not
+hold, once for all its devices (``plan.times``); codes go straight to their owners, so each device sends all of its own.
+Where several devices of a node share a network, codes therefore have that much more to make good.
 
 Nothing is taken to hide anything, on either side.
 """
@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed.comm.codec import Codec
-from deepspeed.comm.codecs import CODECS, WholeSignCodec
-from deepspeed.comm.worth import bits_of, codec_seconds, way_on
+from deepspeed.comm.codecs.codec import Codec
+from deepspeed.comm.codecs.table import CODECS, WholeSignCodec
+from deepspeed.comm.codecs.worth import bits_of, codec_seconds, way_on
 from deepspeed.engine.communication_compression import wire_bits
 from deepspeed.plan.devices import Machine
 from deepspeed.zero.placement import private_numel
@@ -118,7 +118,7 @@ def coded_costs(
         machine: Its links, and what encodes.
         native: Sums that travel as they are, by the backend's own collectives, not by gloo.
         may_skip: What codes lose is kept twice.
-        codecs: The other ways; those that are not in ``comm.codecs.CODECS`` are left out.
+        codecs: The other ways; those that are not in ``comm.codecs.table.CODECS`` are left out.
     """
     sums = [one for one in sums if len(one.members) > 1]
     if not sums or not all(_knows_links(one, machine) for one in sums):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from deepspeed.comm import groups
+from deepspeed.comm.job import groups
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.expert.layer import MoE
 from deepspeed.parallel.pipe.spec import LayerSpec

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from deepspeed.comm.mesh import PIPE, TENSOR, Mesh
+from deepspeed.comm.job.mesh import PIPE, TENSOR, Mesh
 from deepspeed.errors import DeepSpeedConfigError
 
 

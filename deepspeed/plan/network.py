@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from deepspeed.comm.gloo import GlooTransport
-from deepspeed.comm.mesh import Mesh
-from deepspeed.comm.native import NativeTransport
-from deepspeed.comm.transport import LocalTransport, Transport
-from deepspeed.comm.world import PlayedGroup
+from deepspeed.comm.host.gloo import GlooTransport
+from deepspeed.comm.job.mesh import Mesh
+from deepspeed.comm.job.world import PlayedGroup
+from deepspeed.comm.transports.native import NativeTransport
+from deepspeed.comm.transports.transport import LocalTransport, Transport
 from deepspeed.errors import NotYetSupportedError
 
 

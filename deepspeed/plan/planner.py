@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.axes import grid_mesh
-from deepspeed.comm.mesh import DATA, Mesh, data_mesh
-from deepspeed.comm.mesh_sources import mesh_of_config
+from deepspeed.comm.job.axes import grid_mesh
+from deepspeed.comm.job.mesh import DATA, Mesh, data_mesh
+from deepspeed.comm.job.mesh_sources import mesh_of_config
 from deepspeed.config import parse
 from deepspeed.config.batch import ACCUMULATION, MICRO, TOTAL
 from deepspeed.config.degrees import data_parallel_size

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.counters import traffic
-from deepspeed.comm.mesh import PIPE, Mesh
+from deepspeed.comm.job.mesh import PIPE, Mesh
+from deepspeed.comm.transports.counters import traffic
 from deepspeed.errors import PipelineError
 from deepspeed.parallel.pipe.channel import ACTIVATIONS, GRADIENTS, Form
 from deepspeed.parallel.pipe.module import PipelineModule

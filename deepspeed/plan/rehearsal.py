@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.comm.counters import traffic
-from deepspeed.comm.mesh import SEQUENCE
+from deepspeed.comm.job.mesh import SEQUENCE
+from deepspeed.comm.transports.counters import traffic
 from deepspeed.engine.initialize import initialize
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.ops.muon import Muon

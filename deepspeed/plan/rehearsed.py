@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from deepspeed.comm.codec import Codec
+from deepspeed.comm.codecs.codec import Codec
 from deepspeed.parallel.pipe.schedule.actions import Kind as Computation
 from deepspeed.plan.codes import GradientSum
 from deepspeed.plan.flow import Flow

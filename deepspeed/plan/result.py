@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from deepspeed.comm.mesh import PIPE, SEQUENCE, TENSOR, Mesh
+from deepspeed.comm.job.mesh import PIPE, SEQUENCE, TENSOR, Mesh
 from deepspeed.engine.communication_compression import default_codec
 from deepspeed.parallel.pipe.schedule.actions import Kind as Computation
 from deepspeed.parallel.pipe.schedule.simulate import Times

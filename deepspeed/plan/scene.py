@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator, set_accelerator
-from deepspeed.comm import groups
-from deepspeed.comm.counters import traffic
-from deepspeed.comm.mesh import Mesh
-from deepspeed.comm.world import played_by
+from deepspeed.comm.job import groups
+from deepspeed.comm.job.mesh import Mesh
+from deepspeed.comm.job.world import played_by
+from deepspeed.comm.transports.counters import traffic
 from deepspeed.logging import quiet
 from deepspeed.offload.disk import disk_is
 from deepspeed.offload.pinned import host_memory_from

@@ -10,7 +10,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from deepspeed.comm.mesh import AXES, DATA
+from deepspeed.comm.job.mesh import AXES, DATA
 from deepspeed.plan.configs import stage_of
 from deepspeed.plan.devices import in_words
 from deepspeed.plan.pipeline import idle_shares

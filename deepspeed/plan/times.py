@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from deepspeed.comm.mesh import DATA, EXPERT, PIPE, SEQUENCE, TENSOR, Mesh
+from deepspeed.comm.job.mesh import DATA, EXPERT, PIPE, SEQUENCE, TENSOR, Mesh
 from deepspeed.plan.devices import Machine
 from deepspeed.plan.flow import Flow
 

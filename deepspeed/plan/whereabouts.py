@@ -14,7 +14,7 @@ from torch import nn
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
 from deepspeed.plan import decoder
 from deepspeed.plan.memory import MemoryCount, Moment
-from deepspeed.zero.outputs import tensors_in
+from deepspeed.zero.gather.outputs import tensors_in
 
 
 class Whereabouts:

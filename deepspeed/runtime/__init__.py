@@ -10,7 +10,10 @@ from deepspeed.runtime.finder import children_of, install
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
-    {"DeepSpeedOptimizer": "deepspeed.zero.base_optimizer", "ZeROOptimizer": "deepspeed.zero.base_optimizer"},
+    {
+        "DeepSpeedOptimizer": "deepspeed.zero.update.base_optimizer",
+        "ZeROOptimizer": "deepspeed.zero.update.base_optimizer",
+    },
     submodules=children_of(""),
 )
 install()

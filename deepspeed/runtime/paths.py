@@ -13,7 +13,7 @@ PATHS: dict[str, dict[str, str]] = {
         "deepspeed.config.sections.activation": "DeepSpeedActivationCheckpointingConfig=ActivationCheckpointing",
     },
     "base_optimizer": {
-        "deepspeed.zero.base_optimizer": "DeepSpeedOptimizer ZeROOptimizer",
+        "deepspeed.zero.update.base_optimizer": "DeepSpeedOptimizer ZeROOptimizer",
     },
     "bf16_optimizer": {},
     "checkpoint_engine": {
@@ -196,14 +196,14 @@ PATHS: dict[str, dict[str, str]] = {
             "estimate_zero3_model_states_mem_needs estimate_zero3_model_states_mem_needs_all_cold "
             "estimate_zero3_model_states_mem_needs_all_live"
         ),
-        "deepspeed.zero.optimizer": "DeepSpeedZeroOptimizer_Stage3",
+        "deepspeed.zero.update.optimizer": "DeepSpeedZeroOptimizer_Stage3",
     },
     "zero.stage_1_and_2": {
         "deepspeed.plan.memory_estimates": (
             "estimate_zero2_model_states_mem_needs estimate_zero2_model_states_mem_needs_all_cold "
             "estimate_zero2_model_states_mem_needs_all_live"
         ),
-        "deepspeed.zero.optimizer": "DeepSpeedZeroOptimizer",
+        "deepspeed.zero.update.optimizer": "DeepSpeedZeroOptimizer",
     },
     "zero.tiling": {},
     "zero.utils": {

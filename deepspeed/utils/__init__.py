@@ -14,7 +14,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         "OnDevice": "deepspeed.precision.on_device",
         "RepeatingLoader": "deepspeed.data",
         "get_z3_leaf_modules": "deepspeed.utils.z3_leaf_module",
-        "groups": "deepspeed.comm.groups:",
+        "groups": "deepspeed.comm.job.groups:",
         "instrument_w_nvtx": "deepspeed.profiling.ranges",
         "safe_get_full_fp32_param": "deepspeed.zero.access.states",
         "safe_get_full_grad": "deepspeed.zero.access.states",

@@ -1,8 +1,8 @@
-"""Leaf modules of ZeRO stage 3; re-exports; the code is in :mod:`deepspeed.zero.leaf`."""
+"""Leaf modules of ZeRO stage 3; re-exports; the code is in :mod:`deepspeed.zero.gather.leaf`."""
 
 from __future__ import annotations
 
-from deepspeed.zero.leaf import (
+from deepspeed.zero.gather.leaf import (
     get_z3_leaf_modules,
     set_z3_leaf_module,
     set_z3_leaf_modules,

@@ -25,18 +25,18 @@ import torch
 from torch.autograd.graph import increment_version
 from typing_extensions import override
 
-from deepspeed.comm.coded import CodedTransport
-from deepspeed.comm.transport import DoneWork, Work, transfer_key
+from deepspeed.comm.codecs.coded import CodedTransport
+from deepspeed.comm.transports.transport import DoneWork, Work, transfer_key
 from deepspeed.errors import CallOrderError
 from deepspeed.logging import logger, warn_once
 from deepspeed.zero.construction.provisional import copy_sharded
-from deepspeed.zero.gather_count import GatherCount
+from deepspeed.zero.gather.gather_count import GatherCount
+from deepspeed.zero.gather.sharded_parameter import mark_full, mark_sharded, remember_class
 from deepspeed.zero.group import BucketGroup
 from deepspeed.zero.holder import Holder, State, set_address
-from deepspeed.zero.layout import BucketLayout, Fragment
 from deepspeed.zero.placement import Home
-from deepspeed.zero.sharded_parameter import mark_full, mark_sharded, remember_class
 from deepspeed.zero.storage import FlatBuffer, Kind, Ledger, LentBuffer, Memory
+from deepspeed.zero.tiling.layout import BucketLayout, Fragment
 
 T = TypeVar("T")
 _GATHER = 0

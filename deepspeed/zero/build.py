@@ -6,21 +6,21 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from deepspeed.comm import within_backward
-from deepspeed.comm.agreement import Agreement
-from deepspeed.zero.announced import Announcement
-from deepspeed.zero.gradients import GradientReducer
+from deepspeed.comm.watch import backward_comm
+from deepspeed.comm.watch.agreement import Agreement
+from deepspeed.zero.gather.announced import Announcement
+from deepspeed.zero.gather.hooks import ForwardHooks
+from deepspeed.zero.gather.schedule import GatherSchedule
+from deepspeed.zero.gather.unit_buckets import buckets_of_leaves, gathering_modules
+from deepspeed.zero.gather.units import find_units
+from deepspeed.zero.gradient.gradients import GradientReducer
+from deepspeed.zero.gradient.reduction_policy import ReductionPolicy
 from deepspeed.zero.group import Groups
 from deepspeed.zero.guards import guard_parts, guard_state_dicts
 from deepspeed.zero.holder import address_of
-from deepspeed.zero.hooks import ForwardHooks
 from deepspeed.zero.model_states import ModelStates
-from deepspeed.zero.reduction_policy import ReductionPolicy
 from deepspeed.zero.runtime import ZeroRuntime
 from deepspeed.zero.runtime_options import RuntimeOptions
-from deepspeed.zero.schedule import GatherSchedule
-from deepspeed.zero.unit_buckets import buckets_of_leaves, gathering_modules
-from deepspeed.zero.units import find_units
 
 
 def build_runtime(
@@ -87,7 +87,7 @@ def _make_reducer(
     hooks: ForwardHooks,
     announcement: Announcement,
 ) -> GradientReducer:
-    ear = within_backward.Ear(model)
+    ear = backward_comm.Ear(model)
     return GradientReducer(
         [master.bucket for master in states.masters],
         policy,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from deepspeed.comm.transport import Transport
+from deepspeed.comm.transports.transport import Transport
 from deepspeed.errors import DivergenceError
 
 _WORDS = 240  # bytes of a call's description that travel when calls differ
@@ -16,7 +16,7 @@ _WORDS = 240  # bytes of a call's description that travel when calls differ
 def compare_calls(transport: Transport, words: str, numbers: Sequence[int] = ()) -> list[list[int]]:
     """Makes sure that all ranks that train the same model make the same call.
 
-    Every one of them must call it; a rank that never does is found out by ``comm.watch``.
+    Every one of them must call it; a rank that never does is found out by ``comm.watch.watchdog``.
 
     Args:
         transport: Of the group, or of a part of it.

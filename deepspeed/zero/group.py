@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from deepspeed.comm.codec import Codec
-from deepspeed.comm.coded import CodedTransport, coded
-from deepspeed.comm.new_groups import Lease
-from deepspeed.comm.transport import Transport
+from deepspeed.comm.codecs.codec import Codec
+from deepspeed.comm.codecs.coded import CodedTransport, coded
+from deepspeed.comm.job.new_groups import Lease
+from deepspeed.comm.transports.transport import Transport
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.zero.describe import CUT, Description
-from deepspeed.zero.layout import DATA, Sharing
+from deepspeed.zero.tiling.describe import CUT, Description
+from deepspeed.zero.tiling.layout import DATA, Sharing
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class BucketGroup:
         gather: Carries parameters between the ranks that share slices.
         reduce: Carries gradients between the same ranks.
         owners: The ranks among which masters are cut, numbered as they are cut: ``gather``, or with it the ranks with
-            the same slices (``comm.axes.GridTransport``).
+            the same slices (``comm.job.axes.GridTransport``).
         combine: Carries sums between the ranks that hold the same slices; None where no others do.
         divisor: What makes a mean of a sum over all ranks of the group.
         counts: Whether this rank stands for the ranks that hold the same tiles and are in another group of that name
@@ -246,7 +246,7 @@ class Groups:
         if name not in self.by_name:
             raise DeepSpeedConfigError(
                 f"the parameter {parameter!r} belongs to the group {name!r}, which is not defined; known are "
-                f"{', '.join(map(repr, self.by_name))}. Call deepspeed.comm.defined.define_group({name!r}, ranks) on "
+                f"{', '.join(map(repr, self.by_name))}. Call deepspeed.comm.define_group({name!r}, ranks) on "
                 "every rank before the model is built"
             )
         return name

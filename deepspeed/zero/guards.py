@@ -13,10 +13,10 @@ from deepspeed.errors import ShardedAccessError
 from deepspeed.logging import warn_once
 from deepspeed.zero.access.views import mark_module
 from deepspeed.zero.bucket import Bucket
-from deepspeed.zero.describe import describe
-from deepspeed.zero.layout import DATA
-from deepspeed.zero.parts import says_part
-from deepspeed.zero.sharded_parameter import ShardedParameter, note_placeholders
+from deepspeed.zero.gather.sharded_parameter import ShardedParameter, note_placeholders
+from deepspeed.zero.tiling.describe import describe
+from deepspeed.zero.tiling.layout import DATA
+from deepspeed.zero.tiling.parts import says_part
 
 
 def guard_state_dicts(model: nn.Module) -> list[RemovableHandle]:

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from deepspeed.comm.transport import Transport
+from deepspeed.comm.transports.transport import Transport
 from deepspeed.zero.group import BucketGroup
-from deepspeed.zero.layout import BucketLayout, Fragment
+from deepspeed.zero.tiling.layout import BucketLayout, Fragment
 
 
 class State(Enum):

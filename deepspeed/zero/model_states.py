@@ -11,25 +11,25 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from deepspeed.comm.transport import Piece
+from deepspeed.comm.transports.transport import Piece
 from deepspeed.errors import DeepSpeedConfigError, OffloadError
 from deepspeed.zero.access.views import install_views
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.construction.filling import first_values
 from deepspeed.zero.construction.materialize import Materializer
 from deepspeed.zero.construction.provisional import note_freed
-from deepspeed.zero.describe import describe
-from deepspeed.zero.formula import MemoryFormula
+from deepspeed.zero.gather.sharded_parameter import ShardedParameter
+from deepspeed.zero.gather.units import Unit
+from deepspeed.zero.gradient.destination import Landing
 from deepspeed.zero.group import Groups
 from deepspeed.zero.holder import full_shape
-from deepspeed.zero.landing import Landing
-from deepspeed.zero.layout import ModelLayout, UnitTile, model_layout
-from deepspeed.zero.masters import MasterBucket
-from deepspeed.zero.parts import tile_of
 from deepspeed.zero.runtime_options import RuntimeOptions
-from deepspeed.zero.sharded_parameter import ShardedParameter
 from deepspeed.zero.storage import Ledger
-from deepspeed.zero.units import Unit
+from deepspeed.zero.tiling.describe import describe
+from deepspeed.zero.tiling.formula import MemoryFormula
+from deepspeed.zero.tiling.layout import ModelLayout, UnitTile, model_layout
+from deepspeed.zero.tiling.parts import tile_of
+from deepspeed.zero.update.masters import MasterBucket
 
 
 class ModelStates:

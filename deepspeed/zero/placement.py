@@ -9,16 +9,16 @@
 | 3       | sharded       | sharded    | sharded                    |
 +---------+---------------+------------+----------------------------+
 
-A third column, *private*, is there only where gradients travel in fewer bits than they have (``comm.codec``): the error
-that a rank keeps of what it has sent. It is as long as the whole at every stage, different on every rank, and never
-compared or gathered. Checkpoints keep it for runs of the same size.
+A third column, *private*, is there only where gradients travel in fewer bits than they have (``comm.codecs.codec``):
+the error that a rank keeps of what it has sent. It is as long as the whole at every stage, different on every rank, and
+never compared or gathered. Checkpoints keep it for runs of the same size.
 
 Offload chooses another home for what is sharded: masters, optimizer state and reduced gradients (``master_home``), at
 stage 3 also the compute parameters (``param_home``), and at every stage the frozen ones that are described so
 (``base_home``). Code asks the placement, never the stage number or the config.
 
 "Sharded" means over all data-parallel ranks, unless ``shard_ranks`` says that only so many neighbours share. The others
-then hold the same (``comm.axes``), and stage 3 has two more rows:
+then hold the same (``comm.job.axes``), and stage 3 has two more rows:
 
 +---------+---------------+--------------+----------------------------+
 |         | compute param | gradient     | master and optimizer state |
@@ -36,8 +36,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from deepspeed.zero.describe import OFFLOADED, SHARED
-from deepspeed.zero.layout import BucketLayout, ModelLayout
+from deepspeed.zero.tiling.describe import OFFLOADED, SHARED
+from deepspeed.zero.tiling.layout import BucketLayout, ModelLayout
 
 
 class Home(Enum):

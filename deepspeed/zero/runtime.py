@@ -12,27 +12,27 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from deepspeed.comm.agreement import Agreement
-from deepspeed.comm.transport import LocalTransport
+from deepspeed.comm.transports.transport import LocalTransport
+from deepspeed.comm.watch.agreement import Agreement
 from deepspeed.errors import CallOrderError
 from deepspeed.logging import log_dist, logger
-from deepspeed.zero.announced import Announcement
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.calls import agree_to_go_on
-from deepspeed.zero.gradient_bucket import GradientBucket
-from deepspeed.zero.gradients import GradientReducer
+from deepspeed.zero.gather.announced import Announcement
+from deepspeed.zero.gather.hooks import ForwardHooks
+from deepspeed.zero.gather.leaf import get_z3_leaf_modules
+from deepspeed.zero.gather.schedule import GatherSchedule
+from deepspeed.zero.gradient.gradient_bucket import GradientBucket
+from deepspeed.zero.gradient.gradients import GradientReducer
 from deepspeed.zero.group import Groups
 from deepspeed.zero.guards import UntrainedGradients
-from deepspeed.zero.hooks import ForwardHooks
-from deepspeed.zero.layout import ModelLayout
-from deepspeed.zero.leaf import get_z3_leaf_modules
-from deepspeed.zero.masters import MasterBucket
 from deepspeed.zero.micro_batch import MicroBatch
 from deepspeed.zero.model_states import ModelStates
 from deepspeed.zero.placement import BucketPlacement
 from deepspeed.zero.places import Places
 from deepspeed.zero.runtime_options import RuntimeOptions
-from deepspeed.zero.schedule import GatherSchedule
+from deepspeed.zero.tiling.layout import ModelLayout
+from deepspeed.zero.update.masters import MasterBucket
 
 
 class ZeroRuntime:

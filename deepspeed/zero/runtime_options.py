@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.zero.landing import Landing
-from deepspeed.zero.layout import Limits
+from deepspeed.zero.gather.schedule import GatherLimits
+from deepspeed.zero.gradient.destination import Landing
+from deepspeed.zero.gradient.reduction_policy import ReductionPolicy
 from deepspeed.zero.placement import Home, Placement
-from deepspeed.zero.reduction_policy import ReductionPolicy
-from deepspeed.zero.schedule import GatherLimits
 from deepspeed.zero.storage import Ledger, Memory
+from deepspeed.zero.tiling.layout import Limits
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from typing_extensions import override
 
-from deepspeed.comm.transport import DoneWork, Work
+from deepspeed.comm.transports.transport import DoneWork, Work
 from deepspeed.zero.placement import Home
 
 

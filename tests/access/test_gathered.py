@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 import deepspeed
-from deepspeed.comm.counters import counted
-from deepspeed.comm.transport import LocalTransport
+from deepspeed.comm.transports.counters import counted
+from deepspeed.comm.transports.transport import LocalTransport
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError, DivergenceError, ShardedAccessError
 from deepspeed.zero.access.gathered import GatheredParameters, by_group
 from deepspeed.zero.access.states import safe_get_full_fp32_param

@@ -196,8 +196,8 @@ def test_memory_stays_within_two_tensors_or_a_shard(kind, shard, tmp_path):
     from deepspeed.checkpoint.directory import LATEST
     from deepspeed.checkpoint.format import MANIFEST, MASTER, Manifest
     from deepspeed.checkpoint.writer import FileWriter, Stretch
-    from deepspeed.zero.layout import bucket_layout
-    from deepspeed.zero.tiles import Tile
+    from deepspeed.zero.tiling.layout import bucket_layout
+    from deepspeed.zero.tiling.tiles import Tile
 
     numel, count = 2 << 20, 40
     folder = tmp_path / "big"

@@ -14,11 +14,11 @@ from torch import nn
 import deepspeed
 from deepspeed.checkpoint import inspect
 from deepspeed.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
-from deepspeed.comm.defined import define_group
+from deepspeed.comm.job.declared_groups import define_group
 from deepspeed.errors import CheckpointError, DeepSpeedConfigError
-from deepspeed.zero.describe import put_in_group
-from deepspeed.zero.parts import say_part
-from deepspeed.zero.tiles import TilePart
+from deepspeed.zero.tiling.describe import put_in_group
+from deepspeed.zero.tiling.parts import say_part
+from deepspeed.zero.tiling.tiles import TilePart
 from tests.harness import assert_states_equal, run_ranks
 
 SHAPES = {"packed": (12, 5), "wide": (4, 9), "late": (7,), "norm": (6,)}

@@ -19,8 +19,8 @@ from deepspeed.checkpoint.reader import CheckpointReader
 from deepspeed.checkpoint.source import StateDictSource, Wanted
 from deepspeed.checkpoint.writer import FileWriter, Stretch
 from deepspeed.errors import CheckpointError
-from deepspeed.zero.layout import bucket_layout
-from deepspeed.zero.tiles import Tile, TilePart
+from deepspeed.zero.tiling.layout import bucket_layout
+from deepspeed.zero.tiling.tiles import Tile, TilePart
 from tests.checkpoint.whole import read_whole
 from tests.zero.test_tiles import SHAPES, tilings
 

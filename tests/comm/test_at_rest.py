@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.comm.at_rest import wait_for_rest
+from deepspeed.comm.host.drain_at_exit import wait_for_rest
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads have no state there")
 
@@ -49,7 +49,7 @@ def test_returns_when_the_last_has_come_to_rest():
 PROGRAM = """
 import hashlib, os, threading
 import torch.distributed as dist
-from deepspeed.comm.party import job_watch
+from deepspeed.comm.watch.watched_group import job_watch
 from tests.comm.test_at_rest import BUSY, _named
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

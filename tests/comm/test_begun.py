@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.comm.begun import begun
-from deepspeed.comm.connect import transport_over
-from deepspeed.comm.party import _abort, party_of
+from deepspeed.comm.host.start_p2p import begun
+from deepspeed.comm.transports.connect import transport_over
+from deepspeed.comm.watch.watched_group import _abort, party_of
 from deepspeed.errors import CommunicationError
 from tests.harness import run_ranks
 

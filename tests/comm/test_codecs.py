@@ -8,8 +8,8 @@ import numpy
 import pytest
 import torch
 
-from deepspeed.comm.codec import CHUNK, coded_nbytes, decode, decode_add, encode
-from deepspeed.comm.codecs import BLOCK, BlockCodec, Int4Codec, Int8Codec, SignCodec
+from deepspeed.comm.codecs.codec import CHUNK, coded_nbytes, decode, decode_add, encode
+from deepspeed.comm.codecs.table import BLOCK, BlockCodec, Int4Codec, Int8Codec, SignCodec
 
 CODECS = [SignCodec, Int8Codec, Int4Codec]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepspeed.comm import codec as codec_module
-from deepspeed.comm.codec import CHUNK, Codec, Residual, coded_nbytes, decode, decode_add, encode
-from deepspeed.comm.codecs import CODECS, LocoCodec
-from deepspeed.comm.coded import coded
-from deepspeed.comm.connect import create_transport
-from deepspeed.comm.one_bit import OneBitExchange, padded_numel
-from deepspeed.comm.transport import Reduction
-from deepspeed.comm.zero_rows import ZeroRows
+from deepspeed.comm.codecs import codec as codec_module
+from deepspeed.comm.codecs.codec import CHUNK, Codec, Residual, coded_nbytes, decode, decode_add, encode
+from deepspeed.comm.codecs.coded import coded
+from deepspeed.comm.codecs.one_bit import OneBitExchange, padded_numel
+from deepspeed.comm.codecs.table import CODECS, LocoCodec
+from deepspeed.comm.codecs.zero_rows import ZeroRows
+from deepspeed.comm.transports.connect import create_transport
+from deepspeed.comm.transports.transport import Reduction
 from deepspeed.config.sections.communication_compression import CommunicationCompression, Islands
 from tests.harness.device import simulated_device
 

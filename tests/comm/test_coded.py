@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deepspeed.comm.codec import Codec, Residual, coded_nbytes, decode, decode_add, encode
-from deepspeed.comm.codecs import Int4Codec, Int8Codec, SignCodec, WholeSignCodec
-from deepspeed.comm.coded import CodedTransport, coded
-from deepspeed.comm.connect import create_transport
-from deepspeed.comm.counters import traffic
-from deepspeed.comm.transport import LocalTransport, Reduction
+from deepspeed.comm.codecs.codec import Codec, Residual, coded_nbytes, decode, decode_add, encode
+from deepspeed.comm.codecs.coded import CodedTransport, coded
+from deepspeed.comm.codecs.table import Int4Codec, Int8Codec, SignCodec, WholeSignCodec
+from deepspeed.comm.transports.connect import create_transport
+from deepspeed.comm.transports.counters import traffic
+from deepspeed.comm.transports.transport import LocalTransport, Reduction
 from tests.engine.support import rank, same_on_all_ranks
 from tests.harness import run_ranks
 

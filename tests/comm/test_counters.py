@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deepspeed.comm.counters import WaitClock
+from deepspeed.comm.transports.counters import WaitClock
 
 
 def test_the_clock_runs_until_its_last_reader_leaves():

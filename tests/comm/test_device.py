@@ -14,10 +14,10 @@ from deepspeed import comm
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cuda import CUDAAccelerator
 from deepspeed.cli import bench
-from deepspeed.comm import process_group
-from deepspeed.comm.connect import create_transport
-from deepspeed.comm.device import bound_device, local_device, unbound
-from deepspeed.comm.new_groups import group_alone
+from deepspeed.comm.job.new_groups import group_alone
+from deepspeed.comm.start import process_group
+from deepspeed.comm.start.device import bound_device, local_device, unbound
+from deepspeed.comm.transports.connect import create_transport
 from deepspeed.errors import CommunicationError, DeepSpeedConfigError
 from tests.harness import run_ranks
 

@@ -144,7 +144,7 @@ def test_a_taken_port_is_named_with_a_free_one():
 
 
 def test_a_program_that_takes_the_connection_and_says_nothing_is_named():
-    code = "import deepspeed.comm.rendezvous as r; r._ANSWER_SECONDS = 0.5\ndist.init_distributed()"
+    code = "import deepspeed.comm.start.rendezvous as r; r._ANSWER_SECONDS = 0.5\ndist.init_distributed()"
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
         job = start(code, RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)

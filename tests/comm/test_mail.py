@@ -18,14 +18,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.comm import mail as mail_module
-from deepspeed.comm import same_host_meeting
-from deepspeed.comm.connect import create_transport, open_mail, transport_over, warm_up
-from deepspeed.comm.counters import counted
-from deepspeed.comm.mail import LONGEST, Mail
-from deepspeed.comm.mesh import Mesh
-from deepspeed.comm.same_host_meeting import connect_on_host
-from deepspeed.comm.transport import Transport
+from deepspeed.comm.host import message_queue as mail_module
+from deepspeed.comm.host import sockets
+from deepspeed.comm.host.message_queue import LONGEST, Mail
+from deepspeed.comm.host.sockets import connect_on_host
+from deepspeed.comm.job.mesh import Mesh
+from deepspeed.comm.transports.connect import create_transport, open_mail, transport_over, warm_up
+from deepspeed.comm.transports.counters import counted
+from deepspeed.comm.transports.transport import Transport
 from deepspeed.errors import CommunicationError, DivergenceError
 from deepspeed.parallel.pipe.wires import StageWires
 from tests.harness import RanksFailed, run_ranks
@@ -291,7 +291,7 @@ def test_engines_of_a_group_share_it_and_do_not_mix(size):
 
 def _other_hosts() -> None:
     """Ranks of different hosts, of hosts that have no room, or which cannot be reached, use gloo; nothing is left."""
-    before = same_host_meeting._host
+    before = sockets._host
     results = []
     group = dist.new_group([0, 1])
     open_before = len(os.listdir("/proc/self/fd"))
@@ -300,7 +300,7 @@ def _other_hosts() -> None:
         transport.party.has_met = False
         room = mail_module._ROOM
         if spoil == "the host":
-            same_host_meeting._host = lambda: f"host {dist.get_rank()}"
+            sockets._host = lambda: f"host {dist.get_rank()}"
         if spoil == "the room of one" and dist.get_rank() == 1:
             mail_module._ROOM = 4096
         try:
@@ -308,7 +308,7 @@ def _other_hosts() -> None:
                 warnings.simplefilter("error", ResourceWarning)
                 warm_up(transport)
         finally:
-            same_host_meeting._host, mail_module._ROOM = before, room
+            sockets._host, mail_module._ROOM = before, room
         assert (transport.party.mail is not None) == (spoil == "nothing")
         results.append([small(transport, 3.5 * dist.get_rank() + step) for step in range(5)])
     assert results[0] == results[1] == results[2]

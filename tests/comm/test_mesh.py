@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed.comm.mesh import AXES, Mesh, data_mesh, mesh_of_places
+from deepspeed.comm.job.mesh import AXES, Mesh, data_mesh, mesh_of_places
 from deepspeed.errors import DeepSpeedConfigError
 
 

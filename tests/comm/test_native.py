@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.comm.native import NativeTransport
 from deepspeed.comm.recorder import log
-from deepspeed.comm.transport import Reduction
+from deepspeed.comm.transports.native import NativeTransport
+from deepspeed.comm.transports.transport import Reduction
 from tests.harness import run_ranks
 
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.distributed as torch_dist
 
-from deepspeed.comm import connect, new_groups
-from deepspeed.comm.mesh import Mesh
-from deepspeed.comm.transport import LocalTransport
+from deepspeed.comm.job import new_groups
+from deepspeed.comm.job.mesh import Mesh
+from deepspeed.comm.transports import connect
+from deepspeed.comm.transports.transport import LocalTransport
 from deepspeed.errors import CommunicationError
 from tests.harness import run_ranks
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.comm.axes import gathering_by_nodes, grid_mesh
-from deepspeed.comm.connect import create_transport
-from deepspeed.comm.counters import counted, traffic
-from deepspeed.comm.native import NativeTransport
-from deepspeed.comm.nodes import GlooByNodes, NativeByNodes, Nodes, nodes_under
-from deepspeed.comm.place import ranks_per_node
-from deepspeed.comm.relay import catch_up
-from deepspeed.comm.transport import transfer_key
+from deepspeed.comm.host.forward_queue import catch_up
+from deepspeed.comm.host.nodes import GlooByNodes, NativeByNodes, Nodes, nodes_under
+from deepspeed.comm.job.axes import gathering_by_nodes, grid_mesh
+from deepspeed.comm.start.environment import ranks_per_node
+from deepspeed.comm.transports.connect import create_transport
+from deepspeed.comm.transports.counters import counted, traffic
+from deepspeed.comm.transports.native import NativeTransport
+from deepspeed.comm.transports.transport import transfer_key
 from deepspeed.errors import DeepSpeedConfigError
 from tests.engine.support import SHARDED, engine_of, inputs, rank, tower
 from tests.harness import run_ranks

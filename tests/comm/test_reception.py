@@ -10,9 +10,9 @@ from datetime import timedelta
 import pytest
 import torch.distributed as torch_dist
 
-from deepspeed.comm import reception
-from deepspeed.comm.reception import Guest, job_of, receive_ranks
-from deepspeed.comm.startup import Facts
+from deepspeed.comm.start import admission
+from deepspeed.comm.start.admission import Guest, job_of, receive_ranks
+from deepspeed.comm.start.startup import Facts
 from deepspeed.errors import CommunicationError
 
 FACTS = Facts("a", 1, 0, "cpu", 0, "1.0", "gloo")
@@ -44,7 +44,7 @@ class Meeting:
         return outcome
 
     def at(self):
-        return reception._meeting_at(self.store)
+        return admission._meeting_at(self.store)
 
     def has_arrived(self, count):
         while self.store.add(self.at().key("arrivals"), 0) < count:
@@ -60,7 +60,7 @@ def refused(outcome):
 @pytest.fixture
 def warnings(monkeypatch):
     said = []
-    monkeypatch.setattr(reception.logger, "warning", said.append)
+    monkeypatch.setattr(admission.logger, "warning", said.append)
     return said
 
 
@@ -100,7 +100,7 @@ def test_other_strangers(change, warnings):
 
 
 def test_who_comes_late_learns_whose_meeting_it_was(monkeypatch):
-    monkeypatch.setattr(reception, "_LATE_SECONDS", 0.1)
+    monkeypatch.setattr(admission, "_LATE_SECONDS", 0.1)
     here = Meeting()
     for outcome in [here.comes(guest(rank, "run x")) for rank in range(2)]:
         outcome.result(10)
@@ -167,7 +167,7 @@ def test_who_does_not_come_is_named():
 @pytest.mark.parametrize("run", ["torchrun run x", ""])
 def test_ranks_that_an_agent_starts_again_meet_again(run, monkeypatch):
     """Several attempts at one store; the others come before rank 0, whose last meeting is over or was never closed."""
-    monkeypatch.setattr(reception, "_LATE_SECONDS", 0.05)
+    monkeypatch.setattr(admission, "_LATE_SECONDS", 0.05)
     here = Meeting()
     prefixes = set()
     for attempt in range(3):
@@ -178,7 +178,7 @@ def test_ranks_that_an_agent_starts_again_meet_again(run, monkeypatch):
         assert [fact.pid for fact in host.result(10)[1]] == pids
         assert other.result(10)[0] == host.result(10)[0]
         prefixes.add(host.result()[0])
-        broken = reception.Meeting(f"broken{attempt}", guest(0, run, 7000 + attempt, has_agent=True))
+        broken = admission.Meeting(f"broken{attempt}", guest(0, run, 7000 + attempt, has_agent=True))
         here.store.set("deepspeed/reception/host", broken.to_json())  # rank 0 died while it waited
     assert len(prefixes) == 3
 
@@ -220,7 +220,7 @@ def test_a_store_that_ends_with_the_attempt_before_is_left_for_the_next():
     again = here.comes(guest(1, pid=55))
     here.has_arrived(2)
     Ending.ends = True
-    assert isinstance(again.exception(timeout=10), reception.StoreLostError)
+    assert isinstance(again.exception(timeout=10), admission.StoreLostError)
 
 
 @pytest.mark.parametrize("post", ["[]", "7", "null", "{}", "not JSON", '{"rank": "1"}', '{"rank": 1, "facts": []}'])

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.comm import same_host_sums as sums_of_host
-from deepspeed.comm.channel import Channel
-from deepspeed.comm.connect import create_transport
-from deepspeed.comm.same_host_sums import same_host_sums
+from deepspeed.comm.host import shared_sums as sums_of_host
+from deepspeed.comm.host.shared_sums import same_host_sums
+from deepspeed.comm.transports.channel import Channel
+from deepspeed.comm.transports.connect import create_transport
 from deepspeed.errors import CommunicationError, DivergenceError
 from tests.harness import run_ranks
 

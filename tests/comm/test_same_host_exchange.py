@@ -15,13 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.comm import same_host_exchange, same_host_meeting
-from deepspeed.comm.connect import create_transport, transport_over
-from deepspeed.comm.counters import counted
+from deepspeed.comm.host import shared_exchange, sockets
+from deepspeed.comm.host.shared_exchange import SameHostTransport
+from deepspeed.comm.host.shared_sums import SameHostSums, same_host_sums
 from deepspeed.comm.recorder import log
-from deepspeed.comm.same_host_exchange import SameHostTransport
-from deepspeed.comm.same_host_sums import SameHostSums, same_host_sums
-from deepspeed.comm.transport import Transport
+from deepspeed.comm.transports.connect import create_transport, transport_over
+from deepspeed.comm.transports.counters import counted
+from deepspeed.comm.transports.transport import Transport
 from deepspeed.errors import CommunicationError, DivergenceError
 from tests.harness import RanksFailed, run_ranks
 
@@ -48,11 +48,11 @@ def _places(numel: int, dtype: torch.dtype, draws: random.Random) -> tuple[list[
 
 
 def _exchanges(large: int) -> None:
-    before, same_host_exchange.MOST = same_host_exchange.MOST, large
+    before, shared_exchange.MOST = shared_exchange.MOST, large
     try:
         _rounds()
     finally:
-        same_host_exchange.MOST = before
+        shared_exchange.MOST = before
 
 
 def _rounds() -> None:
@@ -143,7 +143,7 @@ def test_modes_of_autograd_do_not_matter():
 def _elsewhere() -> None:
     """Ranks of different hosts, or without such memory on one of them, exchange over gloo."""
     rank = dist.get_rank()
-    before = same_host_meeting._host, os.memfd_create
+    before = sockets._host, os.memfd_create
 
     def refused(_name: str, _flags: int) -> int:
         raise PermissionError("no memfd_create in this container")
@@ -151,11 +151,11 @@ def _elsewhere() -> None:
     for spoil in ("host", "memory"):
         try:
             if spoil == "host":
-                same_host_meeting._host = lambda: f"host {rank}"
+                sockets._host = lambda: f"host {rank}"
             elif rank == 0:
-                same_host_meeting._MEETING, os.memfd_create = 0.5, refused
+                sockets._MEETING, os.memfd_create = 0.5, refused
             else:
-                same_host_meeting._MEETING = 0.5
+                sockets._MEETING = 0.5
             transport = create_transport()
             x, places = torch.arange(4.0).view(2, 2) + 10 * rank, torch.zeros(2, 3)
             leaving, arriving = [[x[:, 0]], [x[:, 1]]], [[places[:, 0]], [places[:, 2]]]
@@ -163,8 +163,8 @@ def _elsewhere() -> None:
             assert torch.equal(places, torch.tensor([[0.0, -rank, 10.0], [2.0, -rank, 12.0]]) + rank)
             assert transport._host is None
         finally:
-            same_host_meeting._host, os.memfd_create = before
-            same_host_meeting._MEETING = 10.0
+            sockets._host, os.memfd_create = before
+            sockets._MEETING = 10.0
 
 
 def test_ranks_of_several_hosts_use_the_backend():
@@ -315,10 +315,10 @@ def test_groups_at_once_and_a_fork():
 
 def _logged() -> None:
     """The communication log has one line for an exchange, through memory or over gloo."""
-    before = same_host_meeting._host
+    before = sockets._host
     for place in ("one host", "several"):
         transport = create_transport()
-        same_host_meeting._host = before if place == "one host" else (lambda: f"host {dist.get_rank()}")
+        sockets._host = before if place == "one host" else (lambda: f"host {dist.get_rank()}")
         log.enabled, log.prof_all, log.totals = True, True, {}
         try:
             _exchange(transport, (2, 2), "tokens")
@@ -327,7 +327,7 @@ def _logged() -> None:
             exchanges = [(size, len(found.seconds)) for name, size, found in log.rows() if name == "all_to_all_single"]
             assert exchanges == [(8, 1), (16, 1)], (place, exchanges)
         finally:
-            same_host_meeting._host = before
+            sockets._host = before
             log.enabled, log.totals = False, {}
 
 

@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from deepspeed.comm import same_host_meeting as meeting
-from deepspeed.comm.same_host import _new_memory
+from deepspeed.comm.host import sockets as meeting
+from deepspeed.comm.host.shared_memory import _new_memory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has sockets without names in a file system")
 

@@ -13,8 +13,8 @@ import deepspeed
 import deepspeed.comm as dist
 import deepspeed.engine  # it takes seconds on a busy machine, and calls are timed here
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm import startup
-from deepspeed.comm.startup import Facts, compare_facts, rank_map
+from deepspeed.comm.start import startup
+from deepspeed.comm.start.startup import Facts, compare_facts, rank_map
 from deepspeed.errors import CommunicationError, DeepSpeedConfigError, DivergenceError
 from deepspeed.ports import free_port
 from tests.harness import run_ranks

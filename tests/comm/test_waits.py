@@ -10,8 +10,8 @@ import torch
 
 import deepspeed
 from deepspeed import comm
-from deepspeed.comm.new_groups import my_group
-from deepspeed.comm.party import job_watch
+from deepspeed.comm.job.new_groups import my_group
+from deepspeed.comm.watch.watched_group import job_watch
 from deepspeed.errors import CommunicationError, DivergenceError
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.muon.muon import Muon
@@ -176,7 +176,7 @@ BLOCKING = {
     *("reduce_scatter", "reduce_scatter_tensor", "scatter", "send", "init_device_mesh"),
 }
 SETTING_UP = {"barrier", "monitored_barrier", "new_group", "init_device_mesh"}
-SUPERVISED = {"comm.collectives", "comm.new_groups", "comm.process_group"}
+SUPERVISED = {"comm.collectives", "comm.job.new_groups", "comm.start.process_group"}
 
 
 def test_nobody_else_waits_inside_torch():
@@ -217,4 +217,4 @@ def test_a_training_exchanges_through_transports():
                 continue
             if ast.unparse(node.func.value) in ("comm", "deepspeed.comm") and node.func.attr in BLOCKING - SETTING_UP:
                 wrong.append(f"{graph.path_of(module)}:{node.lineno} {ast.unparse(node)}")
-    assert not wrong, "use a transport (deepspeed.comm.along):\n" + "\n".join(wrong)
+    assert not wrong, "use a transport (deepspeed.comm.transports.along):\n" + "\n".join(wrong)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deepspeed.comm.codec import CHUNK, coded_nbytes
-from deepspeed.comm.codecs import BlockCodec, Int4Codec, Int8Codec, SignCodec
-from deepspeed.comm.coded import coded
-from deepspeed.comm.connect import create_transport
-from deepspeed.comm.counters import counted
-from deepspeed.comm.transport import Reduction
-from deepspeed.comm.worth import Link, Way, exchange_seconds, plain_bits_on_the_wire, sent_bytes
+from deepspeed.comm.codecs.codec import CHUNK, coded_nbytes
+from deepspeed.comm.codecs.coded import coded
+from deepspeed.comm.codecs.table import BlockCodec, Int4Codec, Int8Codec, SignCodec
+from deepspeed.comm.codecs.worth import Link, Way, exchange_seconds, plain_bits_on_the_wire, sent_bytes
+from deepspeed.comm.transports.connect import create_transport
+from deepspeed.comm.transports.counters import counted
+from deepspeed.comm.transports.transport import Reduction
 from tests.harness import run_ranks
 
 CODECS: tuple[BlockCodec, ...] = (SignCodec(2048), Int8Codec(256), Int4Codec(256))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from deepspeed.comm.codec import Residual
-from deepspeed.comm.codecs import SignCodec, WholeSignCodec
-from deepspeed.comm.coded import coded
-from deepspeed.comm.connect import create_transport
-from deepspeed.comm.transport import Reduction
-from deepspeed.comm.zero_rows import ZeroRows, row_starts
+from deepspeed.comm.codecs.codec import Residual
+from deepspeed.comm.codecs.coded import coded
+from deepspeed.comm.codecs.table import SignCodec, WholeSignCodec
+from deepspeed.comm.codecs.zero_rows import ZeroRows, row_starts
+from deepspeed.comm.transports.connect import create_transport
+from deepspeed.comm.transports.transport import Reduction
 from tests.engine.support import rank, same_on_all_ranks
 from tests.harness import run_ranks
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.comm.world import PlayedGroup
+from deepspeed.comm.job.world import PlayedGroup
 from deepspeed.offload.streams import CopyDone
 from deepspeed.parallel.sequence.chunked import chunked_attention
 from deepspeed.parallel.sequence.host_chunks import HostChunks

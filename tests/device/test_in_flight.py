@@ -12,12 +12,13 @@ import pytest
 import torch
 
 import deepspeed
-from deepspeed.comm import native
-from deepspeed.comm.mesh import DATA, Mesh
-from deepspeed.comm.world import played_by
+from deepspeed.comm.job.mesh import DATA, Mesh
+from deepspeed.comm.job.world import played_by
+from deepspeed.comm.transports import native
 from deepspeed.plan.decoder import Decoder
 from deepspeed.plan.network import PlayedWorld
-from deepspeed.zero import gradients, schedule
+from deepspeed.zero.gather import schedule
+from deepspeed.zero.gradient import gradients
 from deepspeed.zero.placement import Home
 from deepspeed.zero.storage import Kind
 from tests.device.support import batch, engine_at, step

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import deepspeed
-from deepspeed.comm.native import NativeTransport
-from deepspeed.comm.nodes import NativeByNodes, Nodes
+from deepspeed.comm.host.nodes import NativeByNodes, Nodes
+from deepspeed.comm.transports.native import NativeTransport
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_fp32_param
 from tests.device.support import HOMES, batch, engine_at, evaluate, step
 from tests.engine.support import tower

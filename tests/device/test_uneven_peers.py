@@ -6,7 +6,7 @@ from unittest import mock
 
 import torch
 
-from deepspeed.zero import gradients
+from deepspeed.zero.gradient import gradients
 from tests.device.support import engine_at
 from tests.engine.support import inputs, rank
 from tests.harness import run_ranks

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from deepspeed.comm import native
+from deepspeed.comm.transports import native
 from tests.device.support import batch, engine_at, step
 from tests.engine.support import tower
 from tests.harness.device import simulated_device

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import deepspeed
-from deepspeed.comm.counters import counted
+from deepspeed.comm.transports.counters import counted
 from deepspeed.dropping import ProgressiveLayerDrop
 from deepspeed.dropping.layers import LayerDrop, rows_of
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.zero.learned_order import LearnedOrder
+from deepspeed.zero.gather.learned_order import LearnedOrder
 from tests.engine.support import SHARDED, Layer, Tower, adamw, engine_of, inputs, rank, tower
 from tests.harness import run_ranks
 from tests.zero.reading import full_params

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import deepspeed
-from deepspeed.comm.counters import counted
+from deepspeed.comm.transports.counters import counted
 from deepspeed.dropping.layers import rows_of
 from tests.engine.support import engine_of
 from tests.harness import run_ranks

@@ -9,8 +9,8 @@ import pytest
 from torch import nn
 
 import deepspeed
-from deepspeed.comm.job_mesh import JobMesh
-from deepspeed.comm.process_group import default_timeout
+from deepspeed.comm.job.job_mesh import JobMesh
+from deepspeed.comm.start.process_group import default_timeout
 from deepspeed.config import parse
 from deepspeed.config.sections.expert_parallel import ExpertParallel
 from deepspeed.config.sections.root import Root

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import deepspeed
-from deepspeed.comm import groups
-from deepspeed.comm.job_mesh import JobMesh
-from deepspeed.comm.mesh import Mesh
+from deepspeed.comm.job import groups
+from deepspeed.comm.job.job_mesh import JobMesh
+from deepspeed.comm.job.mesh import Mesh
 from deepspeed.config import parse
 from deepspeed.config.degrees import data_parallel_size
 from deepspeed.config.sections.root import Root

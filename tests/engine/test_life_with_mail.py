@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import deepspeed
-from deepspeed.comm.mail import Mail
-from deepspeed.comm.party import party_of
+from deepspeed.comm.host.message_queue import Mail
+from deepspeed.comm.watch.watched_group import party_of
 from deepspeed.pipe import PipelineModule
 from tests.harness.pool import run_ranks
 

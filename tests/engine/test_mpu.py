@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed
-from deepspeed.comm.mpu import standing
+from deepspeed.comm.job.mpu import standing
 from deepspeed.errors import DeepSpeedConfigError
 from tests.engine.support import SHARDED, WIDTH, inputs, tower
 from tests.harness import run_ranks

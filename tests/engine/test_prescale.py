@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from deepspeed.comm.gloo import GlooTransport
+from deepspeed.comm.host.gloo import GlooTransport
 from tests.engine.support import engine_of, inputs, rank, tower
 from tests.harness import assert_states_equal, run_ranks
 from tests.zero.reading import full_masters

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.codec import coded_nbytes, decode_add, encode
-from deepspeed.comm.codecs import CODECS
+from deepspeed.comm.codecs.codec import coded_nbytes, decode_add, encode
+from deepspeed.comm.codecs.table import CODECS
 from deepspeed.offload.pinned import page_buffer
 from tests.gpu.places import on_both, run_at
 

@@ -16,9 +16,9 @@ from unittest.mock import patch
 
 import torch
 
-from deepspeed.comm.connect import create_transport
-from deepspeed.comm.gloo import GlooTransport
-from deepspeed.comm.transport import Reduction, Transport, Work
+from deepspeed.comm.host.gloo import GlooTransport
+from deepspeed.comm.transports.connect import create_transport
+from deepspeed.comm.transports.transport import Reduction, Transport, Work
 from deepspeed.engine import groups
 
 

@@ -16,9 +16,9 @@ import deepspeed
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.linear import LoRAConfig, OptimizedLinear, QuantizationConfig
 from deepspeed.offload.host import HostMemory
-from deepspeed.zero.describe import describe, put_in_group
 from deepspeed.zero.placement import Home
 from deepspeed.zero.storage import Kind
+from deepspeed.zero.tiling.describe import describe, put_in_group
 from tests.harness import assert_states_equal, run_ranks
 from tests.harness.device import OrderError, simulated_device
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from deepspeed import comm
-from deepspeed.comm.counters import counted, waiting
 from deepspeed.comm.recorder import log
+from deepspeed.comm.transports.counters import counted, waiting
 from deepspeed.engine import initialize
 from deepspeed.logging import logger
 from tests.engine.support import engine_of, inputs, rank, tower

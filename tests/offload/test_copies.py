@@ -19,8 +19,8 @@ from deepspeed.offload.files import FileMemory, FileSettings
 from deepspeed.offload.host import HeldBuffer
 from deepspeed.offload.pinned import PAGE, host_tensor, page_buffer
 from deepspeed.offload.streams import CopyDone, CopyStream
-from deepspeed.zero.masters import MasterBucket
 from deepspeed.zero.storage import Home, Kind, Ledger
+from deepspeed.zero.update.masters import MasterBucket
 from tests.harness import assert_states_equal, run_ranks
 from tests.offload.test_cells import offload
 from tests.offload.training import Trained, collect, config, make_engine, train, train_some

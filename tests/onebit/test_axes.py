@@ -17,7 +17,7 @@ from torch import nn
 from deepspeed.engine import DeepSpeedEngine, initialize
 from deepspeed.errors import DeepSpeedError
 from deepspeed.sequence import mean_loss
-from deepspeed.zero.describe import CUT
+from deepspeed.zero.tiling.describe import CUT
 from tests.ecosystem.support import needs_transformers
 from tests.engine.support import inputs, rank, same_on_all_ranks, tower
 from tests.harness import run_ranks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from deepspeed.comm.transport import LocalTransport
+from deepspeed.comm.transports.transport import LocalTransport
 from deepspeed.zero.group import BucketGroup
 from deepspeed.zero.onebit.mean_norm import BINS, Sketch, sketches
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.comm.counters import traffic
+from deepspeed.comm.transports.counters import traffic
 from deepspeed.engine import DeepSpeedEngine
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.ops.onebit.schedule import updates_of_variance

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from deepspeed import comm
-from deepspeed.comm.transport import DoneWork
+from deepspeed.comm.transports.transport import DoneWork
 from deepspeed.ops import exchange
 from deepspeed.ops.segments import Segment, SegmentTable, SharedTensor
 

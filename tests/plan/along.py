@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import deepspeed
-from deepspeed.comm.counters import counted
+from deepspeed.comm.transports.counters import counted
 from deepspeed.ops.chunks import drop_scratch
 from deepspeed.plan.actions import loss_of
 from deepspeed.plan.memory import MemoryCount

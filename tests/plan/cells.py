@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import deepspeed
-from deepspeed.comm.counters import counted
+from deepspeed.comm.transports.counters import counted
 from deepspeed.ops.chunks import drop_scratch
 from deepspeed.plan import DecoderShape
 from deepspeed.plan.decoder import Decoder

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import deepspeed
 from deepspeed.cli.plan import main
-from deepspeed.comm.mesh import Mesh
+from deepspeed.comm.job.mesh import Mesh
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.tensor.fingerprints import WORDS
 from deepspeed.plan.decoder import Decoder

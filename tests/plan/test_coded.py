@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import deepspeed
-from deepspeed.comm.codec import CHUNK, coded_nbytes, decode_add, encode
-from deepspeed.comm.codecs import CODECS
+from deepspeed.comm.codecs.codec import CHUNK, coded_nbytes, decode_add, encode
+from deepspeed.comm.codecs.table import CODECS
 from deepspeed.engine.communication_compression import default_codec
 from deepspeed.plan.result import Plan
 from deepspeed.zero.placement import Home

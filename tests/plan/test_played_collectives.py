@@ -7,10 +7,10 @@ import torch
 from torch.nn import functional
 
 from deepspeed import comm
-from deepspeed.comm.along import channel_along
-from deepspeed.comm.counters import counted
-from deepspeed.comm.mesh import Mesh
-from deepspeed.comm.world import PlayedGroup, played_by
+from deepspeed.comm.job.mesh import Mesh
+from deepspeed.comm.job.world import PlayedGroup, played_by
+from deepspeed.comm.transports.along import channel_along
+from deepspeed.comm.transports.counters import counted
 from deepspeed.errors import NotYetSupportedError
 from deepspeed.ops.exchange import add_over_ranks, exchange_parts, largest_over_ranks
 from deepspeed.parallel.sequence.loss import mean_loss

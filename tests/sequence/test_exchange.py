@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from deepspeed.comm.counters import counted
+from deepspeed.comm.transports.counters import counted
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.sequence.attention import DistributedAttention, _SeqAllToAll
 from deepspeed.parallel.sequence.exchange import exchange

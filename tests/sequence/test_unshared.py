@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend "fake"
 
 import deepspeed
-from deepspeed.comm.along import channel_along
-from deepspeed.comm.connect import transport_over
-from deepspeed.comm.program_calls import program_calls
-from deepspeed.comm.transport import Piece
+from deepspeed.comm.transports.along import channel_along
+from deepspeed.comm.transports.connect import transport_over
+from deepspeed.comm.transports.program_calls import program_calls
+from deepspeed.comm.transports.transport import Piece
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import logger
 from deepspeed.parallel.sequence.loss import mean_loss

@@ -133,7 +133,7 @@ def test_same_objects_at_both_paths():
 
 def test_groups_is_one_module_with_one_mpu():
     import deepspeed.utils.groups as by_import
-    from deepspeed.comm import groups
+    from deepspeed.comm.job import groups
     from deepspeed.utils import groups as by_attribute
 
     assert by_import is by_attribute is groups

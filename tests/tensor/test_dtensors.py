@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import deepspeed
-from deepspeed.comm.party import job_watch
+from deepspeed.comm.watch.watched_group import job_watch
 from deepspeed.errors import CommunicationError, DeepSpeedConfigError, DivergenceError
 from tests.harness import run_ranks
 from tests.tensor.support import adamw, assert_weights_equal, config, llama, loss_of, plain_run

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import deepspeed
-from deepspeed.comm import groups
+from deepspeed.comm.job import groups
 from tests.harness import run_ranks
 from tests.tensor.support import adamw, config, ids, llama, plain_run
 from tests.tensor.test_training import _check_weights, _whole_are_equal

@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
-from deepspeed.comm.counters import traffic
-from deepspeed.comm.differentiable import gather_from, reduce_scatter_to, scatter_to
-from deepspeed.comm.mesh import Mesh
+from deepspeed.comm.job.mesh import Mesh
+from deepspeed.comm.transports.counters import traffic
+from deepspeed.comm.transports.differentiable import gather_from, reduce_scatter_to, scatter_to
 from deepspeed.parallel.tensor import regions
 from deepspeed.parallel.tensor.channel import connect
 from deepspeed.parallel.tensor.entrance import Entrance

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from deepspeed.comm import groups
-from deepspeed.comm.mesh import Mesh
+from deepspeed.comm.job import groups
+from deepspeed.comm.job.mesh import Mesh
 from deepspeed.config.sections.tensor_parallel import TensorParallel
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.tensor.cutting import cut_model

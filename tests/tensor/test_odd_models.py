@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from deepspeed.comm import groups
-from deepspeed.comm.mesh import Mesh
+from deepspeed.comm.job import groups
+from deepspeed.comm.job.mesh import Mesh
 from deepspeed.config.sections.tensor_parallel import TensorParallel
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.tensor.cutting import cut_model
 from deepspeed.parallel.tensor.verify import inputs_of
-from deepspeed.zero.parts import holders_of
+from deepspeed.zero.tiling.parts import holders_of
 from tests.harness import run_ranks
 from tests.tensor.test_models import BART, BERT, EXPERTS, GPT2, LATENT, LLAMA, _model
 

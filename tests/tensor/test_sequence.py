@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import deepspeed
-from deepspeed.comm.counters import traffic
+from deepspeed.comm.transports.counters import traffic
 from deepspeed.errors import DeepSpeedConfigError
 from tests.harness import run_ranks
 from tests.tensor.support import adamw, config, ids, llama, plain_run

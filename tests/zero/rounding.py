@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.comm.codec import Codec
+from deepspeed.comm.codecs.codec import Codec
 
 initializing = importlib.import_module("deepspeed.engine.initialize")  # the package has the function under this name
 

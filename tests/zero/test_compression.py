@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.comm.codec import coded_nbytes
-from deepspeed.comm.codecs import Int8Codec, SignCodec
-from deepspeed.comm.counters import counted
-from deepspeed.comm.transport import LocalTransport
+from deepspeed.comm.codecs.codec import coded_nbytes
+from deepspeed.comm.codecs.table import Int8Codec, SignCodec
+from deepspeed.comm.transports.counters import counted
+from deepspeed.comm.transports.transport import LocalTransport
 from deepspeed.engine import DeepSpeedEngine, probe
 from deepspeed.logging import logger
-from deepspeed.zero.trial import UPDATES, Trial
+from deepspeed.zero.gradient.trial import UPDATES, Trial
 from tests.config.support import only_problem, problems
 from tests.engine.support import engine_of, inputs, rank, same_on_all_ranks, tower
 from tests.harness import run_ranks

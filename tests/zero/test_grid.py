@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed
-from deepspeed.comm.axes import grid_mesh
-from deepspeed.comm.watch import circle_through
+from deepspeed.comm.job.axes import grid_mesh
+from deepspeed.comm.watch.watchdog import circle_through
 from deepspeed.errors import DivergenceError
 from deepspeed.utils import (
     safe_get_full_fp32_param,

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed.zero.layout import (
+from deepspeed.zero.tiling.layout import (
     BLOCK,
     BucketLayout,
     Limits,
@@ -17,7 +17,7 @@ from deepspeed.zero.layout import (
     bucket_layout,
     model_layout,
 )
-from deepspeed.zero.tiles import Tile
+from deepspeed.zero.tiling.tiles import Tile
 
 WORLD = st.integers(1, 9)
 SHAPES = st.one_of(

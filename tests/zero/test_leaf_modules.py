@@ -26,7 +26,7 @@ from deepspeed.utils.z3_leaf_module import (
     z3_leaf_module,
     z3_leaf_parameter,
 )
-from deepspeed.zero.units import find_units
+from deepspeed.zero.gather.units import find_units
 from tests.engine.support import Layer, adamw, engine_of, inputs, rank
 from tests.harness import assert_states_equal, run_ranks
 from tests.zero.reading import full_masters

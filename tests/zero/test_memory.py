@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from deepspeed.zero.formula import MemoryFormula
 from deepspeed.zero.storage import Kind
+from deepspeed.zero.tiling.formula import MemoryFormula
 from tests.engine.support import SHARDED, engine_of, inputs, rank, tower
 from tests.harness import run_ranks
 

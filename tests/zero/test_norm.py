@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed.zero.layout import BLOCK
-from deepspeed.zero.norm import norm_from_squares, squared_norm
+from deepspeed.zero.tiling.layout import BLOCK
+from deepspeed.zero.update.norm import norm_from_squares, squared_norm
 
 
 @settings(max_examples=50)

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 import deepspeed
-from deepspeed.comm.defined import define_group
+from deepspeed.comm.job.declared_groups import define_group
 from deepspeed.errors import CallOrderError, CheckpointError, DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.utils import safe_get_full_fp32_param
-from deepspeed.zero.describe import describe, in_group, put_in_group
+from deepspeed.zero.tiling.describe import describe, in_group, put_in_group
 from tests.engine.support import SHARDED, WIDTH, adamw, engine_of, inputs, rank, same_on_all_ranks
 from tests.harness import run_ranks
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.engine import DeepSpeedEngine
-from deepspeed.zero.gradient_bucket import GradientBucket
+from deepspeed.zero.gradient.gradient_bucket import GradientBucket
 from tests.engine.support import adamw, engine_of, inputs, rank, tower
 from tests.harness import run_ranks
 

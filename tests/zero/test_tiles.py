@@ -13,8 +13,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from deepspeed.errors import NotYetSupportedError
-from deepspeed.zero.parts import part_of_placements
-from deepspeed.zero.tiles import Box, Span, Tile, TilePart, first_overlap, spans
+from deepspeed.zero.tiling.parts import part_of_placements
+from deepspeed.zero.tiling.tiles import Box, Span, Tile, TilePart, first_overlap, spans
 
 SHAPES = st.one_of(
     st.just(()),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 
-from deepspeed.comm.counters import counted
+from deepspeed.comm.transports.counters import counted
 from tests.engine.support import engine_of, inputs, rank, tower
 from tests.harness import run_ranks
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from deepspeed.comm.gloo import GlooTransport
+from deepspeed.comm.host.gloo import GlooTransport
 from tests.engine.support import WIDTH, Tower, adamw, engine_of, inputs, rank
 from tests.harness import assert_states_equal, run_ranks
 from tests.zero.reading import full_masters

@@ -66,8 +66,8 @@ class OneBitAdam(ElementwiseOptimizer):
 
     `1-bit Adam <https://arxiv.org/abs/2102.02888>`_. The first ``freeze_step`` updates are AdamW's. From then on the
     variance stays, each rank adds its own gradient to the momentum, and the mean of these momenta is taken by the
-    compressed all-reduce (``comm.one_bit``). Weight decay is decoupled. What had no gradient in the warm-up stays
-    where it is. Without an engine it cannot step.
+    compressed all-reduce (``comm.codecs.one_bit``). Weight decay is decoupled. What had no gradient in the warm-up
+    stays where it is. Without an engine it cannot step.
 
     Args:
         params: Parameters or group dictionaries; a group may have ``exp_avg_mask``, 0 for elements whose momentum stays

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from deepspeed.comm.expert_groups import connect_experts, declare_experts, group_name, make_torch_groups
-from deepspeed.comm.groups import declare_expert_groups
-from deepspeed.comm.transport import Piece, Transport
-from deepspeed.comm.world import rank_in
+from deepspeed.comm.job.expert_groups import connect_experts, declare_experts, group_name, make_torch_groups
+from deepspeed.comm.job.groups import declare_expert_groups
+from deepspeed.comm.job.world import rank_in
+from deepspeed.comm.transports.transport import Piece, Transport
 from deepspeed.config.sections.expert_parallel import ExpertParallel
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
@@ -25,8 +25,8 @@ from deepspeed.parallel.expert.spread import Spread, is_stack, lacks, spread, sp
 from deepspeed.parallel.stages import is_stage, raise_for_all_stages
 from deepspeed.zero.access.gathered import GatheredParameters
 from deepspeed.zero.holder import address_of, full_shape
-from deepspeed.zero.parts import say_part, says_part
-from deepspeed.zero.tiles import TilePart
+from deepspeed.zero.tiling.parts import say_part, says_part
+from deepspeed.zero.tiling.tiles import TilePart
 
 _PRESETS = {
     "mixtral": ("mixtral",),

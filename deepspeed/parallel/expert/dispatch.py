@@ -29,9 +29,10 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from deepspeed.comm import pieces, within_backward
-from deepspeed.comm.pieces import Pieces
-from deepspeed.comm.transport import LocalTransport, Transport, Work
+from deepspeed.comm.transports import packing
+from deepspeed.comm.transports.packing import Pieces
+from deepspeed.comm.transports.transport import LocalTransport, Transport, Work
+from deepspeed.comm.watch import backward_comm
 from deepspeed.parallel.expert.counting import count_each
 from deepspeed.uncompiled import uncompiled
 
@@ -219,7 +220,7 @@ class _ToExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, plan: Plan, talker: nn.Module, in_pieces: bool) -> Any:
         talks = ctx.needs_input_grad[0] and plan.transport.size > 1
-        ctx.plan, ctx.talk = plan, within_backward.note(talker, uneven=True) if talks else None
+        ctx.plan, ctx.talk = plan, backward_comm.note(talker, uneven=True) if talks else None
 
         def fill(routes: slice, out: torch.Tensor) -> None:
             torch.index_select(x, 0, plan.tokens[routes], out=out)
@@ -251,7 +252,7 @@ class _FromExperts(torch.autograd.Function):
     ) -> torch.Tensor:
         results, needed = tensors[:num_results], tensors[num_results:]
         rows = _back(plan, results, dtype)
-        ctx.talk = within_backward.note(talker, uneven=True) if ctx.needs_input_grad[3] else None
+        ctx.talk = backward_comm.note(talker, uneven=True) if ctx.needs_input_grad[3] else None
         ctx.plan, ctx.dtypes, ctx.num_needed = plan, [result.dtype for result in results], len(needed)
         ctx.save_for_backward(weights, rows if ctx.needs_input_grad[2] else None, *needed)
         return _summed(rows, weights, plan)
@@ -313,7 +314,7 @@ def _there(plan: Plan, x: torch.Tensor, fill: Callable[[slice, torch.Tensor], No
     staying = own[0] if len(own) == 1 else x.new_empty(num_own, width)
     fill(slice(num_own), staying)  # while the others travel
     if len(own) > 1:
-        pieces.read(staying, own)
+        packing.read(staying, own)
     plan.wait(work)
     return rows
 

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
-from deepspeed.comm.along import channel_along
-from deepspeed.comm.mesh import EXPERT
+from deepspeed.comm.job.mesh import EXPERT
+from deepspeed.comm.transports.along import channel_along
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.expert.counting import count_each
 from deepspeed.uncompiled import uncompiled

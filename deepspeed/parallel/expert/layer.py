@@ -11,19 +11,19 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
 
-from deepspeed.comm import groups
-from deepspeed.comm.connect import shared_transport
-from deepspeed.comm.expert_groups import connect_experts, group_name
-from deepspeed.comm.transport import Transport
-from deepspeed.comm.world import is_initialized
+from deepspeed.comm.job import groups
+from deepspeed.comm.job.expert_groups import connect_experts, group_name
+from deepspeed.comm.job.world import is_initialized
+from deepspeed.comm.transports.connect import shared_transport
+from deepspeed.comm.transports.transport import Transport
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.expert.balance import Balance
 from deepspeed.parallel.expert.dispatch import dispatch, plan_routes
 from deepspeed.parallel.expert.experts import Experts, first_of
 from deepspeed.parallel.expert.gate import TopKGate, check_policy
 from deepspeed.uncompiled import uncompiled
-from deepspeed.zero.describe import in_group
-from deepspeed.zero.leaf import set_z3_leaf_module
+from deepspeed.zero.gather.leaf import set_z3_leaf_module
+from deepspeed.zero.tiling.describe import in_group
 
 
 class MOELayer(nn.Module):

@@ -19,9 +19,9 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from deepspeed import comm
-from deepspeed.comm.expert_groups import group_name, ranks_of
-from deepspeed.comm.transport import LocalTransport
-from deepspeed.comm.world import rank_in, size_of
+from deepspeed.comm.job.expert_groups import group_name, ranks_of
+from deepspeed.comm.job.world import rank_in, size_of
+from deepspeed.comm.transports.transport import LocalTransport
 from deepspeed.config import parse
 from deepspeed.errors import CheckpointError, DeepSpeedConfigError
 from deepspeed.parallel.expert.auto import spread_experts

@@ -7,16 +7,16 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from deepspeed.comm.defined import define_group
-from deepspeed.comm.expert_groups import connect_experts, declare_experts, group_name, make_torch_groups, ranks_of
-from deepspeed.comm.groups import declare_expert_groups
-from deepspeed.comm.world import rank_in
+from deepspeed.comm.job.declared_groups import define_group
+from deepspeed.comm.job.expert_groups import connect_experts, declare_experts, group_name, make_torch_groups, ranks_of
+from deepspeed.comm.job.groups import declare_expert_groups
+from deepspeed.comm.job.world import rank_in
 from deepspeed.parallel.expert.layer import MOELayer
 from deepspeed.parallel.stages import told_by_stages
-from deepspeed.zero.describe import cut_experts
 from deepspeed.zero.holder import full_shape
-from deepspeed.zero.parts import say_part
-from deepspeed.zero.tiles import TilePart
+from deepspeed.zero.tiling.describe import cut_experts
+from deepspeed.zero.tiling.parts import say_part
+from deepspeed.zero.tiling.tiles import TilePart
 
 
 def prepare_expert_layers(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.comm.expert_groups import connect_experts
+from deepspeed.comm.job.expert_groups import connect_experts
 from deepspeed.parallel.expert.balance import Balance
 from deepspeed.parallel.expert.dispatch import Plan, dispatch, plan_routes
 from deepspeed.parallel.expert.stacked import Stack, StackedExperts

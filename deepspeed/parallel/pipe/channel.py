@@ -24,9 +24,9 @@ from typing import Any, Protocol
 
 import torch
 
-from deepspeed.comm.counters import traffic
-from deepspeed.comm.mesh import PIPE
-from deepspeed.comm.party import Party
+from deepspeed.comm.job.mesh import PIPE
+from deepspeed.comm.transports.counters import traffic
+from deepspeed.comm.watch.watched_group import Party
 from deepspeed.errors import PipelineError
 from deepspeed.parallel.pipe.values import Slot, put_together, quick_description, slots_of, taken_apart
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from deepspeed.comm.mesh import PIPE, Mesh
-from deepspeed.comm.transport import Transport
+from deepspeed.comm.job.mesh import PIPE, Mesh
+from deepspeed.comm.transports.transport import Transport
 from deepspeed.errors import PipelineError
 from deepspeed.parallel.pipe.samples import different_samples, fingerprints
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from deepspeed.comm.mesh import PIPE, Mesh
-from deepspeed.comm.objects import gather_json
-from deepspeed.comm.transport import Transport
+from deepspeed.comm.job.mesh import PIPE, Mesh
+from deepspeed.comm.transports.objects import gather_json
+from deepspeed.comm.transports.transport import Transport
 from deepspeed.errors import PipelineError
 
 

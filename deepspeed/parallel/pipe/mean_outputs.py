@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from deepspeed.comm.along import channel_along
-from deepspeed.comm.groups import group_along
-from deepspeed.comm.mesh import DATA, SAMPLES, Mesh
-from deepspeed.comm.objects import gather_objects
-from deepspeed.comm.transport import Transport
+from deepspeed.comm.job.groups import group_along
+from deepspeed.comm.job.mesh import DATA, SAMPLES, Mesh
+from deepspeed.comm.transports.along import channel_along
+from deepspeed.comm.transports.objects import gather_objects
+from deepspeed.comm.transports.transport import Transport
 from deepspeed.parallel.pipe.data import DataError
 from deepspeed.parallel.pipe.values import map_tensors, tensors_of
 

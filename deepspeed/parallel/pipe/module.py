@@ -13,8 +13,8 @@ from torch import nn
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.activation_checkpointing.checkpointing import checkpoint, non_reentrant_checkpoint
-from deepspeed.comm.mesh import PIPE, Mesh
-from deepspeed.comm.world import is_initialized, size_of
+from deepspeed.comm.job.mesh import PIPE, Mesh
+from deepspeed.comm.job.world import is_initialized, size_of
 from deepspeed.config.sections.pipeline import Pipeline
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.logging import log_dist

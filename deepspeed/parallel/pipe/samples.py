@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.comm.mesh import OTHER_PARTS, PIPE, Mesh
+from deepspeed.comm.job.mesh import OTHER_PARTS, PIPE, Mesh
 
 _LOOKED_AT = 1024  # elements of a tensor; longer ones are looked at here and there
 

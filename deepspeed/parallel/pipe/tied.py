@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from deepspeed import comm
-from deepspeed.comm.connect import shared_transport
-from deepspeed.comm.defined import define_copies, defined_groups, group_of
-from deepspeed.comm.mesh import PIPE, Mesh
-from deepspeed.comm.world import rank_in
-from deepspeed.zero.describe import put_in_group
-from deepspeed.zero.parts import says_part
+from deepspeed.comm.job.declared_groups import define_copies, defined_groups, group_of
+from deepspeed.comm.job.mesh import PIPE, Mesh
+from deepspeed.comm.job.world import rank_in
+from deepspeed.comm.transports.connect import shared_transport
+from deepspeed.zero.tiling.describe import put_in_group
+from deepspeed.zero.tiling.parts import says_part
 
 
 @dataclass(frozen=True)

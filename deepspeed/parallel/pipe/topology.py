@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
-from deepspeed.comm.mesh import DATA, PIPE, TENSOR, Mesh
+from deepspeed.comm.job.mesh import DATA, PIPE, TENSOR, Mesh
 
 MODEL = "model"
 """What topologies call the tensor axis."""

@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 
 from deepspeed import comm
-from deepspeed.comm.begun import begun
-from deepspeed.comm.connect import open_mail, transport_over
-from deepspeed.comm.mail import Mail
-from deepspeed.comm.mesh import PIPE, Mesh
-from deepspeed.comm.new_groups import my_group
-from deepspeed.comm.party import Party, party_of
-from deepspeed.comm.store import backend_for
-from deepspeed.comm.transport import job_is_over
-from deepspeed.comm.world import rank_in
+from deepspeed.comm.host.message_queue import Mail
+from deepspeed.comm.host.start_p2p import begun
+from deepspeed.comm.job.mesh import PIPE, Mesh
+from deepspeed.comm.job.new_groups import my_group
+from deepspeed.comm.job.torch_groups import backend_for
+from deepspeed.comm.job.world import rank_in
+from deepspeed.comm.transports.connect import open_mail, transport_over
+from deepspeed.comm.transports.transport import job_is_over
+from deepspeed.comm.watch.watched_group import Party, party_of
 from deepspeed.parallel.pipe.channel import ACTIVATIONS, GRADIENTS, TENSORS, WORDS, Incoming, Outgoing, Route
 
 _TAGS = (1 << 30) + (1 << 28)  # above those of transports

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.comm import within_backward
+from deepspeed.comm.watch import backward_comm
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.sequence.exchange import exchange
 from deepspeed.parallel.sequence.kept_once import KeptOnce
@@ -201,7 +201,7 @@ class _SeqAllToAll(torch.autograd.Function):
             heads = one_after_another(counts.flatten().tolist())
         ctx.arguments = group, scatter_idx, gather_idx, batch_dim_idx
         if ctx.needs_input_grad[1]:
-            within_backward.note_anywhere()
+            backward_comm.note_anywhere()
         return exchange(input.detach(), group, tokens, head_axis, back=back, heads=heads).contiguous()
 
     @staticmethod

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from deepspeed.comm import within_backward
-from deepspeed.comm.transport import Transport
+from deepspeed.comm.transports.transport import Transport
+from deepspeed.comm.watch import backward_comm
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.sequence.shares import Share, in_equal_parts, length_of, one_after_another
 from deepspeed.parallel.sequence.wire import wire_of
@@ -91,7 +91,7 @@ class _Exchange(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, move: _Move) -> torch.Tensor:
         ctx.move = move
         if ctx.needs_input_grad[0]:
-            within_backward.note_anywhere()
+            backward_comm.note_anywhere()
         return _moved(x, move)
 
     @staticmethod

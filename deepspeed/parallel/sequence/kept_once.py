@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from deepspeed.errors import CallOrderError
-from deepspeed.zero.handles import handing_on
+from deepspeed.zero.gather.handles import handing_on
 
 
 class _Saved:

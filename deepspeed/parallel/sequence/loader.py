@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from deepspeed.comm.along import transport_along
-from deepspeed.comm.mesh import SEQUENCE
-from deepspeed.comm.objects import gather_objects
+from deepspeed.comm.job.mesh import SEQUENCE
+from deepspeed.comm.transports.along import transport_along
+from deepspeed.comm.transports.objects import gather_objects
 from deepspeed.logging import log_dist_once
 from deepspeed.parallel.sequence.batches import Told, check, parts_of, prepared
 from deepspeed.parallel.sequence.skipping import teach_accelerate

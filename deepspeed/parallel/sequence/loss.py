@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from deepspeed.comm import groups, within_backward
-from deepspeed.comm.differentiable import reduce_from, sum_over
+from deepspeed.comm.job import groups
+from deepspeed.comm.transports.differentiable import reduce_from, sum_over
+from deepspeed.comm.watch import backward_comm
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.sequence.wire import channel_of
 from deepspeed.uncompiled import uncompiled
@@ -81,5 +82,5 @@ def sum_over_ranks(values: torch.Tensor, group: Any, *, own_share: bool = False)
     if own_share:
         return reduce_from(values, channel, label)
     if torch.is_grad_enabled() and values.requires_grad:
-        within_backward.note_anywhere()
+        backward_comm.note_anywhere()
     return sum_over(values, channel, label)

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from deepspeed.comm import within_backward
-from deepspeed.comm.pieces import Pieces
-from deepspeed.comm.transport import Transport, Work
+from deepspeed.comm.transports.packing import Pieces
+from deepspeed.comm.transports.transport import Transport, Work
+from deepspeed.comm.watch import backward_comm
 from deepspeed.parallel.sequence.online import Rows, Rule, Slopes, Tokens, grouped
 from deepspeed.parallel.sequence.wire import wire_of
 from deepspeed.uncompiled import uncompiled
@@ -150,7 +150,7 @@ class _Ring(torch.autograd.Function):
         documents: torch.Tensor | None,
     ) -> torch.Tensor:
         if wire.size > 1 and any(ctx.needs_input_grad):
-            within_backward.note_anywhere()
+            backward_comm.note_anywhere()
         owned = [tokens_of(rank, wire, query.size(2), deals, documents) for rank in range(wire.size)]
         many = grouped(query, key.size(1))
         rows = Rows.of(many, value.size(-1))

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.comm.transport import Transport
-from deepspeed.comm.world import size_of
+from deepspeed.comm.job.world import size_of
+from deepspeed.comm.transports.transport import Transport
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.sequence.documents import (
     Documents,

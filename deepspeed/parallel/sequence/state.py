@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from deepspeed.comm import groups
-from deepspeed.comm.mesh import DATA, SEQUENCE, Mesh
-from deepspeed.comm.world import rank_in, size_of
+from deepspeed.comm.job import groups
+from deepspeed.comm.job.mesh import DATA, SEQUENCE, Mesh
+from deepspeed.comm.job.world import rank_in, size_of
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 
 speaks_for_the_mesh = True  # see comm.groups.set_mpu

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.comm.world import rank_in, size_of
+from deepspeed.comm.job.world import rank_in, size_of
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.sequence.attend import attend
 from deepspeed.parallel.sequence.exchange import exchange

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from deepspeed.comm import groups
-from deepspeed.comm.mesh import SEQUENCE, TENSOR, Mesh
-from deepspeed.comm.new_groups import my_group
-from deepspeed.comm.process_group import default_timeout
-from deepspeed.comm.world import backend_of, size_of
+from deepspeed.comm.job import groups
+from deepspeed.comm.job.mesh import SEQUENCE, TENSOR, Mesh
+from deepspeed.comm.job.new_groups import my_group
+from deepspeed.comm.job.world import backend_of, size_of
+from deepspeed.comm.start.process_group import default_timeout
 from deepspeed.config.batch import ACCUMULATION, MICRO, TOTAL
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from deepspeed.comm.program_calls import program_calls
-from deepspeed.comm.world import is_initialized, ranks_of, stand_in
+from deepspeed.comm.job.world import is_initialized, ranks_of, stand_in
+from deepspeed.comm.transports.program_calls import program_calls
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 from deepspeed.parallel.sequence.wire import uses_of_wires

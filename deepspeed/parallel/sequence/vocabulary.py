@@ -8,13 +8,13 @@ from typing import Any, Literal
 import torch
 from torch.nn import functional
 
-from deepspeed.comm import within_backward
-from deepspeed.comm.along import channel_along
-from deepspeed.comm.channel import Channel
-from deepspeed.comm.differentiable import gather_from
-from deepspeed.comm.mesh import TENSOR
-from deepspeed.comm.transport import LocalTransport
-from deepspeed.comm.world import rank_in, size_of
+from deepspeed.comm.job.mesh import TENSOR
+from deepspeed.comm.job.world import rank_in, size_of
+from deepspeed.comm.transports.along import channel_along
+from deepspeed.comm.transports.channel import Channel
+from deepspeed.comm.transports.differentiable import gather_from
+from deepspeed.comm.transports.transport import LocalTransport
+from deepspeed.comm.watch import backward_comm
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.sequence.loss import IGNORED
 from deepspeed.parallel.sequence.tiled import run_again
@@ -127,6 +127,6 @@ def gather_tokens(loss: torch.Tensor, group: Any, *, own_share: bool) -> torch.T
     if size_of(group) == 1:
         return loss
     if not own_share and torch.is_grad_enabled() and loss.requires_grad:
-        within_backward.note_anywhere()
+        backward_comm.note_anywhere()
     label = "the losses of tokens (sequence parallel)"
     return gather_from(loss, channel_of(group, loss.device), 0, is_partial=not own_share, label=label)

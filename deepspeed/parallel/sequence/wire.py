@@ -7,10 +7,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from deepspeed.comm.along import channel_along, transport_along
-from deepspeed.comm.channel import Channel
-from deepspeed.comm.mesh import SEQUENCE
-from deepspeed.comm.transport import Transport
+from deepspeed.comm.job.mesh import SEQUENCE
+from deepspeed.comm.transports.along import channel_along, transport_along
+from deepspeed.comm.transports.channel import Channel
+from deepspeed.comm.transports.transport import Transport
 from deepspeed.uncompiled import uncompiled
 
 _uses: WeakKeyDictionary[Transport, int] = WeakKeyDictionary()
@@ -18,7 +18,7 @@ _uses: WeakKeyDictionary[Transport, int] = WeakKeyDictionary()
 
 @uncompiled
 def wire_of(group: Any, device: torch.device) -> Transport:
-    """Returns the transport of ``group`` for an exchange of tokens; arguments as of ``comm.along.transport_along``."""
+    """Returns the transport of ``group`` for an exchange of tokens; arguments as for ``transport_along``."""
     transport = transport_along(group, device, SEQUENCE)
     _uses[transport] = _uses.get(transport, 0) + 1
     return transport
@@ -31,5 +31,5 @@ def uses_of_wires() -> int:
 
 @uncompiled
 def channel_of(group: Any, device: torch.device) -> Channel:
-    """Returns the channel of ``group``, for losses; arguments as of ``comm.along.transport_along``."""
+    """Returns the channel of ``group``, for losses; arguments as of ``comm.transports.along.transport_along``."""
     return channel_along(group, device, SEQUENCE)

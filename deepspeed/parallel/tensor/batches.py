@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.channel import Channel
-from deepspeed.comm.native import NativeTransport
+from deepspeed.comm.transports.channel import Channel
+from deepspeed.comm.transports.native import NativeTransport
 from deepspeed.errors import DivergenceError
 from deepspeed.logging import log_dist
 from deepspeed.parallel.tensor.fingerprints import Fingerprints

@@ -7,13 +7,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from deepspeed.comm.channel import Channel, channel_over
-from deepspeed.comm.connect import create_transport
-from deepspeed.comm.mesh import TENSOR, Mesh
-from deepspeed.comm.new_groups import my_group
-from deepspeed.comm.store import backend_for
-from deepspeed.comm.transport import Transport
-from deepspeed.comm.world import rank_in, stand_in
+from deepspeed.comm.job.mesh import TENSOR, Mesh
+from deepspeed.comm.job.new_groups import my_group
+from deepspeed.comm.job.torch_groups import backend_for
+from deepspeed.comm.job.world import rank_in, stand_in
+from deepspeed.comm.transports.channel import Channel, channel_over
+from deepspeed.comm.transports.connect import create_transport
+from deepspeed.comm.transports.transport import Transport
 
 
 def connect(mesh: Mesh, device: torch.device | None, timeout: timedelta | None) -> Channel:
@@ -22,7 +22,7 @@ def connect(mesh: Mesh, device: torch.device | None, timeout: timedelta | None) 
     Args:
         mesh: Of the job.
         device: Where activations live.
-        timeout: As of ``comm.connect.create_transport``.
+        timeout: As of ``comm.transports.connect.create_transport``.
     """
     if (others := stand_in()) is not None:
         made: Transport = others.transport(device, mesh.group(rank_in(), TENSOR))

@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch import nn
 
 from deepspeed import comm
-from deepspeed.comm.channel import Channel
-from deepspeed.comm.connect import create_transport, shared_transport
-from deepspeed.comm.groups import group_along
-from deepspeed.comm.mesh import SAME_PART, TENSOR, Mesh
-from deepspeed.comm.new_groups import my_group
-from deepspeed.comm.store import backend_for
-from deepspeed.comm.transport import Transport
-from deepspeed.comm.world import rank_in
+from deepspeed.comm.job.groups import group_along
+from deepspeed.comm.job.mesh import SAME_PART, TENSOR, Mesh
+from deepspeed.comm.job.new_groups import my_group
+from deepspeed.comm.job.torch_groups import backend_for
+from deepspeed.comm.job.world import rank_in
+from deepspeed.comm.transports.channel import Channel
+from deepspeed.comm.transports.connect import create_transport, shared_transport
+from deepspeed.comm.transports.transport import Transport
 from deepspeed.config.sections.tensor_parallel import TensorParallel
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
@@ -36,8 +36,8 @@ from deepspeed.parallel.tensor.sequence import cut_sequences, plan_of
 from deepspeed.parallel.tensor.structure import of_structure, summed_inside
 from deepspeed.parallel.tensor.verify import Rehearsal, inputs_of
 from deepspeed.parallel.tensor.vocabulary import causal_loss
+from deepspeed.zero.gather.sharded_parameter import ShardedParameter
 from deepspeed.zero.holder import full_shape
-from deepspeed.zero.sharded_parameter import ShardedParameter
 
 CUT = "ds_autotp_parsed"  # the name that programs ask for
 

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from deepspeed import comm
-from deepspeed.comm.mesh import TENSOR, Mesh
-from deepspeed.comm.mesh_sources import TAKEN
-from deepspeed.comm.waypoints import Waypoints
-from deepspeed.comm.world import rank_in
+from deepspeed.comm.job.mesh import TENSOR, Mesh
+from deepspeed.comm.job.mesh_sources import TAKEN
+from deepspeed.comm.job.world import rank_in
+from deepspeed.comm.watch.trace_points import Waypoints
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 from deepspeed.parallel.tensor.batches import BatchCheck, same_random_states
@@ -30,8 +30,8 @@ from deepspeed.parallel.tensor.layout import Layout
 from deepspeed.parallel.tensor.making import sum_own_gradients
 from deepspeed.parallel.tensor.rules import Way, of_plan
 from deepspeed.uncompiled import uncompiled
-from deepspeed.zero.outputs import tensors_in
-from deepspeed.zero.parts import Holders, part_of_placements, say_holders, say_part
+from deepspeed.zero.gather.outputs import tensors_in
+from deepspeed.zero.tiling.parts import Holders, part_of_placements, say_holders, say_part
 
 
 @dataclass(frozen=True)

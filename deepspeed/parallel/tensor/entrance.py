@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.comm.channel import Channel
+from deepspeed.comm.transports.channel import Channel
 from deepspeed.parallel.tensor.regions import Shared, enter_shared
 
 

@@ -19,8 +19,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F  # noqa: N812
 
-from deepspeed.comm.channel import Channel
-from deepspeed.comm.differentiable import copy_to
+from deepspeed.comm.transports.channel import Channel
+from deepspeed.comm.transports.differentiable import copy_to
 from deepspeed.parallel.tensor import regions
 from deepspeed.parallel.tensor.entrance import Entrance
 from deepspeed.parallel.tensor.split import Split

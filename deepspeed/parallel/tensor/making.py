@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.comm.channel import Channel
-from deepspeed.comm.differentiable import copy_to, reduce_from
-from deepspeed.comm.transport import Transport
+from deepspeed.comm.transports.channel import Channel
+from deepspeed.comm.transports.differentiable import copy_to, reduce_from
+from deepspeed.comm.transports.transport import Transport
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.tensor.entrance import Entrance
 from deepspeed.parallel.tensor.layout import LayerCut, ParameterCut
@@ -20,12 +20,12 @@ from deepspeed.parallel.tensor.vocabulary import CutEmbedding, VocabularyEmbeddi
 from deepspeed.uncompiled import uncompiled
 from deepspeed.zero.access.gathered import GatheredBlock
 from deepspeed.zero.construction.provisional import shard_parameters
-from deepspeed.zero.describe import CUT, put_in_group
+from deepspeed.zero.gather.sharded_parameter import ShardedParameter, mark_full, plain_class
 from deepspeed.zero.group import BucketGroup
 from deepspeed.zero.holder import address_of, forget_address, full_shape
-from deepspeed.zero.parts import Holders, say_holders, say_part
-from deepspeed.zero.sharded_parameter import ShardedParameter, mark_full, plain_class
-from deepspeed.zero.tiles import TilePart
+from deepspeed.zero.tiling.describe import CUT, put_in_group
+from deepspeed.zero.tiling.parts import Holders, say_holders, say_part
+from deepspeed.zero.tiling.tiles import TilePart
 
 
 def cut_parameter(

@@ -14,17 +14,17 @@ import torch
 from torch import nn
 
 from deepspeed import comm
-from deepspeed.comm.connect import shared_transport
-from deepspeed.comm.mesh import TENSOR, Mesh
-from deepspeed.comm.objects import gather_json
-from deepspeed.comm.world import size_of
+from deepspeed.comm.job.mesh import TENSOR, Mesh
+from deepspeed.comm.job.world import size_of
+from deepspeed.comm.transports.connect import shared_transport
+from deepspeed.comm.transports.objects import gather_json
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 from deepspeed.parallel.tensor.channel import connect
-from deepspeed.zero.describe import CUT, describe
 from deepspeed.zero.holder import full_shape
-from deepspeed.zero.parts import Holders, say_holders, say_part, says_part
-from deepspeed.zero.tiles import TilePart
+from deepspeed.zero.tiling.describe import CUT, describe
+from deepspeed.zero.tiling.parts import Holders, say_holders, say_part, says_part
+from deepspeed.zero.tiling.tiles import TilePart
 
 _Mark = tuple[str, tuple[int, ...], int, int]
 """Name, local shape, dimension, stride."""
@@ -121,7 +121,7 @@ def _difference(told: list[list[_Mark]]) -> str:
     return (
         f"ranks that share layers have marked them differently: tensor rank 0 {said[0]}, tensor rank {rank} {said[1]}. "
         "Build the same layers on all of them, of equal size, with the same partition_dim and partition_stride; or say "
-        "which part a parameter is with deepspeed.zero.parts.say_part"
+        "which part a parameter is with deepspeed.zero.tiling.parts.say_part"
     )
 
 

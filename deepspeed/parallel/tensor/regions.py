@@ -1,4 +1,4 @@
-"""What layers that are cut over ranks do with activations beyond ``comm.differentiable``.
+"""What layers that are cut over ranks do with activations beyond ``comm.transports.differentiable``.
 
 Gradients of an input that several layers share are summed once. *Slice* and *gather* along the last dimension are each
 other's backward where parts are uneven or not contiguous (``split``).
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from deepspeed.comm.channel import Channel, Pending
+from deepspeed.comm.transports.channel import Channel, Pending
 from deepspeed.parallel.tensor.split import Split, widths
 from deepspeed.uncompiled import uncompiled
 

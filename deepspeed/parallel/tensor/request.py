@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.comm.process_group import get_all_ranks_from_group
-from deepspeed.comm.world import is_initialized, rank_in
+from deepspeed.comm.job.world import is_initialized, rank_in
+from deepspeed.comm.start.process_group import get_all_ranks_from_group
 from deepspeed.config.sections.root import Root
 from deepspeed.config.sections.tensor_parallel import TensorParallel
 from deepspeed.errors import DeepSpeedConfigError

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.comm.channel import Channel
-from deepspeed.comm.differentiable import gather_from, reduce_scatter_to, scatter_to
+from deepspeed.comm.transports.channel import Channel
+from deepspeed.comm.transports.differentiable import gather_from, reduce_scatter_to, scatter_to
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 from deepspeed.parallel.tensor.layout import Layout, block_of

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.comm.channel import Channel
+from deepspeed.comm.transports.channel import Channel
 from deepspeed.config.sections.tensor_parallel import TensorParallel
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 from deepspeed.parallel.tensor.layout import Layout
 from deepspeed.uncompiled import without_compiling
+from deepspeed.zero.gather.sharded_parameter import ShardedParameter
 from deepspeed.zero.holder import full_numel
-from deepspeed.zero.sharded_parameter import ShardedParameter
 
 BY_DEFAULT_BELOW = 300_000_000
 """Parameters of a model that is compared without being asked to."""

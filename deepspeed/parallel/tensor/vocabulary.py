@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from deepspeed.comm.channel import Channel
-from deepspeed.comm.differentiable import reduce_from
+from deepspeed.comm.transports.channel import Channel
+from deepspeed.comm.transports.differentiable import reduce_from
 from deepspeed.parallel.tensor import regions
 from deepspeed.parallel.tensor.split import Split, even
 from deepspeed.parallel.vocabulary import cut_cross_entropy

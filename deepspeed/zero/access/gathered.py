@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 
-from deepspeed.comm.transport import Piece
+from deepspeed.comm.transports.transport import Piece
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.logging import warn_once
 from deepspeed.zero.access.external import register_external_parameter
-from deepspeed.zero.assemble import assemble, scatter
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.calls import compare_calls
 from deepspeed.zero.holder import Address, Holder, Loan, State, address_of
-from deepspeed.zero.layout import Fragment
+from deepspeed.zero.tiling.assemble import assemble, scatter
+from deepspeed.zero.tiling.layout import Fragment
 from deepspeed.zero.untouched import untouched
 
 Entry = tuple[torch.nn.Parameter, Address]
@@ -41,9 +41,9 @@ class GatheredParameters:
     Args:
         params: One parameter or any iterable of them (consumed at once).
         modifier_rank: Rank, among those that train the parameters, whose values every rank and the fp32 master take
-            when the block ends; of parameters that a group of their own shares (``zero.describe``) every group takes
-            those of its rank with the same place. None: edits are dropped, with a warning that names the parameter. At
-            stages 0 to 2, where parameters are ordinary, None leaves them alone.
+            when the block ends; of parameters that a group of their own shares (``zero.tiling.describe``) every group
+            takes those of its rank with the same place. None: edits are dropped, with a warning that names the
+            parameter. At stages 0 to 2, where parameters are ordinary, None leaves them alone.
         fwd_module: Also registers the parameters as external to this module (see ``register_external_parameter``).
         enabled: False: do nothing.
 

@@ -14,21 +14,21 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from deepspeed import comm
-from deepspeed.comm.connect import create_transport
-from deepspeed.comm.device import local_device
-from deepspeed.comm.mpu import zero_group
+from deepspeed.comm.job.mpu import zero_group
+from deepspeed.comm.start.device import local_device
+from deepspeed.comm.transports.connect import create_transport
 from deepspeed.config import parse
 from deepspeed.errors import CallOrderError, NotYetSupportedError
 from deepspeed.zero.access.gathered import GatheredParameters
 from deepspeed.zero.build import build_runtime
+from deepspeed.zero.gather.schedule import GatherLimits
+from deepspeed.zero.gradient.destination import Landing
 from deepspeed.zero.group import BucketGroup, Groups
-from deepspeed.zero.landing import Landing
-from deepspeed.zero.layout import Limits
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.runtime import ZeroRuntime
 from deepspeed.zero.runtime_options import RuntimeOptions
-from deepspeed.zero.schedule import GatherLimits
 from deepspeed.zero.storage import Memory
+from deepspeed.zero.tiling.layout import Limits
 
 
 class ParameterCoordinator:

@@ -20,14 +20,14 @@ import torch
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.zero.access.gathered import keep_full
 from deepspeed.zero.access.whole_buckets import DTYPES, bucket_source
-from deepspeed.zero.assemble import assemble
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.calls import compare_calls
 from deepspeed.zero.holder import Address, address_of
-from deepspeed.zero.masters import MasterBucket, MasterRun
-from deepspeed.zero.parts import Holders, holders_of
 from deepspeed.zero.runtime import ZeroRuntime
+from deepspeed.zero.tiling.assemble import assemble
+from deepspeed.zero.tiling.parts import Holders, holders_of
 from deepspeed.zero.untouched import untouched
+from deepspeed.zero.update.masters import MasterBucket, MasterRun
 
 _NOTHING, _ELEMENTS, _SCALAR, _UNKNOWN = range(4)
 

@@ -19,10 +19,10 @@ import torch
 from deepspeed.zero.access.external import external_parameters
 from deepspeed.zero.access.gathered import gather_until_partition, partition
 from deepspeed.zero.construction.provisional import shard_parameters
+from deepspeed.zero.gather.handles import bucket_of
+from deepspeed.zero.gather.sharded_parameter import ShardedParameter
 from deepspeed.zero.group import BucketGroup
-from deepspeed.zero.handles import bucket_of
 from deepspeed.zero.holder import Address, State, address_of
-from deepspeed.zero.sharded_parameter import ShardedParameter
 
 
 class ZeroParamType(Enum):

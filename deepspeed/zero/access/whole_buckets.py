@@ -10,17 +10,17 @@ from typing import NamedTuple
 
 import torch
 
-from deepspeed.comm.transport import Transport
+from deepspeed.comm.transports.transport import Transport
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.zero.assemble import assemble
 from deepspeed.zero.bucket import Bucket, State
 from deepspeed.zero.calls import compare_calls
-from deepspeed.zero.layout import BucketLayout
-from deepspeed.zero.masters import MasterBucket
-from deepspeed.zero.parts import holders_of
 from deepspeed.zero.runtime import ZeroRuntime
-from deepspeed.zero.tiles import Tile
+from deepspeed.zero.tiling.assemble import assemble
+from deepspeed.zero.tiling.layout import BucketLayout
+from deepspeed.zero.tiling.parts import holders_of
+from deepspeed.zero.tiling.tiles import Tile
 from deepspeed.zero.untouched import untouched
+from deepspeed.zero.update.masters import MasterBucket
 
 DTYPES = (
     torch.float32,

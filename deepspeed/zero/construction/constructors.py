@@ -19,7 +19,7 @@ from deepspeed.zero.access.gathered import GatheredParameters
 from deepspeed.zero.access.views import DeepSpeedTensorOverride
 from deepspeed.zero.construction.model_library import is_building, is_building_from_config, recorded_initialiser
 from deepspeed.zero.construction.patches import Patch
-from deepspeed.zero.sharded_parameter import ShardedParameter
+from deepspeed.zero.gather.sharded_parameter import ShardedParameter
 from deepspeed.zero.untouched import is_untouched, untouched
 
 _orig_torch_arange = torch.arange

@@ -12,15 +12,15 @@ from collections.abc import Sequence
 
 import torch
 
-from deepspeed.comm.transport import Piece, Transport
+from deepspeed.comm.transports.transport import Piece, Transport
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.zero.access.gathered import GatheredBlock
-from deepspeed.zero.assemble import assemble, scatter
+from deepspeed.zero.gather.sharded_parameter import ShardedParameter
 from deepspeed.zero.group import BucketGroup
 from deepspeed.zero.holder import Address, address_of
-from deepspeed.zero.intervals import moves
-from deepspeed.zero.layout import BucketLayout
-from deepspeed.zero.sharded_parameter import ShardedParameter
+from deepspeed.zero.tiling.assemble import assemble, scatter
+from deepspeed.zero.tiling.intervals import moves
+from deepspeed.zero.tiling.layout import BucketLayout
 
 
 def first_values(
@@ -61,7 +61,7 @@ def first_values(
                 raise DeepSpeedConfigError(
                     f"{layout.tiles[tile].name!r} belongs to the group {group.name!r}, but zero.Init has shared it as "
                     f"one of {address.holder.group.name!r}, so that all groups have the same values of it; build its "
-                    f"module inside `with deepspeed.zero.describe.in_group({group.name!r})`"
+                    f"module inside `with deepspeed.zero.tiling.describe.in_group({group.name!r})`"
                 )
             values = _gathered_elsewhere(parameter, address).to(device)
         else:

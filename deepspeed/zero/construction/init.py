@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from deepspeed import comm
-from deepspeed.comm.connect import shared_transport
-from deepspeed.comm.device import local_device
-from deepspeed.comm.mpu import zero_group
+from deepspeed.comm.job.mpu import zero_group
+from deepspeed.comm.start.device import local_device
+from deepspeed.comm.transports.connect import shared_transport
 from deepspeed.config import ParsedConfig, parse
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.logging import log_dist

@@ -17,14 +17,14 @@ import torch
 from typing_extensions import override
 
 from deepspeed.accelerator.host_allocator import Trimmer
-from deepspeed.comm.transport import Piece
-from deepspeed.zero.assemble import scatter
+from deepspeed.comm.transports.transport import Piece
 from deepspeed.zero.calls import compare_calls
+from deepspeed.zero.gather.sharded_parameter import mark_full, mark_sharded, plain_class, remember_class
 from deepspeed.zero.group import BucketGroup
 from deepspeed.zero.holder import Gatherer, Holder, State, set_address
-from deepspeed.zero.layout import BucketLayout, bucket_layout
-from deepspeed.zero.sharded_parameter import mark_full, mark_sharded, plain_class, remember_class
-from deepspeed.zero.tiles import Tile
+from deepspeed.zero.tiling.assemble import scatter
+from deepspeed.zero.tiling.layout import BucketLayout, bucket_layout
+from deepspeed.zero.tiling.tiles import Tile
 from deepspeed.zero.untouched import untouched
 
 _trimmer = Trimmer()

@@ -8,15 +8,15 @@ from collections.abc import Callable
 import torch
 
 from deepspeed import comm
-from deepspeed.comm.connect import shared_transport
-from deepspeed.comm.device import local_device
+from deepspeed.comm.start.device import local_device
+from deepspeed.comm.transports.connect import shared_transport
 from deepspeed.zero.access.views import install_views
 from deepspeed.zero.construction.provisional import ProvisionalBucket
 from deepspeed.zero.construction.sharing import ProvisionalGroups
+from deepspeed.zero.gather.sharded_parameter import remember_class
 from deepspeed.zero.holder import address_of, set_address
-from deepspeed.zero.layout import bucket_layout
-from deepspeed.zero.sharded_parameter import remember_class
-from deepspeed.zero.tiles import Tile
+from deepspeed.zero.tiling.layout import bucket_layout
+from deepspeed.zero.tiling.tiles import Tile
 from deepspeed.zero.untouched import untouched
 
 Read = Callable[[int, int], torch.Tensor]

@@ -8,12 +8,12 @@ from datetime import timedelta
 
 import torch
 
-from deepspeed.comm.defined import connect_defined, defined_groups
-from deepspeed.comm.transport import Transport
+from deepspeed.comm.job.declared_groups import connect_defined, defined_groups
+from deepspeed.comm.transports.transport import Transport
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.zero.describe import CUT, describe
 from deepspeed.zero.group import BucketGroup
-from deepspeed.zero.layout import DATA
+from deepspeed.zero.tiling.describe import CUT, describe
+from deepspeed.zero.tiling.layout import DATA
 
 _known: weakref.WeakKeyDictionary[Transport, dict[str, BucketGroup]] = weakref.WeakKeyDictionary()
 """By the transport of all ranks of a context: contexts that follow each other share groups."""
@@ -25,7 +25,7 @@ class ProvisionalGroups:
     Args:
         peers: All ranks that build the model.
         device: Where the parameters compute.
-        timeout: As of ``comm.connect.create_transport``.
+        timeout: As of ``comm.transports.connect.create_transport``.
     """
 
     def __init__(self, peers: Transport, device: torch.device, timeout: timedelta | None) -> None:
@@ -51,7 +51,7 @@ class ProvisionalGroups:
             if defined is None:
                 raise DeepSpeedConfigError(
                     f"zero.Init: {name!r} belongs to the group {wanted!r}, which is not defined; call "
-                    f"deepspeed.comm.defined.define_group({wanted!r}, ranks) on every rank before the model is built"
+                    f"deepspeed.comm.define_group({wanted!r}, ranks) on every rank before the model is built"
                 )
             transport = connect_defined(
                 defined, self.peers, "parameters before initialize", device=self._device, timeout=self._timeout

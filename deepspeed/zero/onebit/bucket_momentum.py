@@ -17,13 +17,13 @@ from itertools import pairwise
 
 import torch
 
-from deepspeed.comm.codec import Residual
-from deepspeed.comm.one_bit import OneBitExchange, padded_numel
-from deepspeed.comm.transport import LocalTransport, transfer_key
+from deepspeed.comm.codecs.codec import Residual
+from deepspeed.comm.codecs.one_bit import OneBitExchange, padded_numel
+from deepspeed.comm.transports.transport import LocalTransport, transfer_key
 from deepspeed.ops.onebit.phases import ExchangesMomentum, frozen_root, largest_update, mask_of
-from deepspeed.zero.gradient_bucket import GradientBucket
-from deepspeed.zero.masters import MasterBucket
+from deepspeed.zero.gradient.gradient_bucket import GradientBucket
 from deepspeed.zero.storage import FlatBuffer, Kind, Ledger
+from deepspeed.zero.update.masters import MasterBucket
 
 _MOMENTUM = 3  # kind of transfer, see transfer_key
 

@@ -13,17 +13,17 @@ from collections.abc import Mapping, Sequence
 import torch
 from typing_extensions import override
 
-from deepspeed.comm.transport import LocalTransport, Reduction, transfer_key
+from deepspeed.comm.transports.transport import LocalTransport, Reduction, transfer_key
 from deepspeed.ops.flat import FlatUpdate
 from deepspeed.ops.onebit.phases import Phase
 from deepspeed.ops.onebit.zero_one import LR_OWED, LR_SUM, TRAVELLED, ZeroOneAdam, apart, denominator_of, farthest_of
-from deepspeed.zero.gradient_bucket import GradientBucket
+from deepspeed.zero.gradient.gradient_bucket import GradientBucket
 from deepspeed.zero.group import Groups
-from deepspeed.zero.masters import MasterBucket, MasterRun
-from deepspeed.zero.norm import squared_norm
 from deepspeed.zero.onebit.bucket_momentum import BucketMomentum
 from deepspeed.zero.onebit.momentum import MomentumExchange, clip_factor
 from deepspeed.zero.storage import Ledger
+from deepspeed.zero.update.masters import MasterBucket, MasterRun
+from deepspeed.zero.update.norm import squared_norm
 
 _MEAN = 3  # kind of transfer, as of an exchange of momenta, with which it shares the numbers
 

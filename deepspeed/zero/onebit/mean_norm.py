@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 import torch
 
-from deepspeed.comm.codec import CHUNK, DEVICE_ELEMENTS
-from deepspeed.comm.codecs import unpack_signs
+from deepspeed.comm.codecs.codec import CHUNK, DEVICE_ELEMENTS
+from deepspeed.comm.codecs.table import unpack_signs
 from deepspeed.zero.group import BucketGroup
 
 BINS = 4096

@@ -1,9 +1,10 @@
 """The exchange of momenta: what travels of optimizers of the 1-bit family in the place of gradients.
 
 A rank's gradients stay its own until the update. Then all ranks agree that every one of them is finite, and only then
-anything changes: each adds its gradient to the momentum that all have, the compressed all-reduce (``comm.one_bit``)
-makes one momentum of them, and the update reads that where it else reads the gradient. So a skipped step leaves
-momentum and errors as they were. Gradients are clipped before they enter the momentum, by one factor on all ranks.
+anything changes: each adds its gradient to the momentum that all have, the compressed all-reduce
+(``comm.codecs.one_bit``) makes one momentum of them, and the update reads that where it else reads the gradient. So a
+skipped step leaves momentum and errors as they were. Gradients are clipped before they enter the momentum, by one
+factor on all ranks.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ from collections.abc import Sequence
 
 import torch
 
-from deepspeed.comm.one_bit import one_bit_nbytes
+from deepspeed.comm.codecs.one_bit import one_bit_nbytes
 from deepspeed.logging import log_dist
 from deepspeed.ops.onebit.phases import ExchangesMomentum, Phase
-from deepspeed.zero.gradient_bucket import GradientBucket
+from deepspeed.zero.gradient.gradient_bucket import GradientBucket
 from deepspeed.zero.group import Groups
-from deepspeed.zero.masters import MasterBucket
 from deepspeed.zero.onebit.bucket_momentum import BucketMomentum
 from deepspeed.zero.onebit.mean_norm import sketches
 from deepspeed.zero.storage import Ledger
+from deepspeed.zero.update.masters import MasterBucket
 
 
 def clip_factor(norm: float, limit: float, epsilon: float) -> float:

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from deepspeed.comm.mesh import DATA, Mesh
-from deepspeed.comm.native import NativeTransport
-from deepspeed.comm.transport import LocalTransport, Transport
+from deepspeed.comm.job.mesh import DATA, Mesh
+from deepspeed.comm.transports.native import NativeTransport
+from deepspeed.comm.transports.transport import LocalTransport, Transport
 from tests.harness.device.accelerator import on_stream
 from tests.harness.device.clocks import Clocks, Event
 
@@ -156,7 +156,7 @@ class _Mirrored(NativeTransport):
 
 
 class MirrorWorld:
-    """Rank ``rank`` of ``size`` equal ones; see ``deepspeed.comm.world.World``.
+    """Rank ``rank`` of ``size`` equal ones; see ``deepspeed.comm.job.world.World``.
 
     Attributes:
         rank: This rank.

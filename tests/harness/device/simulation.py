@@ -12,8 +12,8 @@ import torch
 
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.checkpoint import disk as checkpoint_disk
-from deepspeed.comm import native
-from deepspeed.comm.world import played_by
+from deepspeed.comm.job.world import played_by
+from deepspeed.comm.transports import native
 from deepspeed.offload.disk import Disk, disk_is
 from deepspeed.offload.file_io import BlockFile, IoSettings, Transfer
 from deepspeed.offload.pinned import HostMemorySource, host_memory_from

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed
-from deepspeed.comm.mesh import DATA, TENSOR, Mesh
+from deepspeed.comm.job.mesh import DATA, TENSOR, Mesh
 from deepspeed.moe.layer import MoE
 from tests.engine.support import SHARDED
 from tests.harness import run_ranks

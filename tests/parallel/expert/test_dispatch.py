@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepspeed.comm.connect import shared_transport
-from deepspeed.comm.transport import Transport
+from deepspeed.comm.transports.connect import shared_transport
+from deepspeed.comm.transports.transport import Transport
 from deepspeed.parallel.expert.dispatch import dispatch, plan_routes
 from tests.engine.support import rank
 from tests.harness import run_ranks

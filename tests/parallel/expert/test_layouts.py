@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from deepspeed.comm import groups
-from deepspeed.comm.defined import define_copies, defined_groups
-from deepspeed.comm.expert_groups import ranks_of
+from deepspeed.comm.job import groups
+from deepspeed.comm.job.declared_groups import define_copies, defined_groups
+from deepspeed.comm.job.expert_groups import ranks_of
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from tests.engine.support import SHARDED, engine_of, inputs, rank, tower
 from tests.harness import run_ranks

@@ -13,8 +13,8 @@ import torch.utils.checkpoint
 from torch import nn
 
 import deepspeed
-from deepspeed.comm import groups
-from deepspeed.comm.expert_groups import ranks_of
+from deepspeed.comm.job import groups
+from deepspeed.comm.job.expert_groups import ranks_of
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.moe.layer import MoE
 from tests.engine.support import SHARDED, WIDTH, adamw, engine_of, rank, same_on_all_ranks

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import deepspeed
-from deepspeed.comm import mail
+from deepspeed.comm.host import message_queue
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from tests.harness.pool import run_ranks
 from tests.parallel.pipe.test_never_hang import SOON, said_by
@@ -50,11 +50,11 @@ def engine_of(layers: list[Any], stages: int, count: int, schedule: str, loss_fn
         "gradient_accumulation_steps": count,
         "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
     }
-    before, mail._ROOM = mail._ROOM, 1 << 17
+    before, message_queue._ROOM = message_queue._ROOM, 1 << 17
     try:
         return deepspeed.initialize(model=module, config=config)[0]
     finally:
-        mail._ROOM = before
+        message_queue._ROOM = before
 
 
 def _tied(stages: int, count: int) -> list[float]:

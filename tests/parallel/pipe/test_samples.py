@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from deepspeed.comm.mesh import Mesh
+from deepspeed.comm.job.mesh import Mesh
 from deepspeed.parallel.pipe.samples import different_samples, fingerprints
 from tests.harness.pool import run_ranks
 from tests.parallel.pipe.test_never_hang import SOON, engine_of, linears, said_by

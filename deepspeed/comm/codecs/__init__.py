@@ -1,0 +1,1 @@
+"""Codecs: values in fewer bits, collectives that carry them, and when they pay."""

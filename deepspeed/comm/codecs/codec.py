@@ -1,0 +1,221 @@
+"""Codecs: how values travel in fewer bits than they have, and what is done with what that loses.
+
+A codec turns a stretch of values into bytes (codes and scales together) and adds what bytes stand for to a sum. Which
+values come out depends on the bytes alone, so every rank that decodes the same bytes gets the same bits.
+``comm.codecs.coded`` has the collectives that carry the bytes.
+
+*Error feedback*: what a codec has lost of a gradient is added to the next one, so that nothing is lost for good. That
+error is the one state of training that differs on every rank and is as long as the whole: the **private** column of the
+placement table (``zero.placement``). It belongs to whoever reduces, which hands it to each reduction as a
+:class:`Residual`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+CHUNK = 262144
+"""Elements of a chunk of codes. A CPU encodes one at a time, so that the operands stay in its cache. Blocks of a codec
+do not cross it."""
+
+DEVICE_ELEMENTS = 1 << 25
+"""Elements that a device encodes in one batch of chunks. It bounds the temporary tensors to about 0.5 GB. The kernels
+of such a batch take far longer than their launches."""
+
+_ALIGNMENT = 8  # bytes; codes may be looked at as any dtype
+
+
+class Codec:
+    """One way to write values in fewer bits.
+
+    A value that is not finite must come out as one that is not finite (not as a number: an overflow is to be seen), and
+    leaves an error of 0.
+
+    Attributes:
+        name: For messages and books.
+        feeds_back: Whether reductions keep what is lost for the next one.
+        says_zero: Whether codes of a 0 stand for 0; otherwise rows of zeros are marked beside them
+            (``comm.codecs.zero_rows``).
+    """
+
+    name = "none"
+    feeds_back = True
+    says_zero = True
+
+    def nbytes(self, numel: int) -> int:
+        """Bytes of the codes of ``numel`` elements, at most :data:`CHUNK`; rounded up to a multiple of 8 by callers."""
+        raise NotImplementedError
+
+    def fitted(self, values: torch.Tensor, error: torch.Tensor | None) -> Codec:
+        """The codec for values that belong together: this one, or one that knows something of all of them.
+
+        Args:
+            values: 1-D, floating; unchanged.
+            error: 1-D fp32, what is added to them; None: nothing.
+        """
+        return self
+
+    def encode(self, chunk: torch.Tensor, error: torch.Tensor | None, codes: torch.Tensor) -> None:
+        """Writes the codes of ``chunk + error``.
+
+        Args:
+            chunk: 1-D, floating; unchanged.
+            error: 1-D fp32 of the same length, replaced by what the codes do not say; None: nothing is added or kept.
+            codes: 1-D bytes, :meth:`nbytes` of them.
+        """
+        raise NotImplementedError
+
+    def decode_add(self, codes: torch.Tensor, out: torch.Tensor, factor: float) -> None:
+        """``out += factor * (what codes stand for)``.
+
+        Args:
+            codes: As of :meth:`encode`.
+            out: 1-D fp32 or fp64.
+            factor: See above.
+        """
+        raise NotImplementedError
+
+    def encode_slices(self, values: torch.Tensor, error: torch.Tensor | None, codes: torch.Tensor) -> None:
+        """Writes the codes of ``values + error`` on a device, with the bytes that :meth:`encode` writes by chunk.
+
+        A codec overrides it to start a number of kernels that does not grow with the size.
+
+        Args:
+            values: 2-D ``[slices, elements]``, floating; unchanged.
+            error: 2-D fp32 of the same shape, replaced as by :meth:`encode`; None: nothing is added or kept.
+            codes: 2-D bytes ``[slices, coded_nbytes(codec, elements)]``.
+        """
+        for row, part in enumerate(values):
+            lost = None if error is None else error[row]
+            for elements, place in _chunks(self, part.numel()):
+                self.encode(part[elements], None if lost is None else lost[elements], codes[row, place])
+
+    def decode_slices(self, codes: torch.Tensor, numel: int) -> torch.Tensor:
+        """Returns what ``codes`` stand for, 2-D fp32 ``[slices, numel]``, for devices as :meth:`encode_slices`.
+
+        Args:
+            codes: 2-D bytes ``[slices, coded_nbytes(codec, numel)]``.
+            numel: Elements of a slice.
+        """
+        out = torch.zeros((codes.shape[0], numel), dtype=torch.float32, device=codes.device)
+        for row, values in zip(codes, out, strict=True):
+            for elements, place in _chunks(self, numel):
+                self.decode_add(row[place], values[elements], 1.0)
+        return out
+
+
+@dataclass(frozen=True)
+class Residual:
+    """What reductions of one buffer have lost on this rank so far.
+
+    Attributes:
+        sent: 1-D fp32, as long as the buffer: of what this rank sent to the owners of the slices.
+        owned: 1-D fp32, one slice: of the sum that this rank sent to all, where everybody gets the whole sum.
+    """
+
+    sent: torch.Tensor
+    owned: torch.Tensor | None
+
+
+def coded_nbytes(codec: Codec, numel: int) -> int:
+    """Returns the bytes of the codes of ``numel`` elements, any number of them."""
+    full, rest = divmod(numel, CHUNK)
+    return full * aligned_nbytes(codec, CHUNK) + (aligned_nbytes(codec, rest) if rest else 0)
+
+
+def aligned_nbytes(codec: Codec, numel: int) -> int:
+    """Returns the bytes that the codes of one chunk of ``numel`` elements take in a buffer."""
+    return -(-codec.nbytes(numel) // _ALIGNMENT) * _ALIGNMENT
+
+
+def _chunks(codec: Codec, numel: int) -> Iterator[tuple[slice, slice]]:
+    """Yields ``(elements, their codes)`` of each chunk."""
+    place = 0
+    for start in range(0, numel, CHUNK):
+        stop = min(start + CHUNK, numel)
+        nbytes = codec.nbytes(stop - start)
+        yield slice(start, stop), slice(place, place + nbytes)
+        place += aligned_nbytes(codec, stop - start)
+
+
+def _batches(codec: Codec, slices: int, numel: int) -> Iterator[tuple[slice, slice]]:
+    """Yields ``(elements, their codes)`` of each batch of chunks of all slices, for devices."""
+    length = max(DEVICE_ELEMENTS // max(slices, 1) // CHUNK, 1) * CHUNK
+    for start in range(0, numel, length):
+        stop = min(start + length, numel)
+        place = coded_nbytes(codec, start)
+        yield slice(start, stop), slice(place, place + coded_nbytes(codec, stop - start))
+
+
+def encode(codec: Codec, values: torch.Tensor, error: torch.Tensor | None, codes: torch.Tensor) -> None:
+    """Writes the codes of ``values + error``.
+
+    Args:
+        codec: Of the codes.
+        values: 1-D, floating, of any length; or 2-D, one row for each slice. Unchanged.
+        error: As of :meth:`Codec.encode`, in the shape of ``values``.
+        codes: 1-D bytes, :func:`coded_nbytes` of them; or 2-D, as many in each row. A row may have more.
+    """
+    if values.dim() == 1:
+        codec = codec.fitted(values, error)
+        values, codes = values.unsqueeze(0), codes.unsqueeze(0)
+        error = None if error is None else error.unsqueeze(0)
+    if values.device.type != "cpu":
+        for elements, place in _batches(codec, *values.shape):
+            codec.encode_slices(values[:, elements], None if error is None else error[:, elements], codes[:, place])
+        return
+    Codec.encode_slices(codec, values, error, codes)
+
+
+def decode_add(
+    codec: Codec, codes: torch.Tensor, out: torch.Tensor, factor: float = 1.0, mask: torch.Tensor | None = None
+) -> None:
+    """``out += factor * (what codes stand for)``.
+
+    Args:
+        codec: Of the codes.
+        codes: 1-D bytes, :func:`coded_nbytes` of them. Or 2-D, the codes of several summands as rows, which are added
+            in their order. There may be more bytes.
+        out: 1-D fp32 or fp64.
+        factor: See above.
+        mask: 2-D bool, in each row of ``codes`` the elements that are not 0; None: all of them.
+    """
+    rows = codes.unsqueeze(0) if codes.dim() == 1 else codes
+    if out.device.type != "cpu":
+        for elements, place in _batches(codec, rows.shape[0], out.numel()):
+            said = codec.decode_slices(rows[:, place], elements.stop - elements.start)
+            if mask is not None:
+                said.masked_fill_(~mask[:, elements], 0.0)
+            for summand in said:
+                out[elements].add_(summand, alpha=factor)
+        return
+    for number, row in enumerate(rows):
+        for elements, place in _chunks(codec, out.numel()):
+            if mask is None:
+                codec.decode_add(row[place], out[elements], factor)
+                continue
+            said = torch.zeros(elements.stop - elements.start, dtype=torch.float32)
+            codec.decode_add(row[place], said, 1.0)
+            out[elements].add_(said.masked_fill_(~mask[number, elements], 0.0), alpha=factor)
+
+
+def decode(codec: Codec, codes: torch.Tensor, out: torch.Tensor) -> None:
+    """Overwrites ``out`` (floating) with what ``codes`` stand for; both 1-D, or 2-D with a row for each slice."""
+    if out.dim() == 1:
+        codes, out = codes.unsqueeze(0), out.unsqueeze(0)
+    is_sum = out.dtype in (torch.float32, torch.float64)
+    if out.device.type != "cpu":
+        for elements, place in _batches(codec, *out.shape):
+            # Added to 0, so that there is no -0, as on the host.
+            out[:, elements].copy_(codec.decode_slices(codes[:, place], elements.stop - elements.start).add_(0.0))
+        return
+    for row, values in zip(codes, out, strict=True):
+        for elements, place in _chunks(codec, values.numel()):
+            part = values[elements]
+            total = part.zero_() if is_sum else torch.zeros(part.numel(), dtype=torch.float32)
+            codec.decode_add(row[place], total, 1.0)
+            if total is not part:
+                part.copy_(total)

@@ -1,0 +1,208 @@
+"""Collectives whose values travel as codes (``comm.codecs.codec``), over any transport.
+
+A gather sends every rank the codes of each slice, and every rank, the slice's owner too, puts what they stand for in
+its place: ranks that held different values of one parameter would drift apart. A reduction sends each owner the codes
+of its slice from everybody and sums what they stand for in rank order in fp32; where all want the whole sum, the
+owner's sum travels as codes once more, and again its owner takes what these stand for. So results are bit for bit equal
+on all ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from deepspeed.comm.codecs.codec import CHUNK, Codec, coded_nbytes, decode, decode_add, encode
+from deepspeed.comm.codecs.zero_rows import ZeroRows
+from deepspeed.comm.transports.transport import LocalTransport, Reduction, Transport, Visit, Work, catch_up
+
+
+def coded(plain: Transport, codec: Codec | None) -> Transport:
+    """``plain`` with values as codes; ``plain`` itself without a codec, or where nothing travels."""
+    return plain if codec is None or isinstance(plain, LocalTransport) else CodedTransport(plain, codec)
+
+
+class CodedTransport(Transport):
+    """Gathers and reductions of ``plain``, as codes; for everything else ``plain`` is there.
+
+    Args:
+        plain: Carries the bytes.
+        codec: Makes them.
+    """
+
+    name = "coded"
+    is_exact = False
+
+    def __init__(self, plain: Transport, codec: Codec) -> None:
+        super().__init__(None, plain.rank, plain.size)  # it would outlive the job: nobody watches this one
+        self.needs_one_order = plain.needs_one_order
+        self.plain = plain
+        self.codec = codec
+
+    def all_gather(self, flat: torch.Tensor, *, key: int, label: str) -> Work:
+        """See the class this one derives from; this rank's own slice is overwritten too."""
+        return self.gather_from(self.my_slice(flat), flat, key=key, label=label)
+
+    def gather_from(self, mine: torch.Tensor, flat: torch.Tensor, *, key: int, label: str) -> Work:
+        """As :meth:`all_gather`, where this rank's slice is not in its place.
+
+        Args:
+            mine: Its values; unchanged.
+            flat: See :meth:`all_gather`.
+            key: See :meth:`all_gather`.
+            label: See :meth:`all_gather`.
+        """
+        codes = self._codes(flat.numel() // self.size, flat.device)
+        encode(self.codec, mine, None, codes[self.rank])
+        work = self.plain.all_gather(codes.view(-1), key=key, label=label)
+        return _CodedGather(self, work, codes, flat)
+
+    def as_gathered(self, values: torch.Tensor) -> torch.Tensor:
+        """What a gather puts in the place of a slice with these values, 1-D and of the same dtype."""
+        codes = torch.empty(coded_nbytes(self.codec, values.numel()), dtype=torch.uint8, device=values.device)
+        encode(self.codec, values, None, codes)
+        out = torch.empty_like(values)
+        decode(self.codec, codes, out)
+        return out
+
+    def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, how: Reduction) -> Work:
+        """See the class this one derives from; ``how.error`` is added and replaced."""
+        return _CodedReduce(self, flat, out, how)
+
+    def all_reduce(self, flat: torch.Tensor, out: torch.Tensor, how: Reduction) -> Work:
+        """See the class this one derives from; ``how.error`` is added and replaced."""
+        return _CodedAllReduce(self, flat, out, how)
+
+    def _codes(self, numel: int, device: torch.device, rows: ZeroRows | None = None) -> torch.Tensor:
+        """Returns zeros for the codes of one slice per rank, as rows; no code is written between two chunks."""
+        nbytes = coded_nbytes(self.codec, numel) + (0 if rows is None else rows.nbytes)
+        return torch.zeros((self.size, nbytes), dtype=torch.uint8, device=device)
+
+    def decode_rows(self, codes: torch.Tensor, flat: torch.Tensor) -> None:
+        """Overwrites all slices of ``flat`` with what the rows of ``codes`` stand for."""
+        decode(self.codec, codes, flat.view(self.size, -1))
+
+
+class _CodedGather:
+    """A gather of codes; values are in place when it has been waited for."""
+
+    def __init__(self, transport: CodedTransport, work: Work, codes: torch.Tensor, flat: torch.Tensor) -> None:
+        self._transport = transport
+        self._work = work
+        self._codes: torch.Tensor | None = codes
+        self._flat = flat
+
+    def will_arrive(self) -> bool:
+        return self._codes is None or self._work.will_arrive()
+
+    def wait(self) -> None:
+        if self._codes is None:
+            return
+        codes, self._codes = self._codes, None
+        self._work.wait()
+        self._transport.decode_rows(codes, self._flat)
+
+
+class _CodedReduce:
+    """An exchange of the slices' codes, and the sum of what they stand for in rank order."""
+
+    def __init__(self, transport: CodedTransport, flat: torch.Tensor, out: torch.Tensor, how: Reduction) -> None:
+        self._transport = transport
+        self._out = out
+        self._how = how
+        sent = transport._codes(out.numel(), flat.device, how.rows)
+        error = None if how.error is None else how.error.sent.view(transport.size, -1)
+        codec = transport.codec.fitted(flat, None if how.error is None else how.error.sent)
+        _encode(codec, flat.view(transport.size, -1), error, sent, how.rows, 0)
+        self._received: torch.Tensor | None = torch.empty_like(sent)
+        self._work = transport.plain.swap(sent.view(-1), self._received.view(-1), key=how.key, label=how.label)
+
+    def will_arrive(self) -> bool:
+        return self._received is None or self._work.will_arrive()
+
+    def catch_up(self, seconds: float) -> bool | None:
+        return True if self._received is None else catch_up(self._work, seconds)
+
+    def wait(self) -> None:
+        if self._received is None:
+            return
+        received, self._received = self._received, None
+        self._work.wait()
+        out, rows = self._out.zero_(), self._how.rows
+        mask = None if rows is None else rows.masks_of(self._transport.rank, _flags(rows, received))
+        decode_add(self._transport.codec, received, out, mask=mask)
+        if self._how.scale != 1.0:
+            out.mul_(self._how.scale)
+        _visit(out, self._how.visit)
+
+
+class _CodedAllReduce:
+    """A reduction to the owners, and a gather of their sums."""
+
+    def __init__(self, transport: CodedTransport, flat: torch.Tensor, out: torch.Tensor, how: Reduction) -> None:
+        self._transport = transport
+        self._how = how
+        self._out: torch.Tensor | None = out
+        # The whole result is visited at the end, so this rank's slice of it is not.
+        self._first = _CodedReduce(transport, flat, transport.my_slice(out), replace(how, visit=None))
+
+    def will_arrive(self) -> bool:
+        return self._out is None  # its second half is issued only when the first has been waited for
+
+    def wait(self) -> None:
+        if self._out is None:
+            return
+        out, self._out = self._out, None
+        self._first.wait()
+        transport, how = self._transport, self._how
+        codes = transport._codes(out.numel() // transport.size, out.device, how.rows)
+        rank, mine = transport.rank, transport.my_slice(out).unsqueeze(0)
+        error = None if how.error is None or how.error.owned is None else how.error.owned.view(1, -1)
+        codec = transport.codec.fitted(mine[0], None if error is None else error[0])
+        _encode(codec, mine, error, codes[rank : rank + 1], how.rows, rank)
+        transport.plain.share(codes.view(-1), key=how.key, label=how.label).wait()
+        parts = out.view(transport.size, -1)
+        decode(transport.codec, codes, parts)
+        mask = None if how.rows is None else how.rows.mask(0, _flags(how.rows, codes))
+        if mask is not None:
+            parts.masked_fill_(~mask, 0.0)
+        _visit(out, how.visit)
+
+
+def _encode(
+    codec: Codec,
+    values: torch.Tensor,
+    error: torch.Tensor | None,
+    codes: torch.Tensor,
+    rows: ZeroRows | None,
+    first: int,
+) -> None:
+    """Writes the codes of consecutive slices, and after those of each which of its rows are zeros.
+
+    Args:
+        codec: Of the codes, fitted.
+        values: ``[slices, elements]``; unchanged.
+        error: As of ``comm.codecs.codec.encode``, in the shape of ``values``.
+        codes: Bytes ``[slices, those of the codes and of rows]``.
+        rows: Of the buffer; None: no zeros are marked.
+        first: Number of the first slice.
+    """
+    if rows is None:
+        encode(codec, values, error, codes)
+        return
+    mask = rows.write(first, values, error, _flags(rows, codes))
+    encode(codec, values, error, codes)
+    if mask is not None and error is not None:
+        error.mul_(mask)  # rows of zeros are decoded as zeros, so nothing of them is lost
+
+
+def _flags(rows: ZeroRows, codes: torch.Tensor) -> torch.Tensor:
+    """Returns the bytes after the codes of each slice that say which rows are zeros, as a view."""
+    return codes[:, codes.shape[1] - rows.nbytes :]
+
+
+def _visit(out: torch.Tensor, visit: Visit | None) -> None:
+    if visit is not None:
+        for part in out.split(CHUNK):
+            visit(part)

@@ -1,0 +1,414 @@
+"""Transfers over gloo: tagged sends and receives straight into the slices of flat buffers.
+
+A reduction is an exchange of slices with a local sum in rank order in fp32, so that results do not depend on timing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
+from deepspeed.comm.host.forward_queue import catch_up
+from deepspeed.comm.host.message_queue import LONGEST, Mail
+from deepspeed.comm.host.start_p2p import begun
+from deepspeed.comm.recorder import timed
+from deepspeed.comm.transports.counters import traffic
+from deepspeed.comm.transports.transport import (
+    CHUNK,
+    OWNERS,
+    SMALL_CHANNELS,
+    DoneWork,
+    Piece,
+    Reduction,
+    Transport,
+    Work,
+    job_is_over,
+    scaled_sum,
+)
+
+_CONFIRMATION = 3  # added to the key of a gather: the fourth kind of transfer, see transfer_key
+_SMALL_TAG = 1 << 30
+
+
+class GlooGather:
+    """A gather on its way: sends and receives of slices."""
+
+    def __init__(
+        self,
+        transport: GlooTransport,
+        works: list[Any],
+        flat: torch.Tensor,
+        ticket: tuple[str, int],
+        label: str,
+        confirmations: list[tuple[int, torch.Tensor]],
+    ) -> None:
+        self._transport = transport
+        self._works = works
+        self._flat = flat
+        self._ticket = ticket
+        self._label = label
+        self._confirmations = confirmations
+
+    def wait(self) -> None:
+        """See ``Work``."""
+        works, self._works = self._works, []
+        self._transport.guard_all(works, self._ticket, self._label, self._transport.patience)
+        self._transport.note_confirmations(self._confirmations)
+        self._confirmations = []
+
+    def will_arrive(self) -> bool:
+        """See ``Work``."""
+        return not self._works
+
+
+class _GlooExchange:
+    """Rows on their way between all ranks."""
+
+    def __init__(self, transport: GlooTransport, works: list[Any], ticket: tuple[str, int], label: str) -> None:
+        self._transport = transport
+        self._works = works
+        self._ticket = ticket
+        self._label = label
+
+    def will_arrive(self) -> bool:
+        return not self._works
+
+    def wait(self) -> None:
+        works, self._works = self._works, []
+        if works:
+            catch_up()
+            self._transport.guard_all(works, self._ticket, self._label)
+
+
+class _GlooReduce:
+    """An exchange of slices piece by piece; the sum of a piece runs while the next one travels."""
+
+    def __init__(
+        self,
+        transport: GlooTransport,
+        flat: torch.Tensor,
+        out: torch.Tensor,
+        how: Reduction,
+        *,
+        whole: bool,
+    ) -> None:
+        self._transport = transport
+        self._how = how
+        self._flat = flat
+        self._out = out
+        self._whole = whole
+        self._ticket = transport.issue("reduce", how.key)
+        transport.reductions += 1
+        self._number = transport.reductions
+        # A rank holds (size - 1) foreign copies of the elements that are on the wire.
+        slices = 1 if whole else transport.size
+        per_piece = max(how.limit // slices, 1) // 64 * 64 or 64
+        self._bounds = [(a, min(a + per_piece, out.numel())) for a in range(0, out.numel(), per_piece)]
+        self._pieces: list[tuple[list[torch.Tensor], list[Any]]] = []
+        if self._bounds:
+            self._post(0)
+
+    def _post(self, index: int) -> None:
+        transport, (start, stop) = self._transport, self._bounds[index]
+        parts, works = [], []
+        length = self._out.numel()
+        for peer in range(transport.size):
+            if peer == transport.rank:
+                base = 0 if self._whole else transport.rank * length
+                parts.append(self._flat[base + start : base + stop])
+                continue
+            staging = torch.empty(stop - start, dtype=self._flat.dtype, device=self._flat.device)
+            parts.append(staging)
+            works.append(transport.receive(staging, peer, self._how.key))
+        for peer in range(transport.size):
+            if peer != transport.rank:
+                base = 0 if self._whole else peer * length
+                works.append(transport.send(self._flat[base + start : base + stop], peer, self._how.key))
+        self._pieces.append((parts, works))
+
+    def will_arrive(self) -> bool:
+        return self._number <= self._transport.sent_by_all() and len(self._bounds) <= 1
+
+    def wait(self) -> None:
+        if not self.will_arrive():
+            catch_up()
+        while self._bounds:
+            start, stop = self._bounds.pop(0)
+            parts, works = self._pieces.pop(0)
+            if self._bounds:
+                self._post(0)
+            self._transport.guard_all(works, self._ticket, self._how.label)
+            scaled_sum(parts, self._out[start:stop], self._how.scale, self._how.visit)
+        self._flat = self._out = torch.empty(0)
+
+
+class _GlooSwap:
+    """An exchange of slices that are left as they come."""
+
+    def __init__(self, transport: GlooTransport, flat: torch.Tensor, out: torch.Tensor, key: int, label: str) -> None:
+        self._transport = transport
+        self._label = label
+        self._ticket = transport.issue("reduce", key)
+        transport.reductions += 1
+        self._number = transport.reductions
+        slices, places = flat.view(transport.size, -1), out.view(transport.size, -1)
+        peers = [(transport.rank + step) % transport.size for step in range(1, transport.size)]
+        self._works = [transport.receive(places[peer], peer, key) for peer in peers]
+        self._works += [transport.send(slices[peer], peer, key) for peer in reversed(peers)]
+        places[transport.rank].copy_(slices[transport.rank])
+        self._keep = flat, out
+
+    def will_arrive(self) -> bool:
+        return self._number <= self._transport.sent_by_all()
+
+    def wait(self) -> None:
+        if not self.will_arrive():
+            catch_up()
+        works, self._works = self._works, []
+        self._transport.guard_all(works, self._ticket, self._label)
+
+
+class _GlooAllReduce:
+    """More than two ranks: reduce-scatter into this rank's slice of the result, then gather the fp32 slices."""
+
+    def __init__(
+        self,
+        transport: GlooTransport,
+        flat: torch.Tensor,
+        out: torch.Tensor,
+        how: Reduction,
+    ) -> None:
+        self._transport = transport
+        self._how = how
+        self._out: torch.Tensor | None = out
+        # The whole result is visited at the end, so this rank's slice of it is not.
+        self._reduce = _GlooReduce(transport, flat, transport.my_slice(out), replace(how, visit=None), whole=False)
+
+    def will_arrive(self) -> bool:
+        return False  # its second half is issued only when the first has been waited for
+
+    def wait(self) -> None:
+        if self._out is None:
+            return
+        out, self._out = self._out, None
+        self._reduce.wait()
+        self._transport.gather_slices(out, self._how.key, "reduce", self._how.label).wait()
+        if self._how.visit is not None:
+            for part in out.split(CHUNK):
+                self._how.visit(part)
+
+
+class GlooTransport(Transport):
+    """Sends and receives of slices, matched by tag.
+
+    Attributes:
+        reductions: Reductions that this rank has started.
+        companion: The transport that carries this engine's reductions. While ``confirms``, gathers carry along how many
+            of them a rank has started, so that its peers know which may be waited for (see ``Work.will_arrive``).
+        confirms: Set during backward, on all ranks alike.
+        patience: The longest wait for a peer's part of a gather; None: the group's.
+    """
+
+    name = "gloo"
+
+    def __init__(self, group: Any, rank: int, size: int) -> None:
+        super().__init__(group, rank, size)
+        self.reductions = 0
+        self.patience: timedelta | None = None
+        self._sent = [0] * size
+
+    def guard_all(
+        self, works: Sequence[Any], ticket: tuple[str, int], label: str, patience: timedelta | None = None
+    ) -> None:
+        """Waits for torch's works, which are one transfer; ``patience`` is for each of them."""
+        arguments = () if patience is None else (patience,)
+
+        def wait() -> None:
+            for work in works:
+                work.wait(*arguments)
+
+        self.guard(wait, ticket, label)
+
+    def note_sent(self, peer: int, count: int) -> None:
+        """Notes that ``peer`` has started at least ``count`` reductions."""
+        assert isinstance(self.companion, GlooTransport)
+        self.companion._sent[peer] = max(self.companion._sent[peer], count)
+
+    def sent_by_all(self) -> int:
+        """Reductions that every peer is known to have started."""
+        return min(count for peer, count in enumerate(self._sent) if peer != self.rank)
+
+    def send(self, tensor: torch.Tensor, peer: int, key: int) -> Any:
+        """Starts sending ``tensor`` to a peer of the group and returns torch's work."""
+        traffic.record_ran("send", tensor.numel() * tensor.element_size(), self.axis)
+        return self.start(self.group.send, tensor, peer, key)
+
+    def receive(self, tensor: torch.Tensor, peer: int, key: int) -> Any:
+        """Starts receiving into ``tensor`` from a peer of the group and returns torch's work."""
+        return self.start(self.group.recv, tensor, peer, key)
+
+    def start(self, transfer: Callable[..., Any], tensor: torch.Tensor, peer: int, key: int) -> Any:
+        """Starts a send or recv of the group; arguments as of :func:`begun`."""
+        self.started += 1
+        return begun(transfer, tensor, peer, key)
+
+    def gather_slices(self, flat: torch.Tensor, key: int, channel: str, label: str) -> Work:
+        """The gather itself, not counted as asked for."""
+        ticket = self.issue(channel, key)
+        length = flat.numel() // self.size
+        mine = self.my_slice(flat)
+        peers = [(self.rank + step) % self.size for step in range(1, self.size)]
+        works = [self.receive(flat.narrow(0, peer * length, length), peer, key) for peer in peers]
+        works += [self.send(mine, peer, key) for peer in reversed(peers)]
+        confirmations: list[tuple[int, torch.Tensor]] = []
+        if channel == "gather":
+            confirmations, more = self.exchange_confirmations(peers, key)
+            works += more
+        return GlooGather(self, works, flat, ticket, label, confirmations)
+
+    def exchange_confirmations(self, peers: list[int], key: int) -> tuple[list[tuple[int, torch.Tensor]], list[Any]]:
+        """Tells ``peers`` along with the gather ``key`` how many reductions this rank has started, while ``confirms``.
+
+        Returns:
+            What they say, by peer, once the works are done; and the works.
+        """
+        if not self.confirms or not isinstance(self.companion, GlooTransport):
+            return [], []
+        mine_sent = torch.tensor([self.companion.reductions])
+        confirmations = [(peer, torch.zeros(1, dtype=torch.int64)) for peer in peers]
+        works = [self.receive(count, peer, key + _CONFIRMATION) for peer, count in confirmations]
+        works += [self.start(self.group.send, mine_sent, peer, key + _CONFIRMATION) for peer in peers]
+        self._keep = mine_sent
+        return confirmations, works
+
+    def note_confirmations(self, confirmations: list[tuple[int, torch.Tensor]]) -> None:
+        """Takes in what :meth:`exchange_confirmations` has brought."""
+        for peer, count in confirmations:
+            self.note_sent(peer, int(count))
+
+    @override
+    @timed("all_gather_into_tensor")
+    def all_gather(self, flat: torch.Tensor, *, key: int, label: str) -> Work:
+        traffic.record_asked("all_gather", flat.numel() * flat.element_size(), self.axis)
+        if flat.numel() == 0:
+            return DoneWork()
+        return self.gather_slices(flat, key, "gather", label)
+
+    @override
+    @timed("reduce_scatter_tensor")
+    def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, how: Reduction) -> Work:
+        traffic.record_asked("reduce_scatter", flat.numel() * flat.element_size(), self.axis)
+        return _GlooReduce(self, flat, out, how, whole=False)
+
+    @override
+    @timed("all_reduce")
+    def all_reduce(self, flat: torch.Tensor, out: torch.Tensor, how: Reduction) -> Work:
+        traffic.record_asked("all_reduce", 2 * flat.numel() * flat.element_size(), self.axis)
+        if self.size == 2:  # exchanging everything moves the same bytes as reduce-scatter and gather
+            return _GlooReduce(self, flat, out, how, whole=True)
+        return _GlooAllReduce(self, flat, out, how)
+
+    @override
+    @timed("all_to_all_single")
+    def all_to_all(
+        self, source: torch.Tensor, sent: Sequence[int], out: torch.Tensor, received: Sequence[int], *, label: str
+    ) -> Work:
+        key = self.next_move(label)
+        ticket = self.issue("all_to_all", key)
+        sends, places = source.split(list(sent)), out.split(list(received))
+        peers = [(self.rank + step) % self.size for step in range(1, self.size)]
+        works = [self.receive(places[peer], peer, key) for peer in peers if places[peer].numel()]
+        works += [self.send(sends[peer], peer, key) for peer in reversed(peers) if sends[peer].numel()]
+        nbytes = sum(sends[peer].numel() for peer in peers) * source.element_size()
+        traffic.record_asked("all_to_all", nbytes, self.axis)
+        places[self.rank].copy_(sends[self.rank])
+        return _GlooExchange(self, works, ticket, label)
+
+    @override
+    @timed("all_to_all_single")
+    def swap(self, flat: torch.Tensor, out: torch.Tensor, *, key: int, label: str) -> Work:
+        nbytes = flat.numel() * flat.element_size()
+        traffic.record_asked("swap", nbytes - nbytes // self.size, self.axis)
+        return _GlooSwap(self, flat, out, key, label)
+
+    @override
+    def share(self, flat: torch.Tensor, *, key: int, label: str) -> Work:
+        traffic.record_asked("all_gather", flat.numel() * flat.element_size(), self.axis)
+        return self.gather_slices(flat, key, "reduce", label)
+
+    @override
+    def gather_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> torch.Tensor:
+        return self.start_small(tensor, channel=channel, label=label)()
+
+    @override
+    def start_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> Callable[[], torch.Tensor]:
+        catch_up()
+        rows = torch.empty((self.size, tensor.numel()), dtype=tensor.dtype)
+        rows[self.rank].copy_(tensor)
+        tag = _SMALL_TAG + self.owner % OWNERS * len(SMALL_CHANNELS) + SMALL_CHANNELS.index(channel)
+        mail = None if self.party is None or channel == "objects" else self.party.mail
+        if mail is not None and rows[0].nbytes <= LONGEST:
+            return self._start_by_mail(mail, rows, tag, self.issue(channel, tag), label)
+        work = self.gather_slices(rows.view(-1), tag, channel, label)
+
+        def landed() -> torch.Tensor:
+            work.wait()
+            return rows
+
+        return landed
+
+    def _start_by_mail(
+        self, mail: Mail, rows: torch.Tensor, tag: int, ticket: tuple[str, int], label: str
+    ) -> Callable[[], torch.Tensor]:
+        """The same among ranks of one host, whose rows are short."""
+        flat = memoryview(rows.view(torch.uint8).view(-1).numpy())  # type: ignore[arg-type]
+        nbytes = rows[0].nbytes
+        if mail.is_over:
+            raise job_is_over(label)
+        places = {peer: flat[peer * nbytes : (peer + 1) * nbytes] for peer in range(self.size)}
+        mine = places.pop(self.rank)
+        for peer in places:
+            mail.post(peer, tag, mine)
+        traffic.record_ran("send", nbytes * len(places), self.axis, len(places))
+        take = mail.ask(tag, places)
+
+        def landed() -> torch.Tensor:
+            if mail.is_over:
+                raise job_is_over(label)
+            self.guard(take, ticket, label)
+            return rows
+
+        return landed
+
+    @override
+    def broadcast(self, tensor: torch.Tensor, source: int, *, label: str) -> None:
+        catch_up()
+        self.started += 1
+        work = dist.broadcast(tensor, group_src=source, group=self.group, async_op=True)
+        self.guard(work.wait, self.issue("broadcast"), label)
+
+    @override
+    def move(self, pieces: Sequence[Piece], *, label: str) -> None:
+        ticket, key = self.issue("pieces"), self.next_move()
+        works: list[Any] = []
+        nbytes = 0
+        for piece in pieces:  # pieces between the same two ranks match in this order
+            if piece.tensor is None or piece.tensor.numel() == 0:
+                continue
+            if piece.source != self.rank:
+                if piece.target in (None, self.rank):
+                    works.append(self.receive(piece.tensor, piece.source, key))
+                continue
+            for peer in range(self.size) if piece.target is None else (piece.target,):
+                if peer != self.rank:
+                    works.append(self.send(piece.tensor, peer, key))
+                    nbytes += piece.tensor.numel() * piece.tensor.element_size()
+        traffic.record_asked("move", nbytes, self.axis)
+        catch_up()
+        self.guard_all(works, ticket, label)

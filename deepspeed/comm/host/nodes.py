@@ -1,0 +1,245 @@
+"""Gathers in two steps over groups that span several nodes: first between nodes, then inside each.
+
+Ranks with the same place on their nodes exchange slices, so every slice crosses to each other node once instead of once
+per rank there; then neighbours hand each other what they received. Each rank sends as many bytes as in one step, but of
+those that would cross nodes only one in ``width`` does. The slices land where they would in one step: the same bits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.host.forward_queue import catch_up, owe
+from deepspeed.comm.host.gloo import GlooGather, GlooTransport
+from deepspeed.comm.job.torch_groups import is_alive
+from deepspeed.comm.recorder import timed
+from deepspeed.comm.start.environment import ranks_per_node
+from deepspeed.comm.transports.counters import traffic
+from deepspeed.comm.transports.native import NativeTransport, NativeWork
+from deepspeed.comm.transports.transport import DoneWork, Transport, Work
+from deepspeed.errors import DeepSpeedConfigError
+
+HIERARCHICAL = "zero_optimization.mics_hierarchical_params_gather"
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """How the ranks of a group lie on nodes: ``width`` of them on each of ``count``, numbered node by node."""
+
+    count: int
+    width: int
+
+    def neighbours(self, rank: int) -> list[int]:
+        """The other ranks on the node of ``rank``."""
+        first = rank - rank % self.width
+        return [other for other in range(first, first + self.width) if other != rank]
+
+    def counterparts(self, rank: int) -> list[int]:
+        """The ranks with the same place on the other nodes."""
+        return [other for other in range(rank % self.width, self.count * self.width, self.width) if other != rank]
+
+
+def nodes_under(reports: Sequence[tuple[int, int]], groups: Sequence[Sequence[int]]) -> Nodes | str:
+    """The nodes under groups of ranks, the same for all of them.
+
+    Args:
+        reports: For every rank of the job: how many ranks its node has, and its place among them.
+        groups: The ranks of each group, ascending; as many in each.
+
+    Returns:
+        The nodes under a group; or why two steps would be one, in words.
+
+    Raises:
+        DeepSpeedConfigError: The groups lie on nodes in different ways, or ranks are not numbered node by node. Equal
+            on all ranks of the job.
+    """
+    width, size = reports[0][0], len(groups[0])
+    for rank, (found, place) in enumerate(reports):
+        if found != width or place != rank % width:
+            raise DeepSpeedConfigError(
+                f"{HIERARCHICAL}: expected nodes with equally many ranks, numbered node by node; found {width} ranks "
+                f"on the node of rank 0, and rank {rank} as number {place} of {found} on its node (LOCAL_RANK and "
+                "LOCAL_WORLD_SIZE say so). Start as many ranks on every node, or leave the key out"
+            )
+    if width == 1:
+        return "every node has one rank"
+    on_each = {count for ranks in groups for count in Counter(rank // width for rank in ranks).values()}
+    if on_each == {size}:
+        return f"the {size} ranks that share parameters are on one node of {width}"
+    if on_each == {1}:
+        return f"the {size} ranks that share parameters are on as many nodes"
+    if len(on_each) > 1:
+        raise DeepSpeedConfigError(
+            f"{HIERARCHICAL}: the {size} ranks that share parameters (zero_optimization.mics_shard_size) do not fill "
+            f"whole nodes of {width} ranks; choose a multiple or a divisor of {width}, or leave the key out"
+        )
+    here = on_each.pop()
+    return Nodes(size // here, here)
+
+
+def ask_for_nodes(everyone: Transport, environ: Mapping[str, str], groups: Sequence[Sequence[int]]) -> Nodes | str:
+    """The nodes under ``groups``. Every rank of the job must call it.
+
+    Args:
+        everyone: All ranks.
+        environ: This process's environment variables.
+        groups: The ranks of each group.
+
+    Raises:
+        DeepSpeedConfigError: See :func:`nodes_under`.
+    """
+    width = ranks_per_node(environ, everyone.size, get_accelerator().device_count())
+    place = int(environ.get("LOCAL_RANK") or everyone.rank % width)
+    mine = torch.tensor([width, place], dtype=torch.int64)
+    rows = everyone.gather_small(mine, channel="call", label="the numbers of ranks per node").tolist()
+    return nodes_under([(row[0], row[1]) for row in rows], groups)
+
+
+class _GlooGatherByNodes(GlooGather):
+    """A gather in two steps; what comes from other nodes is handed on by ``hand_on``."""
+
+    def __init__(self, transport: GlooByNodes, flat: torch.Tensor, key: int, label: str) -> None:
+        nodes, rank = transport.nodes, transport.rank
+        length = flat.numel() // transport.size
+        ticket = transport.issue("gather", key)
+        self._nodes = nodes
+        self._slices = flat.split(length)
+        self._key = key
+        far, near = nodes.counterparts(rank), nodes.neighbours(rank)
+        self._from_far = [transport.receive(self._slices[peer], peer, key) for peer in far]
+        # A neighbour sends its own slice, then those of its counterparts in rank order; one key keeps that order.
+        works = [
+            transport.receive(self._slices[source], peer, key)
+            for peer in near
+            for source in (peer, *nodes.counterparts(peer))
+        ]
+        works += [transport.send(self._slices[rank], peer, key) for peer in (*far, *near)]
+        confirmations, more = transport.exchange_confirmations(sorted((*far, *near)), key)
+        super().__init__(transport, works + more, flat, ticket, label, confirmations)
+        owe(self)
+
+    @property
+    def is_over(self) -> bool:
+        """See ``Relay``: an engine that failed, whose process group was destroyed."""
+        return not is_alive(self._transport.group)
+
+    def hand_on(self) -> None:
+        """See ``Relay``."""
+        transport = self._transport
+        from_far, self._from_far = self._from_far, []
+        transport.guard_all(from_far, self._ticket, self._label)
+        self._works += [
+            transport.send(self._slices[source], peer, self._key)
+            for peer in self._nodes.neighbours(transport.rank)
+            for source in self._nodes.counterparts(transport.rank)
+        ]
+
+    def wait(self) -> None:
+        """See ``Work``."""
+        catch_up(self)
+        super().wait()
+
+
+class GlooByNodes(GlooTransport):
+    """Sends and receives that cross nodes once.
+
+    Args:
+        plain: The transport whose place it takes.
+        nodes: How its ranks lie.
+    """
+
+    def __init__(self, plain: GlooTransport, nodes: Nodes) -> None:
+        super().__init__(plain.group, plain.rank, plain.size)
+        self.take_place_of(plain)
+        self.nodes = nodes
+
+    def send(self, tensor: torch.Tensor, peer: int, key: int) -> Any:
+        """See the class this one derives from; the books say whether it crossed nodes."""
+        is_near = peer // self.nodes.width == self.rank // self.nodes.width
+        where = "send inside nodes" if is_near else "send between nodes"
+        traffic.record_ran(where, tensor.numel() * tensor.element_size(), self.axis)
+        return self.start(self.group.send, tensor, peer, key)
+
+    @override
+    @timed("all_gather_into_tensor")
+    def all_gather(self, flat: torch.Tensor, *, key: int, label: str) -> Work:
+        traffic.record_asked("all_gather", flat.numel() * flat.element_size(), self.axis)
+        if flat.numel() == 0:
+            return DoneWork()
+        return _GlooGatherByNodes(self, flat, key, label)
+
+
+class _Together:
+    """Several of torch's works as one."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
+class NativeByNodes(NativeTransport):
+    """Two of the backend's gathers. The second is queued at once, behind the first, on a stream of its own.
+
+    Args:
+        plain: The transport whose place it takes.
+        nodes: How its ranks lie.
+        far: The ranks with this one's place, in node order.
+        near: The ranks on this one's node.
+    """
+
+    def __init__(self, plain: NativeTransport, nodes: Nodes, far: NativeTransport, near: NativeTransport) -> None:
+        super().__init__(plain.group, plain.rank, plain.size, plain.device)
+        self.take_place_of(plain)
+        self.nodes = nodes
+        self._far = far
+        self._near = near
+        self._stream: Any = None
+
+    @override
+    @timed("all_gather_into_tensor")
+    def all_gather(self, flat: torch.Tensor, *, key: int, label: str) -> Work:
+        traffic.record_asked("all_gather", flat.numel() * flat.element_size(), self.axis)
+        if flat.numel() == 0:
+            return DoneWork()
+        count, width = self.nodes.count, self.nodes.width
+        length = flat.numel() // self.size
+        place = self.rank % width
+        crossed = flat.new_empty(count * length)
+        nbytes = length * flat.element_size()
+        traffic.record_ran("all_gather_into_tensor between nodes", nbytes, self.axis)
+        first = self._far.group._allgather_base(crossed, self.my_slice(flat))
+        with self._behind(flat.device):
+            first.wait()
+            flat.view(count, width, length)[:, place].copy_(crossed.view(count, length))
+            works = []
+            for node in flat.view(count, width * length):
+                works.append(self._near.group._allgather_base(node, node.narrow(0, place * length, length)))
+                traffic.record_ran("all_gather_into_tensor inside nodes", nbytes, self.axis)
+        return NativeWork(_Together(works), self, self.issue("gather", key), label, None, (flat, crossed))
+
+    @contextmanager
+    def _behind(self, device: torch.device) -> Iterator[None]:
+        """What is queued inside neither waits for later work of the current stream nor holds it up."""
+        accelerator = get_accelerator()
+        if device.type == "cpu":
+            yield
+            return
+        if self._stream is None:
+            self._stream = accelerator.Stream()
+        self._stream.wait_stream(accelerator.current_stream())
+        with accelerator.stream(self._stream):
+            yield

@@ -1,0 +1,214 @@
+"""What every rank hands to every other, through memory that ranks of one host share (``comm.host.shared_memory``).
+
+Each element is written once by the rank that has it and read once by the one that gets it, from where it is and to
+where it belongs: what is cut out of a tensor on the way out, or put together on the way in, needs no copy of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from deepspeed.comm.host.forward_queue import catch_up
+from deepspeed.comm.host.gloo import GlooTransport
+from deepspeed.comm.host.shared_memory import LONGEST_WORDS, MOST, Letter, Peer, SameHost, meet_on_host
+from deepspeed.comm.recorder import timed
+from deepspeed.comm.transports import packing
+from deepspeed.comm.transports.counters import traffic
+from deepspeed.comm.transports.packing import Pieces, numel_of
+from deepspeed.comm.transports.transport import Work
+
+
+class SameHostTransport(GlooTransport):
+    """Gloo, but ranks of one host exchange through memory. They find each other in their first exchange."""
+
+    def __init__(self, group: Any, rank: int, size: int) -> None:
+        super().__init__(group, rank, size)
+        self._host: SameHost | None = None
+        self._has_met = False
+        self._offered: torch.Tensor | None = None
+
+    def _met(self, label: str) -> SameHost | None:
+        if not self._has_met:
+            self._host = meet_on_host(self, label)
+            self._has_met = True
+        return self._host
+
+    @override
+    def leave(self) -> None:
+        super().leave()
+        self._host, self._has_met, self._offered = None, False, None
+
+    @override
+    def room(self, numel: int, like: torch.Tensor, *, label: str) -> torch.Tensor:
+        host = self._met(label)
+        if host is None or numel * like.element_size() > MOST:
+            return super().room(numel, like, label=label)
+        self._offered = host.place(numel, like.dtype, label)
+        return self._offered
+
+    @override
+    def all_to_all(
+        self, source: torch.Tensor, sent: Sequence[int], out: torch.Tensor, received: Sequence[int], *, label: str
+    ) -> Work:
+        if self._met(label) is None:
+            return super().all_to_all(source, sent, out, received, label=label)
+        leaving, arriving = source.split(list(sent)), out.split(list(received))
+        return self.exchange([[part] for part in leaving], [[part] for part in arriving], out, label=label)
+
+    @override
+    def exchange(
+        self, leaving: Sequence[Pieces], arriving: Sequence[Pieces], like: torch.Tensor, *, label: str
+    ) -> Work:
+        offered, self._offered = self._offered, None
+        host = self._met(label)
+        if host is None:
+            return super().exchange(leaving, arriving, like, label=label)
+        with torch.no_grad():
+            return self._exchanged(leaving, arriving, like, host, offered, label)
+
+    @timed("all_to_all_single")
+    def _exchanged(
+        self,
+        leaving: Sequence[Pieces],
+        arriving: Sequence[Pieces],
+        like: torch.Tensor,
+        host: SameHost,
+        offered: torch.Tensor | None,
+        label: str,
+    ) -> Work:
+        key = self.next_move(label)
+        ticket = self.issue("all_to_all", key)
+        size, dtype = like.element_size(), like.dtype
+        numels = [0 if rank == self.rank else numel_of(part) for rank, part in enumerate(leaving)]
+        nbytes = [numel * size for numel in numels]
+        expected = [0 if rank == self.rank else numel_of(part) * size for rank, part in enumerate(arriving)]
+        traffic.record_asked("all_to_all", sum(nbytes), self.axis)
+        by_gloo: list[_ByGloo] = []
+        if max(nbytes) > MOST or max(expected) > MOST:
+            by_gloo = [
+                _ByGloo(self, peer.rank, key, leaving[peer.rank], arriving[peer.rank], like) for peer in host.peers
+            ]
+            numels = [numel if numel * size <= MOST else 0 for numel in numels]
+            expected = [each if each <= MOST else 0 for each in expected]
+        if offered is None or not _is_all(leaving, offered):
+            offered = host.place(sum(numels), dtype, label)
+            for part, place in zip(leaving, offered.split(numels), strict=True):
+                if place.numel():
+                    packing.write(part, place)
+        words, start = _words(label, dtype), 0
+        letters = {}
+        for rank, numel in enumerate(numels):
+            letters[rank] = Letter(start, numel * size, words)
+            start += numel * size
+            if numel:
+                traffic.record_ran("send", numel * size, self.axis)
+        senders = [peer for peer in host.peers if expected[peer.rank]]
+        made = _Exchange(host, senders, arriving, expected, words, dtype, label, ticket, by_gloo)
+        host.begin(made, [letters[peer.rank] for peer in host.peers])
+        packing.copy(leaving[self.rank], arriving[self.rank])
+        return made
+
+
+class _Exchange:
+    """An exchange on its way.
+
+    Attributes:
+        number: Of the round.
+    """
+
+    def __init__(
+        self,
+        host: SameHost,
+        senders: list[Peer],
+        arriving: Sequence[Pieces],
+        expected: list[int],
+        words: bytes,
+        dtype: torch.dtype,
+        label: str,
+        ticket: tuple[str, int],
+        by_gloo: list[_ByGloo],
+    ) -> None:
+        self.number = host.next_number()
+        self._senders, self._arriving, self._expected = senders, arriving, expected
+        self._words, self._dtype, self._label, self._ticket = words, dtype, label, ticket
+        self._by_gloo = by_gloo
+        self._host: SameHost | None = host
+
+    def will_arrive(self) -> bool:
+        """See ``Work``."""
+        return self._host is None
+
+    def wait(self) -> None:
+        """See ``Work``."""
+        host = self._host
+        if host is None:
+            return
+        host.wait_for(self._senders, self.number, self._label, self._ticket)
+        for peer in self._senders:
+            letter = peer.letter(self.number)
+            if letter.words != self._words or letter.nbytes != self._expected[peer.rank]:
+                raise self._parted(host, peer)
+        with torch.no_grad():
+            for peer in self._senders:
+                packing.read(peer.wrote(self.number, self._dtype), self._arriving[peer.rank])
+            host.has_read(self.number)
+            for part in self._by_gloo:
+                part.land(self._ticket, self._label)
+        self._host = None
+        self._arriving, self._by_gloo = (), []
+
+    def _parted(self, host: SameHost, peer: Peer) -> Exception:
+        mine = self._words.decode()
+        if peer.letter(self.number).words == self._words:
+            mine += (
+                f", and expects {self._expected[peer.rank]} bytes of it where {peer.letter(self.number).nbytes} come"
+            )
+        return host.parted(self.number, peer, mine, "exchanges")
+
+
+class _ByGloo:
+    """What goes to one rank and comes from it, where either is too much for memory that is kept."""
+
+    def __init__(
+        self, transport: GlooTransport, peer: int, key: int, leaving: Pieces, arriving: Pieces, like: torch.Tensor
+    ) -> None:
+        self._transport = transport
+        self._works: list[Any] = []
+        self._arriving: Pieces = ()
+        self._flat = like.new_empty(0)
+        if numel_of(arriving) * like.element_size() > MOST:
+            self._arriving, self._flat = arriving, like.new_empty(numel_of(arriving))
+            self._works.append(transport.receive(self._flat, peer, key))
+        if numel_of(leaving) * like.element_size() > MOST:
+            source = packing.in_place(leaving, like.dtype)
+            if source is None:
+                source = like.new_empty(numel_of(leaving))
+                packing.write(leaving, source)
+            self._works.append(transport.send(source, peer, key))
+            self._keep = source
+
+    def land(self, ticket: tuple[str, int], label: str) -> None:
+        """Waits for both."""
+        if self._works:
+            catch_up()
+            self._transport.guard_all(self._works, ticket, label)
+        if self._arriving:
+            packing.read(self._flat, self._arriving)
+
+
+def _is_all(leaving: Sequence[Pieces], offered: torch.Tensor) -> bool:
+    """Whether what leaves has been written into memory that was offered."""
+    flat = [piece for part in leaving for piece in part]
+    found = packing.in_place(flat, offered.dtype)
+    numel = offered.numel()
+    return numel == 0 if found is None else found.numel() == numel and found.data_ptr() == offered.data_ptr()
+
+
+@functools.lru_cache(maxsize=4096)
+def _words(label: str, dtype: torch.dtype) -> bytes:
+    return f"{label} ({dtype})".encode()[:LONGEST_WORDS]

@@ -1,0 +1,334 @@
+"""Memory that ranks of one host share, and how they tell each other what lies in it.
+
+Gloo sends through sockets, with threads of its own: on a host whose cores compute, that is time taken from them. Here a
+rank writes into memory that the others see and says so in one short message.
+
+What happens comes in rounds, which all ranks begin in one order. A rank has :data:`PLACES` places, used in turn. One
+may be written again when every rank for which something lay there has read it, which their messages say. They also say
+what a round is of, so that ranks that have parted are an error and not a tensor. The memory and the sockets have no
+names in any file system, so nothing is left behind by a process that is killed, and the sockets of one that ends wake
+those that wait for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import socket
+import struct
+import weakref
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from deepspeed.comm.host.forward_queue import catch_up
+from deepspeed.comm.host.sockets import connect_on_host, limit_waits
+from deepspeed.comm.transports.transport import Transport, job_is_over
+from deepspeed.errors import CommunicationError, DivergenceError
+
+PLACES = 2
+MOST = 64 * 2**20  # bytes of the most that is written for a rank; more is the backend's, as the memory is kept
+_GRAIN = 2**20  # bytes by which places grow
+_MESSAGE = struct.Struct(
+    "=qqqq"
+)  # rounds that the sender has begun, those of which it has read all, and a letter's ends
+_LONGEST = 512  # bytes of a message, which ends with what the last round is of
+LONGEST_WORDS = _LONGEST - _MESSAGE.size
+
+
+class Place:
+    """Memory that is written by its owner and read by the others.
+
+    Args:
+        file: Descriptor of memory that the ranks share; the owner's grows, in all others' eyes too.
+    """
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._view, self._start = self._bytes, 0
+        weakref.finalize(self, os.close, file)
+
+    def of(self, numel: int, dtype: torch.dtype, *, start: int = 0, is_mine: bool) -> torch.Tensor:
+        """What lies at byte ``start``, 1-D.
+
+        Raises:
+            CommunicationError: There is not so much memory.
+        """
+        if self._view.dtype == dtype and self._view.numel() == numel and self._start == start:
+            return self._view
+        stop = start + numel * dtype.itemsize
+        with torch.inference_mode(False):  # or what was made inside could not be written outside
+            if stop > self._bytes.numel():
+                self._bytes = self._grown(-(-stop // _GRAIN) * _GRAIN, is_mine)
+            self._view, self._start = self._bytes[start:stop].view(dtype), start
+        return self._view
+
+    def _grown(self, length: int, is_mine: bool) -> torch.Tensor:
+        try:
+            if is_mine:
+                os.ftruncate(self._file, length)
+            return torch.frombuffer(mmap.mmap(self._file, length), dtype=torch.uint8)
+        except (OSError, ValueError) as error:
+            raise CommunicationError(
+                f"ranks of one host share {length} bytes of memory to tell each other tensors, and these could not be "
+                f"had: {error}. Raise this process's limits (ulimit -v, ulimit -f), or send less at once"
+            ) from error
+
+
+class Letter(NamedTuple):
+    """What a rank tells another one about a round.
+
+    Attributes:
+        start: Byte of the sender's place where it begins.
+        nbytes: Its length there.
+        words: What it is of; at most :data:`LONGEST_WORDS` bytes.
+    """
+
+    start: int
+    nbytes: int
+    words: bytes
+
+
+class Peer:
+    """Another rank, as this one knows it.
+
+    Attributes:
+        rank: Its place in the group.
+        places: Where it writes.
+        begun: Rounds that it has begun.
+        read: Rounds of which it has read all.
+    """
+
+    def __init__(self, rank: int, connection: socket.socket, files: list[int]) -> None:
+        self.rank = rank
+        self.connection = connection
+        self.places = [Place(file) for file in files]
+        self.begun = self.read = 0
+        self._letters = [Letter(0, 0, b"")] * PLACES
+
+    def letter(self, number: int) -> Letter:
+        """What it has said of one of its latest rounds."""
+        return self._letters[number % PLACES]
+
+    def wrote(self, number: int, dtype: torch.dtype) -> torch.Tensor:
+        """What it wrote for this rank in one of its latest rounds, 1-D."""
+        place, letter = self.places[number % PLACES], self._letters[number % PLACES]
+        return place.of(letter.nbytes // dtype.itemsize, dtype, start=letter.start, is_mine=False)
+
+    def tell(self, begun: int, read: int, letter: Letter) -> None:
+        """Says how far this rank is. One that has gone may have begun all that was wanted of it: the wait will show."""
+        with contextlib.suppress(ConnectionError):
+            self.connection.send(_MESSAGE.pack(begun, read, letter.start, letter.nbytes) + letter.words)
+
+    def hear(self) -> None:
+        """Waits for its next message."""
+        try:
+            try:
+                message = self.connection.recv(_LONGEST)
+            except ConnectionResetError:  # it left without reading all; said once, and then comes what it had sent
+                message = self.connection.recv(_LONGEST)
+        except BlockingIOError:
+            raise RuntimeError(f"rank {self.rank} of the group said nothing within the group's time limit") from None
+        except OSError as error:
+            raise RuntimeError(f"nothing came from rank {self.rank} of the group ({error})") from error
+        if not message:
+            raise RuntimeError(f"rank {self.rank} of the group has closed its connection")
+        self._take(message)
+
+    def hear_what_came(self) -> None:
+        """Takes in what it has said already, without waiting."""
+        with contextlib.suppress(OSError):
+            while message := self.connection.recv(_LONGEST, socket.MSG_DONTWAIT):
+                self._take(message)
+
+    def _take(self, message: bytes) -> None:
+        self.begun, self.read, start, nbytes = _MESSAGE.unpack_from(message)
+        self._letters[self.begun % PLACES] = Letter(start, nbytes, message[_MESSAGE.size :])
+
+
+class Round(Protocol):
+    """A round that this rank has begun.
+
+    Attributes:
+        number: Of the round.
+    """
+
+    number: int
+
+    def wait(self) -> object:
+        """Reads what the others wrote for this rank, and says so by :meth:`SameHost.has_read`."""
+
+
+class SameHost:
+    """The rounds of ranks of one host. All of them must begin the same ones, in one order.
+
+    Args:
+        transport: Over these ranks; its watch sees the waits.
+        files: Descriptors of this rank's places.
+        peers: The others.
+
+    Attributes:
+        transport: As given.
+        peers: As given.
+    """
+
+    def __init__(self, transport: Transport, files: list[int], peers: list[Peer]) -> None:
+        self.transport = transport
+        self.peers = peers
+        self._places = [Place(file) for file in files]
+        self._begun = 0
+        self._unread: list[Round | None] = [None] * PLACES
+        self._readers: list[list[Peer]] = [[] for _ in range(PLACES)]
+        self._letters = [Letter(0, 0, b"")] * len(peers)
+        self._is_closed = False
+        if transport.watch is not None:
+            transport.watch.supervise(self)
+
+    def place(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
+        """Where this rank may write for the next round, 1-D; waits until the others have read what lay there."""
+        if not self._places:
+            raise job_is_over(label)
+        number = self._begun + 1
+        earlier = self._unread[number % PLACES]
+        if earlier is not None:
+            earlier.wait()
+        wanted = number - PLACES
+        for peer in self.peers:
+            if peer.begun != self._begun:  # nobody waits for one that has nothing for this rank, but its words pile up
+                peer.hear_what_came()
+        if any(peer.read < wanted for peer in self._readers[number % PLACES]):
+            self._guard(lambda: self._wait_for_readers(number), label, None)
+        return self._places[number % PLACES].of(numel, dtype, is_mine=True)
+
+    def next_number(self) -> int:
+        """Of the next round."""
+        return self._begun + 1
+
+    def begin(self, begun: Round, letters: list[Letter]) -> None:
+        """Tells the others of a round for which all has been written.
+
+        Args:
+            begun: The round; its number is the next one.
+            letters: For each of :attr:`peers`.
+        """
+        if not self._places:
+            raise job_is_over(letters[0].words.decode(errors="replace"))
+        if self.transport.watch is not None and self.transport.watch.is_in_vain():
+            self.close()  # or this would answer a wait of a rank that has parted from this one
+        place = begun.number % PLACES
+        self._begun, self._unread[place], self._letters = begun.number, begun, letters
+        self._readers[place] = [peer for peer, letter in zip(self.peers, letters, strict=True) if letter.nbytes]
+        self._tell()
+
+    def wait_for(self, peers: Sequence[Peer], number: int, label: str, ticket: tuple[str, int]) -> None:
+        """Waits until ``peers`` have begun round ``number``."""
+        if not self._places:  # not a wait that failed: nobody is there to say why
+            raise job_is_over(label)
+        if self._is_closed or any(peer.begun < number for peer in peers):
+            self._guard(lambda: self._wait_for_writers(peers, number), label, ticket)
+
+    def has_read(self, number: int) -> None:
+        """This rank needs nothing of round ``number`` any more."""
+        self._unread[number % PLACES] = None
+
+    def parted(self, number: int, peer: Peer, mine: str, doing: str) -> DivergenceError:
+        """What to raise where ``peer`` has begun something else; the connections are closed.
+
+        Args:
+            number: Of the round.
+            peer: The other rank.
+            mine: What this rank began.
+            doing: A verb for it.
+        """
+        self.close()
+        said = {self.transport.rank: mine, peer.rank: peer.letter(number).words.decode(errors="replace")}
+        names = self.transport.ranks
+        parts = "; ".join(f"rank {names[rank]} {doing} {words}" for rank, words in sorted(said.items()))
+        return DivergenceError(
+            f"ranks took different branches: {parts}. Ranks that share layers must run the same ones, in one order. "
+            "Make the branch depend on data that is equal on all of them"
+        )
+
+    def _tell(self) -> None:
+        unread = [work.number for work in self._unread if work is not None]
+        read = min(unread, default=self._begun + 1) - 1
+        for peer, letter in zip(self.peers, self._letters, strict=True):
+            peer.tell(self._begun, read, letter)
+
+    def _wait_for_writers(self, peers: Sequence[Peer], number: int) -> None:
+        if self._is_closed:  # what is there may be of another round than this one
+            raise RuntimeError("the connections were closed after an earlier failure")
+        for peer in peers:
+            while peer.begun < number:
+                peer.hear()
+
+    def _wait_for_readers(self, number: int) -> None:
+        self._tell()  # they may wait for this rank likewise, and their next round would be the next to say so
+        for peer in self._readers[number % PLACES]:
+            while peer.read < number - PLACES:
+                peer.hear()
+
+    def _guard(self, blocking: Callable[[], None], label: str, ticket: tuple[str, int] | None) -> None:
+        catch_up()
+        self.transport.guard(blocking, ticket or self.transport.issue("room"), label)
+
+    def close(self) -> None:
+        """Makes whoever waits for this rank, or in it, raise."""
+        self._is_closed = True
+        for peer in self.peers:
+            with contextlib.suppress(OSError):
+                peer.connection.shutdown(socket.SHUT_RDWR)
+
+    def leave(self) -> None:
+        """The job is over: closes the connections and gives the memory back."""
+        self.close()
+        for peer in self.peers:
+            peer.connection.close()
+            peer.places = []
+        self._places, self._unread = [], [None] * PLACES
+
+
+def meet_on_host(transport: Transport, label: str) -> SameHost | None:
+    """Connects the ranks of ``transport``; None where they are not all on one host, or have another backend.
+
+    Every rank of ``transport`` must call it, at the same time.
+
+    Args:
+        transport: Between the ranks.
+        label: What for, for whoever waits in vain.
+    """
+    return connect_on_host(transport, _introduced, label)
+
+
+def _new_memory() -> int:
+    """Makes memory that can grow but not shrink: a rank that reads what is no longer there is killed (SIGBUS)."""
+    import fcntl  # not there on every system, nor are these files
+
+    file = os.memfd_create("deepspeed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+    return file
+
+
+def _introduced(transport: Transport, connections: dict[int, socket.socket]) -> SameHost:
+    """The ranks hand each other their memory."""
+    files = [_new_memory() for _ in range(PLACES)]
+    try:
+        for made in connections.values():
+            socket.send_fds(made, [b"places"], files)
+        peers = []
+        for rank, made in connections.items():
+            _, theirs, _, _ = socket.recv_fds(made, 64, PLACES)
+            if len(theirs) != PLACES:
+                for file in theirs:
+                    os.close(file)
+                raise OSError(f"rank {rank} of the group handed over {len(theirs)} files instead of {PLACES}")
+            limit_waits(made, transport)
+            peers.append(Peer(rank, made, list(theirs)))
+    except OSError:
+        for file in files:
+            os.close(file)
+        raise
+    return SameHost(transport, files, peers)

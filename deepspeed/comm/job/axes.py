@@ -1,0 +1,266 @@
+"""A grid of ranks: along one axis they share the slices of a buffer, along the other they hold the same slices.
+
+Neighbours share (they are near each other: a node): the mesh has the axes ``replicate`` and, faster, ``shard``.
+
+Where something is cut over *all* ranks of the grid, a rank's part must lie inside the slice that it holds. So parts are
+numbered by *position*: first along the sharing axis, then along the other (:class:`GridTransport`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
+from deepspeed.comm.host.gloo import GlooTransport
+from deepspeed.comm.host.nodes import HIERARCHICAL, GlooByNodes, NativeByNodes, ask_for_nodes
+from deepspeed.comm.job.mesh import DATA, Mesh, data_mesh
+from deepspeed.comm.job.new_groups import my_group
+from deepspeed.comm.job.torch_groups import backend_for
+from deepspeed.comm.job.world import size_of, stand_in
+from deepspeed.comm.transports.connect import create_transport, part_of_transport, warm_up
+from deepspeed.comm.transports.native import NativeTransport
+from deepspeed.comm.transports.transport import LocalTransport, Piece, Transport, Work
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.logging import log_dist
+
+SHARD, REPLICATE = "shard", "replicate"
+
+
+def grid_mesh(size: int, shard_size: int) -> Mesh:
+    """``size`` ranks of which ``shard_size`` neighbours share slices; those along the other axis hold the same ones."""
+    return data_mesh(size).split(DATA, REPLICATE, (SHARD, shard_size))
+
+
+class _GatherAlongBoth:
+    """A gather in two steps; the second is asked for when the first has been waited for."""
+
+    def __init__(self, grid: GridTransport, flat: torch.Tensor, key: int, label: str) -> None:
+        self._grid = grid
+        self._flat: torch.Tensor | None = flat
+        self._key = key
+        self._label = label
+        self._first = grid.replicas_axis.all_gather(grid.shard_axis.my_slice(flat), key=key, label=label)
+
+    def will_arrive(self) -> bool:
+        """See ``Work``."""
+        return self._flat is None
+
+    def wait(self) -> None:
+        """See ``Work``."""
+        if self._flat is None:
+            return
+        flat, self._flat = self._flat, None
+        self._first.wait()
+        self._grid.shard_axis.all_gather(flat, key=self._key, label=self._label).wait()
+
+
+class GridTransport(Transport):
+    """All ranks of a grid, numbered by position. Gathers and moves only: sums go along one axis at a time.
+
+    Attributes:
+        shard_axis: The ranks that share slices.
+        replicas_axis: The ranks that hold the same slices.
+    """
+
+    name = "grid"
+
+    def __init__(self, shard_axis: Transport, replicas_axis: Transport, everyone: Transport) -> None:
+        position = shard_axis.rank * replicas_axis.size + replicas_axis.rank
+        super().__init__(everyone.group, position, everyone.size)
+        self.ranks = everyone.ranks
+        self.shard_axis = shard_axis
+        self.replicas_axis = replicas_axis
+        self.belongs_to(everyone)
+        self.is_watched_by(everyone.watch)
+
+    @override
+    def rank_at(self, position: int) -> int:
+        along_shards, along_replicas = divmod(position, self.replicas_axis.size)
+        return along_replicas * self.shard_axis.size + along_shards
+
+    @override
+    def all_gather(self, flat: torch.Tensor, *, key: int, label: str) -> Work:
+        return _GatherAlongBoth(self, flat, key, label)
+
+    def gather_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> torch.Tensor:
+        """See the class this one derives from; rows are in the order of ranks, not of positions."""
+        return self.peers.gather_small(tensor, channel=channel, label=label)
+
+    @override
+    def move(self, pieces: Sequence[Piece], *, label: str) -> None:
+        self.peers.move(
+            [
+                replace(
+                    piece,
+                    source=self.rank_at(piece.source),
+                    target=None if piece.target is None else self.rank_at(piece.target),
+                )
+                for piece in pieces
+            ],
+            label=label,
+        )
+
+    @override
+    def next_move(self, label: str = "") -> int:
+        return self.peers.next_move(label)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The transports of one engine over a grid of ranks.
+
+    Attributes:
+        gather: Carries parameters between the ranks that share slices.
+        reduce: Carries gradients between them.
+        combine: Carries what the ranks with the same slices tell each other.
+        positions: All ranks, by position.
+    """
+
+    gather: Transport
+    reduce: Transport
+    combine: Transport
+    positions: GridTransport
+
+
+def create_grid(
+    shard_size: int,
+    *,
+    group: Any = None,
+    device: torch.device | None = None,
+    timeout: timedelta | None = None,
+    by_nodes: bool = False,
+    islands: int = 1,
+) -> Grid:
+    """Makes the transports of a grid. Every rank of the default group must call it, in the same order.
+
+    Args:
+        shard_size: Ranks that share slices; a proper divisor of the number of ranks, and more than one.
+        group: The ranks of the grid; they must be all there are, or one of the islands. None: the default group.
+        device: Where the buffers live.
+        timeout: As of :func:`deepspeed.comm.transports.connect.create_transport`.
+        by_nodes: Gather in two steps where the groups span nodes, see :func:`gathering_by_nodes`.
+        islands: How many such groups of consecutive ranks there are, each with a grid of its own.
+
+    Raises:
+        DeepSpeedConfigError: ``group`` has fewer ranks than there are, or nodes are cut.
+    """
+    everyone = create_transport(group, device=device, timeout=timeout)
+    if everyone.size * islands != size_of():
+        raise DeepSpeedConfigError(
+            f"zero_hpz_partition_size and mics_shard_size need data-parallel ranks that are all ranks: found "
+            f"{everyone.size} data-parallel ranks of {size_of()}. Leave the mpu out, or the key"
+        )
+    mesh = grid_mesh(everyone.size, shard_size)
+    others = stand_in()
+    axes = {"gather": SHARD, "reduce": SHARD, "combine": REPLICATE}
+    made: dict[str, Transport] = _real_axes(everyone, mesh, islands, device, timeout) if others is None else {}
+    if others is not None:
+        made = {name: others.transport(device, mesh.group(everyone.rank, axis)) for name, axis in axes.items()}
+        for transport in made.values():
+            transport.belongs_to(everyone)
+    for name, transport in made.items():
+        transport.axis = axes[name]
+    if by_nodes:
+        made["gather"] = gathering_by_nodes(
+            made["gather"], everyone, mesh.groups(SHARD), device=device, timeout=timeout
+        )
+    for transport in (*made.values(), everyone):
+        warm_up(transport)
+    return Grid(**made, positions=GridTransport(made["gather"], made["combine"], everyone))
+
+
+def island_groups(size: int, island_size: int, device: torch.device, timeout: timedelta) -> tuple[Any, Any]:
+    """The process group of this rank's island, and that of the ranks with its place on theirs. Every rank must call it.
+
+    Args:
+        size: All ranks of the job.
+        island_size: Consecutive ranks of one island; divides ``size``.
+        device: Where the buffers live.
+        timeout: As of :func:`deepspeed.comm.transports.connect.create_transport`.
+    """
+    mesh = grid_mesh(size, island_size)
+    return (
+        _group_along(mesh.groups(SHARD), "islands", device, timeout),
+        _group_along(mesh.groups(REPLICATE), "meetings of islands", device, timeout),
+    )
+
+
+def gathering_by_nodes(
+    plain: Transport,
+    everyone: Transport,
+    groups: Sequence[Sequence[int]],
+    *,
+    device: torch.device | None = None,
+    timeout: timedelta | None = None,
+) -> Transport:
+    """A transport that gathers between nodes first, then inside each. Every rank must call it, in the same order.
+
+    Args:
+        plain: Over the ranks that share slices.
+        everyone: All ranks of the job.
+        groups: The ranks that share slices, of all groups of the job.
+        device: Where the buffers live.
+        timeout: As of :func:`deepspeed.comm.transports.connect.create_transport`.
+
+    Returns:
+        The transport to use in the place of ``plain``; ``plain`` itself where its ranks do not span nodes, which one
+        line says, or where a stand-in plays the other ranks.
+
+    Raises:
+        DeepSpeedConfigError: Nodes are cut, or there are ranks outside ``everyone``.
+    """
+    if stand_in() is not None or isinstance(plain, LocalTransport):
+        return plain
+    if everyone.size != size_of():
+        raise DeepSpeedConfigError(
+            f"{HIERARCHICAL}: needs data-parallel ranks that are all ranks: found {everyone.size} data-parallel ranks "
+            f"of {size_of()}. Leave the mpu out, or the key"
+        )
+    nodes = ask_for_nodes(everyone, os.environ, groups)
+    if isinstance(nodes, str):
+        log_dist(f"{HIERARCHICAL} has no effect: {nodes}")
+        return plain
+    log_dist(f"parameters are gathered in two steps: between {nodes.count} nodes, then among the {nodes.width} of each")
+    if isinstance(plain, GlooTransport):
+        return GlooByNodes(plain, nodes)
+    assert isinstance(plain, NativeTransport)
+    near = [ranks[first : first + nodes.width] for ranks in groups for first in range(0, plain.size, nodes.width)]
+    far = [ranks[place :: nodes.width] for ranks in groups for place in range(nodes.width)]
+    made = []
+    for axis in (far, near):
+        transport = part_of_transport(everyone, _group_along(axis, "gathers by nodes", device, timeout))
+        assert isinstance(transport, NativeTransport)
+        warm_up(transport)
+        made.append(transport)
+    return NativeByNodes(plain, nodes, *made)
+
+
+def _real_axes(
+    everyone: Transport, mesh: Mesh, islands: int, device: torch.device | None, timeout: timedelta | None
+) -> dict[str, Transport]:
+    is_gloo = isinstance(everyone, GlooTransport)
+    sharing, same = (
+        [[island * everyone.size + rank for rank in ranks] for island in range(islands) for ranks in mesh.groups(axis)]
+        for axis in (SHARD, REPLICATE)
+    )
+    shard_group = _group_along(sharing, "the ranks that share slices", device, timeout)
+    reduce_group = shard_group if is_gloo else _group_along(sharing, "their gradients", device, timeout)
+    same_group = _group_along(same, "the ranks with the same slices", device, timeout)
+    return {
+        "gather": part_of_transport(everyone, shard_group),
+        "reduce": part_of_transport(everyone, reduce_group),
+        "combine": part_of_transport(everyone, same_group),
+    }
+
+
+def _group_along(
+    groups: Sequence[Sequence[int]], why: str, device: torch.device | None, timeout: timedelta | None
+) -> Any:
+    return my_group(groups, backend=backend_for(dist.group.WORLD, device), timeout=timeout, why=why)

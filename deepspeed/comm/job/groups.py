@@ -1,0 +1,481 @@
+"""Which ranks share what: the registry of parallel groups that ``deepspeed.utils.groups`` shows.
+
+A model-parallel program brings an ``mpu``, an object that knows its groups (``get_data_parallel_group()``,
+``get_model_parallel_rank()``, ...); every question that it can answer is passed on to it. What it cannot answer, a
+registered mesh does. Without either the world is purely data parallel: one data-parallel group of all ranks, and groups
+of one for everything else.
+
+A pipeline grid's ``get_model_parallel_*`` span its stages and the ranks that cut layers; those that cut layers it calls
+``get_slice_parallel_*``.
+
+The leading underscore of most names is what callers in the ecosystem write.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as torch_dist
+
+from deepspeed.comm.job.expert_groups import declare_experts, declared_sizes, make_torch_groups, torch_groups
+from deepspeed.comm.job.expert_groups import group_name as group_name_of
+from deepspeed.comm.job.expert_ranks import along_mesh
+from deepspeed.comm.job.mesh import DATA, EXPERT, PIPE, SAME_PART, SAMPLES, SEQUENCE, TENSOR, Mesh
+from deepspeed.comm.job.new_groups import group_alone, groups_beside, my_group
+from deepspeed.comm.job.world import rank_in, size_of, stand_in, this_job
+from deepspeed.comm.start.process_group import get_all_ranks_from_group
+from deepspeed.errors import CallOrderError, DeprecatedException
+
+mpu: Any = None
+mesh: Mesh | None = None
+
+_WITH_A_GROUP = (SAMPLES, SAME_PART, (PIPE, TENSOR), (TENSOR,), (SEQUENCE,), (EXPERT,), (DATA, SEQUENCE))
+
+_of_axes: dict[tuple[str, ...], Any] = {}  # this rank's groups along axes of the mesh that have more than one rank
+_mesh_world: Any = None  # the job whose ranks the mesh numbers
+_own_group: Any = None  # the group whose only member is this rank, made when first asked for
+_own_group_world: Any = None  # the world it was made in; a new world needs a new one
+
+
+def initialize(ep_size: int = 1, mpu: Any = None) -> None:
+    """Registers ``mpu``. Every rank must call it.
+
+    Args:
+        ep_size: Only 1: how many ranks share experts belongs to the layer, ``deepspeed.moe.layer.MoE(ep_size=...)``.
+        mpu: The program's model-parallel unit; None: keep the one registered before, if any.
+
+    Raises:
+        DeprecatedException: ``ep_size`` is not 1.
+        CallOrderError: There is no process group yet.
+    """
+    if ep_size != 1:
+        raise DeprecatedException(
+            f"groups.initialize(ep_size={ep_size}): how many ranks share experts belongs to the layer; leave it out "
+            f"here and build the layer as deepspeed.moe.layer.MoE(..., ep_size={ep_size})"
+        )
+    if not torch_dist.is_initialized():
+        raise CallOrderError("groups.initialize needs the process group; call deepspeed.init_distributed() first")
+    if mpu is not None:
+        set_mpu(mpu)
+
+
+def set_mpu(unit: Any) -> None:
+    """Registers the program's model-parallel unit; None forgets it.
+
+    This module itself, given as one, is none; nor is a unit that only passes on what the registered mesh says.
+    """
+    global mpu
+    mpu = None if unit is sys.modules[__name__] or getattr(unit, "speaks_for_the_mesh", False) else unit
+
+
+def set_mesh(found: Mesh | None, timeout: timedelta | None = None) -> None:
+    """Registers the mesh of the job and makes the groups along its axes; None forgets it. Every rank must call it.
+
+    Args:
+        found: The mesh.
+        timeout: For transfers in the groups; None: torch's.
+
+    Raises:
+        DeepSpeedConfigError: It is not one of as many ranks as the job has.
+        DivergenceError: Some rank does something else.
+        CommunicationError: Some rank has ended or did not come.
+    """
+    global mesh, _mesh_world
+    if found is not None and found == mesh and _mesh_world is this_job():
+        return  # engines of one job follow each other
+    mesh = None
+    _of_axes.clear()
+    if found is None:
+        return
+    mesh, _mesh_world = found.check(size_of()), this_job()
+    for axes in _WITH_A_GROUP:
+        if _effective(axes):  # a group of one can be made when somebody asks: each has threads of its own
+            group_along(*axes, timeout=timeout)
+
+
+def group_along(*axes: str, timeout: timedelta | None = None) -> Any:
+    """This rank's torch process group along axes of the registered mesh. Every rank must call it, in the same order.
+
+    A group is made once: axes of one rank make no difference.
+
+    Args:
+        axes: Names of ``comm.job.mesh``, in any order.
+        timeout: For transfers in a group that is made now; None: torch's.
+
+    Raises:
+        CallOrderError: No mesh is registered.
+        DivergenceError: Some rank does something else.
+        CommunicationError: Some rank has ended or did not come.
+    """
+    if mesh is None:
+        raise CallOrderError(
+            f"groups.group_along({', '.join(map(repr, axes))}): the job has no mesh yet; deepspeed.initialize makes it "
+            "from the configuration, or call deepspeed.utils.groups.set_mesh first"
+        )
+    key = _effective(axes)
+    if not key:
+        return group_of_one()
+    if key not in _of_axes:
+        world = torch_dist.group.WORLD
+        if mesh.size(*key) == mesh.world_size and stand_in() is None:  # played ranks have no WORLD
+            _of_axes[key] = world
+        else:
+            why = f"ranks along {' and '.join(key)}"
+            backend = "" if stand_in() is not None else torch_dist.get_backend_config(world)
+            _of_axes[key] = my_group(mesh.groups(*key), backend=backend, timeout=timeout, why=why)
+    return _of_axes[key]
+
+
+@contextmanager
+def put_back() -> Iterator[None]:
+    """Whatever is registered inside is forgotten at the end, and what was there before is there again."""
+    global mpu, mesh, _mesh_world, _own_group, _own_group_world
+    before = mpu, mesh, _mesh_world, _own_group, _own_group_world
+    of_axes = dict(_of_axes)
+    try:
+        yield
+    finally:
+        mpu, mesh, _mesh_world, _own_group, _own_group_world = before
+        _of_axes.clear()
+        _of_axes.update(of_axes)
+
+
+def _effective(axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of ``axes`` that have more than one rank, in the order of the mesh."""
+    assert mesh is not None
+    return tuple(name for name, size in mesh.axes if name in axes and size > 1)
+
+
+def _along(*axes: str) -> Any:
+    """This rank's group along ``axes`` of the mesh; None without one."""
+    if mesh is None:
+        return None
+    key = _effective(axes)
+    return _of_axes[key] if key else group_of_one()
+
+
+def _mesh_size(*axes: str) -> int:
+    return 1 if mesh is None else mesh.size(*axes)
+
+
+def _mesh_place(*axes: str) -> int:
+    return 0 if mesh is None or not _effective(axes) else rank_in(_along(*axes))
+
+
+def _mesh_or_data(*axes: str) -> Any:
+    """Where an mpu is asked first, its data-parallel ranks count before the mesh."""
+    return _get_data_parallel_group() if mpu is not None or mesh is None else _along(*axes)
+
+
+def _ask(*names: str) -> Any:
+    """The answer of the first method that the mpu has; None if it has none of them or there is no mpu."""
+    for name in names:
+        method = getattr(mpu, name, None)
+        if method is not None:
+            return method()
+    return None
+
+
+def _size_of(group: Any) -> int:
+    return size_of(group)
+
+
+def group_of_one() -> Any:
+    """The group of this rank alone. Other ranks need not call it."""
+    global _own_group, _own_group_world
+    world = this_job()
+    if _own_group is None or _own_group_world is not world:
+        _own_group = group_alone()
+        _own_group_world = world
+    return _own_group
+
+
+# --- data parallel: ranks that hold the same part of the model
+
+
+def _get_data_parallel_group() -> Any:
+    """The ranks among which gradients are averaged."""
+    return _ask("get_data_parallel_group") or _along(*SAMPLES) or torch_dist.group.WORLD
+
+
+def _get_data_parallel_world_size() -> int:
+    """The size of :func:`_get_data_parallel_group`."""
+    answer = _ask("get_data_parallel_world_size")
+    return _size_of(_get_data_parallel_group()) if answer is None else answer
+
+
+def _get_data_parallel_rank() -> int:
+    """This rank's place in :func:`_get_data_parallel_group`."""
+    answer = _ask("get_data_parallel_rank")
+    return rank_in(_get_data_parallel_group()) if answer is None else answer
+
+
+def _get_broadcast_src_rank() -> int:
+    """The global rank of the first member of the data-parallel group."""
+    return get_all_ranks_from_group(_get_data_parallel_group())[0]
+
+
+# --- model parallel: ranks that hold different parts of the model
+
+
+def _ask_model(what: str) -> Any:
+    """An older unit calls the ranks that share a sequence model-parallel ones too; nobody there cuts the model."""
+    if hasattr(mpu, "initialize_sequence_parallel"):
+        return None
+    return _ask(f"get_model_parallel_{what}", f"get_tensor_model_parallel_{what}")
+
+
+def _get_model_parallel_group() -> Any:
+    """The ranks that hold different parts of one copy of the model: those that cut layers, of all pipeline stages."""
+    return _ask_model("group") or _along(PIPE, TENSOR) or group_of_one()
+
+
+def _get_model_parallel_world_size() -> int:
+    """The size of :func:`_get_model_parallel_group`; 1 without an mpu or a mesh."""
+    answer = _ask_model("world_size")
+    return _mesh_size(PIPE, TENSOR) if answer is None else answer
+
+
+def _get_model_parallel_rank() -> int:
+    """This rank's place in :func:`_get_model_parallel_group`; 0 without an mpu or a mesh."""
+    answer = _ask_model("rank")
+    return _mesh_place(PIPE, TENSOR) if answer is None else answer
+
+
+# --- sequence parallel: ranks that hold different parts of the same sequences
+
+
+def _get_sequence_parallel_group() -> Any:
+    """The ranks that share a sequence."""
+    return _ask("get_sequence_parallel_group") or _along(SEQUENCE) or group_of_one()
+
+
+def _get_sequence_parallel_world_size() -> int:
+    """The size of :func:`_get_sequence_parallel_group`; 1 without an mpu or a mesh."""
+    answer = _ask("get_sequence_parallel_world_size")
+    return _mesh_size(SEQUENCE) if answer is None else answer
+
+
+def _get_sequence_parallel_rank() -> int:
+    """This rank's place in :func:`_get_sequence_parallel_group`; 0 without an mpu or a mesh."""
+    answer = _ask("get_sequence_parallel_rank")
+    return _mesh_place(SEQUENCE) if answer is None else answer
+
+
+def _get_sequence_data_parallel_group() -> Any:
+    """Sequence- and data-parallel ranks together: those among which ZeRO shards."""
+    return _ask("get_sequence_data_parallel_group") or _mesh_or_data(*SAMPLES, SEQUENCE)
+
+
+def _get_sequence_data_parallel_world_size() -> int:
+    """The size of :func:`_get_sequence_data_parallel_group`."""
+    answer = _ask("get_sequence_data_parallel_world_size")
+    return _size_of(_get_sequence_data_parallel_group()) if answer is None else answer
+
+
+def _get_sequence_data_parallel_rank() -> int:
+    """This rank's place in :func:`_get_sequence_data_parallel_group`."""
+    answer = _ask("get_sequence_data_parallel_rank")
+    return rank_in(_get_sequence_data_parallel_group()) if answer is None else answer
+
+
+# --- expert parallel: by name, ``ep_size_<n>``; each rank holds all experts unless layers or a mesh say otherwise
+
+
+def _expert_groups(group_name: str) -> tuple[Any, Any]:
+    if group_name != group_name_of(_mesh_size(EXPERT)) or group_name in _made():
+        return torch_groups(group_name)
+    return _along(EXPERT) or group_of_one(), _mesh_or_data(DATA, SEQUENCE)
+
+
+def _made() -> list[str]:
+    return [group_name_of(size) for size in declared_sizes(made=True)]
+
+
+def _get_expert_parallel_group(group_name: str = "ep_size_1") -> Any:
+    """The ranks among which the experts of a layer are spread."""
+    return _expert_groups(group_name)[0]
+
+
+def _get_expert_parallel_group_dict() -> dict[str, Any]:
+    """:func:`_get_expert_parallel_group` by name."""
+    return {name: _get_expert_parallel_group(name) for name in _made()}
+
+
+def _get_expert_parallel_world_size(group_name: str = "ep_size_1") -> int:
+    """The size of :func:`_get_expert_parallel_group`."""
+    return _size_of(_get_expert_parallel_group(group_name))
+
+
+def _get_expert_parallel_rank(group_name: str = "ep_size_1") -> int:
+    """This rank's place in :func:`_get_expert_parallel_group`."""
+    return torch_dist.get_rank(_get_expert_parallel_group(group_name))
+
+
+def _get_expert_parallel_group_ranks(group_name: str = "ep_size_1") -> list[int]:
+    """The global ranks of :func:`_get_expert_parallel_group`."""
+    return list(get_all_ranks_from_group(_get_expert_parallel_group(group_name)))
+
+
+def _get_expert_parallel_src_rank(group_name: str = "ep_size_1") -> int:
+    """The global rank of the first of those among which experts are spread."""
+    return _get_expert_parallel_group_ranks(group_name)[0]
+
+
+def _get_expert_data_parallel_group(group_name: str = "ep_size_1") -> Any:
+    """The ranks that hold the same experts."""
+    return _expert_groups(group_name)[1]
+
+
+def _get_expert_data_parallel_group_dict() -> dict[str, Any]:
+    """:func:`_get_expert_data_parallel_group` by name."""
+    return {name: _get_expert_data_parallel_group(name) for name in _made()}
+
+
+def _get_expert_data_parallel_world_size(group_name: str = "ep_size_1") -> int:
+    """The size of :func:`_get_expert_data_parallel_group`."""
+    return _size_of(_get_expert_data_parallel_group(group_name))
+
+
+def _get_expert_data_parallel_rank(group_name: str = "ep_size_1") -> int:
+    """This rank's place in :func:`_get_expert_data_parallel_group`."""
+    return torch_dist.get_rank(_get_expert_data_parallel_group(group_name))
+
+
+def _get_expert_data_parallel_group_ranks(group_name: str = "ep_size_1") -> list[int]:
+    """The global ranks of :func:`_get_expert_data_parallel_group`."""
+    return list(get_all_ranks_from_group(_get_expert_data_parallel_group(group_name)))
+
+
+def _get_expert_broadcast_src_rank(group_name: str = "ep_size_1") -> int:
+    """The global rank of the first of those that hold the same experts."""
+    return _get_expert_data_parallel_group_ranks(group_name)[0]
+
+
+def _get_max_expert_size() -> int:
+    """The largest number of ranks that share the experts of a layer.
+
+    Raises:
+        CallOrderError: There is no expert layer yet.
+    """
+    sizes = declared_sizes(made=True)
+    if not sizes:
+        raise CallOrderError("there are no expert groups yet; deepspeed.initialize makes those of the model's layers")
+    return max(sizes)
+
+
+def _get_max_expert_size_name() -> str:
+    """The name of the groups of that size."""
+    return group_name_of(_get_max_expert_size())
+
+
+def _get_max_expert_parallel_group() -> Any:
+    """:func:`_get_expert_parallel_group` of that size."""
+    return _get_expert_parallel_group(_get_max_expert_size_name())
+
+
+def _get_expert_parallel_ranks(
+    world_size: int,
+    tensor_parallel_size_: int,
+    expert_parallel_size_: int,
+    pipeline_parallel_size_: int = 1,
+    use_data_before_expert_parallel_: bool = False,
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Which ranks share experts, and which hold the same ones; nothing is made.
+
+    Args:
+        world_size: Ranks of the job.
+        tensor_parallel_size_: Neighbours that cut the same layers.
+        expert_parallel_size_: Ranks that share experts.
+        pipeline_parallel_size_: Stages, of neighbouring ranks each.
+        use_data_before_expert_parallel_: See the configuration's ``use_data_before_expert_parallelism``.
+    """
+    samples = world_size // (tensor_parallel_size_ * pipeline_parallel_size_)
+    axes = ((PIPE, pipeline_parallel_size_), (DATA, samples), (TENSOR, tensor_parallel_size_))
+    found = along_mesh(Mesh(axes).check(world_size), expert_parallel_size_, data_first=use_data_before_expert_parallel_)
+    return [list(ranks) for ranks in found.sharing], [list(ranks) for ranks in found.same]
+
+
+def declare_expert_groups(ep_size: int, data_first: bool | None = None) -> None:
+    """Declares the groups of layers whose experts ``ep_size`` ranks share, on the ranks of the job as they are known.
+
+    Every rank must call it. Arguments and errors as of ``comm.job.expert_groups.declare_experts``.
+    """
+    if ep_size in declared_sizes() and data_first is None:
+        declare_experts(ep_size)
+        return
+    dense = () if mpu is None else groups_beside(_get_sequence_data_parallel_group(), None)
+    declare_experts(ep_size, mesh=None if dense else mesh, dense=dense, data_first=data_first)
+
+
+def _create_expert_and_data_parallel(
+    expert_parallel_size_: int, use_data_before_expert_parallel_: bool = False
+) -> None:
+    """Makes the groups of a size. Every rank must call it; ``deepspeed.initialize`` does for the layers of a model."""
+    declare_expert_groups(expert_parallel_size_, use_data_before_expert_parallel_ or None)
+    make_torch_groups(expert_parallel_size_)
+
+
+def _create_expert_data_and_model_parallel(
+    expert_parallel_size_: int, mpu: Any, use_data_before_expert_parallel_: bool = False
+) -> None:
+    """The same in a program with tensor parallelism, whose ``mpu`` is registered."""
+    set_mpu(mpu)
+    _create_expert_and_data_parallel(expert_parallel_size_, use_data_before_expert_parallel_)
+
+
+# --- the names that Megatron-style programs use
+
+
+def _ask_tensor(what: str) -> Any:
+    if hasattr(mpu, "initialize_sequence_parallel"):
+        return None
+    return _ask(*(f"get_{kind}_parallel_{what}" for kind in ("tensor_model", "slice", "model")))
+
+
+def get_tensor_model_parallel_group() -> Any:
+    """The ranks among which layers are cut."""
+    return _ask_tensor("group") or _along(TENSOR) or group_of_one()
+
+
+def get_tensor_model_parallel_world_size() -> int:
+    """The number of ranks among which layers are cut."""
+    answer = _ask_tensor("world_size")
+    return _mesh_size(TENSOR) if answer is None else answer
+
+
+def get_tensor_model_parallel_rank() -> int:
+    """This rank's place among those that share a layer."""
+    answer = _ask_tensor("rank")
+    return _mesh_place(TENSOR) if answer is None else answer
+
+
+def get_tensor_model_parallel_src_rank() -> int:
+    """The global rank of the first of those that share a layer."""
+    if get_tensor_model_parallel_world_size() == 1:
+        return torch_dist.get_rank()
+    return get_all_ranks_from_group(get_tensor_model_parallel_group())[0]
+
+
+get_model_parallel_group = get_tensor_model_parallel_group
+get_model_parallel_world_size = get_tensor_model_parallel_world_size
+get_model_parallel_rank = get_tensor_model_parallel_rank
+
+
+def get_data_parallel_group() -> Any:
+    """The ranks among which gradients are averaged."""
+    return _get_data_parallel_group()
+
+
+def get_data_parallel_world_size() -> int:
+    """The number of ranks among which gradients are averaged."""
+    return _get_data_parallel_world_size()
+
+
+def get_data_parallel_rank() -> int:
+    """This rank's place among those that average gradients."""
+    return _get_data_parallel_rank()

@@ -1,0 +1,179 @@
+"""The mesh of the job, and where this rank stands on it: the one place where both are decided.
+
+Four can say it: the program's ``mpu``, ``mesh_param``, a model that is cut already (a pipeline of stages), and the
+configuration. What is given by objects holds; what the configuration asks for beside it is cut out of the data-parallel
+ranks, which is the axis that takes what is left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+from deepspeed.comm.job import groups
+from deepspeed.comm.job.mesh import AXES, DATA, OTHER_PARTS, SAME_PART, SAMPLES, SEQUENCE, TENSOR, Mesh, data_mesh
+from deepspeed.comm.job.mesh_sources import (
+    mesh_of_config,
+    mesh_of_dtensors,
+    mesh_of_mpu,
+    mesh_of_param,
+    ranks_of_dtensors,
+)
+from deepspeed.comm.job.mpu import Standing, knows_its_place, standing
+from deepspeed.comm.job.world import rank_in, size_of
+from deepspeed.config.degrees import KEYS, data_parallel_size, degrees
+from deepspeed.config.sections.root import Root
+from deepspeed.errors import DeepSpeedConfigError
+
+
+class JobMesh:
+    """What objects say about the job's mesh, before the configuration is read. Every rank must make it.
+
+    Args:
+        mpu: The program's model-parallel unit, if any.
+        mesh_param: As of :func:`~deepspeed.comm.job.mesh_sources.mesh_of_param`, or None.
+        model: A model that is cut already has a :class:`~deepspeed.comm.job.mesh.Mesh` as its attribute ``mesh``; so
+            may an mpu have. Of others, parameters that are ``DTensor`` objects say over which ranks they are cut.
+        timeout: How long to wait for the other ranks.
+
+    Attributes:
+        cut_over: Ranks over which parameters that are ``DTensor`` objects are cut; 1 without any.
+        decides_together: Torch process group of the ranks on it. None: all; an mpu may know some ranks only.
+
+    Raises:
+        DeepSpeedConfigError: They say nothing that is a mesh, or more than one thing.
+    """
+
+    def __init__(self, mpu: Any, mesh_param: Any, model: Any, timeout: timedelta) -> None:
+        said: dict[str, Mesh] = {}
+        if isinstance(found := getattr(model, "mesh", None), Mesh):
+            said["the model"] = found.check(size_of())
+        if mesh_param is not None:
+            said["mesh_param"] = mesh_of_param(mesh_param)
+        self._asked: Standing | None = None
+        self._mpu = mpu
+        if isinstance(found := getattr(mpu, "mesh", None), Mesh):
+            said["the mpu"] = found.check(size_of())
+        elif mpu is not None:
+            self._asked = standing(mpu)
+            said["the mpu"] = _mesh_of_groups(mpu, self._asked, timeout)
+        cut_over = ranks_of_dtensors(model)
+        self.cut_over = len(cut_over or [0])
+        if cut_over is not None and not said:
+            said["the model"] = mesh_of_dtensors(cut_over)
+        if len(set(said.values())) > 1:
+            listed = "; ".join(f"{who}: {mesh}" for who, mesh in said.items())
+            raise DeepSpeedConfigError(f"initialize: the ranks are laid out in different ways ({listed}); give one")
+        self._source = next(iter(said), "")
+        self._given = said.get(self._source)
+        _check_names(self._source, self._given)
+        asked = self._asked
+        self.decides_together = asked.zero_group if asked is not None and asked.model_size == 1 else None
+        self._timeout = timeout
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether no unit of the program's own says it: that one's program cuts its sequences itself."""
+        return self._asked is None
+
+    def data_size(self, root: Root) -> int:
+        """The number of ranks that share the batch, for the batch arithmetic. Nothing is communicated.
+
+        Raises:
+            DeepSpeedConfigError: The degrees of the configuration do not fit the ranks, or what objects say.
+        """
+        if self._given is None:
+            return data_parallel_size(root, size_of())
+        return self.mesh(root).size(*SAMPLES)
+
+    def mesh(self, root: Root) -> Mesh:
+        """The mesh of the job. Nothing is communicated.
+
+        Raises:
+            DeepSpeedConfigError: As of :meth:`data_size`.
+        """
+        if self._given is None:
+            return mesh_of_config(root, size_of())
+        found = self._given
+        for axis, size in reversed(degrees(root).items()):  # what is cut off first is the fastest in the end
+            if size == 1 or found.size(axis) == size:
+                continue
+            if self._asked is not None or found.size(axis) > 1:
+                raise DeepSpeedConfigError(
+                    f"{KEYS[axis]} {size}, but {self._source} says {found}, with {found.size(axis)} along {axis!r}; "
+                    "leave the key out, or let both say the same"
+                )
+            if found.size(DATA) % size:
+                raise DeepSpeedConfigError(
+                    f"{KEYS[axis]} {size}: expected a divisor of the {found.size(DATA)} data-parallel rank(s) of the "
+                    f"{found}, which {self._source} says. Choose another size, or give {self._source} more "
+                    "data-parallel ranks"
+                )
+            # Cut out of the data-parallel ranks: neighbours among them, so that nobody changes its other coordinates.
+            others = tuple(entry for entry in found.axes if entry[0] != axis)
+            found = Mesh(others, found.ranks).split(DATA, DATA, (axis, size))
+        return found
+
+    def settle(self, root: Root) -> Standing:
+        """Registers what was found for ``utils.groups`` and says where this rank stands. Every rank must call it.
+
+        Where all ranks are data-parallel nothing is registered, so that a second model of a process (a teacher, a
+        reference) does not undo what the first one said.
+
+        Args:
+            root: The configuration.
+
+        Raises:
+            DeepSpeedConfigError: As of :meth:`data_size`.
+            DivergenceError: Some rank does something else.
+            CommunicationError: Some rank has ended or did not come.
+        """
+        mesh = self.mesh(root)
+        if self._mpu is not None:
+            groups.set_mpu(self._mpu)
+        if self._asked is not None:
+            return replace(self._asked, mesh=mesh)
+        if mesh.size(DATA) == mesh.world_size:
+            return standing(None)
+        groups.set_mesh(mesh, self._timeout)
+        return _standing_on(mesh)
+
+
+def _check_names(source: str, given: Mesh | None) -> None:
+    unknown = [name for name, size in given.axes if name not in AXES and size > 1] if given is not None else []
+    if unknown:
+        raise DeepSpeedConfigError(
+            f"initialize: {source} is a {given}; nobody knows what ranks along {', '.join(map(repr, unknown))} share. "
+            f"The axes of a job are {', '.join(AXES)} (a DeviceMesh may say dp, sp, tp, pp, ep)"
+        )
+
+
+def _mesh_of_groups(mpu: Any, asked: Standing, timeout: timedelta) -> Mesh:
+    if asked.zero_size == size_of() == asked.data_size:
+        return data_mesh(asked.data_size)
+    if asked.zero_size * asked.model_size == size_of() and knows_its_place(mpu):
+        return mesh_of_mpu(mpu, timeout)
+    # What the mpu knows of; ranks beside them may belong to other jobs under one launcher.
+    return Mesh(((DATA, asked.data_size), (SEQUENCE, asked.sequence_size)))
+
+
+def _standing_on(mesh: Mesh) -> Standing:
+    """Where this rank stands on the mesh that is registered."""
+    zero_size, data_size = mesh.size(*SAME_PART), mesh.size(*SAMPLES)
+    zero_group = groups.group_along(*SAME_PART)
+    rank = rank_in()
+    return Standing(
+        # None is the group of all ranks
+        zero_group=None if zero_size == mesh.world_size else zero_group,
+        data_group=None if data_size == mesh.world_size else groups.group_along(*SAMPLES),
+        zero_size=zero_size,
+        zero_rank=rank_in(zero_group),
+        data_size=data_size,
+        data_rank=mesh.position(rank, *SAMPLES),
+        sequence_size=mesh.size(SEQUENCE),
+        sequence_group=groups.group_along(SEQUENCE) if mesh.size(SEQUENCE) > 1 else None,
+        model_size=mesh.size(*OTHER_PARTS),
+        tensor_rank=mesh.position(rank, TENSOR),
+        mesh=mesh,
+    )

@@ -1,0 +1,175 @@
+"""Where a job's mesh comes from: a model-parallel unit, a torch ``DeviceMesh``, the configuration."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from deepspeed.comm.job.mesh import AXES, DATA, EXPERT, PIPE, SEQUENCE, TENSOR, Mesh, mesh_of_places
+from deepspeed.comm.job.mpu import place_of
+from deepspeed.comm.job.world import rank_in, size_of
+from deepspeed.comm.start.barrier import meet
+from deepspeed.comm.watch.watched_group import party_of
+from deepspeed.config.degrees import data_parallel_size, degrees
+from deepspeed.config.sections.root import Root
+from deepspeed.errors import DeepSpeedConfigError
+
+TAKEN = "ds_cut_over"
+"""Attribute of a model whose ``DTensor`` parameters were taken: the ranks over which they were cut."""
+
+_USUAL_NAMES = {
+    "pp": PIPE,
+    "pipeline": PIPE,
+    "pipeline_parallel": PIPE,
+    "dp": DATA,
+    "data_parallel": DATA,
+    "dp_replicate": DATA,
+    "dp_shard": DATA,
+    "ep": EXPERT,
+    "expert_parallel": EXPERT,
+    "sp": SEQUENCE,
+    "cp": SEQUENCE,
+    "sequence_parallel": SEQUENCE,
+    "tp": TENSOR,
+    "tensor_parallel": TENSOR,
+}
+"""What programs call the axes of a ``DeviceMesh``; any other name stays as it is."""
+
+
+def mesh_of_mpu(mpu: Any, timeout: timedelta) -> Mesh:
+    """The mesh in which every rank has the place that its ``mpu`` says. Every rank of the job must call it.
+
+    An mpu knows the place of its own rank only, so the ranks tell each other.
+
+    Args:
+        mpu: The program's model-parallel unit.
+        timeout: How long to wait for the other ranks.
+
+    Raises:
+        DeepSpeedConfigError: The places do not make a mesh; the same on every rank.
+        DivergenceError: Some rank does something else.
+        CommunicationError: Some rank has ended or did not come.
+    """
+    mine = place_of(mpu)
+    party = party_of()
+    if party is None:
+        return mesh_of_places([mine], "the mpu").check(size_of())
+    words = meet(party.watch, "the exchange of what the mpu answers", party.ranks, timeout, json.dumps(mine))
+    return mesh_of_places([json.loads(word) for word in words], "the mpu")
+
+
+def mesh_of_device_mesh(device_mesh: Any) -> Mesh:
+    """The mesh of a torch ``DeviceMesh`` over all ranks of the job, under the names of this package.
+
+    Neighbouring dimensions that mean the same (``dp_replicate``, ``dp_shard``) become one axis.
+
+    Args:
+        device_mesh: With names for its dimensions.
+
+    Raises:
+        DeepSpeedConfigError: It has no names, two dimensions that are no neighbours mean the same, or it does not hold
+            every rank once.
+    """
+    names = device_mesh.mesh_dim_names or ()
+    axes: list[tuple[str, int]] = []
+    for name, size in zip(names, device_mesh.mesh.shape, strict=False):
+        axis = _USUAL_NAMES.get(name, name)
+        if axes and axes[-1][0] == axis:
+            size *= axes.pop()[1]
+        axes.append((axis, size))
+    return Mesh(tuple(axes), tuple(device_mesh.mesh.flatten().tolist())).check(size_of())
+
+
+def ranks_of_dtensors(model: Any) -> list[int] | None:
+    """The ranks over which a model's ``DTensor`` parameters are cut, in order; None where it has none.
+
+    Args:
+        model: Its attribute :data:`TAKEN` tells it of a model whose parameters an engine has taken already.
+
+    Raises:
+        DeepSpeedConfigError: They lie on several groups of ranks, on a mesh of several axes, or are FSDP's.
+    """
+    if (known := getattr(model, TAKEN, None)) is not None:
+        return list(known)
+    module = sys.modules.get("torch.distributed.tensor")  # importing it costs more than most models
+    if module is None or not callable(parameters := getattr(model, "parameters", None)):
+        return None
+    found = [one.device_mesh for one in parameters() if isinstance(one, module.DTensor)]
+    if not found:
+        return None
+    sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    if sharded is not None and any(isinstance(one, sharded) for one in model.modules()):
+        raise DeepSpeedConfigError(
+            "the model was given to torch's fully_shard, which shards over the data-parallel ranks as ZeRO does; give "
+            "initialize the model without it (parallelize_module alone is taken as it is)"
+        )
+    if any(one.ndim > 1 for one in found) or len({tuple(one.mesh.tolist()) for one in found}) > 1:
+        shown = "; ".join(sorted({str(one) for one in found})[:3])
+        raise DeepSpeedConfigError(
+            f"the model's DTensor parameters lie on {shown}; expected one mesh of one axis, that of tensor "
+            "parallelism: parallelize_module(model, device_mesh['tp'], plan). Data-parallel ranks are those of ZeRO"
+        )
+    ranks: list[int] = found[0].mesh.tolist()
+    return ranks
+
+
+def mesh_of_dtensors(ranks: Sequence[int]) -> Mesh:
+    """The mesh of a job in which ``ranks`` share layers: neighbours, or every n-th rank.
+
+    Args:
+        ranks: As of :func:`ranks_of_dtensors`.
+
+    Raises:
+        DeepSpeedConfigError: They are neither.
+    """
+    world, size = size_of(), len(ranks)
+    others = world // size
+    axes = [(TENSOR, size)] if others == 1 else [(DATA, others), (TENSOR, size)]
+    for mesh in (Mesh(tuple(axes)), Mesh(tuple(reversed(axes)))):
+        if mesh.world_size == world and mesh.group(rank_in(), TENSOR) == list(ranks):
+            return mesh
+    raise DeepSpeedConfigError(
+        f"the model's DTensor parameters are cut over the ranks {list(ranks)} of {world}, which are neither neighbours "
+        "nor evenly apart; give initialize the whole mesh: mesh_param=<DeviceMesh with the axes dp and tp>"
+    )
+
+
+def mesh_of_param(mesh_param: Any) -> Mesh:
+    """The mesh that ``initialize(mesh_param=...)`` says.
+
+    Args:
+        mesh_param: A torch ``DeviceMesh``, a :class:`~deepspeed.comm.job.mesh.Mesh`, or the sizes ``(data, sequence)``.
+
+    Raises:
+        DeepSpeedConfigError: It is none of these, or does not make up the job.
+    """
+    if isinstance(mesh_param, Mesh):
+        return mesh_param.check(size_of())
+    if hasattr(mesh_param, "mesh_dim_names"):
+        return mesh_of_device_mesh(mesh_param)
+    if isinstance(mesh_param, (tuple, list)) and len(mesh_param) == 2 and all(type(n) is int for n in mesh_param):
+        return Mesh(tuple(zip((DATA, SEQUENCE), mesh_param, strict=True))).check(size_of())
+    raise DeepSpeedConfigError(
+        f"initialize(mesh_param={mesh_param!r}): expected the sizes (data, sequence), whose product is the number of "
+        "ranks, or a torch DeviceMesh with names for its dimensions"
+    )
+
+
+def mesh_of_config(root: Root, world_size: int, *, stages: int = 1) -> Mesh:
+    """The mesh that the configuration asks for: its degrees, and data-parallel ranks for the rest.
+
+    Args:
+        root: The configuration.
+        world_size: Ranks of the job.
+        stages: Stages of the pipeline, which the configuration does not know.
+
+    Raises:
+        DeepSpeedConfigError: The degrees do not divide ``world_size``.
+    """
+    data = data_parallel_size(root, world_size, stages=stages)
+    sizes = degrees(root)
+    sizes |= {PIPE: stages, DATA: data // sizes[EXPERT]}
+    return Mesh(tuple((name, sizes[name]) for name in AXES)).check(world_size)

@@ -1,0 +1,172 @@
+"""What a program's model-parallel unit (``mpu``) says about the ranks, in one value.
+
+An mpu is an object or a module that knows the groups of a program: the ranks that see other samples (*data*), the
+ranks that hold other parts of the same samples (*sequence*), and the ranks that hold other parts of the model (*tensor*
+and *pipe*). Programs spell it in several ways; whoever needs to know asks here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed.comm.job.mesh import DATA, PIPE, SEQUENCE, TENSOR, Mesh, data_mesh
+from deepspeed.comm.job.world import rank_in, size_of
+from deepspeed.errors import DeepSpeedConfigError
+
+_STAGE = ("get_pipe_parallel_rank", "get_pipeline_model_parallel_rank", "get_stage_id")
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where this rank stands.
+
+    Attributes:
+        zero_group: Torch process group of the ranks that hold the same part of the model, among which ZeRO shards: data
+            and sequence ranks together. None: all ranks.
+        data_group: Torch process group of the ranks that see other samples; None: all ranks.
+        zero_size: Ranks in ``zero_group``.
+        zero_rank: This rank's place there.
+        data_size: Ranks that see other samples.
+        data_rank: This rank's place among them.
+        sequence_size: Ranks that share a sequence.
+        sequence_group: Torch process group of them; None where there is no sequence parallelism.
+        model_size: Ranks that hold other parts of one copy of the model: tensor times pipe.
+        tensor_rank: This rank's place among those that share a layer.
+        islands: How many groups like ``zero_group`` there are, of consecutive ranks, each of which trains by itself.
+        mesh: The job's, for further axes; ``comm.job.groups.group_along`` has the groups where the mesh is not an mpu's
+            own. Of an mpu that knows some ranks of the job only: that of these ranks.
+    """
+
+    zero_group: Any
+    data_group: Any
+    zero_size: int
+    zero_rank: int
+    data_size: int
+    data_rank: int
+    sequence_size: int = 1
+    sequence_group: Any = None
+    model_size: int = 1
+    tensor_rank: int = 0
+    mesh: Mesh = Mesh()
+    islands: int = 1
+
+
+def standing(mpu: Any) -> Standing:
+    """What ``mpu`` says; None: all ranks are data-parallel.
+
+    Raises:
+        DeepSpeedConfigError: It leaves out what it must know, or its sizes do not make up the job.
+    """
+    if mpu is None:
+        size, rank = size_of(), rank_in()
+        return Standing(None, None, size, rank, size, rank, mesh=data_mesh(size))
+    sequence_size = int(_ask(mpu, "get_sequence_parallel_world_size", default=1))
+    data_group = _ask(mpu, "get_data_parallel_group")
+    joint = _ask(mpu, "get_sequence_data_parallel_group")
+    if sequence_size == 1:
+        zero_group = data_group if data_group is not None else joint
+    else:
+        zero_group = joint
+    if zero_group is None:
+        missing = "get_data_parallel_group()" if sequence_size == 1 else "get_sequence_data_parallel_group()"
+        raise DeepSpeedConfigError(
+            f"mpu: {missing} is missing or answers None, and {sequence_size} rank(s) share a sequence; expected the "
+            "torch process group of the ranks that hold the same part of the model, among which ZeRO shards"
+        )
+    zero_size, zero_rank = size_of(zero_group), rank_in(zero_group)
+    found = Standing(
+        zero_group=zero_group,
+        data_group=data_group if data_group is not None else zero_group,
+        zero_size=zero_size,
+        zero_rank=zero_rank,
+        data_size=int(_ask(mpu, "get_data_parallel_world_size", default=zero_size // sequence_size)),
+        data_rank=int(_ask(mpu, "get_data_parallel_rank", default=_rank_or(data_group, zero_rank // sequence_size))),
+        sequence_size=sequence_size,
+        sequence_group=_ask(mpu, "get_sequence_parallel_group"),
+        model_size=_model_size(mpu),
+        tensor_rank=_tensor(mpu, "rank", default=0),
+    )
+    _check(found)
+    return found
+
+
+def zero_group(mpu: Any) -> Any:
+    """The torch process group among which ZeRO shards; None (all ranks) without an mpu."""
+    return standing(mpu).zero_group
+
+
+def place_of(mpu: Any) -> dict[str, int]:
+    """This rank's place on the axes of a mesh, as ``mpu`` says.
+
+    Raises:
+        DeepSpeedConfigError: It leaves out what it must know, or its sizes do not make up the job.
+    """
+    found = standing(mpu)
+    return {
+        PIPE: int(_ask(mpu, *_STAGE, default=0)),
+        DATA: found.data_rank,
+        SEQUENCE: int(
+            _ask(
+                mpu,
+                "get_sequence_parallel_rank",
+                default=_rank_or(found.sequence_group, found.zero_rank % found.sequence_size),
+            )
+        ),
+        TENSOR: found.tensor_rank,
+    }
+
+
+def knows_its_place(mpu: Any) -> bool:
+    """Whether :func:`place_of` is this rank's alone: an mpu may say how many stages there are and not which is its."""
+    stages = int(_ask(mpu, "get_pipe_parallel_world_size", "get_pipeline_model_parallel_world_size", default=1))
+    return (stages == 1 or _ask(mpu, *_STAGE) is not None) and (
+        _tensor(mpu, "world_size", default=1) == 1 or _tensor(mpu, "rank", default=-1) >= 0
+    )
+
+
+def _check(found: Standing) -> None:
+    if found.data_size * found.sequence_size != found.zero_size:
+        raise DeepSpeedConfigError(
+            f"mpu: {found.data_size} data-parallel ranks x {found.sequence_size} that share a sequence are "
+            f"{found.data_size * found.sequence_size}, but the group of both has {found.zero_size} ranks; its answers "
+            "must fit each other"
+        )
+    if found.model_size > 1 and found.model_size * found.zero_size != size_of():
+        raise DeepSpeedConfigError(
+            f"mpu: {found.model_size} model-parallel ranks x {found.zero_size} ranks that hold the same part are "
+            f"{found.model_size * found.zero_size}, but the job has {size_of()}; all ranks of the job decide "
+            "about an update together, so its sizes must make up the job"
+        )
+
+
+def _rank_or(group: Any, otherwise: int) -> int:
+    """This rank's place in ``group``, if there is one."""
+    return otherwise if group is None else rank_in(group)
+
+
+def _ask(mpu: Any, *names: str, default: Any = None) -> Any:
+    """The answer of the first method that the mpu has."""
+    for name in names:
+        method = getattr(mpu, name, None)
+        if method is not None:
+            return method()
+    return default
+
+
+def _shares_sequences(mpu: Any) -> bool:
+    """Whether its model-parallel ranks are sequence-parallel ones under an older name (upstream's own such unit)."""
+    return hasattr(mpu, "initialize_sequence_parallel")
+
+
+def _tensor(mpu: Any, what: str, default: int) -> int:
+    """A pipeline grid's ``get_model_parallel_*`` span its stages too, so the narrower names are asked first."""
+    if _shares_sequences(mpu):
+        return default
+    kinds = ("tensor_model", "slice", "model")
+    return int(_ask(mpu, *(f"get_{kind}_parallel_{what}" for kind in kinds), default=default))
+
+
+def _model_size(mpu: Any) -> int:
+    pipe = int(_ask(mpu, "get_pipe_parallel_world_size", "get_pipeline_model_parallel_world_size", default=1))
+    return pipe * _tensor(mpu, "world_size", default=1)

@@ -1,0 +1,59 @@
+"""What torch.distributed knows of its groups: the rendezvous store, which are alive, their backends."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from deepspeed.comm.job.world import stand_in
+
+
+def rendezvous_store() -> Any:
+    """The store of the default process group, shared by all its ranks, or None without one."""
+    return distributed_c10d._get_default_store() if dist.is_initialized() else None
+
+
+def is_alive(group: Any) -> bool:
+    """Whether ``group`` has not been destroyed."""
+    return group in distributed_c10d._world.pg_map
+
+
+def backend_for(group: Any, device: torch.device | None) -> str:
+    """Name of the backend for tensors of ``device``: ``gloo`` for the CPU of ``cpu:gloo,cuda:nccl``."""
+    if (others := stand_in()) is not None:
+        return others.backend
+    kind = device.type if device is not None else "cpu"
+    by_device = dict(entry.split(":", 1) for entry in dist.get_backend_config(group).split(",") if ":" in entry)
+    return by_device.get(kind) or dist.get_backend(group)
+
+
+def is_collecting(group: Any) -> bool:
+    """Whether collectives of ``group`` (None: all ranks) are collected, to be started as one (torch's coalescing)."""
+    state = distributed_c10d._world.pg_coalesce_state
+    return bool(state) and (dist.group.WORLD if group is None else group) in state
+
+
+def groups_within(ranks: Collection[int]) -> list[Any]:
+    """Returns the groups of two or more ranks that this rank is in and that have no rank outside ``ranks``."""
+    groups = [group for group in distributed_c10d._world.pg_map if dist.get_world_size(group) > 1]
+    return [group for group in groups if set(dist.get_process_group_ranks(group)) <= set(ranks)]
+
+
+def operations_of(group: Any) -> int | None:
+    """Returns how many operations torch has counted in a group, over the backends of all its devices.
+
+    Gloo counts collectives, sends and recvs; NCCL counts collectives only. None: a backend counts nothing.
+    """
+    backends: list[Any] = []
+    for device in group._device_types:
+        backend = group._get_backend(device)
+        if all(backend is not other for other in backends):
+            backends.append(backend)
+    try:
+        return sum(int(backend._get_sequence_number_for_group()) for backend in backends)
+    except RuntimeError:
+        return None

@@ -1,0 +1,484 @@
+"""Who is let in at a rendezvous: before the ranks of a run use a store, each says which run it belongs to.
+
+Two runs need only a port in common for their processes to connect to one store, and there rank 1 of the one looks like
+rank 1 of the other. So nothing is put under a name that two of them could share before rank 0, the host, has seen who
+is there. Every other process takes a number, posts who it is, and waits for the answer under its number. The host lets
+in one process per rank, and refuses by name who belongs to another run: there the whole run knows, here a line says so.
+What it tells those who are let in is where the run's own keys begin, under a word that nobody else can know.
+
+Most starters give a run a name (``Place.run``). Where none does, whoever runs something else on rank 0's machine, and
+was not started together with it, counts as a stranger. Where two processes come as one rank and nothing tells which of
+them is right, all are refused: a run of mixed ranks trains on garbage.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any, TypeVar, get_type_hints
+
+from deepspeed.comm.start.environment import Place
+from deepspeed.comm.start.startup import Facts, compare_facts, wait_for_readers
+from deepspeed.errors import CommunicationError
+from deepspeed.logging import logger
+from deepspeed.ports import shortened
+from deepspeed.printable import printable
+
+_SCOPE = "deepspeed/reception"
+_HOST = f"{_SCOPE}/host"
+_HOST_PERIOD = 0.25  # seconds between looks of a waiting rank whether rank 0 was started again
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.002, 0.1
+_Made = TypeVar("_Made")
+_RANK_ARGUMENT = re.compile(r"^(--?[\w-]*rank)(=\d+)?$")
+# How long who finds a meeting that is over without it waits: the host may be about to call the next one.
+_LATE_SECONDS = 5.0
+_IMPATIENT_SECONDS = 30.0
+_OWN_PORT = (
+    "Each run needs a port of its own: set MASTER_PORT (--master_port of `deepspeed`, --master-port of torchrun) to a "
+    "free one, the same on all ranks"
+)
+
+
+class StoreLostError(RuntimeError):
+    """The store of an earlier attempt has ended while this rank looked for its own."""
+
+
+@dataclass(frozen=True)
+class Guest:
+    """One process that comes to where the ranks meet.
+
+    Attributes:
+        rank: Which rank it says it is.
+        world_size: How many it counts.
+        run: Its run, as :attr:`~.place.Place.run`.
+        command: Its command line, shortened.
+        job: The same for all ranks that run the same script with the same arguments.
+        parent: Its parent process.
+        facts: What must match.
+        has_agent: Whether an agent started it that holds the store and starts ranks again (:class:`~.place.Place`).
+    """
+
+    rank: int
+    world_size: int
+    run: str
+    command: str
+    job: str
+    parent: int
+    facts: Facts
+    has_agent: bool = False
+
+    @classmethod
+    def here(cls, place: Place, facts: Facts) -> Guest:
+        """Returns the description of this process."""
+        command, job = shortened(sys.argv), job_of(sys.argv)
+        return cls(place.rank, place.world_size, place.run, command, job, os.getppid(), facts, place.has_agent)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Guest:
+        """Reads what :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: The text is something else: whoever reaches the store may write to it.
+        """
+        values = _object(text)
+        return _checked(cls, {**values, "facts": _checked(Facts, values.get("facts"))})
+
+    def to_json(self) -> str:
+        """For the store."""
+        return json.dumps(asdict(self))
+
+    @property
+    def name(self) -> str:
+        """Host, process and job in words."""
+        run = f" ({self.run})" if self.run else ""
+        what = f"rank {self.rank} of {self.world_size} of `{self.command}`{run}"
+        return f"process {self.facts.pid} on host {self.facts.host}, {what}"
+
+    @property
+    def process(self) -> tuple[str, int]:
+        """What tells it from all others."""
+        return self.facts.host, self.facts.pid
+
+    def is_related_to(self, other: Guest) -> bool:
+        """Whether both were surely started together: by one parent, or one by the other."""
+        if self.facts.host != other.facts.host:
+            return False
+        started_together = self.parent == other.parent and self.parent > 1
+        return started_together or self.parent == other.facts.pid or other.parent == self.facts.pid
+
+    def replaces(self, other: Guest) -> bool:
+        """Whether an agent started this process in place of ``other``, which it had ended.
+
+        The agents of one run count their restarts separately (torch counts no restart that another agent caused), so
+        the counts do not tell. An agent never runs two processes of one rank, and rank 0 belongs to the agent that
+        holds the store.
+        """
+        one_agent = self.has_agent and other.has_agent and self.facts.host == other.facts.host
+        same_place = self.rank == other.rank and self.run == other.run and self.process != other.process
+        return one_agent and same_place and (self.run != "" or self.rank == 0 or self.parent == other.parent)
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """One meeting at a store. A store may see several: an agent keeps it and starts the ranks again.
+
+    Attributes:
+        name: In no other meeting the same.
+        host: Rank 0.
+    """
+
+    name: str
+    host: Guest
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Meeting:
+        """Reads what :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: The text is something else.
+        """
+        values = _object(text)
+        return cls(str(values.get("name")), Guest.from_json(json.dumps(values.get("host"))))
+
+    def to_json(self) -> str:
+        """Returns the text for the store."""
+        return json.dumps(asdict(self))
+
+    def key(self, name: str) -> str:
+        """Returns the key ``name`` of this meeting."""
+        return f"{_SCOPE}/{self.name}/{name}"
+
+
+def _object(text: str | bytes) -> dict[str, Any]:
+    values = json.loads(text)
+    if not isinstance(values, dict):
+        raise ValueError(f"expected a JSON object, found {type(values).__name__}")
+    return values
+
+
+def _checked(cls: type[_Made], values: Any) -> _Made:
+    """Makes a dataclass of strings, numbers and dataclasses from JSON; strings lose their control characters.
+
+    Raises:
+        ValueError: A value is missing or has another type.
+    """
+    if not isinstance(values, dict):
+        raise ValueError(f"expected a JSON object, found {type(values).__name__}")
+    types = get_type_hints(cls)
+    found = {name: values[name] for name in types if name in values}
+    wrong = [name for name, value in found.items() if type(value) is not types[name]]
+    if wrong:
+        raise ValueError(f"wrong type of {', '.join(wrong)}")
+    try:
+        return cls(**{name: printable(value) if isinstance(value, str) else value for name, value in found.items()})
+    except TypeError as error:  # a value is missing
+        raise ValueError(str(error)) from None
+
+
+def job_of(words: Sequence[str]) -> str:
+    """A digest of a command line without what differs between the ranks of one run."""
+    kept = [_RANK_ARGUMENT.sub(r"\1", word) for word in words]
+    for number, word in enumerate(kept[:-1]):
+        if _RANK_ARGUMENT.fullmatch(word) and kept[number + 1].isdecimal():
+            kept[number + 1] = ""
+    return hashlib.sha256("\0".join(kept).encode()).hexdigest()[:16]
+
+
+def receive_ranks(store: Any, guest: Guest, where: str, timeout: timedelta) -> tuple[str, list[Facts]]:
+    """Brings the ranks of one run together. All of them must call it, with a store that nobody has used for more.
+
+    Args:
+        store: A torch ``Store``; processes of other runs may have it too.
+        guest: This process.
+        where: The store's place, for messages.
+        timeout: How long to wait for the others.
+
+    Returns:
+        Prefix of the keys of this run; and on rank 0 the facts of all ranks, on the others an empty list.
+
+    Raises:
+        CommunicationError: This process belongs to another run than the one that meets here, the ranks do not match, or
+            some did not come.
+        StoreLostError: The store was an earlier attempt's and has ended: look for the store of this attempt.
+    """
+    deadline = time.monotonic() + timeout.total_seconds()
+    try:
+        if guest.rank == 0:
+            return _Host(store, guest, where, timeout).receive(deadline)
+        return _attend(store, guest, where, timeout, deadline), []
+    except RuntimeError as error:
+        if isinstance(error, (CommunicationError, StoreLostError)):
+            raise
+        raise CommunicationError(
+            f"{guest.name}: the store at {where} went away before all ranks had met, with the process that held it "
+            f"({error}). Look for the error of rank 0"
+        ) from error
+
+
+# --- rank 0 -----------------------------------------------------------------------------------------------------------
+
+
+class _Host:
+    """Rank 0's part: who is let in."""
+
+    def __init__(self, store: Any, me: Guest, where: str, timeout: timedelta) -> None:
+        self._store = store
+        self._me = me
+        self._meeting = Meeting(uuid.uuid4().hex, me)
+        self._where = where
+        self._timeout = timeout
+        self._seen = 0
+        self._late: set[int] = set()  # numbers of processes that have not posted who they are yet
+        self._members: dict[int, tuple[int, Guest]] = {}  # by rank: its number, and who it is
+        self._verdict: str | None = None
+
+    def receive(self, deadline: float) -> tuple[str, list[Facts]]:
+        """Lets the ranks in; see :func:`receive_ranks`."""
+        self._open()
+        pause = _pauses()
+        impatient_at = time.monotonic() + _IMPATIENT_SECONDS
+        while True:
+            self._look_at_arrivals()
+            now = time.monotonic()
+            if self._verdict is not None or not self._missing():
+                break
+            if now > deadline:
+                self._verdict = self._absence()
+            elif now > impatient_at:
+                impatient_at += _IMPATIENT_SECONDS
+                logger.warning(f"still waiting at {self._where} for {self._named_missing()}")
+            pause()
+        guests = [self._me, *(self._members[rank][1] for rank in sorted(self._members))]
+        self._verdict = self._verdict or compare_facts([guest.facts for guest in guests])
+        prefix = self._close(guests)
+        if self._verdict is not None:
+            raise CommunicationError(self._verdict)
+        return prefix, [guest.facts for guest in guests]
+
+    def _open(self) -> None:
+        """Opens the meeting. An earlier one is replaced if it was this rank's, in this process or before a restart."""
+        mine = self._meeting.to_json()
+        found = _text(self._store.compare_set(_HOST, "", mine))
+        if found == mine:
+            return
+        there = Meeting.from_json(found)
+        is_mine = there.host.process == self._me.process or self._me.replaces(there.host)
+        if is_mine and _text(self._store.compare_set(_HOST, found, mine)) == mine:
+            return
+        _arrive(self._store, there, self._me)  # so that rank 0 of the other run reports it
+        raise CommunicationError(_refusal(self._me, there.host, self._where))
+
+    def _key(self, name: str) -> str:
+        return self._meeting.key(name)
+
+    def _look_at_arrivals(self) -> None:
+        count = self._store.add(self._key("arrivals"), 0)
+        unknown = [*sorted(self._late), *range(self._seen + 1, count + 1)]
+        self._seen = count
+        for number in unknown:
+            if self._store.check([self._key(f"arrival/{number}")]):
+                self._late.discard(number)
+                self._read_arrival(number)
+            else:
+                self._late.add(number)
+
+    def _read_arrival(self, number: int) -> None:
+        try:
+            guest = Guest.from_json(self._store.get(self._key(f"arrival/{number}")))
+        except ValueError as error:
+            logger.warning(
+                f"{self._where}: ignored a process that does not say who it is as this version does: {error}"
+            )
+            version = f"{self._where} is where a run of version {self._me.facts.version} of deepspeed meets; "
+            self._answer(number, error=f"{version}this process was not understood there. {_OWN_PORT}")
+            return
+        self._judge(number, guest)
+
+    def _judge(self, number: int, guest: Guest) -> None:
+        me = self._me
+        fits = guest.run == me.run and guest.world_size == me.world_size and 0 < guest.rank < me.world_size
+        if not fits or (not me.run and self._is_another_job(guest)):
+            self._refuse(number, guest)
+            return
+        there = self._members.get(guest.rank)
+        if there is None or there[1].process == guest.process or guest.replaces(there[1]):
+            self._members[guest.rank] = (number, guest)
+            return
+        is_ours, was_ours = guest.is_related_to(me), there[1].is_related_to(me)
+        if is_ours and not was_ours:
+            self._refuse(*there)
+            self._members[guest.rank] = (number, guest)
+        elif was_ours and not is_ours:
+            self._refuse(number, guest)
+        else:
+            self._answer(number, error=self._dispute(there[1], guest))
+            self._verdict = self._dispute(there[1], guest)
+
+    def _refuse(self, number: int, guest: Guest) -> None:
+        logger.warning(f"{self._where}: refused {guest.name}: it is of another run than this one, {self._me.name}")
+        self._answer(number, error=_refusal(guest, self._me, self._where))
+
+    def _dispute(self, first: Guest, second: Guest) -> str:
+        return (
+            f"two processes came to {self._where} as one rank: {first.name}; and {second.name}. Either a rank was "
+            "started twice, or two runs meet at one port and nothing tells which of them belongs to rank 0, "
+            f"{self._me.name}. {_OWN_PORT}; DS_RUN_ID, the same for all processes of a run, names it"
+        )
+
+    def _is_another_job(self, guest: Guest) -> bool:
+        me = self._me
+        return guest.facts.host == me.facts.host and guest.job != me.job and not guest.is_related_to(me)
+
+    def _missing(self) -> list[int]:
+        if len(self._members) == self._me.world_size - 1:
+            return []
+        return [rank for rank in range(1, self._me.world_size) if rank not in self._members]
+
+    def _named_missing(self) -> str:
+        missing = self._missing()
+        some = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+        return f"{'rank' if len(missing) == 1 else 'ranks'} {some} of {self._me.world_size}"
+
+    def _absence(self) -> str:
+        return (
+            f"{self._named_missing()} did not come to {self._where} within {self._timeout}. Check that all "
+            f"{self._me.world_size} processes were started and can reach that address"
+        )
+
+    def _answer(self, number: int, **answer: str) -> None:
+        self._store.set(self._key(f"answer/{number}"), json.dumps(answer))
+
+    def _close(self, guests: list[Guest]) -> str:
+        """Answers those who were let in; returns the prefix of the run's keys."""
+        prefix = f"deepspeed/run/{uuid.uuid4().hex}"
+        readers = self._store.add(self._key("read"), 0) + len(self._members)
+        for number, _ in self._members.values():
+            if self._verdict is None:
+                self._answer(number, prefix=prefix)
+            else:
+                self._answer(number, error=self._verdict)
+        names = {guest.rank: (guest.process, guest.name) for guest in guests}
+        self._store.set(self._key("closed"), json.dumps(names))
+        if self._verdict is not None:
+            wait_for_readers(self._store, self._key("read"), readers)
+        return prefix
+
+
+def _refusal(guest: Guest, host: Guest, where: str) -> str:
+    """What a process is told that is not let in."""
+    missing = ". If both are one run, give all its processes the same DS_RUN_ID" if not (guest.run and host.run) else ""
+    return (
+        f"{where} is where another run meets: that of {host.name}. This is {guest.name}, which was refused there. "
+        f"{_OWN_PORT}{missing}"
+    )
+
+
+# --- the other ranks --------------------------------------------------------------------------------------------------
+
+
+def _attend(store: Any, guest: Guest, where: str, timeout: timedelta, deadline: float) -> str:
+    """Another rank's part; returns the prefix of the run's keys.
+
+    Raises:
+        StoreLostError: The store ended, and no meeting there was open to this rank: it was an earlier attempt's.
+    """
+    meeting: Meeting | None = None
+    number, is_over = 0, False
+    pause = _pauses()
+    late_at: float | None = None
+    look_at = time.monotonic()
+    impatient_at = look_at + _IMPATIENT_SECONDS
+    try:
+        while meeting is None or not store.check([meeting.key(f"answer/{number}")]):
+            now = time.monotonic()
+            if meeting is None or now > look_at:
+                look_at = now + _HOST_PERIOD
+                there = _meeting_at(store)
+                if there is not None and there != meeting:  # the first, or that of a rank 0 that was started again
+                    meeting, number = there, _arrive(store, there, guest)
+                reason = None if meeting is None else _is_over_without(store, meeting, guest, where)
+                is_over = reason is not None
+                late_at = None if reason is None else late_at or now + _LATE_SECONDS
+                if (
+                    reason is not None
+                    and late_at is not None
+                    and now > late_at
+                    and not _waits_for_restart(meeting, guest)
+                ):
+                    raise CommunicationError(reason)
+            if now > impatient_at and (meeting is None or is_over):
+                impatient_at = deadline
+                logger.warning(
+                    f"{guest.name}: no word from rank 0 at {where} yet; the store there may be another run's"
+                )
+            # If rank 0 is there, it knows better which ranks are missing.
+            if now > deadline + (_LATE_SECONDS if meeting is not None else 0.0):
+                raise CommunicationError(
+                    f"{guest.name}: no word from rank 0 at {where} within {timeout}. Check that all {guest.world_size} "
+                    "processes were started and can reach that address, and that no other program holds the port"
+                )
+            pause()
+        answer = _object(store.get(meeting.key(f"answer/{number}")))
+    except RuntimeError as error:
+        if is_over and not isinstance(error, CommunicationError):
+            raise StoreLostError(str(error)) from error
+        raise
+    store.add(meeting.key("read"), 1)
+    if "error" in answer:
+        raise CommunicationError(printable(str(answer["error"])))
+    return str(answer["prefix"])
+
+
+def _meeting_at(store: Any) -> Meeting | None:
+    return Meeting.from_json(store.get(_HOST)) if store.check([_HOST]) else None
+
+
+def _arrive(store: Any, meeting: Meeting, guest: Guest) -> int:
+    """Posts who this process is; returns the number under which the answer will be."""
+    number: int = store.add(meeting.key("arrivals"), 1)
+    store.set(meeting.key(f"arrival/{number}"), guest.to_json())
+    return number
+
+
+def _waits_for_restart(meeting: Meeting | None, guest: Guest) -> bool:
+    """Whether the meeting that is over may be that of the attempt before, so that rank 0 will open the next one."""
+    return meeting is not None and guest.has_agent and meeting.host.has_agent and meeting.host.run == guest.run
+
+
+def _is_over_without(store: Any, meeting: Meeting, guest: Guest, where: str) -> str | None:
+    """Why this process comes too late; None while the meeting is not over, or if it has been at it before."""
+    if not store.check([meeting.key("closed")]):
+        return None
+    members = _object(store.get(meeting.key("closed")))
+    if any(tuple(process) == guest.process for process, _ in members.values()):
+        return None
+    same = members.get(str(guest.rank))
+    place = f"; its rank {guest.rank} is {printable(str(same[1]))}" if same is not None else ""
+    return (
+        f"{where} is where another run has met already: that of {meeting.host.name}{place}. This is {guest.name}, and "
+        f"was not at that meeting. {_OWN_PORT}. A file that an earlier run has left at init_method must be deleted"
+    )
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _pauses() -> Callable[[], None]:
+    """Sleeps that get longer: short for who has just come, and cheap for the store later."""
+    seconds = _SHORTEST_PAUSE
+
+    def pause() -> None:
+        nonlocal seconds
+        time.sleep(seconds)
+        seconds = min(2 * seconds, _LONGEST_PAUSE)
+
+    return pause

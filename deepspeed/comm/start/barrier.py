@@ -1,0 +1,113 @@
+"""Ranks that meet at the rendezvous store before a call that nothing can end.
+
+Torch makes process groups in calls that block inside torch until every rank makes them, and no watch reaches in there.
+So the ranks meet first, where a wait is many short looks: one that goes another way, or whose program ends, is named.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from deepspeed.comm.watch.watchdog import Watch
+
+
+def meet(watch: Watch, label: str, members: Sequence[int], timeout: timedelta, word: str = "") -> list[str]:
+    """Waits until all ``members`` have come to the same call, in one round through the store.
+
+    Args:
+        watch: The job's.
+        label: What they are about to do, in words; equal on all of them.
+        members: Their ranks, in one order; this rank is one.
+        timeout: How long to wait.
+        word: Something to tell the others.
+
+    Returns:
+        The word of each member.
+
+    Raises:
+        DivergenceError: Some of them wait for something else.
+        CommunicationError: One has ended, or did not come in time.
+    """
+    meeting = _Meeting(watch, label, tuple(members))
+    watch.store.set(f"{meeting.scope}/{watch.rank}", word)
+    meeting.wait(timeout)
+    return [watch.store.get(f"{meeting.scope}/{rank}").decode() for rank in members] if word else [""] * len(members)
+
+
+def agree(watch: Watch, label: str, members: Sequence[int], timeout: timedelta, offers: Sequence[str]) -> list[str]:
+    """Waits until all ``members`` have come to the same call; arguments and errors as of :func:`meet`.
+
+    A rank reads one key per offer of its own, however many ranks there are.
+
+    Args:
+        watch: See :func:`meet`.
+        label: See :func:`meet`.
+        members: See :func:`meet`.
+        timeout: See :func:`meet`.
+        offers: What this rank accepts, each once; may be empty.
+
+    Returns:
+        The offers that every member made, in the order of ``offers``.
+    """
+    meeting = _Meeting(watch, label, tuple(members))
+    for offer in offers:
+        watch.store.add(f"{meeting.scope}/offer/{offer}", 1)
+    meeting.wait(timeout)
+    return [offer for offer in offers if watch.store.add(f"{meeting.scope}/offer/{offer}", 0) == len(members)]
+
+
+class _Meeting:
+    """One round through the store; each of ``ranks`` makes it once per call, and waits once.
+
+    Attributes:
+        scope: Begins the keys of this round.
+    """
+
+    def __init__(self, watch: Watch, label: str, ranks: tuple[int, ...]) -> None:
+        self._watch, self._label, self._ranks = watch, label, ranks
+        self._channel = f"meeting/{_digest(ranks)}/{label}"
+        self._index = watch.issue(self._channel)
+        self.scope = f"{watch.scope}/{self._channel}/{self._index}"
+
+    def wait(self, timeout: timedelta) -> None:
+        """Waits until all ranks have written what they have to say and come here."""
+        store = self._watch.store
+        if store.add(f"{self.scope}/count", 1) == len(self._ranks):
+            store.set(f"{self.scope}/all", "")
+        self._watch.wait_for_keys([f"{self.scope}/all"], self._channel, self._index, self._label, self._ranks, timeout)
+
+
+class SupervisedStore:
+    """The job's store for an exchange in which all ``members`` take part; its waits are supervised.
+
+    Args:
+        watch: The job's.
+        label: The exchange, in words; equal on all members.
+        members: Their ranks.
+    """
+
+    def __init__(self, watch: Watch, label: str, members: Sequence[int]) -> None:
+        self._watch = watch
+        self._label = label
+        self._members = tuple(members)
+        self._channel = f"meeting/{_digest(self._members)}/{label}"
+        self._index = watch.issue(self._channel)
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        """Waits until ``keys`` are there.
+
+        Raises:
+            DivergenceError: Some member waits for something else.
+            CommunicationError: One has ended, or did not come in time.
+        """
+        self._watch.wait_for_keys(keys, self._channel, self._index, self._label, self._members, timeout)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._watch.store, name)
+
+
+def _digest(ranks: tuple[int, ...]) -> str:
+    return f"{zlib.crc32(repr(ranks).encode()):08x}"

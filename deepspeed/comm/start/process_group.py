@@ -1,0 +1,374 @@
+"""The process group: starting it, adopting an existing one, and asking about ranks.
+
+``deepspeed.comm`` keeps no group of its own. Everything sits on torch's global process group, whoever started it, so
+that a program may mix calls of both libraries and tear the group down with either.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+
+from deepspeed.comm.job import world
+from deepspeed.comm.job.new_groups import meet_to_make
+from deepspeed.comm.start.admission import Guest, StoreLostError, receive_ranks
+from deepspeed.comm.start.barrier import SupervisedStore
+from deepspeed.comm.start.device import binding_of, local_device, serves_host_only, unbound
+from deepspeed.comm.start.environment import Place, find_place, local_rank_of
+from deepspeed.comm.start.rendezvous import open_store
+from deepspeed.comm.start.startup import Facts, agree_on_config, agree_on_model, own_facts, rank_map
+from deepspeed.comm.watch.watched_group import job_watch, party_of
+from deepspeed.errors import CallOrderError, CommunicationError
+from deepspeed.logging import log_dist
+from deepspeed.ports import DEFAULT_PORT
+
+NCCL_BACKEND = "nccl"
+GLOO_BACKEND = "gloo"
+MPI_BACKEND = "mpi"
+CCL_BACKEND = "ccl"
+HCCL_BACKEND = "hccl"
+SCCL_BACKEND = "sccl"
+
+
+def default_timeout() -> timedelta:
+    """How long a collective may take: ``DEEPSPEED_TIMEOUT`` minutes, 10 if the variable is not set."""
+    text = os.environ.get("DEEPSPEED_TIMEOUT", "10")
+    try:
+        minutes = float(text)
+    except ValueError:
+        minutes = 0.0
+    if not 0 < minutes < float("inf"):
+        raise CommunicationError(
+            f"DEEPSPEED_TIMEOUT must be a number of minutes above 0, but is {text!r}; correct or unset the variable"
+        )
+    return timedelta(minutes=minutes)
+
+
+def default_backend() -> str:
+    """The backend of the accelerator in use: ``nccl`` on GPUs, ``gloo`` on CPUs."""
+    from deepspeed.accelerator import get_accelerator
+
+    name = get_accelerator().communication_backend_name()
+    if name is None:
+        raise CommunicationError(
+            f"the accelerator {get_accelerator().device_name()!r} has no communication backend; give "
+            "init_distributed a dist_backend (gloo works on host memory)"
+        )
+    return name
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = DEFAULT_PORT,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Starts torch's global process group, or adopts the one there is. Every rank must call it.
+
+    Where this process stands is read from the environment (:mod:`deepspeed.comm.start.environment` lists the ways) and
+    written back as ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``. One line on rank 0
+    says which way it was. A single process meets nobody, so it opens no port.
+
+    Where the backend serves the accelerator, the device of this process is made the current one before the group is
+    started: the one that the program has set, else the one of its local rank (``comm.start.device.local_device``).
+
+    Args:
+        dist_backend: ``"nccl"``, ``"gloo"``, ...; None: the accelerator's.
+        auto_mpi_discovery: Whether variables of MPI and Slurm count.
+        distributed_port: Port where rank 0 listens if ``MASTER_PORT`` is not set.
+        verbose: Whether to log that line.
+        timeout: Limit for each collective; None: :func:`default_timeout`.
+        init_method: A torch rendezvous URL (``tcp://host:port``, ``file:///path``); None: ``MASTER_ADDR`` and
+            ``MASTER_PORT``.
+        dist_init_required: False: the group must exist already. None or True: it is started if there is none.
+        config: The configuration (dict, path or parsed): its ``comms_logger`` section switches the communication log.
+        rank: Global rank; -1: from the environment.
+        world_size: Number of processes; -1: from the environment.
+
+    Raises:
+        CommunicationError: The place cannot be found, there is no device of that number, or the others did not come
+            within ``timeout``.
+        CallOrderError: ``dist_init_required=False`` and there is no group.
+    """
+    if config is not None:
+        from deepspeed.comm.summary import configure
+
+        configure(deepspeed_config=config)
+    if torch_dist.is_initialized():
+        _adopt(verbose)
+        return
+    if dist_init_required is False:
+        raise CallOrderError(
+            "dist_init_required=False says that the process group exists, but there is none. Call "
+            "torch.distributed.init_process_group first, or leave dist_init_required at None"
+        )
+    place = find_place(
+        os.environ,
+        rank=rank,
+        world_size=world_size,
+        init_method=init_method,
+        default_port=distributed_port,
+        discover=auto_mpi_discovery,
+        device_count=torch.accelerator.device_count(),
+        mpi_address=_ask_mpi_for_address,
+    )
+    place.export(os.environ)
+    backend = dist_backend or default_backend()
+    device = None if serves_host_only(backend) else local_device()
+    facts = _start(backend, place, init_method, timeout or default_timeout(), device)
+    job_watch()  # so that the others hear of the end of a program that does nothing more
+    if verbose:
+        log_dist(f"process group started: {place.world_size} rank(s), backend {backend}, found by {place.way}")
+        for line in rank_map(facts) if facts else ():
+            log_dist(line)
+
+
+def _adopt(verbose: bool) -> None:
+    """Fills in the variables that a caller who started the group alone may have left out, and chooses the device."""
+    rank, size = torch_dist.get_rank(), torch_dist.get_world_size()
+    local_rank = local_rank_of(os.environ, rank, size, torch.accelerator.device_count())
+    Place(rank, size, local_rank, None, None, "adopted").export(os.environ)
+    if not serves_host_only(torch_dist.get_backend()):
+        local_device()
+    job_watch()  # as for a group of our own
+    if verbose:
+        log_dist(f"process group adopted: {size} rank(s), backend {torch_dist.get_backend()}, started by the caller")
+
+
+def _start(
+    backend: str, place: Place, init_method: str | None, timeout: timedelta, device: torch.device | None
+) -> list[Facts]:
+    """Starts the group, after the ranks have met and found that they match; returns the facts of all (on rank 0)."""
+    arguments: dict[str, Any] = {"rank": place.rank, "world_size": place.world_size, "timeout": timeout}
+    arguments |= binding_of(device)
+    url = init_method if init_method is not None and not init_method.startswith("env:") else None
+    where = url or (f"{place.address}:{place.port}" if place.world_size > 1 else "this process")
+    facts: list[Facts] = []
+    started = time.monotonic()
+    try:
+        if url is None and place.world_size == 1:
+            arguments["store"] = torch_dist.HashStore()
+        else:
+            store, prefix = None, "default_pg"
+            guest = Guest.here(place, own_facts(place.local_rank, backend))
+            while store is None:
+                store = open_store(url, place, timeout)
+                try:
+                    if place.world_size > 1:
+                        prefix, facts = receive_ranks(store, guest, where, timeout)
+                except StoreLostError:
+                    if time.monotonic() - started > timeout.total_seconds():
+                        raise
+                    store = None
+            arguments["store"] = torch_dist.PrefixStore(prefix, store)
+        torch_dist.init_process_group(backend, **arguments)
+    except CommunicationError:  # ours, and complete
+        raise
+    except (RuntimeError, ValueError, OSError) as error:
+        raise CommunicationError(
+            f"rank {place.rank} of {place.world_size} (from {place.way}) could not start the process group with "
+            f"backend {backend!r} at {where}; it gave up after {time.monotonic() - started:.0f} s: {error}. Check that "
+            f"all {place.world_size} processes were started and can reach that address"
+        ) from error
+    return facts
+
+
+def check_same_config(config: Mapping[str, Any] | Exception, group: Any = None) -> None:
+    """Compares the configuration of all ranks of ``group``. All of them must call it.
+
+    Args:
+        config: Value per dotted key; or why this rank could not read its configuration.
+        group: The ranks; None: all.
+
+    Raises:
+        DeepSpeedConfigError: A rank has another configuration, or could not read its own; the same on every rank.
+    """
+    place = _comparing(group, "the comparison of the configurations of all ranks (deepspeed.initialize)")
+    if place is not None:
+        agree_on_config(*place, config, default_timeout())
+    elif isinstance(config, Exception):
+        raise config
+
+
+def check_same_model(description: Sequence[str], group: Any = None) -> None:
+    """Compares the models of all ranks of ``group``. All of them must call it.
+
+    Args:
+        description: A line for everything that must be the same, beginning with its name and a colon.
+        group: The ranks; None: all.
+
+    Raises:
+        DivergenceError: A rank has another model; the same on every rank.
+    """
+    place = _comparing(group, "the comparison of the models of all ranks (deepspeed.initialize)")
+    if place is not None:
+        agree_on_model(*place, description, default_timeout())
+
+
+def _comparing(group: Any, label: str) -> tuple[Any, str, int, int] | None:
+    """Store, topic, rank and number of ranks for a comparison; None where there is nobody to compare with."""
+    # Ranks that are only played have nothing of their own to compare.
+    party = party_of(group) if torch_dist.is_initialized() else None
+    if party is None:
+        return None
+    members = "-".join(map(str, party.ranks))
+    store = SupervisedStore(party.watch, label, party.ranks)
+    return store, f"{zlib.crc32(members.encode()):08x}", torch_dist.get_rank(group), len(party.ranks)
+
+
+def _ask_mpi_for_address() -> str | None:
+    """The host name of rank 0, told by mpi4py; None if it is not installed."""
+    import socket
+
+    try:
+        from mpi4py import MPI  # type: ignore[import-not-found]
+    except ImportError:
+        return None
+    name: str = MPI.COMM_WORLD.bcast(socket.gethostname(), root=0)
+    return name
+
+
+def mpi_discovery(distributed_port: int = DEFAULT_PORT, verbose: bool = True) -> None:
+    """Fills RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from the variables of MPI or Slurm.
+
+    Raises:
+        CommunicationError: The host of rank 0 cannot be found; install mpi4py or set MASTER_ADDR.
+    """
+    place = find_place(
+        os.environ,
+        default_port=distributed_port,
+        device_count=torch.accelerator.device_count(),
+        mpi_address=_ask_mpi_for_address,
+    )
+    place.export(os.environ)
+    if verbose:
+        log_dist(
+            f"rank {place.rank} of {place.world_size}, local rank {place.local_rank}, meeting at "
+            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, found by {place.way}"
+        )
+
+
+def is_available() -> bool:
+    """Whether torch was built with distributed support."""
+    return torch_dist.is_available()
+
+
+def is_initialized() -> bool:
+    """Whether the process group exists, whoever started it."""
+    return world.is_initialized()
+
+
+def destroy_process_group(group: Any = None) -> None:
+    """Tears down ``group``, or everything."""
+    torch_dist.destroy_process_group(group)
+
+
+def new_group(ranks: list[int] | None = None, **options: Any) -> Any:
+    """A group of some of the ranks. All ranks must call it, members or not, in the same order.
+
+    Args:
+        ranks: Global ranks; None: all.
+        **options: Further arguments of :func:`torch.distributed.new_group` (``timeout``, ``backend``, ...). With
+            ``use_local_synchronization`` only the members call it.
+
+    Raises:
+        DivergenceError: Some rank does something else.
+        CommunicationError: Some rank has ended or did not come.
+    """
+    among = ranks if options.get("use_local_synchronization") else None
+    if among is None or get_rank() in among:
+        meet_to_make(f"new_group({ranks})", options.get("timeout"), among)
+    with unbound():
+        return torch_dist.new_group(ranks, **options)
+
+
+def get_rank(group: Any = None) -> int:
+    """This process's rank in ``group`` (None: among all); -1 if it is no member."""
+    return world.rank_in(group)
+
+
+def get_world_size(group: Any = None) -> int:
+    """The number of ranks in ``group`` (None: of all); -1 if this process is no member."""
+    return world.size_of(group)
+
+
+def get_local_rank() -> int:
+    """This process's rank among those of its host: ``LOCAL_RANK``.
+
+    Raises:
+        CallOrderError: The variable is not set; :func:`init_distributed` sets it.
+    """
+    text = os.environ.get("LOCAL_RANK")
+    if text is None:
+        raise CallOrderError(
+            "LOCAL_RANK is not set; call deepspeed.init_distributed() before asking for the local rank"
+        )
+    return int(text)
+
+
+def get_world_group() -> Any:
+    """The group of all ranks."""
+    return torch_dist.group.WORLD
+
+
+def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
+    """The global rank of member number ``group_rank`` of ``group`` (None: the same number)."""
+    return group_rank if group is None else torch_dist.get_global_rank(group, group_rank)
+
+
+def get_all_ranks_from_group(group: Any = None) -> list[int]:
+    """The global ranks of the members of ``group`` (None: of all), in order."""
+    return list(torch_dist.get_process_group_ranks(group))
+
+
+def get_backend(group: Any = None) -> str:
+    """The backend of ``group``."""
+    return world.backend_of(group)
+
+
+def has_all_gather_into_tensor() -> bool:
+    """True: every supported torch gathers into one flat tensor."""
+    return True
+
+
+def has_reduce_scatter_tensor() -> bool:
+    """True: every supported torch reduces and scatters one flat tensor."""
+    return True
+
+
+def has_coalescing_manager() -> bool:
+    """Whether torch can group collectives into one launch."""
+    return hasattr(torch_dist.distributed_c10d, "_coalescing_manager")
+
+
+def has_all_reduce_coalesced() -> bool:
+    """Whether torch has a coalesced all-reduce."""
+    return hasattr(torch_dist, "all_reduce_coalesced")
+
+
+def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]) -> Any:
+    """A torch :class:`~torch.distributed.device_mesh.DeviceMesh` over all ranks. All ranks must call it.
+
+    Args:
+        mesh_shape: Ranks per dimension; the product must be the number of ranks.
+        mesh_dim_names: One name per dimension.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from deepspeed.accelerator import get_accelerator
+
+    meet_to_make(f"initialize_mesh_device({mesh_shape}, {mesh_dim_names})", None)
+    return init_device_mesh(get_accelerator().device_name(), mesh_shape, mesh_dim_names=mesh_dim_names)

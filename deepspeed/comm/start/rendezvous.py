@@ -1,0 +1,141 @@
+"""The store where the ranks of a run meet: rank 0 opens it, the others reach it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as torch_dist
+
+from deepspeed.comm.start.environment import Place
+from deepspeed.errors import CommunicationError
+from deepspeed.ports import free_port, holder_of, is_here
+
+# Rank 0 of this machine that has opened the port answers in no time; who is silent for so long is another program.
+_ANSWER_SECONDS = 30.0
+_CONNECT_SECONDS = 5.0
+_RETRY_SECONDS = 0.1
+# Whoever retries a run at one port may start it while rank 0 of the attempt before is still ending.
+_RELEASE_SECONDS = 2.0
+
+
+def open_store(url: str | None, place: Place, timeout: timedelta) -> Any:
+    """The store where the ranks meet, at ``url``, or else at the address and port of ``place``.
+
+    Args:
+        url: A torch rendezvous URL; None for the environment's.
+        place: Of this process, which must have been exported into the environment.
+        timeout: How long to wait for whoever holds the store, and then for each answer.
+
+    Raises:
+        CommunicationError: Another program is there.
+        RuntimeError: Nobody is there (torch's words).
+    """
+    store: Any = None
+    released_by = time.monotonic() + _RELEASE_SECONDS
+    while store is None:
+        try:
+            store = _opened(url, place, timeout)
+        except RuntimeError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            if time.monotonic() > released_by:
+                raise CommunicationError(_taken(place, url)) from None
+            time.sleep(_RETRY_SECONDS)
+    store.set_timeout(timeout)
+    return store
+
+
+def _opened(url: str | None, place: Place, timeout: timedelta) -> Any:
+    if url is not None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):  # torchrun's agent holds it
+        store, _, _ = next(torch_dist.rendezvous(url or "env://", place.rank, place.world_size, timeout=timeout))
+        return store
+    return _tcp_store(place, True, timeout) if place.rank == 0 else _reach(place, timeout)
+
+
+def _tcp_store(place: Place, is_master: bool, timeout: timedelta) -> torch_dist.TCPStore:
+    """As torch would make it, but without its wait for as many clients as there are ranks: strangers would count."""
+    assert place.address is not None and place.port is not None
+    return torch_dist.TCPStore(
+        place.address,
+        place.port,
+        place.world_size,
+        is_master=is_master,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=True,
+        use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
+    )
+
+
+def _reach(place: Place, timeout: timedelta) -> torch_dist.TCPStore:
+    """The store that rank 0 holds. A program that takes the connection and says nothing would keep torch for ever."""
+    assert place.address is not None and place.port is not None
+    deadline = time.monotonic() + timeout.total_seconds()
+    while not _somebody_listens(place.address, place.port):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"nobody listens there after {timeout}: rank 0 has not come")
+        time.sleep(_RETRY_SECONDS)
+    left = max(deadline - time.monotonic(), 1.0)
+    limit = min(left, _ANSWER_SECONDS) if is_here(place.address) else left
+    store = _within(limit, lambda: _tcp_store(place, False, timedelta(seconds=limit)))
+    if store is None:
+        who = holder_of(place.port) if is_here(place.address) else "another program"
+        raise CommunicationError(
+            f"rank {place.rank} of {place.world_size} (from {place.way}): at {place.address}:{place.port}, where the "
+            f"ranks were to meet, {who} listens, which does not answer as rank 0 would. {_remedy(place)}"
+        )
+    return store
+
+
+def _within(seconds: float, make: Callable[[], torch_dist.TCPStore]) -> torch_dist.TCPStore | None:
+    """What ``make`` returns; None if it fails, or does not end in time: torch cannot be told to give up."""
+    made: list[torch_dist.TCPStore] = []
+
+    def work() -> None:
+        try:
+            made.append(make())
+        except RuntimeError:  # no store: the caller knows who is there instead
+            return
+
+    thread = threading.Thread(target=work, name="deepspeed-rendezvous", daemon=True)
+    thread.start()
+    thread.join(seconds + 1.0)
+    return made[0] if made else None
+
+
+def _somebody_listens(address: str, port: int) -> bool:
+    try:
+        with socket.create_connection((address, port), timeout=_CONNECT_SECONDS) as probe:
+            # Both ends at once: TCP allows it on one machine.
+            return bool(probe.getsockname() != probe.getpeername())
+    except OSError:  # not there yet
+        return False
+
+
+def _taken(place: Place, url: str | None) -> str:
+    """Why rank 0 cannot hold the store."""
+    where, holder = url or f"{place.address}:{place.port}", "another program"
+    if url is None and place.port is not None:
+        holder = holder_of(place.port)
+    return (
+        f"rank {place.rank} of {place.world_size} (from {place.way}) cannot open {where}, where the ranks were to "
+        f"meet: the port is held by {holder}. {_remedy(place)}"
+    )
+
+
+def _remedy(place: Place) -> str:
+    """The way out that this way of starting knows."""
+    port = free_port()
+    if place.port is None:
+        return f"Give init_method another port, such as {port}, on all ranks"
+    if place.way.startswith("torchrun"):
+        return f"Give torchrun --master-port {port}"
+    if place.run.startswith("run "):
+        return f"Give `deepspeed` --master_port {port}, or leave the option out to get a free one"
+    return f"Set MASTER_PORT to a free port, such as {port}, on all ranks"

@@ -1,0 +1,296 @@
+"""What the ranks tell each other before they start: who is where, and whether all run the same.
+
+Everything goes through the rendezvous store, because a collective between ranks that do not match is what hangs. Each
+rank posts what it has; rank 0 compares and posts a verdict, which all ranks read. A rank that comes late is waited for;
+one that does not match is named on every rank. Who is a rank of the run at all, ``reception`` has found out before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from deepspeed.comm.start.environment import run_of_adopted
+from deepspeed.errors import CommunicationError, DeepSpeedConfigError, DivergenceError
+from deepspeed.release import VERSION
+
+_SCOPE = "deepspeed/start"
+# How long rank 0 stays to see that everybody has read a bad verdict: the store may go with it.
+_READ_SECONDS = 5.0
+_MOST_NAMED = 8
+_MIXED_RUNS = "the processes of one group belong to different runs"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What one rank says about itself.
+
+    Attributes:
+        host: Its machine.
+        pid: Its process.
+        local_rank: Its rank on the machine.
+        device: Kind of its accelerator.
+        device_count: Devices it sees.
+        version: Of this package.
+        backend: What the group will talk over.
+    """
+
+    host: str
+    pid: int
+    local_rank: int
+    device: str
+    device_count: int
+    version: str
+    backend: str
+
+
+def own_facts(local_rank: int, backend: str) -> Facts:
+    """The facts of this process."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    return Facts(
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        local_rank=local_rank,
+        device=accelerator.device_name(),
+        device_count=accelerator.device_count(),
+        version=VERSION,
+        backend=backend,
+    )
+
+
+def compare_facts(facts: Sequence[Facts]) -> str | None:
+    """What does not match, with the ranks; None when everything does."""
+    for name, what, remedy in (
+        ("version", "version of deepspeed", "install the same version on all machines"),
+        ("device", "accelerator", "check the drivers and DS_ACCELERATOR on these machines"),
+        ("backend", "backend", "give init_distributed the same dist_backend everywhere"),
+    ):
+        values = [str(getattr(fact, name)) for fact in facts]
+        if len(set(values)) > 1:
+            return _sentence(f"the {what}", values, facts, remedy)
+    return _compare_device_counts(facts)
+
+
+def _compare_device_counts(facts: Sequence[Facts]) -> str | None:
+    """Machines may differ in size, but then each must have one rank per device: a device that is missing shows."""
+    if len({fact.device_count for fact in facts}) == 1:
+        return None
+    ranks_on: dict[str, int] = defaultdict(int)
+    for fact in facts:
+        ranks_on[fact.host] += 1
+    if all(fact.device_count == ranks_on[fact.host] for fact in facts):
+        return None
+    values = [str(fact.device_count) for fact in facts]
+    return _sentence(
+        "the number of visible devices",
+        values,
+        facts,
+        "check the drivers and the visible-device variables there, or start one rank per device on each machine",
+    )
+
+
+def _sentence(what: str, values: Sequence[str], facts: Sequence[Facts], remedy: str) -> str:
+    """Names the ranks whose value is not that of the majority (of rank 0 where there is none)."""
+    common = max(values, key=lambda value: (values.count(value), value == values[0]))
+    others = [
+        f"rank {rank} (host {facts[rank].host}) has {value}" for rank, value in enumerate(values) if value != common
+    ]
+    return (
+        f"{what} differs between the ranks: {_listed(others)}; the other {values.count(common)} rank(s) have {common}. "
+        f"All must be the same: {remedy}"
+    )
+
+
+def _listed(parts: Sequence[str]) -> str:
+    more = f"; and {len(parts) - _MOST_NAMED} more" if len(parts) > _MOST_NAMED else ""
+    return "; ".join(parts[:_MOST_NAMED]) + more
+
+
+def rank_map(facts: Sequence[Facts]) -> list[str]:
+    """Which rank is where: one line per machine after a heading."""
+    hosts: dict[str, list[int]] = {}
+    for rank, fact in enumerate(facts):
+        hosts.setdefault(fact.host, []).append(rank)
+    lines = [f"rank map: {len(facts)} rank(s) on {len(hosts)} host(s), {facts[0].device}, backend {facts[0].backend}"]
+    for host, ranks in hosts.items():
+        places = ", ".join(f"{rank} (local {facts[rank].local_rank}, pid {facts[rank].pid})" for rank in ranks)
+        lines.append(f"  {host}: rank {places}")
+    return lines
+
+
+def agree_on_config(
+    store: Any, topic: str, rank: int, world_size: int, config: Mapping[str, Any] | Exception, timeout: timedelta
+) -> None:
+    """Compares the configuration of all ranks. All of them must call it.
+
+    Args:
+        store: A torch ``Store`` that all ranks share.
+        topic: Name of the group of ranks, the same on all.
+        rank: This rank in the group.
+        world_size: Its number of ranks.
+        config: Value per dotted key; or why this rank could not read its configuration.
+        timeout: How long to wait for the others.
+
+    Raises:
+        CommunicationError: A rank belongs to another run.
+        DeepSpeedConfigError: A rank has another configuration, or could not read its own.
+    """
+    mine: dict[str, Any] = {"place": _own_place(rank), "run": run_of_adopted(os.environ)}
+    if isinstance(config, Exception):
+        mine["error"] = str(config)
+    else:
+        mine["values"] = {key: json.dumps(value, sort_keys=True, default=_type_name) for key, value in config.items()}
+    _, verdict = _exchange(store, f"config/{topic}", rank, world_size, json.dumps(mine), _compare_configs, timeout)
+    if verdict is not None and verdict.startswith(_MIXED_RUNS):
+        raise CommunicationError(verdict)
+    if isinstance(config, Exception):
+        raise config
+    if verdict is not None:
+        raise DeepSpeedConfigError(verdict)
+
+
+def _compare_configs(posts: list[str]) -> str | None:
+    ranks = [json.loads(post) for post in posts]
+    if len({each["run"] for each in ranks} - {""}) > 1:
+        places = [f"{each['place']} is of {each['run'] or 'one that nobody has named'}" for each in ranks]
+        return (
+            f"{_MIXED_RUNS}: {_listed(places)}. Two runs have met at one port before this package was asked: give each "
+            "its own (MASTER_PORT), or call deepspeed.init_distributed instead of torch's init_process_group"
+        )
+    failed = [f"{each['place']}: {each['error']}" for each in ranks if "error" in each]
+    if failed:
+        return f"the configuration cannot be used on every rank: {_listed(failed)}"
+    texts = [json.dumps(each["values"], sort_keys=True) for each in ranks]
+    common = ranks[texts.index(max(texts, key=lambda text: (texts.count(text), text == texts[0])))]
+    others = [
+        f"{each['place']} has {_differences(each['values'], common['values'])}"
+        for each in ranks
+        if each["values"] != common["values"]
+    ]
+    if not others:
+        return None
+    return (
+        f"the configuration differs between the ranks: {_listed(others)}. All ranks must be given the same one: check "
+        "that every machine reads the same file, and that no key depends on the rank"
+    )
+
+
+def _differences(values: Mapping[str, str], common: Mapping[str, str]) -> str:
+    keys = [key for key in sorted({*values, *common}) if values.get(key) != common.get(key)]
+    parts = [f"{key} {values.get(key, '(not set)')} instead of {common.get(key, '(not set)')}" for key in keys]
+    return _listed(parts)
+
+
+def agree_on_model(
+    store: Any, topic: str, rank: int, world_size: int, description: Sequence[str], timeout: timedelta
+) -> None:
+    """Compares the models of all ranks. All of them must call it.
+
+    Ranks post digests; only where these differ do two of them post what they have.
+
+    Args:
+        store: A torch ``Store`` that all ranks share.
+        topic: Name of the group of ranks, the same on all.
+        rank: This rank in the group.
+        world_size: Its number of ranks.
+        description: A line for everything that must be the same, beginning with its name and a colon.
+        timeout: How long to wait for the others.
+
+    Raises:
+        DivergenceError: A rank has another model; the same on every rank.
+    """
+    text = "\n".join(description)
+    mine = {"place": _own_place(rank), "digest": hashlib.sha256(text.encode()).hexdigest()}
+    _, verdict = _exchange(store, f"model/{topic}", rank, world_size, json.dumps(mine), _compare_models, timeout)
+    if verdict is None:
+        return
+    common, odd = json.loads(verdict)
+    scope = f"{_SCOPE}/model/{topic}/lines"
+    if mine["digest"] in (common["digest"], odd["digest"]):
+        store.set(f"{scope}/{mine['digest']}", text)  # the same from every rank that has it
+    keys = [f"{scope}/{each['digest']}" for each in (common, odd)]
+    store.wait(keys, timeout)
+    usual, other = ([*store.get(key).decode().splitlines()] for key in keys)
+    store.add(f"{scope}/read", 1)
+    if rank == 0:
+        wait_for_readers(store, f"{scope}/read", world_size)
+    raise DivergenceError(
+        f"the model differs between the ranks: {odd['place']} has {_first_difference(other, usual)}, {common['place']} "
+        f"has {_first_difference(usual, other)}. Build the same model on every rank, and freeze the same parameters"
+    )
+
+
+def _own_place(rank: int) -> str:
+    return f"rank {os.environ.get('RANK', rank)} (host {socket.gethostname()})"
+
+
+def _compare_models(posts: list[str]) -> str | None:
+    """A rank of the majority and one that has another model, as JSON; None if there is none."""
+    ranks = [json.loads(post) for post in posts]
+    digests = [each["digest"] for each in ranks]
+    common = ranks[digests.index(max(digests, key=lambda each: (digests.count(each), each == digests[0])))]
+    odd = next((each for each in ranks if each["digest"] != common["digest"]), None)
+    return None if odd is None else json.dumps([common, odd])
+
+
+def _first_difference(lines: Sequence[str], others: Sequence[str]) -> str:
+    """What ``lines`` say where they first leave ``others``."""
+    place = next((i for i, pair in enumerate(zip(lines, others, strict=False)) if pair[0] != pair[1]), None)
+    if place is None:
+        place = min(len(lines), len(others))
+    if place < len(lines):
+        return lines[place]
+    return f"nothing after {lines[-1].partition(':')[0] if lines else 'the start'}"
+
+
+def _exchange(
+    store: Any,
+    topic: str,
+    rank: int,
+    world_size: int,
+    mine: str,
+    judge: Callable[[list[str]], str | None],
+    timeout: timedelta,
+) -> tuple[list[str], str | None]:
+    """Posts ``mine``; rank 0 judges all posts. Returns (the posts, on rank 0 only; the verdict, None if it is good)."""
+    # Counted per rank in the store itself, so that a second group or engine has keys of its own.
+    round_number = store.add(f"{_SCOPE}/{topic}/rounds/{rank}", 1)
+    scope = f"{_SCOPE}/{topic}/{round_number}"
+    posts: list[str] = []
+    store.set(f"{scope}/{rank}", mine)
+    if rank == 0:
+        keys = [f"{scope}/{other}" for other in range(world_size)]
+        store.wait(keys, timeout)
+        posts = [store.get(key).decode() for key in keys]
+        verdict = judge(posts)
+        store.set(f"{scope}/verdict", json.dumps(verdict))
+        if verdict is not None:
+            wait_for_readers(store, f"{scope}/read", world_size - 1)
+        return posts, verdict
+    store.wait([f"{scope}/verdict"], timeout)
+    verdict = json.loads(store.get(f"{scope}/verdict"))
+    if verdict is not None:
+        store.add(f"{scope}/read", 1)
+    return posts, verdict
+
+
+def wait_for_readers(store: Any, key: str, count: int) -> None:
+    """Waits until ``count`` ranks have counted themselves at ``key``: the store may end with who waits here."""
+    deadline = time.monotonic() + _READ_SECONDS
+    while store.add(key, 0) < count and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def _type_name(value: Any) -> str:
+    """Stands for an object in the comparison: its text may contain an address."""
+    return type(value).__name__

@@ -1,0 +1,192 @@
+"""Sums, gathers and scattered sums of activations over the ranks of one axis.
+
+All of it goes through a transport of the job (``comm.transports.transport``), so a rank that computes something else is
+found by the watch and named, as in any other wait, and what travels is in the books of its axis. The bits of a sum are
+equal on all ranks. ``comm.transports.differentiable`` has the same with gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from deepspeed.comm.host.forward_queue import catch_up
+from deepspeed.comm.host.gloo import GlooTransport
+from deepspeed.comm.host.shared_sums import SameHostSums, same_host_sums
+from deepspeed.comm.job.world import stand_in
+from deepspeed.comm.transports.counters import traffic
+from deepspeed.comm.transports.transport import Piece, Reduction, Transport, transfer_key
+
+_SUM = 1  # kind of transfer, see transfer_key
+_GATHER = 0
+
+
+class Pending(Protocol):
+    """A sum on its way."""
+
+    def wait(self) -> torch.Tensor:
+        """The sum, in the shape of the summand and no view of anything; may be called again."""
+
+
+class _Travelling:
+    """A transfer whose result is known beforehand, and where it arrives if that is elsewhere."""
+
+    def __init__(self, work: Any, result: torch.Tensor, arrives: torch.Tensor | None = None) -> None:
+        self._work = work
+        self._result = result
+        self._arrives = arrives
+
+    def wait(self) -> torch.Tensor:
+        """See :class:`Pending`."""
+        self._work.wait()
+        if self._arrives is not None:
+            self._result.view(-1).copy_(self._arrives)
+            self._arrives = None
+        return self._result
+
+
+class _GlooSum:
+    """Gloo's own sum, in place.
+
+    It needs one order of sums, which activations have, and fewer wake-ups than an exchange of slices.
+    """
+
+    def __init__(self, transport: GlooTransport, flat: torch.Tensor, label: str) -> None:
+        nbytes = 2 * flat.numel() * flat.element_size()
+        traffic.record_asked("all_reduce", nbytes, transport.axis)
+        traffic.record_ran("all_reduce", nbytes, transport.axis)
+        self._transport = transport
+        self._label = label
+        self._ticket = transport.issue("sum")
+        self._work: Any = None
+        if stand_in() is None:  # where ranks are played their values do not matter
+            transport.started += 1
+            self._work = dist.all_reduce(flat, group=transport.group, async_op=True)
+
+    def wait(self) -> None:
+        """Blocks until the sum is there."""
+        work, self._work = self._work, None
+        if work is not None:
+            catch_up()
+            self._transport.guard(work.wait, self._ticket, self._label)
+
+
+class Channel:
+    """Sums and gathers over the ranks of one axis. All of them must make the same calls in the same order.
+
+    Args:
+        transport: Over these ranks.
+        sums: What sums where they are all on one host; None: the transport.
+
+    Attributes:
+        rank: This rank's place among them.
+        size: How many they are.
+    """
+
+    def __init__(self, transport: Transport, sums: SameHostSums | None = None) -> None:
+        self._transport = transport
+        self._sums = sums
+        self.rank = transport.rank
+        self.size = transport.size
+        self._count = 0
+
+    def __deepcopy__(self, memo: Any) -> Channel:
+        return self  # a copied model talks to the same ranks
+
+    @property
+    def transport(self) -> Transport:
+        """For small exchanges and first values."""
+        return self._transport
+
+    def place(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        """Memory to compute a summand in, which need not be copied then.
+
+        Args:
+            shape: Of the summand.
+            like: Has its dtype and device.
+
+        Returns:
+            Contiguous, with any values; for the very next :meth:`start_sum` only.
+        """
+        if self._sums is not None and self._sums.serves(math.prod(shape), like.dtype):
+            return self._sums.place(shape, like.dtype)
+        return like.new_empty(shape)
+
+    def start_sum(self, values: torch.Tensor, label: str) -> Pending:
+        """Begins to sum ``values`` over the ranks.
+
+        Args:
+            values: Contiguous, floating; no view unless of :meth:`place`; belongs to the sum from now on.
+            label: What travels, for whoever waits in vain.
+
+        Returns:
+            What to wait for; the result has the shape and dtype of ``values``.
+        """
+        if self._sums is not None and self._sums.serves(values.numel(), values.dtype):
+            return self._sums.start(values, label)
+        flat = values.view(-1)
+        if isinstance(self._transport, GlooTransport):
+            return _Travelling(_GlooSum(self._transport, flat, label), values)
+        numel = flat.numel()
+        # Two ranks exchange all they have; more of them reduce slices, which must be of equal length.
+        if self.size > 2 and numel % self.size:
+            padded = flat.new_zeros(-(-numel // self.size) * self.size)
+            padded[:numel].copy_(flat)
+            flat = padded
+        in_place = self._transport.needs_one_order or (self.size == 2 and flat.dtype == torch.float32)
+        out = flat if in_place or self.size == 1 else torch.empty_like(flat)
+        how = Reduction(1.0, self._key(_SUM), label, max(flat.numel() * self.size, 1))
+        work = self._transport.all_reduce(flat, out, how)
+        return _Travelling(work, values, None if out.data_ptr() == values.data_ptr() else out[:numel])
+
+    def sum(self, values: torch.Tensor, label: str) -> torch.Tensor:
+        """The sum of ``values`` over the ranks, in their shape; ``values`` may be overwritten."""
+        return self.start_sum(values.contiguous(), label).wait()
+
+    def gather(self, values: torch.Tensor, lengths: Sequence[int], label: str) -> list[torch.Tensor]:
+        """Everybody's ``values``, which differ in the extent of the last dimension.
+
+        Args:
+            values: This rank's.
+            lengths: Last extent on each rank.
+            label: What travels.
+        """
+        head, mine = values.shape[:-1], values.contiguous()
+        if len(set(lengths)) == 1:
+            rows = values.new_empty((self.size, *values.shape))
+            rows[self.rank].copy_(mine)
+            self._transport.all_gather(rows.view(-1), key=self._key(_GATHER), label=label).wait()
+            return list(rows.unbind(0))
+        parts = [mine if place == self.rank else values.new_empty((*head, n)) for place, n in enumerate(lengths)]
+        self._transport.move([Piece(place, None, part.view(-1)) for place, part in enumerate(parts)], label=label)
+        return parts
+
+    def largest(self, values: torch.Tensor, label: str) -> torch.Tensor:
+        """Returns the elementwise largest of everybody's ``values``, in their shape; for small tensors."""
+        return torch.stack(self.gather(values.reshape(-1), [values.numel()] * self.size, label)).amax(0).view_as(values)
+
+    def scatter_sum(self, values: torch.Tensor, label: str) -> torch.Tensor:
+        """This rank's part, along dimension 0, of the sum of ``values``.
+
+        Args:
+            values: Contiguous; its first extent is a multiple of the number of ranks.
+            label: What travels.
+        """
+        flat = values.view(-1)
+        out = torch.empty(flat.numel() // self.size, dtype=flat.dtype, device=flat.device)
+        how = Reduction(1.0, self._key(_SUM), label, max(flat.numel(), 1))
+        self._transport.reduce_scatter(flat, out, how).wait()
+        return out.view(values.shape[0] // self.size, *values.shape[1:])
+
+    def _key(self, kind: int) -> int:
+        self._count += 1
+        return transfer_key(self._transport.owner, 0, kind, self._count)
+
+
+def channel_over(transport: Transport) -> Channel:
+    """Returns a channel over a transport; sums go through shared memory where all ranks are on one host."""
+    return Channel(transport, same_host_sums(transport))

@@ -1,0 +1,169 @@
+"""Collectives with gradients, on a ``comm.transports.channel.Channel``; the names are those of Megatron-LM.
+
+What is the same on all ranks is *copied to* the part of a model of which each rank has a piece, and its gradient is
+summed; summands are *reduced from* it, and the gradient passes unchanged (`Shoeybi et al.
+<https://arxiv.org/abs/1909.08053>`_). Along a dimension *scatter* and *gather* are each other's backward; so are gather
+and *reduce-scatter* where gradients are summands (`Korthikanti et al. <https://arxiv.org/abs/2205.05198>`_).
+
+Every rank of the channel must call a function, and run its backward, in the same order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from deepspeed.comm.transports.channel import Channel
+from deepspeed.uncompiled import uncompiled
+
+
+class _CopyTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, channel: Channel, label: str) -> torch.Tensor:
+        ctx.channel, ctx.label = channel, label
+        return values.view_as(values)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _summed(gradient, ctx.channel, ctx.label), None, None
+
+
+@uncompiled
+def copy_to(values: torch.Tensor, channel: Channel, label: str = "the gradient of an input") -> torch.Tensor:
+    """Returns ``values``, which are equal on all ranks, for code of which each rank has a part; sums the gradient."""
+    if not (torch.is_grad_enabled() and values.requires_grad):
+        return values
+    return _CopyTo.apply(values, channel, label)
+
+
+class _ReduceFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, channel: Channel, label: str) -> torch.Tensor:
+        return _summed(values, channel, label)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return gradient, None, None
+
+
+@uncompiled
+def reduce_from(values: torch.Tensor, channel: Channel, label: str = "the sum of an output") -> torch.Tensor:
+    """Returns the sum over the ranks, for code that is the same on all of them; passes the gradient on."""
+    return _ReduceFrom.apply(values, channel, label)
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, channel: Channel, label: str) -> torch.Tensor:
+        ctx.channel, ctx.label = channel, label
+        return _summed(values, channel, label)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _summed(gradient, ctx.channel, f"the gradient of {ctx.label}"), None, None
+
+
+@uncompiled
+def sum_over(values: torch.Tensor, channel: Channel, label: str) -> torch.Tensor:
+    """Returns the sum over the ranks, of which each goes on in its own way; sums the gradient too."""
+    return _Sum.apply(values, channel, label)
+
+
+class _GatherFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, values: torch.Tensor, channel: Channel, dim: int, is_partial: bool, label: str
+    ) -> torch.Tensor:
+        ctx.channel, ctx.dim, ctx.is_partial, ctx.label = channel, dim, is_partial, label
+        return gather_along(values, channel, dim, label)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        if ctx.is_partial:
+            mine = scatter_along(gradient, ctx.channel, ctx.dim, f"the gradient of {ctx.label}")
+        else:
+            mine = gradient.chunk(ctx.channel.size, ctx.dim)[ctx.channel.rank].contiguous()
+        return mine, None, None, None, None
+
+
+@uncompiled
+def gather_from(
+    values: torch.Tensor, channel: Channel, dim: int, *, is_partial: bool, label: str = "a sequence"
+) -> torch.Tensor:
+    """Returns the ranks' ``values``, one after the other along ``dim``.
+
+    Args:
+        values: This rank's part; parts are equally long.
+        channel: The ranks.
+        dim: The dimension.
+        is_partial: Gradients are summands and are summed; False: they are equal on all ranks, and each takes its part.
+        label: What travels.
+    """
+    return _GatherFrom.apply(values, channel, dim, is_partial, label)
+
+
+class _ScatterTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, channel: Channel, dim: int, label: str) -> torch.Tensor:
+        ctx.channel, ctx.dim, ctx.label = channel, dim, label
+        return values.chunk(channel.size, dim)[channel.rank].contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return gather_along(gradient, ctx.channel, ctx.dim, ctx.label), None, None, None
+
+
+@uncompiled
+def scatter_to(
+    values: torch.Tensor, channel: Channel, dim: int, label: str = "the gradient of a cut sequence"
+) -> torch.Tensor:
+    """Returns this rank's part along ``dim`` of what all ranks have; gathers the gradient."""
+    return _ScatterTo.apply(values, channel, dim, label)
+
+
+class _ReduceScatterTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, channel: Channel, dim: int, label: str) -> torch.Tensor:
+        ctx.channel, ctx.dim, ctx.label = channel, dim, label
+        return scatter_along(values, channel, dim, label)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return gather_along(gradient, ctx.channel, ctx.dim, f"the gradient of {ctx.label}"), None, None, None
+
+
+@uncompiled
+def reduce_scatter_to(
+    values: torch.Tensor, channel: Channel, dim: int, label: str = "the sum of an output"
+) -> torch.Tensor:
+    """Returns this rank's part along ``dim`` of the sum over the ranks; gathers the gradient."""
+    return _ReduceScatterTo.apply(values, channel, dim, label)
+
+
+# -- tensors without gradients ---------------------------------------------------------------------------------------
+
+
+def _summed(values: torch.Tensor, channel: Channel, label: str) -> torch.Tensor:
+    # In a copy: the sum may be made in its memory.
+    return channel.sum(values.detach().clone(memory_format=torch.contiguous_format), label)
+
+
+def gather_along(values: torch.Tensor, channel: Channel, dim: int, label: str) -> torch.Tensor:
+    """Returns everybody's ``values``, one after the other along ``dim``; they are equally long."""
+    return torch.cat(channel.gather(values, [values.shape[-1]] * channel.size, label), dim=dim)
+
+
+def scatter_along(values: torch.Tensor, channel: Channel, dim: int, label: str) -> torch.Tensor:
+    """Returns this rank's part along ``dim`` of the sum of ``values``."""
+    if dim == 0:
+        return channel.scatter_sum(values.contiguous(), label)
+    rows = torch.stack(values.chunk(channel.size, dim))
+    return channel.scatter_sum(rows, label).squeeze(0)

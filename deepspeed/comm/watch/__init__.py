@@ -1,0 +1,1 @@
+"""The watchdog: waits that can end in a sentence instead of a hang."""

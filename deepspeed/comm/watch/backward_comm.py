@@ -1,0 +1,101 @@
+"""Whether layers of this job talk to other ranks in the middle of a backward.
+
+A rank that waits there for the reduction of a bucket may wait for one that needs an exchange with it first: a peer
+holds a bucket back in which it has unused parameters until its backward is over. So where layers talk, nobody waits for
+a reduction before its own backward is over. Layers say so when they run. It holds from then on for the models that
+contain them (a recomputation may run them in the middle of a backward again), and for all until they have talked, or
+their graph is gone, as a backward may go through several models; other models of the same job are as before.
+
+Whether gradients may be missing on some ranks decides the order of transfers, which must be equal on all ranks, so that
+holds for the rest of the job. What happens on ranks that are only played, or happened before another job began in this
+process, says nothing about it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from deepspeed.comm.job.world import World, stand_in
+
+
+class Talk:
+    """What a layer will say to other ranks in a backward, whose graph keeps it alive until it has been said."""
+
+
+@dataclass(eq=False)
+class _Said:
+    to_come: weakref.WeakSet[Talk] = field(default_factory=weakref.WeakSet)
+    talkers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    is_anywhere: bool = False
+    is_uneven: bool = False
+
+
+_in_job: tuple[Any, _Said] = None, _Said()  # with the group of all ranks: another one is another job
+_played: weakref.WeakKeyDictionary[World, _Said] = weakref.WeakKeyDictionary()
+
+
+def note(talker: Any, *, uneven: bool = False) -> Talk:
+    """A layer will talk in its backward.
+
+    Args:
+        talker: The module.
+        uneven: Which of its parameters get a gradient may differ between the ranks.
+
+    Returns:
+        What the graph of that backward must keep until then.
+    """
+    said, talk = _said(), Talk()
+    said.to_come.add(talk)
+    said.talkers.add(talker)
+    said.is_uneven = said.is_uneven or uneven
+    return talk
+
+
+def note_anywhere() -> None:
+    """Notes an exchange in a backward whose module is not known. From now on it counts for every model of the job."""
+    _said().is_anywhere = True
+
+
+class Ear:
+    """Whether layers may talk in a backward of one model.
+
+    Args:
+        model: With ``modules()``; it is not kept alive.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = weakref.ref(model)
+        self._heard: tuple[_Said | None, int] = None, 0
+        self._has_talkers = False
+
+    def may_hear(self) -> bool:
+        """Whether they may; the answer may differ between ranks."""
+        said = _said()
+        if said.is_anywhere or len(said.to_come):
+            return True
+        heard = said, len(said.talkers)
+        if heard != self._heard:
+            model = self._model()
+            self._has_talkers = model is not None and any(module in said.talkers for module in model.modules())
+            self._heard = heard
+        return self._has_talkers
+
+
+def is_uneven() -> bool:
+    """Whether one of them has gradients on some ranks only; equal on all ranks."""
+    return _said().is_uneven
+
+
+def _said() -> _Said:
+    global _in_job
+    played = stand_in()
+    if played is not None:
+        return _played.setdefault(played, _Said())
+    everyone = dist.group.WORLD
+    if _in_job[0] is not everyone:
+        _in_job = everyone, _Said()
+    return _in_job[1]

@@ -1,0 +1,148 @@
+"""Torch's collectives with their waits under the job's watch.
+
+Where a transfer runs on a stream (NCCL), the call returns at once and there is nothing to watch: it goes to torch as it
+is. On the host it is started first, so that torch's complaints about arguments stay torch's, and then waited for.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch
+
+from deepspeed.comm.job.torch_groups import is_collecting
+from deepspeed.comm.watch.watched_group import Party, party_of
+
+_purpose = ""  # what the program does, in words, where it has said so
+
+
+@contextmanager
+def purpose(words: str) -> Iterator[None]:
+    """Inside, whoever waits in vain for a collective is told that it belongs to ``words``."""
+    global _purpose
+    before, _purpose = _purpose, words
+    try:
+        yield
+    finally:
+        _purpose = before
+
+
+class SupervisedWork:
+    """One of torch's works: its wait is supervised. Otherwise the work itself."""
+
+    def __init__(
+        self, work: Any, party: Party, ticket: tuple[str, int], label: str, members: tuple[int, ...] | None = None
+    ) -> None:
+        self._work = work
+        self._party = party
+        self._ticket = ticket
+        self._label = label
+        self._members = members
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Blocks until the transfer is done; may be called again."""
+        arrived: list[bool] = []
+        arguments = () if timeout is None else (timeout,)
+        self._party.guard(lambda: arrived.append(self._work.wait(*arguments)), self._ticket, self._label, self._members)
+        return arrived[0]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+def collective(name: str, start: Callable[..., Any], group: Any, tensor: torch.Tensor | None, async_op: bool) -> Any:
+    """Runs a collective.
+
+    Args:
+        name: Its name in torch; equal on all ranks that take part.
+        start: Torch's function with all arguments but ``async_op``.
+        group: The ranks that take part; None: all.
+        tensor: One that travels; None where the call blocks the host whatever the backend.
+        async_op: Return at once, with a handle.
+
+    Raises:
+        DivergenceError: Some of the ranks wait for something else.
+        CommunicationError: One has ended or died.
+    """
+    party = _watching(group, tensor)
+    work = start(async_op=async_op or party is not None)
+    if party is None or work is None:
+        return work
+    handle = SupervisedWork(work, party, party.issue("collective", _key(name)), _words(name, tensor, party))
+    if async_op:
+        return handle
+    handle.wait()
+    return None
+
+
+def blocking(name: str, call: Callable[[], Any], group: Any, patience: float | None = None) -> None:
+    """Runs a collective that torch offers only as one blocking call; ``patience`` as of ``Watch.wait``.
+
+    Raises:
+        DivergenceError: Some of the ranks wait for something else.
+        CommunicationError: One has ended or died.
+    """
+    party = _watching(group, None)
+    if party is None:
+        call()
+        return
+    party.guard(call, party.issue("collective", _key(name)), _words(name, None, party), patience=patience)
+
+
+def between(
+    name: str, start: Callable[[], Any], group: Any, tensor: torch.Tensor, peer: int, *, sends: bool, tag: int
+) -> Any:
+    """Starts a send or a receive and returns its handle.
+
+    Args:
+        name: Its name in torch.
+        start: Torch's function with all its arguments.
+        group: The group; None: all ranks.
+        tensor: What travels.
+        peer: The other rank, by its number in the job.
+        sends: Whether this rank is the one that sends.
+        tag: Of the transfer.
+    """
+    work = start()
+    party = _watching(group, tensor)
+    if party is None or work is None:
+        return work
+    ends = (party.watch.rank, peer) if sends else (peer, party.watch.rank)
+    ticket = party.issue(f"from {ends[0]} to {ends[1]}, {tag}")
+    words = f"{name} of {tensor.numel()} elements {'to' if sends else 'from'} rank {peer}"
+    return SupervisedWork(work, party, ticket, words, ends)
+
+
+def from_anybody(call: Callable[[], Any], group: Any) -> None:
+    """Runs a receive from whoever sends first; what others wait for still ends it."""
+    party = _watching(group, None)
+    if party is None:
+        call()
+    else:
+        party.guard(call, party.issue("from anybody"), "recv from any rank", members=())
+
+
+def _watching(group: Any, tensor: torch.Tensor | None) -> Party | None:
+    """Who watches the wait; None where there is none on the host."""
+    if torch.compiler.is_compiling() or is_collecting(group):
+        return None
+    party = party_of(group)
+    if party is None or tensor is None:
+        return party
+    return party if party.waits_on_host and tensor.device.type == "cpu" else None
+
+
+@cache
+def _key(name: str) -> int:
+    return zlib.crc32(name.encode())
+
+
+def _words(name: str, tensor: torch.Tensor | None, party: Party) -> str:
+    what = "" if tensor is None else f" of {tensor.numel()} elements"
+    among = f" among ranks {', '.join(map(str, party.ranks))}" if party.scope and len(party.ranks) <= 16 else ""
+    return f"{name}{what}{among}{f' ({_purpose})' if _purpose else ''}"

@@ -1,0 +1,57 @@
+"""Where a rank is in layers that call torch's own collectives, so that the watch can tell who has parted from whom.
+
+Such layers start their transfers inside torch (``DTensor``), and wait for them wherever a result is first used. So no
+wait can be supervised by itself. Instead a rank says which layer, or which backward, it has reached: from there on it
+may need the others at the same place.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+import zlib
+from typing import Any
+
+import torch
+
+from deepspeed.comm.job.world import is_initialized, stand_in
+from deepspeed.comm.watch.watchdog import Awaited
+from deepspeed.comm.watch.watched_group import job_watch, party_of
+from deepspeed.errors import DeepSpeedError
+
+
+class Waypoints:
+    """The places of one model, which all ranks of a group pass in the same order.
+
+    Args:
+        group: The torch process group whose collectives the layers call.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        party_of(group)  # so that the watch can end the group's waits
+
+    def __deepcopy__(self, memo: Any) -> Waypoints:
+        return self  # a copied model talks to the same ranks
+
+    def reach(self, name: str) -> None:
+        """This rank is at ``name``, and goes on from there."""
+        if torch.compiler.is_compiling():
+            return
+        party = party_of(self._group)
+        if party is None or not party.waits_on_host:
+            return
+        channel, index = party.issue("waypoint", _key(name))
+        party.watch.stand(Awaited(channel, index, party.ranks, f"the others at {name}", time.monotonic()))
+
+
+def reason_of(error: RuntimeError) -> Exception | None:
+    """Why a forward or backward failed, where that is because other ranks have gone another way or ended."""
+    if isinstance(error, DeepSpeedError) or stand_in() is not None or not is_initialized():
+        return None
+    return job_watch().known_reason()
+
+
+@functools.cache
+def _key(name: str) -> int:
+    return zlib.crc32(name.encode())

@@ -1,0 +1,596 @@
+"""Supervises blocking waits, so that ranks that wait for each other in vain say so instead of hanging.
+
+A job has one watch, and the waits in all its process groups are its affair: a circle may go through several. Every
+transfer belongs to a channel (an engine's gathers, its reductions, a group's collectives), and on each channel all
+ranks of its group issue the same transfers in the same order. So "I wait for number *i* of channel *c*" can be compared
+between ranks. A rank that has waited for a while posts what it waits for, and how far it has issued every channel, in
+the rendezvous store, and reads the others' posts. If it waits for a transfer that the other has not issued, while the
+other waits for one that it has not issued, neither can ever go on: that is certain, however stale the post is, because
+the other's wait needs a transfer that this rank has not issued even now. The same holds for a circle of more ranks,
+which takes several groups: then each waits for the next one. And if number *i* of a channel is one transfer here and
+another one there, the ranks have parted already, though each has issued something under that number: transfers have
+keys, which are posted too. Being late is never an error.
+
+A program may also call torch's own collectives, which nobody counts. So a circle must be seen twice, and every rank in
+it must have looked again in the same wait: then all of them wait indeed. Layers that are known to call them tell where
+they are (:meth:`Watch.stand`): a rank that has got there may need the others there, whatever it does until it says
+something else, and as all ranks pass the same places in the same order, such words serve as those of a wait do.
+
+Where transfers run on a stream of the device (NCCL), a wait does not block the host: the stream waits, and the host
+goes on until it needs a result, perhaps in a call of the program that nobody supervises (``loss.item()``). So an event
+is recorded behind every such wait (:meth:`Watch.follow`), and the oldest that the device has not come to is what the
+rank waits for. Transfers that the rank issues later are queued behind it, so a circle of such waits is as certain as
+one of hosts. When ranks wait in vain, the communicators are aborted, which ends their kernels without an error;
+whatever waits afterwards raises.
+
+A rank whose process was killed posts nothing. The other ranks of its machine find that the process is gone.
+
+A rank whose program ends posts that as its last word, so that one that still waits for it can say so. One that fails
+where others depend on it may post why (:meth:`Watch.tell_failure`), and they raise with its words.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import json
+import re
+import threading
+import time
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.util import Finalize
+from typing import Any, Protocol
+
+from deepspeed.comm.host.processes import has_ended, this_process
+from deepspeed.comm.host.training_thread import TrainingThread
+from deepspeed.comm.watch.posts import read_post
+from deepspeed.errors import CommunicationError, DivergenceError
+from deepspeed.logging import logger
+from deepspeed.printable import printable
+
+_PERIOD = 0.2  # seconds between looks at the store, and the shortest wait worth one
+_GRACE = 5.0  # seconds in which a broken connection may still turn out to be a divergence
+_FAREWELL = timedelta(seconds=1)  # the longest a program's end may take longer for it
+_LAST_LOOK = timedelta(seconds=5)  # the longest that a program's end waits for a look that has begun
+_VERDICT = "verdict"
+_FAILURE = "failure"
+_REMEMBERED = 4096  # latest transfers of a channel whose keys are known
+
+
+@dataclass(frozen=True)
+class Awaited:
+    """What a rank waits for.
+
+    Attributes:
+        channel: Of the transfer.
+        index: Its number on the channel.
+        members: The ranks that take part in it.
+        label: In words.
+        since: Start of the wait, in seconds of the monotonic clock.
+        on_stream: Whether the transfer runs on a stream of the device, behind all that was queued before it.
+    """
+
+    channel: str
+    index: int
+    members: tuple[int, ...]
+    label: str
+    since: float
+    on_stream: bool = False
+
+
+class Reached(Protocol):
+    """An event of the device, recorded behind the wait for a transfer."""
+
+    def query(self) -> bool:
+        """Returns whether the device has come to it."""
+
+
+class Member(Protocol):
+    """What takes part in a job."""
+
+    def leave(self) -> None:
+        """The job is over: gives back what it holds."""
+
+
+class Connection(Member, Protocol):
+    """What ranks wait in without a process group."""
+
+    def close(self) -> None:
+        """Makes pending and later waits in it raise."""
+
+
+class Watch:
+    """The waits of one rank of a job.
+
+    Args:
+        store: A torch ``Store`` that all ranks of the job share.
+        scope: Prefix of its keys; equal on all ranks and unique to the job's life.
+        rank: This rank.
+        size: Ranks of the job.
+
+    Attributes:
+        store: As given.
+        scope: As given.
+        rank: As given.
+        aborts: What makes pending waits raise: an action for every process group, by the identity of the group.
+        members: What holds process groups, connections or memory for the job, and is told when it is over. A program
+            may keep it alive by what no collector sees through: a tensor's graph, held by the model.
+    """
+
+    def __init__(self, store: Any, scope: str, rank: int, size: int) -> None:
+        self.store = store
+        self.scope = scope
+        self.rank = rank
+        self._size = size
+        self.aborts: dict[int, Callable[[], None]] = {}
+        self.members: weakref.WeakSet[Member] = weakref.WeakSet()
+        self._connections: weakref.WeakValueDictionary[int, Connection] = weakref.WeakValueDictionary()
+        self._owners: dict[str, int] = defaultdict(int)
+        self._training = TrainingThread()
+        self._is_over = False
+        self._looks = 0
+        # A circle that has been seen: its ranks with what they wait for, and with the number of their look.
+        self._suspected: tuple[dict[int, tuple[str, int]], dict[int, int]] = ({}, {})
+        self._issued: dict[str, int] = defaultdict(int)
+        self._keys: dict[str, dict[int, int]] = defaultdict(dict)  # of a channel's latest transfers, by number
+        self._awaited: Awaited | None = None
+        self._on_device: deque[tuple[Awaited, Reached]] = deque()  # waits of streams, in their order
+        self._stood: Awaited | None = None  # the latest that this rank said of a place
+        self._verdict: str | None = None
+        self._farewell: str | None = None  # of a rank that this one waited for
+        self._failure: str | None = None  # of any rank
+        self._has_aborted = False
+        self._patience = _GRACE
+        self._has_warned = False
+        self._thread: threading.Thread | None = None
+        self._wake = threading.Event()
+        self._processes: dict[int, str] = {}  # of other ranks, as they have posted themselves
+        self.store.set(self._key(f"process/{rank}"), this_process())
+        self._at_exit = functools.partial(_say_farewell, weakref.ref(self))
+        atexit.register(self._at_exit)
+        # A process that multiprocessing has forked ends without the functions of atexit (before Python 3.13).
+        self._at_exit_of_fork = Finalize(None, self._at_exit, exitpriority=0)
+
+    def stop(self) -> None:
+        """Ends the watching thread, and says nothing at the program's end: the process groups are gone."""
+        self._end_thread(timedelta(0))
+        atexit.unregister(self._at_exit)
+        self._at_exit_of_fork.cancel()
+        for member in list(self.members):
+            member.leave()
+        self.aborts.clear()
+
+    def supervise(self, connection: Connection) -> None:
+        """Closes ``connection`` when waits are in vain, and tells it when the job is over."""
+        self._connections[id(connection)] = connection
+        self.members.add(connection)
+
+    def dismiss(self, connection: Connection) -> None:
+        """Tells ``connection`` that it is over before the job is."""
+        self._connections.pop(id(connection), None)
+        self.members.discard(connection)
+        connection.leave()
+
+    def next_owner(self, scope: str = "") -> int:
+        """Counts the engines of a group from 0; ``scope`` is the group's name."""
+        self._owners[scope] += 1
+        return self._owners[scope] - 1
+
+    def issue(self, channel: str, key: int | None = None) -> int:
+        """Counts a transfer that this rank takes part in now; returns its number on the channel.
+
+        Args:
+            channel: Of the transfer.
+            key: Equal on all ranks for this transfer; None: its number says all there is to say.
+        """
+        self._issued[channel] += 1
+        index = self._issued[channel]
+        if key is not None:
+            keys = self._keys[channel]
+            keys[index] = key
+            keys.pop(index - _REMEMBERED, None)
+        return index
+
+    def issued_over(self, scope: str) -> dict[str, int]:
+        """Returns how many transfers this rank has issued on each channel of a process group, for any engine.
+
+        Args:
+            scope: Name of the group, as its channels have it.
+        """
+        issued = dict(self._issued).items()
+        return {channel: count for channel, count in issued if channel.partition("/")[2].startswith(scope)}
+
+    def wait(
+        self,
+        blocking: Callable[[], Any],
+        channel: str,
+        index: int,
+        label: str,
+        members: tuple[int, ...],
+        *,
+        patience: float | None = None,
+        on_stream: bool = False,
+    ) -> None:
+        """Runs a blocking wait.
+
+        Args:
+            blocking: Waits.
+            channel: Of the transfer.
+            index: Its number on the channel.
+            label: What travels.
+            members: The ranks that take part in it; none if anybody may.
+            patience: Seconds in which a failed wait may still find its explanation; None: a few, the first time.
+            on_stream: As of :class:`Awaited`.
+
+        Raises:
+            DivergenceError: What it waits for can never come.
+            CommunicationError: The transfer failed otherwise, or its communicator was aborted meanwhile.
+        """
+        awaited = Awaited(channel, index, members, label, time.monotonic(), on_stream)
+        # Beside training there is nobody to hold up: the end of a peer breaks the connection, and that will do.
+        beside = self._training.is_elsewhere()
+        if not beside:
+            self._begin_watching()
+            outer = self._awaited
+            self._awaited = awaited
+        try:
+            blocking()
+        except RuntimeError as error:
+            raise self._explain(error, awaited, patience) from error
+        finally:
+            if not beside:
+                self._awaited = outer
+        if self._has_aborted:
+            # Where transfers run on a stream, an aborted one ends without an error and leaves its buffers as they were.
+            raise self._explain(RuntimeError("the communicator was aborted"), awaited, 0.0)
+
+    def follow(self, reached: Reached, channel: str, index: int, label: str, members: tuple[int, ...]) -> None:
+        """Supervises a wait of a stream, which does not block the host.
+
+        Args:
+            reached: Recorded on the stream, behind its wait for the transfer.
+            channel: Of the transfer.
+            index: Its number on the channel.
+            label: What travels.
+            members: The ranks that take part in it.
+        """
+        self._begin_watching()
+        self._on_device.append((Awaited(channel, index, members, label, time.monotonic(), True), reached))
+
+    def _stuck_on_device(self) -> Awaited | None:
+        """Returns the oldest wait of a stream that is not over. Forgets those that are."""
+        while self._on_device and self._on_device[0][1].query():
+            self._on_device.popleft()
+        return self._on_device[0][0] if self._on_device else None
+
+    def stand(self, awaited: Awaited) -> None:
+        """Says where this rank may wait from now on, in code that supervises no wait."""
+        self._begin_watching()
+        self._awaited = self._stood = awaited
+
+    def known_reason(self) -> Exception | None:
+        """Why a wait where this rank stood latest failed, if any rank knows. Does not wait for that."""
+        return None if self._stood is None else self._reason(self._stood, 0.0)[0]
+
+    def _begin_watching(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=_watching, args=(weakref.ref(self), self._wake), name="deepspeed-watch", daemon=True
+            )
+            self._thread.start()
+
+    def wait_for_keys(
+        self, keys: Sequence[str], channel: str, index: int, label: str, members: tuple[int, ...], timeout: timedelta
+    ) -> None:
+        """Waits until somebody has written ``keys`` into the store; otherwise like :meth:`wait`.
+
+        Raises:
+            DivergenceError: They can never come.
+            CommunicationError: They did not come within ``timeout``, or the store is gone.
+        """
+        self.wait(lambda: self._look_for(list(keys), timeout), channel, index, label, members)
+
+    def _look_for(self, keys: list[str], timeout: timedelta) -> None:
+        begun, limit = time.monotonic(), timeout.total_seconds()
+        while not self.store.check(keys):
+            if self.is_in_vain():
+                raise RuntimeError("other ranks went another way")
+            waited = time.monotonic() - begun
+            if waited >= limit:
+                raise RuntimeError(f"not all ranks came within {timeout}")
+            # A tenth late at most, and few questions to the one store of many ranks that wait for long.
+            time.sleep(min(max(0.1 * waited, 0.001), _PERIOD))
+
+    def is_in_vain(self) -> bool:
+        """Whether it is known why no wait can end well."""
+        return any(said is not None for said in (self._verdict, self._farewell, self._failure))
+
+    def tell_failure(self, text: str) -> None:
+        """Says that this rank cannot go on: whoever waits, now or later, raises with ``text``. The first one counts."""
+        with contextlib.suppress(RuntimeError):  # the store went with the rank that held it: that ends the others too
+            self.store.compare_set(self._key(_FAILURE), "", text)
+
+    def look_after_long_wait(self) -> bool:
+        """What the watching thread does each period; returns whether it goes on."""
+        if self._is_over:
+            return False
+        awaited, blocks_host = self._awaited, True
+        stuck = self._stuck_on_device()
+        if stuck is not None and (awaited is None or awaited.on_stream):
+            # What the host waits for comes behind it in the stream.
+            awaited, blocks_host = stuck, awaited is not None
+        if awaited is None or time.monotonic() - awaited.since < _PERIOD:
+            return True
+        try:
+            self._verdict = self._look(awaited, blocks_host=blocks_host)
+        except RuntimeError:
+            return False  # the store went with the rank that held it; the waiting thread sees the broken connection
+        if self.is_in_vain():
+            self._has_aborted = True
+            for abort in list(self.aborts.values()):
+                abort()
+            for reference in self._connections.valuerefs():
+                if (connection := reference()) is not None:
+                    connection.close()
+        return not self.is_in_vain()
+
+    def _look(self, awaited: Awaited, *, blocks_host: bool) -> str | None:
+        """Posts what this rank waits for; returns the verdict if some ranks and this one wait in vain.
+
+        Args:
+            awaited: What it waits for.
+            blocks_host: Whether its host waits too, and not only a stream of its device.
+        """
+        self._looks += 1
+        mine = {
+            "look": self._looks,
+            "channel": awaited.channel,
+            "index": awaited.index,
+            "members": awaited.members,
+            "label": awaited.label,
+            "on_stream": awaited.on_stream,
+            "blocks_host": blocks_host,
+            "issued": dict(self._issued),
+            "key": self._key_of(awaited.channel, awaited.index),
+        }
+        self.store.set(self._key(self.rank), json.dumps(mine))
+        if self.store.check([self._key(_VERDICT)]):
+            return self._read(_VERDICT)
+        if self.store.check([self._key(_FAILURE)]):
+            self._failure = self._read(_FAILURE)
+            return None
+        posts = {self.rank: mine, **self._posts(awaited)}
+        self._farewell = _farewell_of(awaited, posts)
+        if self._farewell is not None:
+            return None
+        if (dead := self._dead_among(posts)) is not None:
+            self._failure = _words_for_dead(dead, self.rank, awaited)
+            self.tell_failure(self._failure)
+            return None
+        circle = circle_through(self.rank, posts) or self._parted_from(posts)
+        if not self._is_still_there({rank: posts[rank] for rank in circle}):
+            return None
+        verdict = _sentence({rank: posts[rank]["label"] for rank in circle})
+        self.store.set(self._key(_VERDICT), verdict)
+        return verdict
+
+    def _dead_among(self, posts: dict[int, dict[str, Any]]) -> int | None:
+        """Returns a rank of this machine, among those that are waited for, whose process has ended without a word."""
+        for rank, post in posts.items():
+            if rank == self.rank or post.get("has_left"):
+                continue
+            if rank not in self._processes:
+                key = self._key(f"process/{rank}")
+                if not self.store.check([key]):
+                    continue
+                self._processes[rank] = self._read(f"process/{rank}")
+            if has_ended(self._processes[rank]):
+                return rank
+        return None
+
+    def _is_still_there(self, circle: dict[int, dict[str, Any]]) -> bool:
+        """Whether every rank of ``circle`` has looked again, in the same wait, since the circle was first seen."""
+        waits = {rank: (post["channel"], post["index"]) for rank, post in circle.items()}
+        looks = {rank: post["look"] for rank, post in circle.items()}
+        if not circle or self._suspected[0] != waits:
+            self._suspected = waits, looks
+            return False
+        return all(looks[rank] > first for rank, first in self._suspected[1].items())
+
+    def _key_of(self, channel: str, index: int) -> int | None:
+        keys = self._keys.get(channel)
+        return None if keys is None else keys.get(index)
+
+    def _parted_from(self, posts: dict[int, dict[str, Any]]) -> list[int]:
+        """This rank and another one that waits for something else under a number that this one has used."""
+        for rank, post in posts.items():
+            theirs, mine = post.get("key"), self._key_of(post.get("channel", ""), post.get("index", 0))
+            is_ours = self.rank in post.get("members", ())
+            if is_ours and theirs is not None and mine is not None and theirs != mine:
+                return [rank, self.rank]
+        return []
+
+    def _key(self, name: object) -> str:
+        return f"{self.scope}/watch/{name}"
+
+    def _read(self, name: object) -> str:
+        value = self.store.get(self._key(name))
+        return printable(value.decode(errors="replace") if isinstance(value, bytes) else str(value))
+
+    def _posts(self, awaited: Awaited) -> dict[int, dict[str, Any]]:
+        """The newest words of the other ranks that this one waits for, and of those that they wait for, and so on."""
+        found: dict[int, dict[str, Any]] = {}
+        unread = set(awaited.members)
+        while unread:
+            rank = unread.pop()
+            if rank != self.rank:
+                found[rank] = self._post_of(rank)
+                unread.update(other for other in found[rank].get("members", ()) if other not in found)
+        return found
+
+    def _post_of(self, rank: int) -> dict[str, Any]:
+        """Returns the newest words of a rank; empty if there are none, or none that a rank of this version writes."""
+        if not self.store.check([self._key(rank)]):
+            return {}
+        post = read_post(self._read(rank), self._size)
+        if post is None and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                f"the rendezvous store holds something else than a post where rank {rank} says what it waits for. It "
+                "is ignored. Check that all ranks have the same version, and that nothing else uses the master port"
+            )
+        return post or {}
+
+    def _explain(self, error: RuntimeError, awaited: Awaited, patience: float | None) -> Exception:
+        """A failed wait: by a verdict of any rank, by the end of a rank's program, or by something else."""
+        seconds = self._patience if patience is None else patience
+        if patience is None:
+            self._patience = 0.0  # what is broken stays broken; later waits need not be patient too
+        reason, gone = self._reason(awaited, seconds)
+        return reason or CommunicationError(
+            f"waiting for {awaited.label} failed; a peer has probably died or timed out{gone}: {_plain(error)}"
+        )
+
+    def _reason(self, awaited: Awaited, patience: float) -> tuple[Exception | None, str]:
+        """What any rank has found out, or finds out in so many seconds; and the words for a store that is gone."""
+        deadline = time.monotonic() + patience
+        gone = ""
+        while not self.is_in_vain():
+            try:
+                if self.store.check([self._key(_VERDICT)]):
+                    self._verdict = self._read(_VERDICT)
+                elif self.store.check([self._key(_FAILURE)]):
+                    self._failure = self._read(_FAILURE)
+                else:
+                    self._farewell = _farewell_of(awaited, self._posts(awaited))
+            except RuntimeError:
+                gone = " (rank 0 is gone, with the store that it held)"
+                break
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(0.05)
+        if self._verdict is not None:
+            return DivergenceError(self._verdict), gone
+        if self._failure is not None:
+            return CommunicationError(self._failure), gone
+        if self._farewell is not None:
+            return CommunicationError(self._farewell), gone
+        return None, gone
+
+    def say_farewell(self) -> None:
+        """Posts that this rank's program has ended."""
+        if self._is_over or self._size == 1:
+            return
+        # A thread that is inside torch when the interpreter goes brings the process down with it.
+        self._end_thread(_LAST_LOOK)
+        try:
+            self.store.set_timeout(_FAREWELL)  # a store of files whose folder is gone waits for it to come back
+            self.store.set(self._key(self.rank), json.dumps({"has_left": True, "issued": dict(self._issued)}))
+        except RuntimeError:
+            return  # the store went with the rank that held it: nobody is left to read this
+
+    def _end_thread(self, patience: timedelta) -> None:
+        self._is_over = True
+        self._wake.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(patience.total_seconds())
+
+
+def _say_farewell(reference: weakref.ref[Watch]) -> None:
+    watch = reference()
+    if watch is not None:
+        watch.say_farewell()
+
+
+def _farewell_of(awaited: Awaited, posts: dict[int, dict[str, Any]]) -> str | None:
+    """What to say if a rank has left without issuing what is waited for."""
+    left = [
+        rank
+        for rank in awaited.members
+        if posts.get(rank, {}).get("has_left") and posts[rank]["issued"].get(awaited.channel, 0) < awaited.index
+    ]
+    if not left:
+        return None
+    who = f"rank {left[0]} has" if len(left) == 1 else f"ranks {', '.join(map(str, left))} have"
+    return (
+        f"{who} ended while this rank waits for {awaited.label}. If no error is shown there, that program came to its "
+        "end too early: every rank must make the same calls, so look for a loop over fewer batches, a skipped step or "
+        "an early exit"
+    )
+
+
+def _words_for_dead(rank: int, me: int, awaited: Awaited) -> str:
+    return (
+        f"the process of rank {rank} has died (killed, crashed without an error message, or ended by os._exit), while "
+        f"rank {me} waits for {awaited.label}. Look at the end of the output of rank {rank}, and in the kernel's log "
+        "for the out-of-memory killer"
+    )
+
+
+def _plain(error: RuntimeError) -> str:
+    """The backend's words without its source lines and advice."""
+    return re.sub(r"^\[\S+:\d+\] ", "", str(error)).split(" This is typically caused")[0]
+
+
+def _watching(reference: weakref.ref[Watch], wake: threading.Event) -> None:
+    """The watching thread. It must not keep the watch alive, and with it the process group and its sockets."""
+    goes_on = True
+    while goes_on:
+        wake.wait(_PERIOD)
+        watch = reference()
+        goes_on = watch is not None and watch.look_after_long_wait()
+        del watch
+
+
+def circle_through(start: int, posts: dict[int, dict[str, Any]]) -> list[int]:
+    """Ranks that wait for each other in a circle which ``start`` is part of; empty if there is none.
+
+    Args:
+        start: The rank whose post is new.
+        posts: By rank: the ``channel``, ``index`` and ``members`` of the transfer that it waits for, and how many of
+            each channel it has ``issued``.
+    """
+    reached_from: dict[int, int] = {}
+    unfinished = [start]
+    while unfinished:
+        rank = unfinished.pop(0)
+        for other in _lacking(rank, posts):
+            if other == start:
+                circle = [rank]
+                while circle[-1] != start:
+                    circle.append(reached_from[circle[-1]])
+                return circle
+            if other not in reached_from:
+                reached_from[other] = rank
+                unfinished.append(other)
+    return []
+
+
+def _lacking(rank: int, posts: dict[int, dict[str, Any]]) -> Iterator[int]:
+    """Ranks that have not issued what ``rank`` waits for, and cannot issue it before their own wait is over.
+
+    A rank whose host runs on while its stream waits may still issue transfers on the host; those on the device would
+    come behind the wait in the stream.
+    """
+    awaited = posts[rank]
+    for other in awaited["members"]:
+        theirs = posts.get(other, {})
+        if other == rank or "members" not in theirs:
+            continue
+        is_held_up = theirs.get("blocks_host", True) or awaited.get("on_stream", False)
+        if is_held_up and theirs["issued"].get(awaited["channel"], 0) < awaited["index"]:
+            yield other
+
+
+def _sentence(waiting: dict[int, str]) -> str:
+    parts = "; ".join(f"rank {rank} waits for {label}" for rank, label in sorted(waiting.items()))
+    return (
+        f"ranks took different branches and wait for each other: {parts}. Every rank must use the same modules and "
+        "make the same calls. Make the branch depend on data that is equal on all ranks, or mark the module that holds "
+        "both branches with deepspeed.utils.set_z3_leaf_modules, so that it is gathered whole"
+    )

@@ -1,0 +1,1 @@
+"""Stage 3: when parameters are gathered and released, and what they are in between."""

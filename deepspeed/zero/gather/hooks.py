@@ -1,0 +1,402 @@
+"""Module hooks: they turn a forward into scopes that hold buckets, and tell when a backward starts.
+
+A *scope* is one running forward of the root module or of a unit. Entering the scope of a unit makes its buckets FULL
+and counts one user each; leaving it takes the users back and reshards what nothing near needs. The outermost scope
+opens and closes the segment of the schedule and carries the saved-tensor hooks; what it returns lets a backward through
+it announce itself, whoever called the module. A module between the root and the units
+opens a scope only where it is the outermost, which lets a program call part of a model by itself (an encoder, before
+text is generated). A forward inside a backward is
+recomputation: it gathers but does not reshard; the buckets stay until their gradients are in or the next unit is
+recomputed.
+
+A whole training step may run inside the forward of the root module (Lightning's manual optimization does). Then the
+backward and the update *pause* the forwards around them; what gathers next opens them again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from deepspeed.uncompiled import uncompiled
+from deepspeed.zero.bucket import Bucket, State
+from deepspeed.zero.gather.handles import SavedTensorHooks
+from deepspeed.zero.gather.schedule import GatherSchedule
+from deepspeed.zero.gather.sharded_parameter import NOT_IN_A_GRAPH
+from deepspeed.zero.holder import Gatherer
+
+
+@dataclass
+class _Scope:
+    """One running forward of the module with the number ``entry``.
+
+    Attributes:
+        entry: See above.
+        buckets: What the module needs.
+        opened_segment: Whether it has begun the open segment of the schedule.
+        pushed_hooks: Whether it has installed the saved-tensor hooks.
+        pushed_guard: Whether it has put a guard over saved-tensor hooks of somebody else.
+        held: Buckets of which it is a user.
+    """
+
+    entry: int
+    buckets: list[Bucket]
+    opened_segment: bool = False
+    pushed_hooks: bool = False
+    pushed_guard: bool = False
+    held: list[Bucket] = field(default_factory=list)
+
+
+class _ScopeHook:
+    """A module hook. In a copy of its module it does nothing: the copy is not the engine's.
+
+    Args:
+        run: Called with the last argument of the hook: what the module returns, in a hook after its forward.
+    """
+
+    def __init__(self, run: Callable[[Any], None]) -> None:
+        self._run = run
+
+    @partial(uncompiled, reason=NOT_IN_A_GRAPH)
+    def __call__(self, *args: Any) -> None:
+        self._run(args[-1])
+
+    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
+        return _idle_hook
+
+    def __reduce__(self) -> Any:
+        return _get_idle_hook, ()
+
+
+def _idle_hook(*_args: Any) -> None:
+    return
+
+
+def _get_idle_hook() -> Callable[..., None]:
+    return _idle_hook
+
+
+class ForwardHooks:
+    """Owns the module hooks of sharded buckets.
+
+    Args:
+        root: The model.
+        units: Module and its sharded buckets; a module may appear once.
+        buckets: All sharded buckets.
+        schedule: Makes buckets FULL.
+        in_backward: Whether a backward of this engine is running.
+        on_outputs: Given what a training forward returns, and the number of its module.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        units: list[tuple[nn.Module, list[Bucket]]],
+        buckets: list[Bucket],
+        schedule: GatherSchedule,
+        in_backward: Callable[[], bool],
+        on_outputs: Callable[[Any, int], None],
+    ) -> None:
+        self._schedule = schedule
+        self._in_backward = in_backward
+        self._on_outputs = on_outputs
+        self._buckets = buckets
+        self._scopes: list[_Scope] = []
+        self._paused: list[_Scope] = []  # outermost first; then there are no open scopes except those of a backward
+        self._entered: list[bool] = []  # for every running forward of an entry: whether it opened a scope
+        # Recomputed under hooks of others, and those of them that miss no gradient: dicts that serve as ordered sets.
+        self._recomputed: dict[Bucket, None] = {}
+        self._settled: dict[Bucket, None] = {}
+        self._outstanding: Counter[int] = Counter()  # training forwards without their backward, by entry
+        self._below: dict[int, frozenset[Bucket]] = {}
+        self._reached: set[int] = set()  # entries whose outputs the open backward has come through
+        self._saved = SavedTensorHooks(buckets, schedule.demand, self._last_handle_died)
+        self.handles: list[RemovableHandle] = []
+        self._by_module: dict[nn.Module, list[Bucket]] = {root: []}
+        for module, unit_buckets in units:
+            self._by_module.setdefault(module, []).extend(unit_buckets)
+        self._entries = _entries(root, self._by_module)
+        for bucket in buckets:
+            bucket.gatherer = self._gatherer(bucket)
+        self.install()
+
+    def install(self) -> None:
+        """Puts the hooks on the model; those that are there are replaced."""
+        self.remove()
+        if self._buckets:
+            for number, (module, buckets) in enumerate(self._by_module.items()):
+                self._hook(module, partial(self._enter, number, buckets), self._leave)
+            for number, module in enumerate(self._entries, start=len(self._by_module)):
+                self._hook(module, partial(self._enter_entry, number), self._leave_entry)
+
+    def _hook(self, module: nn.Module, enter: Callable[[Any], None], leave: Callable[[Any], None]) -> None:
+        # First of all: the user's own hooks find the module's parameters full.
+        self.handles.append(module.register_forward_pre_hook(_ScopeHook(enter), prepend=True))
+        self.handles.append(module.register_forward_hook(_ScopeHook(leave), always_call=True))
+
+    def remove(self) -> None:
+        """Takes every hook from the model."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+
+    def close(self) -> None:
+        """Takes every hook from the model, for good: graphs that are left keep nothing of it alive."""
+        self.remove()
+        self._saved.close()
+        for bucket in self._buckets:
+            bucket.gatherer = None
+
+    # -- scopes ------------------------------------------------------------------------------------------------------
+
+    def _enter(self, entry: int, buckets: list[Bucket], _inputs: Any) -> None:
+        self._resume()
+        scope = _Scope(entry, buckets)
+        self._open(scope)
+        if len(self._scopes) == 1:
+            scope.pushed_hooks = self._saved.push()
+        scope.pushed_guard = not scope.pushed_hooks and self._saved.push_guard()
+        if self._in_backward():
+            self._free_recomputed(except_for=buckets)
+        for bucket in buckets:
+            self._hold(scope, bucket)
+
+    def _open(self, scope: _Scope) -> None:
+        self._scopes.append(scope)
+        if len(self._scopes) == 1 and not self._schedule.in_segment:
+            self._schedule.begin("forward" if torch.is_grad_enabled() else "evaluation", scope.entry)
+            scope.opened_segment = True
+
+    def _enter_entry(self, entry: int, inputs: Any) -> None:
+        self._entered.append(not self._scopes and not self._paused)
+        if self._entered[-1]:
+            self._enter(entry, [], inputs)
+
+    def _leave_entry(self, outputs: Any) -> None:
+        if self._entered and self._entered.pop():  # empty after an exception or a whole step inside this forward
+            self._leave(outputs)
+
+    def _hold(self, scope: _Scope, bucket: Bucket) -> None:
+        self._schedule.demand(bucket)
+        bucket.users += 1
+        scope.held.append(bucket)
+
+    def _leave(self, outputs: Any) -> None:
+        if not self._scopes:
+            # A forward that is paused to its end, or that an exception inside it has closed already.
+            if self._paused:
+                self._pop_hooks(self._paused.pop())
+            return
+        bare = not self._scopes[0].pushed_hooks  # somebody else's hooks keep plain views of what is saved
+        scope = self._scopes.pop()
+        is_training = scope.opened_segment and self._schedule.kind == "forward"
+        try:
+            self._close(scope, bare)
+            if is_training:
+                self._outstanding[scope.entry] += 1
+                self._on_outputs(outputs, scope.entry)
+        finally:  # ranks that differ raise there; the hooks must not outlive this forward
+            self._pop_hooks(scope)
+
+    def _pop_hooks(self, scope: _Scope) -> None:
+        """Takes away the saved-tensor hooks that a scope has installed."""
+        if scope.pushed_hooks:
+            self._saved.pop()
+        if scope.pushed_guard:
+            self._saved.pop_guard()
+
+    def _close(self, scope: _Scope, bare: bool) -> None:
+        recomputing = self._in_backward()
+        for bucket in scope.held:
+            bucket.users -= 1
+            if bucket.users == 0 and bucket.state is State.FULL:
+                if recomputing and bare:
+                    self._recomputed[bucket] = None
+                    if bucket.gradients_in or not bucket.layout.trainable:
+                        self._settled[bucket] = None
+                elif recomputing:
+                    self._free_if_done(bucket)
+                else:
+                    self._after_use(bucket)
+        scope.held.clear()
+        if scope.opened_segment:
+            scope.opened_segment = False
+            is_training = self._schedule.kind == "forward"
+            self._schedule.end()
+            self._free_unused(is_training)
+
+    def pause(self) -> None:
+        """Gives back what the running forwards hold, for a backward or an update inside them. All ranks must do so.
+
+        The saved-tensor hooks stay: a later forward of the same step needs them, and nothing else is harmed by them.
+        """
+        if self._in_backward():
+            return
+        while self._scopes:
+            scope = self._scopes.pop()
+            self._close(scope, bare=False)
+            self._paused.insert(0, scope)
+
+    def _resume(self) -> None:
+        """Opens paused forwards again, as the next gather is part of them."""
+        if self._scopes or self._in_backward():
+            return
+        while self._paused:
+            scope = self._paused.pop(0)
+            self._open(scope)
+            for bucket in scope.buckets:
+                self._hold(scope, bucket)
+
+    def _after_use(self, bucket: Bucket) -> None:
+        if bucket.is_kept:
+            return
+        if torch.is_grad_enabled() and self._schedule.stays_after_forward(bucket):
+            bucket.is_kept = True
+        else:
+            bucket.reshard()
+
+    def _free_unused(self, is_training: bool) -> None:
+        """After a forward: buckets that this rank gathered for the others' sake, which keep or free them alike."""
+        for bucket in self._buckets:
+            if bucket.state is State.FULL and bucket.users == 0 and not bucket.is_kept:
+                if is_training and self._schedule.stays_after_forward(bucket):
+                    bucket.is_kept = True
+                else:
+                    bucket.reshard()
+
+    def _free_recomputed(self, except_for: list[Bucket]) -> None:
+        """The next unit is recomputed: the backward of those recomputed before it is over, gradients apart."""
+        for bucket in list(self._settled):
+            if bucket not in except_for and bucket.users == 0:
+                del self._recomputed[bucket], self._settled[bucket]
+                if bucket.state is State.FULL and bucket.live_handles == 0:
+                    bucket.reshard()
+
+    def abandon(self) -> None:
+        """Closes every scope and frees every bucket after an exception or at the end of a backward."""
+        for scopes in (self._scopes, self._paused):
+            while scopes:
+                self._pop_hooks(scopes.pop())
+        self._entered.clear()
+        self._recomputed.clear()
+        self._settled.clear()
+        for bucket in self._buckets:
+            bucket.users = bucket.pins
+        self.free_all()
+
+    def free_all(self) -> None:
+        """Reshards whatever is gathered and not in use."""
+        self._recomputed.clear()
+        self._settled.clear()
+        self._outstanding.clear()
+        self._free_except(frozenset())
+
+    def _free_except(self, kept: Set[Bucket]) -> None:
+        for bucket in self._buckets:
+            if bucket.users == 0 and bucket.state is State.FULL and not (bucket.is_kept and bucket in kept):
+                bucket.reshard()
+
+    def reach(self, entry: int) -> None:
+        """The open backward has come through the outputs of a forward."""
+        if not self._buckets:
+            return
+        self._reached.add(entry)
+        self._schedule.enter(entry)
+
+    def end_backward(self) -> None:
+        """Reshards what the backward had gathered; what other forwards keep for their own backwards stays."""
+        if not self._buckets:
+            return
+        if self._reached:
+            self._outstanding.subtract(self._reached)
+            self._outstanding = +self._outstanding  # without those of which none is left
+        else:
+            self._outstanding.clear()
+        self._reached.clear()
+        self._recomputed.clear()
+        self._settled.clear()
+        self._free_except(frozenset().union(*(self._buckets_below(entry) for entry in self._outstanding)))
+
+    def _buckets_below(self, entry: int) -> frozenset[Bucket]:
+        """Buckets with parameters of the module that has this number: equal on all ranks, unlike what each has used."""
+        if entry not in self._below:
+            own = set([*self._by_module, *self._entries][entry].parameters())
+            self._below[entry] = frozenset(bucket for bucket in self._buckets if not own.isdisjoint(bucket.params))
+        return self._below[entry]
+
+    @property
+    def sees_forwards(self) -> bool:
+        """Whether there are hooks that see each forward begin and end."""
+        return bool(self._buckets)
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether a forward of the model is running that is not paused."""
+        return bool(self._scopes)
+
+    # -- uses outside the own module ---------------------------------------------------------------------------------
+
+    def _gatherer(self, bucket: Bucket) -> Gatherer:
+        def gather(_parameter: nn.Parameter, _together: Sequence[torch.Tensor]) -> bool:
+            self._resume()
+            if self._scopes:
+                self._hold(self._scopes[-1], bucket)
+                return True
+            if self._in_backward():
+                self._schedule.demand(bucket)
+                return True
+            return False
+
+        return gather
+
+    # -- freeing during backward -------------------------------------------------------------------------------------
+
+    @uncompiled
+    def _last_handle_died(self, bucket: Bucket) -> None:
+        if self._in_backward():
+            self._free_if_done(bucket)
+
+    def gradients_arrived(self, bucket: Bucket) -> None:
+        """All gradients of ``bucket`` are copied out."""
+        if bucket in self._recomputed:
+            self._settled[bucket] = None
+        self._free_if_done(bucket)
+
+    def _free_if_done(self, bucket: Bucket) -> None:
+        """During backward: frees a bucket that no scope, no handle and no missing gradient needs any more.
+
+        What is kept stays until the end where several forwards wait for their backwards: only then it is known which of
+        them goes on needing it, and it must be the same on all ranks.
+        """
+        if not bucket.is_sharded or bucket.state is not State.FULL or bucket.users or bucket.live_handles:
+            return
+        if bucket.layout.trainable and not bucket.gradients_in:
+            return
+        if bucket.is_kept and self._outstanding.total() > 1:
+            return
+        if bucket in self._recomputed:
+            return  # what recomputation saved are bare views; the next unit, or the end of backward, frees it
+        bucket.reshard()
+
+
+def _entries(root: nn.Module, units: dict[nn.Module, list[Bucket]]) -> list[nn.Module]:
+    """Modules that may be called by themselves: those above a unit, and those that use what another unit gathers."""
+    covered: set[nn.Module] = set()
+    sharded: set[nn.Parameter] = set()
+    for module, buckets in units.items():
+        gathered = {parameter for bucket in buckets for parameter in bucket.params}
+        sharded |= gathered
+        covered |= {inner for inner in module.modules() if gathered.intersection(inner._parameters.values())}
+    found = []
+    for module in root.modules():
+        uses_others = module not in covered and not sharded.isdisjoint(module._parameters.values())
+        if module not in units and (uses_others or any(inner in units for inner in module.modules())):
+            found.append(module)
+    return found

@@ -1,0 +1,344 @@
+"""When sharded buckets are gathered: the agreed order, prefetching, and what stays gathered.
+
+Time is cut into *segments*: one outermost forward (training or evaluation) or one backward. What a segment gathers
+depends on its *entry*, the module whose forward is the outermost, or through whose outputs a backward comes in. The
+first time a segment starts in a given situation it is *recorded*: before each gather all ranks compare which bucket
+they want, and at the end that they stopped at the same place. From then on every rank *follows* the recorded order
+without asking. A rank that skips part of the order still takes part in the skipped gathers, because the others rely on
+its slices; a rank that wants something that the rest of the order does not hold *leaves* it, which all ranks must do
+alike (see ``comm.watch.agreement``).
+
+A pass may announce, on all ranks alike, buckets that it will not use (layers that are dropped at random): they are not
+gathered, and what is learned from such passes is put together (:mod:`deepspeed.zero.gather.learned_order`).
+
+In a backward the first use of any part of a leaf module gathers the whole of it, as its forward did: which part that is
+may differ between ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from deepspeed.comm.watch.agreement import END_OF_SEGMENT, Agreement
+from deepspeed.uncompiled import uncompiled
+from deepspeed.zero.bucket import Bucket, State
+from deepspeed.zero.gather.gather_count import GatherCount
+from deepspeed.zero.gather.learned_order import LearnedOrder
+
+
+@dataclass(frozen=True)
+class GatherLimits:
+    """Sizes from the configuration, in elements.
+
+    Attributes:
+        prefetch: Elements that may be on their way ahead of their use (``stage3_prefetch_bucket_size``). The next unit
+            may, whatever its size, unless this is 0.
+        max_live: Gathered elements at once, beyond which nothing is prefetched or kept
+            (``stage3_max_live_parameters``).
+        max_reuse_distance: A bucket stays gathered after its forward when its backward is at most so many elements
+            away (``stage3_max_reuse_distance``).
+    """
+
+    prefetch: int = 50_000_000
+    max_live: int = 1_000_000_000
+    max_reuse_distance: int = 1_000_000_000
+
+
+_ANNOUNCED = 2
+
+_UNKNOWN = -1  # entry of a backward that has reached no forward's outputs yet, or never does
+
+Situation = tuple[str, int, frozenset[int]]
+"""Kind of segment, number of its entry, and the buckets that are gathered at its start, or would be if none were left
+out: equal on all ranks."""
+
+
+class GatherSchedule:
+    """Makes buckets FULL on demand, in one order on all ranks.
+
+    Args:
+        buckets: The sharded buckets of the model, in model order.
+        agreement: Keeps the ranks together.
+        limits: Sizes.
+        leaves: The buckets that each leaf module uses.
+        units: For each unit, the indices of its buckets, sharded or not; a bucket in none is a unit by itself.
+    """
+
+    def __init__(
+        self,
+        buckets: list[Bucket],
+        agreement: Agreement,
+        limits: GatherLimits,
+        leaves: Iterable[Iterable[Bucket]] = (),
+        units: Iterable[Iterable[int]] = (),
+    ) -> None:
+        self._buckets = {bucket.index: bucket for bucket in buckets}
+        self._units: dict[int, tuple[int, ...]] = {index: (index,) for index in self._buckets}
+        for unit in units:
+            members = tuple(index for index in unit if index in self._buckets)
+            self._units.update(dict.fromkeys(members, members))
+        self._count = GatherCount()
+        for bucket in buckets:
+            bucket.count = self._count
+            self._count.change(bucket.index, bucket.layout.numel, State.SHARDED, bucket.state)
+        self._leaf_of = _joined(leaves)
+        self._demanded_leaves: set[tuple[int, ...]] = set()  # of this backward
+        self._agreement = agreement
+        self._limits = limits
+        self._orders: dict[Situation, LearnedOrder] = {}
+        self._skipped: frozenset[int] = frozenset()
+        self._situation: Situation | None = None
+        self._order: list[int] | None = None  # followed; None while recording
+        self._issued: list[int] = []  # of this segment
+        self._is_alone = False  # the open segment: it has nothing to do with other ranks
+        self._kept_after_forward = self._near_their_backward(buckets)
+
+    def _near_their_backward(self, buckets: list[Bucket]) -> frozenset[int]:
+        """Buckets that stay gathered between forward and backward: a pure function of layout and limits."""
+        kept, later = set(), 0
+        for bucket in reversed(buckets):
+            numel = bucket.layout.numel
+            if 2 * later > self._limits.max_reuse_distance or later + numel > self._limits.max_live:
+                break
+            kept.add(bucket.index)
+            later += numel
+        # A leaf is kept whole or not at all: ranks that use what was kept would not ask for the rest.
+        return frozenset(index for index in kept if kept.issuperset(self._leaf_of.get(index, ())))
+
+    def stays_after_forward(self, bucket: Bucket) -> bool:
+        """Whether a training forward leaves ``bucket`` gathered for its backward."""
+        return bucket.index in self._kept_after_forward
+
+    @property
+    def expects_no_gather(self) -> bool:
+        """Whether no segment is open, or the rest of it gathers nothing, by the agreed order."""
+        return self._situation is None or self._order is not None and len(self._issued) >= len(self._order)
+
+    @property
+    def in_segment(self) -> bool:
+        """Whether a segment is open."""
+        return self._situation is not None
+
+    @property
+    def kind(self) -> str:
+        """Kind of the open segment; empty outside."""
+        return self._situation[0] if self._situation else ""
+
+    @property
+    def num_issued(self) -> int:
+        """Gathers that the open segment has asked for."""
+        return len(self._issued)
+
+    @property
+    def knows_orders(self) -> bool:
+        """Whether some segment has been recorded."""
+        return bool(self._orders)
+
+    def forget_orders(self) -> None:
+        """Records every segment anew; all ranks must do so together."""
+        self._orders.clear()
+
+    def skip(self, indices: frozenset[int]) -> None:
+        """From now on no forward uses these buckets, nor does its backward; equal on all ranks, between two forwards.
+
+        Args:
+            indices: Numbers of buckets; none: every bucket may be used.
+        """
+        self._skipped = indices & self._buckets.keys()
+
+    # -- segments ----------------------------------------------------------------------------------------------------
+
+    def begin(self, kind: str, entry: int = _UNKNOWN) -> None:
+        """Opens a segment. All ranks must open the same one.
+
+        Args:
+            kind: ``forward``, ``evaluation`` or ``backward``.
+            entry: Number of the module that it enters the model by; a backward learns it from :meth:`enter`.
+        """
+        assert self._situation is None, f"segment {self._situation} is still open"
+        self._issued = []
+        if not self._buckets:
+            self._situation, self._order = (kind, entry, frozenset()), []
+            self._agreement.begin_segment(kind)
+            return
+        full = frozenset(index for index, bucket in self._buckets.items() if bucket.state is State.FULL)
+        if kind == "backward":
+            full |= self._skipped & self._kept_after_forward
+        self._situation = (kind, entry, full)
+        self._order = self._known_order()
+        self._demanded_leaves.clear()
+        # Nothing can be gathered where all is held gathered around it, so ranks need not do the same (a rank that
+        # generates may stop earlier than others).
+        self._is_alone = kind == "evaluation" and all(bucket.pins for bucket in self._buckets.values())
+        if not self._is_alone:
+            self._agreement.begin_segment(kind)
+        self._show_shapes(True)
+
+    def enter(self, entry: int) -> None:
+        """The open backward has come to the outputs of a forward; the first one before any gather is its entry."""
+        assert self._situation is not None
+        kind, known, full = self._situation
+        if known == _UNKNOWN and not self._issued:
+            self._situation = (kind, entry, full)
+            self._order = self._known_order()
+
+    def _known_order(self) -> list[int] | None:
+        assert self._situation is not None
+        learned = self._orders.get(self._situation)
+        return None if learned is None else learned.without(self._left_out)
+
+    @property
+    def _left_out(self) -> frozenset[int]:
+        """Of the open segment; an evaluation uses everything."""
+        return frozenset() if self.kind == "evaluation" else self._skipped
+
+    def end(self) -> None:
+        """Closes the segment: takes part in what was skipped, and agrees on the order if it was recorded."""
+        assert self._situation is not None, "no segment is open"
+        if not self._buckets:
+            self._situation = None
+            self._agreement.end_segment(())
+            return
+        if self._is_alone:
+            self._situation = None
+            self._show_shapes(False)
+            return
+        if self._order is None:
+            self._agreement.exchange(len(self._issued), END_OF_SEGMENT)
+            learned = self._orders.setdefault(self._situation, LearnedOrder())
+            learned.learn(self._issued, self._left_out, falls=self.kind == "backward")
+        else:
+            for index in self._order[len(self._issued) :]:
+                self._issue(self._buckets[index])
+        self._agreement.end_segment(self._issued)
+        keeps = self._kept_after_forward if self._situation[0] == "forward" else frozenset()
+        self._situation = None
+        self._forget_announced()
+        self._show_shapes(False)
+        for bucket in self._buckets.values():
+            if bucket.state is State.GATHERING and bucket.index in keeps:
+                bucket.finish_gather()  # this rank skipped it, but what is gathered must be equal on all ranks
+            elif bucket.state is State.GATHERING:
+                bucket.abandon_gather()
+
+    def drop(self) -> None:
+        """Forgets an open segment after an exception; its order is not learned."""
+        self._situation = None
+        self._forget_announced()
+        self._show_shapes(False)
+        for bucket in self._buckets.values():
+            if bucket.state is State.GATHERING:
+                bucket.abandon_gather()
+
+    def _show_shapes(self, shown: bool) -> None:
+        for bucket in self._buckets.values():
+            bucket.show_shapes(shown)
+
+    def _announce(self) -> None:
+        """Shards that have to be read from a slow home are read one step before their gather."""
+        assert self._order is not None
+        for index in self._order[len(self._issued) : len(self._issued) + _ANNOUNCED]:
+            self._buckets[index].announce()
+
+    def _forget_announced(self) -> None:
+        for memory in {id(bucket.memory): bucket.memory for bucket in self._buckets.values()}.values():
+            memory.forget()
+
+    # -- gathers -----------------------------------------------------------------------------------------------------
+
+    @uncompiled
+    def demand(self, bucket: Bucket) -> None:
+        """Returns when ``bucket`` is FULL, with the next ones of the order on their way."""
+        if self._leaf_of and self.kind == "backward":
+            self._demand_leaf_of(bucket)
+        if bucket.state is State.SHARDED:
+            self._issue_up_to(bucket)
+        if bucket.state is State.GATHERING:
+            self._prefetch(bucket)
+            bucket.finish_gather()
+
+    def _demand_leaf_of(self, bucket: Bucket) -> None:
+        """Makes a leaf FULL at the first use of it; what was FULL from the start may have been used up already."""
+        leaf = self._leaf_of.get(bucket.index)
+        if leaf is None or leaf in self._demanded_leaves:
+            return
+        assert self._situation is not None
+        self._demanded_leaves.add(leaf)
+        _, _, gathered = self._situation
+        for index in leaf:
+            if index not in gathered:
+                self.demand(self._buckets[index])
+
+    def _issue_up_to(self, bucket: Bucket) -> None:
+        if self._situation is None:
+            self._agreement.exchange(0, bucket.index)
+            bucket.start_gather()
+            return
+        position = len(self._issued)
+        if self._order is not None:
+            try:
+                found = self._order.index(bucket.index, position)
+            except ValueError:
+                # Every rank must leave the order here, with the same wish, or all raise in the exchange below.
+                self._order = None
+            else:
+                for index in self._order[position : found + 1]:
+                    self._issue(self._buckets[index])
+                return
+        self._agreement.exchange(position, bucket.index)
+        self._issue(bucket)
+
+    def _issue(self, bucket: Bucket) -> None:
+        self._issued.append(bucket.index)
+        if bucket.state is State.GATHERING:  # skipped by this rank the last time; that transfer must land first
+            bucket.finish_gather()
+        if bucket.state is State.FULL:
+            bucket.repeat_gather()
+        else:
+            bucket.start_gather()
+
+    def _prefetch(self, demanded: Bucket) -> None:
+        """Asks for what the order wants next, so that it arrives beside the computation of the unit in demand.
+
+        The rest of that unit and all of the next one are asked for, further units as long as the limit of prefetching
+        allows it; nothing beyond the limit of live parameters.
+
+        Args:
+            demanded: What is waited for now; it is not ahead of its use.
+        """
+        order = self._order
+        if order is None:
+            return
+        count, limits = self._count, self._limits
+        unit = self._units[demanded.index]
+        ahead = count.arriving_numel - sum(count.arriving.get(index, 0) for index in unit)
+        following: tuple[int, ...] | None = None  # the next unit, if some of it is on its way
+        if ahead:
+            following = self._units[next(index for index in count.arriving if index not in unit)]
+        while len(self._issued) < len(order):
+            upcoming = self._buckets[order[len(self._issued)]]
+            if upcoming.state is not State.SHARDED:
+                return
+            numel, its_unit = upcoming.layout.numel, self._units[upcoming.index]
+            is_near = its_unit in (unit, following) or following is None
+            fits = limits.prefetch > 0 and (is_near or ahead + numel <= limits.prefetch)
+            if not fits or count.live + numel > limits.max_live:
+                self._announce()
+                return
+            self._issue(upcoming)
+            if its_unit != unit:
+                ahead += numel
+                following = following or its_unit
+
+
+def _joined(leaves: Iterable[Iterable[Bucket]]) -> dict[int, tuple[int, ...]]:
+    """By bucket the buckets, in model order, that are gathered with it; leaves that share one count as one leaf."""
+    found: list[set[int]] = []
+    for leaf in leaves:
+        joined = {bucket.index for bucket in leaf}
+        for other in [other for other in found if other & joined]:
+            joined |= other
+            found.remove(other)
+        found.append(joined)
+    return {index: tuple(sorted(joined)) for joined in found if len(joined) > 1 for index in joined}

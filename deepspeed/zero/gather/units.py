@@ -1,0 +1,86 @@
+"""Which modules are gathered as one unit.
+
+A unit is a repeated block: a child of a ``ModuleList`` or ``Sequential``. Parameters outside every block belong to the
+unit of the module that owns them. A block that is larger than the granularity and itself holds blocks is taken apart,
+unless it is marked as a leaf (``deepspeed.utils.set_z3_leaf_modules``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from deepspeed.zero.gather.leaf import z3_leaf_module
+from deepspeed.zero.holder import full_numel
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential)
+
+
+@dataclass
+class Unit:
+    """Parameters that are gathered together for the forward of one module.
+
+    Attributes:
+        name: Qualified name of the module; empty for the root.
+        module: The module whose forward needs the parameters.
+        params: Qualified name to parameter, in model order; a tied parameter belongs to its first owner.
+    """
+
+    name: str
+    module: nn.Module
+    params: dict[str, nn.Parameter] = field(default_factory=dict)
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether all parameters are the module's own, none of a module below it."""
+        own = {id(parameter) for parameter in self.module._parameters.values()}
+        return all(id(parameter) in own for parameter in self.params.values())
+
+
+def find_units(model: nn.Module, granularity: int) -> list[Unit]:
+    """Cuts ``model`` into units, in model order; units without parameters are left out.
+
+    Args:
+        model: The model.
+        granularity: Elements up to which a block is never taken apart.
+    """
+    seen: set[int] = set()
+    units = [_fill(unit, seen) for unit in _walk(model, "", granularity, inside_container=False)]
+    return [unit for unit in units if unit.params]
+
+
+def _walk(module: nn.Module, name: str, granularity: int, *, inside_container: bool) -> Iterator[tuple[Unit, bool]]:
+    """Yields units and whether each takes the parameters of its whole subtree."""
+    if z3_leaf_module(module):
+        yield Unit(name, module), True
+        return
+    if inside_container and not (_numel(module) > granularity and _holds_blocks(module)):
+        yield Unit(name, module), True
+        return
+    if next(module.parameters(recurse=False), None) is not None:
+        yield Unit(name, module), False
+    is_container = isinstance(module, _CONTAINERS) or getattr(module, "holds_blocks", False)
+    for child_name, child in module.named_children():
+        path = f"{name}.{child_name}" if name else child_name
+        yield from _walk(child, path, granularity, inside_container=is_container)
+
+
+def _fill(found: tuple[Unit, bool], seen: set[int]) -> Unit:
+    unit, whole = found
+    for name, parameter in unit.module.named_parameters(recurse=whole):
+        if id(parameter) not in seen:
+            seen.add(id(parameter))
+            unit.params[f"{unit.name}.{name}" if unit.name else name] = parameter
+    return unit
+
+
+def _holds_blocks(module: nn.Module) -> bool:
+    return any(
+        isinstance(child, _CONTAINERS) and _numel(child) > 0 for child in module.modules() if child is not module
+    )
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(full_numel(parameter) for parameter in module.parameters())

@@ -1,0 +1,1 @@
+"""From ``.grad`` to the reduced gradient that the update reads."""

@@ -1,0 +1,546 @@
+"""The gradients of one bucket, from the parameters' ``.grad`` to the reduced gradient that the update reads.
+
+Per backward a trainable bucket goes ``IDLE -> FILLING -> REDUCING -> REDUCED`` (or back to ``IDLE`` where the local sum
+took it). Autograd's own ``.grad`` holds each gradient until the last one of the bucket has arrived; one fused copy then
+packs them into the flat buffer, or adds them to the local sum where nothing is reduced yet, and ``.grad`` is dropped.
+What earlier backwards left is in ``zero.gradient.gradient_sum``.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from deepspeed.comm.codecs.codec import Residual
+from deepspeed.comm.codecs.zero_rows import ZeroRows, row_starts
+from deepspeed.comm.transports.transport import LocalTransport, Reduction, Work, catch_up, transfer_key
+from deepspeed.errors import CallOrderError
+from deepspeed.zero.bucket import Bucket
+from deepspeed.zero.gradient.destination import Landing
+from deepspeed.zero.gradient.gradient_sum import GradientSum
+from deepspeed.zero.gradient.packing import pack_and_square
+from deepspeed.zero.gradient.private_undo import PrivateUndo
+from deepspeed.zero.gradient.reduction_policy import ReductionPolicy
+from deepspeed.zero.placement import private_numel
+from deepspeed.zero.storage import FlatBuffer, Kind, Ledger
+from deepspeed.zero.update.norm import squared_norm
+
+_REDUCTION = 1  # kind of transfer, see transfer_key
+
+
+class GradientState(Enum):
+    """Where the gradients of a bucket are in the present backward."""
+
+    IDLE = "idle"
+    FILLING = "filling"
+    REDUCING = "reducing"
+    REDUCED = "reduced"
+
+
+@dataclass(frozen=True)
+class _Transfer:
+    """A reduction on its way.
+
+    Attributes:
+        work: The transfer.
+        source: What travels.
+        incoming: Where the sum arrives.
+    """
+
+    work: Work
+    source: FlatBuffer
+    incoming: FlatBuffer
+
+
+class GradientBucket:
+    """The gradients of one trainable bucket.
+
+    Attributes:
+        bucket: Whose gradients.
+        sum: What earlier backwards and this one have left since the last update.
+        state: Where the gradients of this backward are.
+        repeats: Gradients arrive more than once in a backward.
+        private: What reductions have lost of this rank's gradients so far, 1-D fp32, times the loss scale as gradients
+            are; None where they lose nothing, or it is not kept.
+        writes: Parameters whose whole gradient a program has set since the last update: all ranks must set the same.
+        is_coded: Reductions are as ``reduce_codec`` of their group says; otherwise as ``early_codec`` does.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        policy: ReductionPolicy,
+        ledger: Ledger,
+        landing: Landing,
+    ) -> None:
+        self.bucket = bucket
+        self._group = group = bucket.group
+        self._prescale, self._postscale = policy.factors(group.divisor)
+        self._landing = landing
+        self.state = GradientState.IDLE
+        self.writes: set[int] = set()
+        self._policy = policy
+        self.is_coded = policy.begins_coded
+        self._is_local = isinstance(group.reduce, LocalTransport) and group.combine is None
+        layout = bucket.layout
+        self._flat = FlatBuffer(
+            layout.numel,
+            policy.reduce_dtype(bucket.dtype),
+            bucket.device,
+            kind=Kind.GRADIENT_BUCKET,
+            ledger=ledger,
+        )
+        shapes = [tile.shape for tile in layout.tiles]
+        self._views = self._flat.views(layout.starts, shapes)
+        self._gaps = self._padding()
+        self._flat.free()
+        self._arrived = [False] * len(bucket.params)
+        self._missing = len(bucket.params)
+        self._transfer: _Transfer | None = None
+        self._rounds = 0
+        # Sums over ranks are fp32, and fp64 where the gradient is.
+        is_double = bucket.dtype == torch.float64
+        self._sum_dtype = torch.float64 if is_double else torch.float32
+        self.sum = GradientSum(
+            self._flat,
+            layout.starts,
+            shapes,
+            dtype=torch.float64 if is_double else policy.accumulate_dtype,
+            device=bucket.device,
+            landing=landing,
+            ledger=ledger,
+        )
+        self._before = self.sum.mark()
+        self.repeats = False
+        self.private: FlatBuffer | None = None
+        self._residual: Residual | None = None
+        self._undo: PrivateUndo | None = None
+        self._combine_residual: Residual | None = None
+        codec = group.reduce_codec
+        self._rows: ZeroRows | None = None
+        self._combine_rows: ZeroRows | None = None
+        if codec is not None and not codec.says_zero and not self._is_local:
+            self._open_rows()
+        if group.feeds_back:
+            self._open_private(ledger)
+        if self.private is not None and policy.may_skip:
+            self._undo = PrivateUndo(self.private, ledger)
+
+    def _open_private(self, ledger: Ledger) -> None:
+        """One error for what is sent to the owners and, where all get the whole sum, one for what the owner sends.
+
+        The same again, of a slice, where the sums of slices travel between the ranks that hold the same ones.
+        """
+        layout, to_owner, spread = self.bucket.layout, self._policy.to_owner, self._group.is_spread
+        numel = private_numel(layout, to_owner=to_owner, spread=spread)
+        self.private = FlatBuffer(numel, torch.float32, self.bucket.device, kind=Kind.PRIVATE, ledger=ledger)
+        rest = self.private.tensor.zero_()
+
+        def take(numel: int) -> torch.Tensor:
+            nonlocal rest
+            taken, rest = rest[:numel], rest[numel:]
+            return taken
+
+        part = layout.slice_numel
+        self._residual = Residual(take(layout.numel), None if to_owner else take(part))
+        if layout.replicas > 1:
+            self._combine_residual = Residual(take(part), None if spread else take(part // layout.replicas))
+
+    def _open_rows(self) -> None:
+        """The rows of the bucket and, where sums of slices travel too, those of this rank's slice."""
+        layout, device = self.bucket.layout, self.bucket.device
+        starts = row_starts(layout.starts, [tile.shape for tile in layout.tiles], layout.numel)
+        self._rows = ZeroRows(starts, layout.numel, layout.num_slices, device)
+        if layout.replicas > 1:
+            begin = self._group.gather.rank * layout.slice_numel
+            within = [start - begin for start in starts]
+            self._combine_rows = ZeroRows(within, layout.slice_numel, layout.replicas, device)
+
+    def _padding(self) -> list[torch.Tensor]:
+        """Views of the stretches between tiles."""
+        layout = self.bucket.layout
+        ends = (*layout.starts[1:], layout.numel)
+        gaps = [
+            self._flat.tensor[start + tile.numel : end]
+            for tile, start, end in zip(layout.tiles, layout.starts, ends, strict=True)
+        ]
+        return [gap for gap in gaps if gap.numel()]
+
+    # -- filling -----------------------------------------------------------------------------------------------------
+
+    def arrive(self, index: int) -> bool:
+        """Notes that autograd has delivered the gradient of parameter ``index``.
+
+        Returns:
+            Whether the bucket is now complete for this backward.
+        """
+        if self._arrived[index]:
+            self.repeats = True
+            if self.state is not GradientState.FILLING:
+                raise CallOrderError(
+                    f"the gradient of {self.bucket.layout.tiles[index].name!r} arrived again after its bucket was "
+                    "reduced: the model reuses this parameter in this backward but did not in the first one. Keep the "
+                    "graph alike from step to step, or set zero_optimization.overlap_comm to false"
+                )
+            return False
+        if self.state is not GradientState.FILLING:
+            self.state = GradientState.FILLING
+        self._arrived[index] = True
+        self._missing -= 1
+        return self._missing == 0
+
+    def note_unannounced(self) -> None:
+        """Counts gradients that no hook announced: weight steps of schedules set ``.grad`` by ``autograd.grad``."""
+        if self._missing == 0:
+            return
+        for index, parameter in enumerate(self.bucket.params):
+            if not self._arrived[index] and parameter.grad is not None and parameter.requires_grad:
+                self.arrive(index)
+
+    @property
+    def holds_unannounced(self) -> bool:
+        """Whether, between backwards, a parameter has a gradient that was never collected."""
+        return any(parameter.grad is not None and parameter.requires_grad for parameter in self.bucket.params)
+
+    def pack(self) -> None:
+        """Copies the gradients into the flat buffer and drops ``.grad``; absent ones count as zero."""
+        grads: dict[int, torch.Tensor] = {}
+        zeros = list(self._gaps)
+        self.sum.leave_packed()
+        self._flat.grow()
+        for index, parameter in enumerate(self.bucket.params):
+            grad = parameter.grad if self._arrived[index] else None
+            if grad is None:
+                zeros.append(self._views[index])
+                continue
+            self.sum.used[index] = True
+            grads[index] = grad.to_dense() if grad.layout is not torch.strided else grad
+            parameter.grad = None
+        self.sum.squares = None  # of the result that may have been in the buffer
+        with torch.no_grad():
+            if zeros:
+                torch._foreach_zero_(zeros)
+            squares = self.sum.fresh_squares(wanted=self._will_be_result)
+            if squares is not None:
+                pack_and_square(self.bucket.layout, self._flat.tensor, self._views, grads, squares)
+            elif grads:
+                torch._foreach_copy_([self._views[index] for index in grads], list(grads.values()))
+        self.bucket.gradients_in = True
+
+    def keep(self) -> None:
+        """Adds the gradients to this rank's own sum over micro-batches and drops ``.grad``.
+
+        They are packed first only where their dtype is another than that of what is packed, or where the squares of the
+        sum are to be taken with it.
+        """
+        grads: dict[int, torch.Tensor] = {}
+        for index, parameter in enumerate(self.bucket.params):
+            if self._arrived[index] and parameter.grad is not None:
+                grads[index] = parameter.grad
+        dtype = self._flat.tensor.dtype
+        takes_squares = self.sum.takes_squares and self._is_local  # otherwise the sum over ranks is what they are of
+        if takes_squares or any(g.dtype != dtype or g.layout is not torch.strided for g in grads.values()):
+            self.pack()
+            self.accumulate_locally()
+            return
+        self.sum.add_apart(grads)
+        for index in grads:
+            self.sum.used[index] = True
+            self.bucket.params[index].grad = None
+        self.bucket.gradients_in = True
+        self.state = GradientState.IDLE
+
+    @property
+    def _will_be_result(self) -> bool:
+        """Whether what is packed now is what the update reads: a group of one without earlier micro-batches."""
+        waiting = self.sum.reduced is not None or self.sum.local is not None
+        return self._is_local and not waiting and self._postscale * self._prescale == 1.0
+
+    @property
+    def has_arrivals(self) -> bool:
+        """Whether any gradient arrived in this backward."""
+        return any(self._arrived)
+
+    def begin_backward(self, *, is_last: bool = False) -> None:
+        """Forgets the arrivals of the last backward, and looks which parameters are frozen now.
+
+        Args:
+            is_last: The update follows, so that the squares of what this backward leaves are worth taking.
+        """
+        self.sum.takes_squares = is_last
+        self._arrived = [False] * len(self._arrived)
+        self._missing = sum(parameter.requires_grad for parameter in self.bucket.params)
+        self.bucket.gradients_in = self._missing == 0
+        self.state = GradientState.IDLE
+        self._before = self.sum.mark()
+
+    def is_mixed(self, *, reduced: bool) -> bool:
+        """Whether this backward's gradient has been added to a sum that was there before it.
+
+        Args:
+            reduced: The backward was one that reduces; the others touch nothing but this rank's own sum.
+        """
+        return self.sum.is_mixed_since(self._before, reduced=reduced)
+
+    def drop_backward(self, *, reduced: bool, with_sum: bool) -> None:
+        """After an exception in backward: throws away what it delivered.
+
+        Args:
+            reduced: As of :meth:`is_mixed`.
+            with_sum: Throw away the sum of earlier micro-batches that it was to be added to.
+        """
+        for parameter in self.bucket.params:
+            parameter.grad = None
+        if reduced and (with_sum or (self._before.is_empty and self.sum.has_grown_since(self._before))):
+            self.clear()
+            return
+        self.sum.undo_local(self._before, with_sum=with_sum)
+        if not self.sum.is_packed:
+            self._flat.free()
+        self.begin_backward()
+
+    # -- accumulating and reducing -----------------------------------------------------------------------------------
+
+    def accumulate_locally(self) -> None:
+        """Adds the packed gradient to this rank's own sum over micro-batches, over the whole bucket."""
+        self.sum.add_local(is_result=self._is_local)
+        self.state = GradientState.IDLE
+
+    def start_reduction(self, *, as_sum: bool) -> None:
+        """FILLING (packed) or an unreduced sum -> REDUCING.
+
+        Args:
+            as_sum: Some rank may have a sum of earlier micro-batches; then what travels has the dtype of sums on every
+                rank, also on one that has none in this bucket. Equal on all ranks.
+        """
+        self.sum.begin_addition()  # from the start: when it is finished depends on the peers, and ranks must agree
+        if as_sum and self.sum.local is None and not self._is_local:
+            self.accumulate_locally()
+        source = self._flat if self.sum.local is None else self._take_local_sum()
+        self.state = GradientState.REDUCING
+        if self._is_local:
+            self._keep_local(source)
+            return
+        if self._prescale != 1.0:
+            source.tensor.mul_(self._prescale)
+        layout = self.bucket.layout
+        numel = layout.slice_numel if self._policy.to_owner else layout.numel
+        incoming = self.sum.new_buffer(numel, self._sum_dtype, self._landing.incoming_home)
+        self._rounds += 1
+        if self._undo is not None and self.is_coded:
+            self._undo.keep()
+        wire = self._group.gradient_wire if self.is_coded else self._group.early_gradient_wire
+        reduce = wire.reduce_scatter if self._policy.to_owner else wire.all_reduce
+        is_result = self.sum.reduced is None and not self._narrows and self._group.combine is None
+        squares = self.sum.fresh_squares(wanted=is_result)
+        work = reduce(
+            source.tensor,
+            incoming.tensor,
+            Reduction(
+                scale=self._postscale if self._group.combine is None else 1.0,
+                key=transfer_key(self._group.reduce.owner, self.bucket.index, _REDUCTION, self._rounds),
+                label=f"the reduction of the gradients of {self.bucket.label}",
+                limit=self._policy.bucket_numel,
+                visit=None if squares is None else squares.add,
+                error=self._residual if self.is_coded else None,
+                rows=self._rows if self.is_coded else None,
+            ),
+        )
+        self._transfer = _Transfer(work, source, incoming)
+
+    def _take_local_sum(self) -> FlatBuffer:
+        """The local sum, with a packed micro-batch added to it, in the dtype that travels.
+
+        It travels once for many micro-batches, so it goes in the precision it was summed in, unless the configuration
+        names a dtype for the wire.
+        """
+        if self.state is GradientState.FILLING:
+            self.accumulate_locally()
+        total = self.sum.take_local()
+        if self._is_local or not self._policy.sums_travel_as_gradients:
+            return total
+        if total.tensor.dtype == self._flat.tensor.dtype:
+            return total
+        self._flat.grow()
+        self._flat.tensor.copy_(total.tensor)
+        total.free()
+        return self._flat
+
+    def _keep_local(self, source: FlatBuffer) -> None:
+        """A group of one: the packed gradient is the result; further backwards are added to it."""
+        if self._postscale * self._prescale != 1.0:
+            source.tensor.mul_(self._postscale * self._prescale)
+            self.sum.squares = None
+        self.sum.add_reduced(source)
+
+    def will_arrive(self) -> bool:
+        """Whether the reduction can be finished without a further call of this rank."""
+        return self._transfer is None or self._transfer.work.will_arrive()
+
+    def catch_up(self, seconds: float) -> bool | None:
+        """Blocks the host until the device has finished the reduction; see ``comm.transports.transport.catch_up``."""
+        return True if self._transfer is None else catch_up(self._transfer.work, seconds)
+
+    def finish_reduction(self) -> None:
+        """REDUCING -> REDUCED: waits and adds the reduced gradient to what earlier backwards left."""
+        if self.state is not GradientState.REDUCING:
+            return
+        if self._transfer is not None:
+            incoming = self._receive()
+            if self._group.combine is None:
+                self.sum.add_reduced(incoming, narrows=self._narrows)
+            else:
+                self.sum.add_partial(incoming)
+        self.state = GradientState.REDUCED
+
+    def _receive(self) -> FlatBuffer:
+        """Waits for the transfer and frees what travelled; what has arrived."""
+        assert self._transfer is not None
+        transfer, self._transfer = self._transfer, None
+        transfer.work.wait()
+        transfer.source.free()
+        return transfer.incoming
+
+    def start_combining(self) -> None:
+        """Sends the partial sum to the ranks with the same slice; nothing to do where there is none."""
+        if self.sum.partial is None:
+            return
+        transport = self._group.combine_wire if self.is_coded else self._group.early_combine_wire
+        to_owner = self._group.is_spread
+        assert transport is not None and self._transfer is None
+        partial = self.sum.take_partial()
+        numel = partial.tensor.numel() // (transport.size if to_owner else 1)
+        incoming = self.sum.new_buffer(numel, self._sum_dtype, self._landing.incoming_home)
+        self._rounds += 1
+        combine = transport.reduce_scatter if to_owner else transport.all_reduce
+        work = combine(
+            partial.tensor,
+            incoming.tensor,
+            Reduction(
+                scale=self._postscale,
+                key=transfer_key(transport.owner, self._number_among_copies, _REDUCTION, self._rounds),
+                label=f"the sum of the gradients of {self.bucket.label} over all groups",
+                limit=self._policy.bucket_numel,
+                error=self._combine_residual if self.is_coded else None,
+                rows=self._combine_rows if self.is_coded else None,
+            ),
+        )
+        self._transfer = _Transfer(work, partial, incoming)
+
+    @property
+    def _number_among_copies(self) -> int:
+        """What the ranks with the same slices call the bucket; those with other parts of the model index otherwise."""
+        layout = self.bucket.layout
+        return zlib.crc32(layout.tiles[0].logical.encode()) if self._group.spans_parts else layout.index
+
+    def finish_combining(self) -> None:
+        """Waits for :meth:`start_combining`."""
+        if self._transfer is not None:
+            self.sum.add_reduced(self._receive(), narrows=self._narrows)
+
+    @property
+    def _narrows(self) -> bool:
+        """Whether sums over ranks are rounded to the dtype of sums over micro-batches."""
+        return self.sum.dtype != self._sum_dtype and self._policy.every_micro_batch
+
+    # -- for updates that exchange something else than gradients -----------------------------------------------------
+
+    def own_squares(self) -> torch.Tensor | None:
+        """Sum of squares of this rank's own sum over micro-batches, as of :meth:`sum_of_squares`."""
+        return None if self.sum.local is None else squared_norm(self.sum.local.tensor)
+
+    def first_not_finite(self) -> int | None:
+        """Index of the first tile of which this rank's own sum is not finite, or None."""
+        if self.sum.local is not None:
+            for index, (tile, start) in enumerate(
+                zip(self.bucket.layout.tiles, self.bucket.layout.starts, strict=True)
+            ):
+                if not bool(torch.isfinite(self.sum.local.tensor[start : start + tile.numel]).all()):
+                    return index
+        return None
+
+    def take_own_sum(self) -> tuple[FlatBuffer | None, float]:
+        """This rank's own sum over micro-batches, or None, and the factor with which the ranks' mean is the gradient.
+
+        Of a parameter that other parts of the model have too it is the sum with theirs, which is a collective.
+        """
+        group, factor = self._group, self._prescale * self._group.reduce.size
+        own = None if self.sum.local is None else self.sum.take_local()
+        if not group.spans_parts:
+            return own, factor * self._postscale
+        if own is None:
+            own = self.sum.new_buffer(self.bucket.layout.numel, self.sum.dtype)
+            own.tensor.zero_()
+        self.sum.add_partial(own)
+        self.start_combining()
+        self.finish_combining()
+        combined, self.sum.reduced = self.sum.reduced, None
+        return combined, factor
+
+    def new_result(self, numel: int) -> FlatBuffer:
+        """Zeros for what the update is to read in the place of a gradient: fp32, aligned with the master."""
+        made = self.sum.new_buffer(numel, torch.float32, self._landing.incoming_home)
+        made.tensor.zero_()
+        return made
+
+    # -- the update's side -------------------------------------------------------------------------------------------
+
+    @property
+    def result(self) -> torch.Tensor | None:
+        """What the update reads, or None: 1-D, aligned with the owner's slice or with the whole bucket."""
+        return self.sum.read()
+
+    @property
+    def used(self) -> list[bool]:
+        """Per parameter, whether a gradient arrived since the last update."""
+        return self.sum.used
+
+    def sum_of_squares(self) -> torch.Tensor | None:
+        """Of the reduced gradient, 0-dim fp64 on the device where that is; None without one."""
+        return self.sum.of_squares()
+
+    def note_write(self, tile: int, *, by_all: bool) -> None:
+        """Notes that a program has set the gradient of a parameter, which may have had none.
+
+        Args:
+            tile: Index of the parameter.
+            by_all: Every rank keeps the whole gradient, so every rank must set it.
+        """
+        self.sum.squares = None
+        self.sum.used[tile] = True
+        if by_all:
+            self.writes.add(tile)
+
+    def scale_private(self, factor: float) -> None:
+        """The unit of gradients changes, and so does that of what reductions have lost."""
+        if self.private is not None:
+            self.private.tensor.mul_(factor)
+        if self._undo is not None:
+            self._undo.scale(factor)
+
+    def commit(self) -> None:
+        """The update is applied: what its reductions have lost stays lost until the next one."""
+        if self._undo is not None:
+            self._undo.commit()
+
+    def free_idle_buffer(self) -> None:
+        """Frees the packed buffer, which a group of one keeps allocated between steps."""
+        if not self.sum.is_packed:
+            self._flat.free()
+
+    def clear(self) -> None:
+        """After the update, or on ``zero_grad``: frees every gradient of the bucket.
+
+        In a group of one the packed buffer is the gradient, so all of them are alive together at every step; they stay
+        allocated in between, because giving them back to the system would cost a page fault per 4 KiB in each backward.
+        """
+        if not (self._is_local and self.sum.is_packed):
+            self._flat.free()
+        if self._undo is not None:
+            self._undo.take_back()
+        self.writes.clear()
+        self.sum.clear()
+        self.begin_backward()

@@ -1,0 +1,270 @@
+"""What has been added up of one bucket's gradients since the last update, as one value.
+
+Up to three sums wait for the update: *local* (this rank's own micro-batches, the whole bucket), *partial* (over the
+ranks that share slices; those with the same slices have not been asked yet) and *reduced* (over all ranks: what the
+update reads). With one micro-batch there is one, reduced. A backward is compared with the :class:`Mark` that was taken
+when it began: so it is known what it has been added to, and what is left when it is taken out again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from deepspeed.zero.gradient.destination import Landing, add_into
+from deepspeed.zero.placement import Home
+from deepspeed.zero.storage import FlatBuffer, Kind, Ledger
+from deepspeed.zero.update.norm import Squares, squared_norm
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What a sum was at one moment.
+
+    Attributes:
+        is_empty: Nothing was there.
+        has_local: A local sum was there.
+        additions: Backwards that had been added, or had begun to be.
+        used: As of :class:`GradientSum`.
+    """
+
+    is_empty: bool
+    has_local: bool
+    additions: int
+    used: tuple[bool, ...]
+
+
+class GradientSum:
+    """The sums of one bucket.
+
+    Attributes:
+        dtype: Of sums over micro-batches; sums over ranks are kept in it where each micro-batch is reduced.
+        local: 1-D, the whole bucket, or None.
+        partial: 1-D, aligned with the slice of this rank or with the bucket, or None.
+        reduced: As ``partial``; it may lie in the buffer into which gradients are packed.
+        used: Per parameter, whether a gradient arrived since the last update.
+        squares: Of ``reduced``, where they were taken as it was made; else None.
+        takes_squares: The update follows, so that the squares of what is made now are worth taking.
+
+    Args:
+        packed: The buffer into which gradients are packed.
+        starts: Where in the bucket each parameter begins.
+        shapes: Of each parameter.
+        dtype: See the attribute.
+        device: Of sums that have not landed.
+        landing: Brings reduced gradients to where the update reads them.
+        ledger: Books of the memory.
+    """
+
+    def __init__(
+        self,
+        packed: FlatBuffer,
+        starts: tuple[int, ...],
+        shapes: list[tuple[int, ...]],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        landing: Landing,
+        ledger: Ledger,
+    ) -> None:
+        self._packed = packed
+        self._tiles = starts, shapes
+        self.dtype = dtype
+        self._device = device
+        self._landing = landing
+        self._ledger = ledger
+        self.local: FlatBuffer | None = None
+        self.partial: FlatBuffer | None = None
+        self.reduced: FlatBuffer | None = None
+        self.used = [False] * len(starts)
+        self.squares: Squares | None = None
+        self.takes_squares = False
+        self._additions = 0
+        self._cut: tuple[FlatBuffer, list[torch.Tensor]] | None = None  # a local sum, and each parameter's part of it
+
+    # -- what is there -----------------------------------------------------------------------------------------------
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no sum waits."""
+        return self.local is None and self.partial is None and self.reduced is None
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the reduced gradient lies in the buffer into which gradients are packed (a group of one)."""
+        return self.reduced is self._packed
+
+    def mark(self) -> Mark:
+        """What it is now."""
+        return Mark(self.is_empty, self.local is not None, self._additions, tuple(self.used))
+
+    def has_grown_since(self, mark: Mark) -> bool:
+        """Whether a backward has been added, or has begun to be: when it is finished depends on the peers."""
+        return self._additions > mark.additions
+
+    def is_mixed_since(self, mark: Mark, *, reduced: bool) -> bool:
+        """Whether a backward has been added to a sum that was there before it.
+
+        Args:
+            mark: Taken when it began.
+            reduced: It is one that reduces; the others touch nothing but the local sum.
+        """
+        had = not mark.is_empty if reduced else mark.has_local
+        return had and self.has_grown_since(mark)
+
+    # -- adding ------------------------------------------------------------------------------------------------------
+
+    def begin_addition(self) -> None:
+        """Counts what is about to be added."""
+        self._additions += 1
+
+    def fresh_squares(self, *, wanted: bool = True) -> Squares | None:
+        """Forgets the squares; new ones, if they are wanted and worth taking, are returned to be filled."""
+        self.squares = Squares(self._device) if self.takes_squares and wanted else None
+        return self.squares
+
+    def add_local(self, *, is_result: bool) -> None:
+        """Adds the packed gradient to the local sum and frees it.
+
+        Args:
+            is_result: Nobody else's is added to it: the local sum is what the update reads.
+        """
+        self.begin_addition()
+        if self.local is None:
+            self.local = self.new_buffer(self._packed.tensor.numel(), self.dtype)
+            self.local.tensor.copy_(self._packed.tensor)
+        else:
+            add_into(self.local.tensor, self._packed.tensor, self.fresh_squares(wanted=is_result))
+        self._packed.free()
+
+    def add_apart(self, grads: dict[int, torch.Tensor]) -> None:
+        """Adds gradients that are not packed to the local sum.
+
+        Args:
+            grads: By the place of the parameter in the bucket; those left out are zero.
+        """
+        self.begin_addition()
+        self.squares = None
+        is_first = self.local is None
+        if self.local is None:
+            self.local = self.new_buffer(self._packed.tensor.numel(), self.dtype)
+            if sum(grad.numel() for grad in grads.values()) < self.local.tensor.numel():
+                self.local.tensor.zero_()
+        if self._cut is None or self._cut[0] is not self.local:
+            self._cut = self.local, self.local.views(*self._tiles)
+        rooms = [self._cut[1][index] for index in grads]
+        added = [grad.detach() if grad.requires_grad else grad for grad in grads.values()]  # of backwards with a graph
+        if added:
+            (torch._foreach_copy_ if is_first else torch._foreach_add_)(rooms, added)
+
+    def take_local(self) -> FlatBuffer:
+        """The local sum, which is this value's no more."""
+        assert self.local is not None
+        taken, self.local, self._cut = self.local, None, None
+        return taken
+
+    def add_partial(self, incoming: FlatBuffer) -> None:
+        """Adds a sum over the ranks that share slices."""
+        if self.partial is None:
+            self.partial = incoming
+        else:
+            self.partial.tensor.add_(incoming.tensor)
+            incoming.free()
+
+    def take_partial(self) -> FlatBuffer:
+        """The partial sum, which is this value's no more."""
+        assert self.partial is not None
+        taken, self.partial = self.partial, None
+        return taken
+
+    def add_reduced(self, incoming: FlatBuffer, *, narrows: bool = False) -> None:
+        """Adds a sum over all ranks to what the update will read.
+
+        Args:
+            incoming: The sum; it is given up. The squares of a first one are those that were taken as it was made.
+            narrows: Round a first one to :attr:`dtype`.
+        """
+        if self.reduced is None:
+            # Where that is the packed buffer, the next pack moves it out of the way.
+            self.reduced = self._landing.land(self._narrowed(incoming) if narrows else incoming)
+        else:
+            self.squares = Squares(self.reduced.tensor.device) if self.takes_squares else None
+            self.reduced = self._landing.add(self.reduced, incoming, self.dtype, self.squares)
+
+    def _narrowed(self, reduced: FlatBuffer) -> FlatBuffer:
+        narrower = self.new_buffer(reduced.tensor.numel(), self.dtype, self._landing.incoming_home)
+        narrower.tensor.copy_(reduced.tensor)
+        reduced.free()
+        return narrower
+
+    def leave_packed(self) -> None:
+        """Another backward needs the packed buffer: a reduced gradient that lies there moves out of its way."""
+        if self.is_packed:
+            self.reduced = self.new_buffer(self._packed.tensor.numel(), self.dtype)
+            self.reduced.tensor.copy_(self._packed.tensor)
+
+    def new_buffer(self, numel: int, dtype: torch.dtype, home: Home = Home.DEVICE) -> FlatBuffer:
+        """Memory for gradients, in the books."""
+        return FlatBuffer(numel, dtype, self._device, kind=Kind.GRADIENT, ledger=self._ledger, home=home)
+
+    # -- the update's side -------------------------------------------------------------------------------------------
+
+    def read(self) -> torch.Tensor | None:
+        """The reduced gradient, or None."""
+        if self.reduced is None:
+            return None
+        self._landing.wait(self.reduced)
+        return self.reduced.tensor
+
+    def of_squares(self) -> torch.Tensor | None:
+        """Returns the sum of squares of the reduced gradient, 0-dim fp64 where that is; None without one.
+
+        The gradient is read only where making it could not tell already. The host waits for nothing.
+        """
+        result = self.read()
+        if result is None:
+            return None
+        return squared_norm(result) if self.squares is None else self.squares.total
+
+    def relocate(self, copy: Callable[[torch.Tensor], torch.Tensor], home: Home) -> None:
+        """Moves what waits for an update to other memory.
+
+        Args:
+            copy: Makes the copy there.
+            home: Where, for the books.
+        """
+
+        def moved(old: FlatBuffer) -> FlatBuffer:
+            new = FlatBuffer.holding(copy(old.tensor), old, home)
+            old.free()
+            return new
+
+        if self.reduced is not None and self._landing.home is Home.DEVICE:
+            self.reduced = moved(self.reduced)
+        if self.local is not None:
+            self.local = moved(self.local)
+        if self.partial is not None:
+            self.partial = moved(self.partial)
+
+    # -- taking out --------------------------------------------------------------------------------------------------
+
+    def undo_local(self, mark: Mark, *, with_sum: bool) -> None:
+        """Takes a backward that began at ``mark`` out of the local sum, and what it used.
+
+        Args:
+            mark: Taken when it began.
+            with_sum: Take out what was there before it too.
+        """
+        if self.local is not None and (with_sum or not mark.has_local):
+            self.take_local().free()
+        self.used = [False] * len(self.used) if self.is_empty else list(mark.used)
+
+    def clear(self) -> None:
+        """Frees every sum, but not the packed buffer."""
+        for buffer in (self.reduced, self.local, self.partial):
+            if buffer is not None and buffer is not self._packed:
+                buffer.free()
+        self.reduced = self.local = self.partial = self.squares = self._cut = None
+        self.used = [False] * len(self.used)

@@ -1,0 +1,527 @@
+"""Which gradients are reduced when: the buckets of an engine, in one order on all ranks.
+
+What happens to one bucket is in ``zero.gradient.gradient_bucket``, how gradients are combined in
+``zero.gradient.reduction_policy``.
+
+Where the sum over micro-batches is kept depends on the placement: sharded gradients are reduced after every micro-batch
+and added to the owner's accumulator; replicated ones are added up locally first and reduced once, at the boundary, as
+DDP does (so does ``no_sync`` at every stage). With one micro-batch there is no accumulator: the reduced gradient is
+used as it arrives.
+
+Where only some ranks share the parameters (``comm.job.axes``), the sum has two steps. The first, among those that
+share, is the one above; what it leaves is a *partial* sum. The second, over the ranks with the same slices, waits for
+the end of the backward (never in its midst: a rank of another group may be holding a bucket back, and no gather tells)
+and, where they all keep the whole result, for the boundary.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import dataclass, field
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from deepspeed.comm.transports.transport import Transport
+from deepspeed.comm.watch import backward_comm
+from deepspeed.logging import log_dist, logger
+from deepspeed.zero.bucket import Bucket
+from deepspeed.zero.gradient.destination import Landing
+from deepspeed.zero.gradient.gradient_bucket import GradientBucket
+from deepspeed.zero.gradient.reduction_policy import ReductionPolicy
+from deepspeed.zero.gradient.trial import Trial
+from deepspeed.zero.storage import Ledger
+
+_MAX_IN_FLIGHT = 2  # reductions whose staging buffers may be alive besides the one being filled
+_SMALL = 2**23  # elements of reductions on their way for which the host need not wait for a device that lags behind,
+_MOST_SMALL = 16  # and how many such reductions there may be
+_PATIENCE = 60.0  # seconds: how long the host waits for a reduction that a peer may be holding back
+
+
+@dataclass
+class _Backward:
+    """An open backward.
+
+    Attributes:
+        reaches: Positions of the buckets whose parameters it may reach.
+        reduces: Those whose gradients are reduced.
+        order: In which order; None until the ranks have agreed on it.
+        combines: Whether its end takes the second step of the sums.
+        completed: Buckets with all gradients, as they were completed on this rank.
+        packed: Those whose gradients have left the parameters.
+        cursor: How many of ``order`` have been sent.
+        is_patient: The host waits for a device that lags behind; False once a peer has held a bucket back.
+    """
+
+    reaches: Sequence[int]
+    reduces: frozenset[int]
+    order: list[int] | None
+    combines: bool
+    completed: list[int] = field(default_factory=list)
+    packed: set[int] = field(default_factory=set)
+    cursor: int = 0
+    is_patient: bool = True
+
+
+class GradientReducer:
+    """Collects gradients of all trainable buckets and reduces them in one order on all ranks.
+
+    The order is that in which buckets were completed on rank 0 in the first backward; until it is known, and for
+    buckets with repeated arrivals, everything is reduced at the end of the backward.
+
+    Args:
+        buckets: Trainable buckets in model order.
+        policy: How gradients are combined.
+        peers: The ranks that run the same backwards and agree on the order.
+        ledger: Counts the buffers.
+        landings: For each bucket, how its gradients get to where the update reads them.
+        on_packed: Called when a bucket's gradients have left the parameters.
+        on_stray: Called when a gradient arrives while no backward is open.
+        may_block: Whether this rank owes its peers no gather, so that it may wait for their part of a reduction.
+        needs_one_order: Gathers run during backward, and all ranks must issue them and reductions in one order.
+    """
+
+    def __init__(
+        self,
+        buckets: list[Bucket],
+        policy: ReductionPolicy,
+        peers: Transport,
+        ledger: Ledger,
+        landings: Sequence[Landing],
+        *,
+        on_packed: Callable[[Bucket], None],
+        on_stray: Callable[[], None],
+        may_block: Callable[[], bool],
+        needs_one_order: bool = False,
+    ) -> None:
+        self.policy = policy
+        self.is_coded = policy.begins_coded
+        self._trial = Trial() if policy.is_trial else None
+        self.holds_back = False
+        self._overlaps = policy.overlap
+        self._needs_one_order = needs_one_order
+        self._has_partial_sums = False  # equal on all ranks
+        self._peers = peers
+        self._on_packed = on_packed
+        self._on_stray = on_stray
+        self._may_block = may_block
+        self.buckets = [
+            GradientBucket(bucket, policy, ledger, landing) for bucket, landing in zip(buckets, landings, strict=True)
+        ]
+        self._combines = any(bucket.group.combine is not None for bucket in buckets)
+        self._combines_late = any(bucket.group.spans_parts for bucket in buckets)
+        self._combines_to_owners = any(bucket.group.is_spread for bucket in buckets)
+        self._orders: dict[frozenset[int], list[int]] = {}  # by what a backward reduces
+        self._known: set[int] = set()  # in any of them, so that it is known whether gradients arrive more than once
+        self._backward: _Backward | None = None
+        self._in_flight: deque[GradientBucket] = deque()
+        # Buckets with sums of earlier backwards: equal on all ranks, unlike which of them have one.
+        self._local_sums: set[int] = set()
+        self._hooks: dict[tuple[int, int], RemovableHandle] = {}
+        self._ledger = ledger
+        self._in_one_order = all(bucket.group.reduce.needs_one_order for bucket in buckets)
+        self._largest = max((bucket.layout.numel for bucket in buckets), default=0)
+        self.listen(range(len(self.buckets)))
+
+    def add(self, bucket: Bucket, landing: Landing) -> None:
+        """Collects the gradients of one more bucket from now on. Every rank must call it, between two backwards.
+
+        Args:
+            bucket: The bucket.
+            landing: How its gradients get to where the update reads them.
+        """
+        assert self._backward is None
+        self.buckets.append(GradientBucket(bucket, self.policy, self._ledger, landing))
+        self.buckets[-1].is_coded = self.is_coded
+        self._largest = max(self._largest, bucket.layout.numel)
+        self._orders.clear()
+        self._known.clear()  # the ranks agree anew at the end of the next backward
+        self.listen([len(self.buckets) - 1])
+
+    def listen(self, positions: Iterable[int]) -> None:
+        """Hears of the gradients of all parameters of some buckets that require one now."""
+        for position in positions:
+            for index, parameter in enumerate(self.buckets[position].bucket.params):
+                if parameter.requires_grad and (position, index) not in self._hooks:
+                    hook = parameter.register_post_accumulate_grad_hook(self._arrival(position, index))
+                    self._hooks[position, index] = hook
+
+    def _arrival(self, position: int, index: int) -> Callable[[torch.Tensor], None]:
+        """The hook of one parameter.
+
+        It must not keep its own parameter alive: torch holds these hooks where the garbage collector cannot see them,
+        and the engine, its memory and its process group would never be freed.
+        """
+        reducer = weakref.ref(self)
+
+        def arrived(_parameter: torch.Tensor) -> None:
+            alive = reducer()
+            if alive is not None:
+                alive.arrive(position, index)
+
+        return arrived
+
+    def arrive(self, position: int, index: int) -> None:
+        """Autograd has delivered the gradient of parameter ``index`` of bucket ``position``."""
+        if self._backward is None:
+            self._on_stray()  # opens one, or raises
+        if self.buckets[position].arrive(index):
+            self._complete(position)
+
+    def remove(self) -> None:
+        """Takes the gradient hooks from the parameters."""
+        if not self.is_coded and self._has_codecs and self._hooks and not self.policy.is_trial:
+            log_dist(
+                f"training ends before update {self.policy.codes_from + 1}, from which on gradients were to travel as "
+                "communication_compression.gradients says (start_step): none has"
+            )
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+
+    # -- one backward ------------------------------------------------------------------------------------------------
+
+    def begin(self, *, reaches: Sequence[int], reduces: frozenset[int], closes: Set[int]) -> None:
+        """Opens a backward. All ranks must say the same.
+
+        Args:
+            reaches: Positions of the buckets whose parameters it may reach.
+            reduces: Those whose gradients are to be reduced (at the boundary, or sharded gradients outside
+                ``no_sync``); what reaches the others is added to the local sum.
+            closes: Those that no later backward reaches before the update.
+        """
+        assert self._backward is None
+        is_last = len(closes) == len(self.buckets)
+        # Parts of a model do not reach their ends together, so what spans them waits for the update.
+        combines = (
+            bool(reduces) and self._combines and not self._combines_late and (is_last or self._combines_to_owners)
+        )
+        self._backward = _Backward(reaches, reduces, self._orders.get(reduces), bool(reduces) and combines)
+        for position in reaches:
+            self.buckets[position].begin_backward(is_last=position in closes)
+
+    def _complete(self, position: int) -> None:
+        """Every gradient of a bucket is there; it is packed now unless more may come."""
+        backward = self._opened
+        backward.completed.append(position)
+        if position not in self._known or self.buckets[position].repeats or not self._overlaps:
+            return
+        if self._needs_one_order and backward_comm.is_uneven():
+            return  # exchanges of layers and reductions must come in one order, wherever which gradients are missing
+        if position in backward.reduces and backward.order is None:
+            return
+        self._pack(position, backward)
+        if position in backward.reduces:
+            self._send_ready(backward)
+
+    def _pack(self, position: int, backward: _Backward) -> None:
+        gradients = self.buckets[position]
+        if position in backward.reduces:
+            gradients.pack()
+        else:
+            gradients.keep()
+        backward.packed.add(position)
+        self._on_packed(gradients.bucket)
+
+    def _send_ready(self, backward: _Backward) -> None:
+        assert backward.order is not None
+        while backward.cursor < len(backward.order) and backward.order[backward.cursor] in backward.packed:
+            self._send(backward.order[backward.cursor])
+            backward.cursor += 1
+
+    def _send(self, position: int, *, is_over: bool = False) -> None:
+        """Starts a reduction and finishes older ones, but never by waiting for a peer that may wait for this rank.
+
+        A peer holds a bucket back in which it has unused parameters; until its backward is over it may need gathers
+        from this rank. So during backward only what all peers are known to have sent is waited for. Where a device runs
+        the transfers nothing tells that but their end, for which the host waits for a while.
+
+        Args:
+            position: Of the bucket.
+            is_over: No backward of this rank is running, so peers need nothing of it but reductions.
+        """
+        while len(self._in_flight) >= _MAX_IN_FLIGHT:
+            oldest = self._in_flight[0] if is_over or self._may_block() else None
+            # Of another group a reduction may be behind; it must not keep those of this one waiting.
+            asked = itertools.islice(self._in_flight, 1 if self._in_one_order else None)
+            ready = oldest or next((one for one in asked if one.will_arrive()), None)
+            if ready is None:
+                ready = self._outlast(position)
+            if ready is None:
+                break
+            self._in_flight.remove(ready)
+            ready.finish_reduction()
+        self.buckets[position].start_reduction(as_sum=position in self._local_sums)
+        self._in_flight.append(self.buckets[position])
+
+    def _outlast(self, position: int) -> GradientBucket | None:
+        """The oldest reduction once the device has finished it; None where it has not, or need not have.
+
+        The host may be far ahead of its device, and every packed buffer stays allocated until its reduction is over.
+        The host waits, and not the stream: where a peer holds the bucket back, the transfer ends only after gathers
+        that this rank has yet to issue, so a stream that waited for it would wait for ever.
+
+        Args:
+            position: Of the bucket that is about to be sent.
+        """
+        backward = self._opened
+        if not backward.is_patient:
+            return None
+        numels = [gradients.bucket.layout.numel for gradients in (*self._in_flight, self.buckets[position])]
+        room = max(*numels, min(_SMALL, self._largest))
+        if sum(numels) <= _MAX_IN_FLIGHT * room and len(numels) <= _MOST_SMALL:
+            return None
+        oldest = self._in_flight[0]
+        is_finished = oldest.catch_up(_PATIENCE)
+        if is_finished:
+            return oldest
+        if is_finished is False:
+            backward.is_patient = False
+            logger.warning(
+                "the reduction of the gradients of %s has not ended for %g s: another rank is late, or has not used "
+                "some of these parameters. This backward goes on without waiting, and needs more memory. "
+                "Set zero_optimization.overlap_comm to false if ranks use different parameters",
+                oldest.bucket.label,
+                _PATIENCE,
+            )
+        return None
+
+    def end(self) -> None:
+        """Settles what is left of the backward, in the agreed order, and waits for every reduction."""
+        backward = self._opened
+        reaches, reduces = backward.reaches, backward.reduces
+        reduced: Sequence[int] = ()
+        if reduces:
+            reduced = backward.order if backward.order is not None else sorted(reduces, reverse=True)
+        for place, position in enumerate(reduced):
+            if position not in backward.packed:
+                self.buckets[position].note_unannounced()
+                self._pack(position, backward)
+            if place >= backward.cursor:  # at once, so that few packed buffers are alive together
+                self._send(position, is_over=True)
+        for position in reaches:
+            if position not in reduces and position not in backward.packed:
+                self.buckets[position].note_unannounced()
+                if self.buckets[position].has_arrivals:
+                    self._pack(position, backward)
+        self._drain()
+        if reduces and self._combines:
+            self._has_partial_sums = True
+        if backward.combines:
+            self._combine(reduced)
+        self._backward = None
+        self._local_sums.update(reaches)
+        self._local_sums -= reduces
+        if backward.order is None and reduces:
+            self._orders[reduces] = self._agree_on_order(backward)
+            self._known |= reduces
+
+    def _combine(self, order: Sequence[int]) -> None:
+        """The second step of all sums, one being sent while the one before it is waited for."""
+        before: GradientBucket | None = None
+        for position in order:
+            self.buckets[position].start_combining()
+            if before is not None:
+                before.finish_combining()
+            before = self.buckets[position]
+        if before is not None:
+            before.finish_combining()
+        self._has_partial_sums = False
+
+    def _drain(self) -> None:
+        while self._in_flight:
+            self._in_flight.popleft().finish_reduction()
+
+    def _agree_on_order(self, backward: _Backward) -> list[int]:
+        """Rank 0's order of completion, the incomplete buckets and those with repeated arrivals last."""
+        held_back = [p for p in sorted(backward.reduces) if p not in backward.completed or self.buckets[p].repeats]
+        mine = [p for p in backward.completed if p in backward.reduces and p not in held_back] + held_back
+        if not mine:
+            return mine
+        rows = self._peers.gather_small(
+            torch.tensor(mine, dtype=torch.int64), channel="step", label="the order of the first reductions"
+        )
+        return [int(position) for position in rows[0].tolist()]
+
+    @property
+    def _opened(self) -> _Backward:
+        assert self._backward is not None
+        return self._backward
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a backward is open."""
+        return self._backward is not None
+
+    @property
+    def is_reducing(self) -> bool:
+        """Whether a backward is open that other ranks reduce with this one."""
+        return self._backward is not None and bool(self._backward.reduces)
+
+    @property
+    def num_sent(self) -> int:
+        """Reductions that the open backward has started; 0 outside of one."""
+        return 0 if self._backward is None else self._backward.cursor
+
+    @property
+    def has_sums(self) -> bool:
+        """Whether gradients of earlier backwards wait for an update on this rank."""
+        return any(not gradients.sum.is_empty for gradients in self.buckets)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether a part of the open backward has been added to sums of earlier micro-batches."""
+        backward = self._opened
+        return any(self.buckets[p].is_mixed(reduced=p in backward.reduces) for p in backward.reaches)
+
+    def drop(self, *, with_sums: bool) -> None:
+        """After an exception in backward: throws away what the backward has delivered.
+
+        A backward that reduces is dropped by all ranks together; any other by this rank alone, whose own sums are the
+        only ones it concerns.
+
+        Args:
+            with_sums: Throw away what earlier micro-batches of this update left, because a part of this backward has
+                been added to it (:attr:`is_mixed`, on any rank) and cannot be taken out again.
+        """
+        backward = self._opened
+        self._drain()
+        if with_sums:
+            logger.warning(
+                "gradients of the failed backward were already added to those of earlier micro-batches, so %s of this "
+                "update starts again from zero",
+                "the sum" if backward.reduces else "this rank's own sum",
+            )
+        for position in backward.reaches:
+            self.buckets[position].drop_backward(reduced=position in backward.reduces, with_sum=with_sums)
+        if backward.reduces:
+            self._has_partial_sums = any(gradients.sum.partial is not None for gradients in self.buckets)
+            if with_sums:
+                self._local_sums -= backward.reduces
+        # Of the others, ranks on which this backward went well have sums.
+        self._local_sums.update(position for position in backward.reaches if position not in backward.reduces)
+        self._backward = None
+
+    def end_micro_step(self) -> None:
+        """A micro-step without an update is over: ranks may have sums of it, also where this one ran no backward."""
+        if not self.policy.every_micro_batch:
+            self._local_sums.update(range(len(self.buckets)))
+
+    def note_uneven(self) -> None:
+        """Some ranks had no gradient of a parameter that others had one of. Every rank must call it.
+
+        Such a rank holds a bucket back until its backward is over, while others have sent theirs between two gathers.
+        """
+        if self._needs_one_order and self._overlaps:
+            self._overlaps = False
+            log_dist(
+                "some parameters are used on some ranks only: from now on gradients are reduced at the end of each "
+                "backward, so that all ranks issue gathers and reductions in one order"
+            )
+
+    # -- the update's side -------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Reduces sums that no boundary has reduced yet (the optimizer's own ``step``, ``no_sync`` until the end).
+
+        Gradients that were put into ``.grad`` since the last backward are such sums too.
+        """
+        unannounced = [gradients for gradients in self.buckets if gradients.holds_unannounced]
+        for gradients in unannounced:
+            gradients.begin_backward(is_last=True)
+            gradients.note_unannounced()
+            gradients.keep()
+        if self.holds_back:
+            self._local_sums.clear()
+            return
+        if self._local_sums or unannounced:
+            self._reduce_local_sums()
+        if self._has_partial_sums:
+            self._combine(range(len(self.buckets)))
+
+    def _reduce_local_sums(self) -> None:
+        self._has_partial_sums = self._combines
+        mine = [gradients.sum.local is not None for gradients in self.buckets]
+        rows = self._peers.gather_small(
+            torch.tensor(mine, dtype=torch.int64), channel="call", label="the reduction of accumulated gradients"
+        )
+        pending = torch.nonzero(rows.sum(dim=0)).view(-1).tolist()
+        for position in pending:
+            gradients = self.buckets[position]
+            if gradients.sum.local is None:
+                gradients.pack()
+            self._send(position, is_over=True)
+        self._drain()
+        self._local_sums.clear()
+
+    def scale_private(self, factor: float) -> None:
+        """The unit of gradients changes (the loss scale does): so does that of what reductions have lost."""
+        for gradients in self.buckets:
+            gradients.scale_private(factor)
+
+    def begin_update(self, before: int) -> None:
+        """The phase of the next update: whether gradients travel as the codecs of their groups say.
+
+        Args:
+            before: Updates so far, skipped ones included; equal on all ranks, also after a checkpoint was loaded.
+        """
+        is_coded, why = before >= self.policy.codes_from, ""
+        if is_coded and self._trial is not None and self._has_codecs:
+            is_coded = self._trial.next(self._peers)
+            if not self._trial.outcome:
+                self._travel(is_coded)
+                return
+            why = f": {self._trial.outcome}"
+            self._trial = None
+            if not is_coded:
+                self.scale_private(0.0)
+        elif is_coded is self.is_coded or self._was_tried:
+            return
+        self._travel(is_coded)
+        if self._has_codecs:
+            way = "codes" if is_coded else "they are"
+            log_dist(f"update {before + 1}: gradients travel as {way} from now on{why}")
+
+    @property
+    def _was_tried(self) -> bool:
+        return self.policy.is_trial and self._trial is None
+
+    def _travel(self, is_coded: bool) -> None:
+        self.is_coded = is_coded
+        for gradients in self.buckets:
+            gradients.is_coded = is_coded
+
+    @property
+    def _has_codecs(self) -> bool:
+        return any(not gradients.bucket.group.gradient_wire.is_exact for gradients in self.buckets)
+
+    def commit(self) -> None:
+        """The update is applied: what reductions have lost of its gradients is added to the next ones."""
+        for gradients in self.buckets:
+            gradients.commit()
+
+    def end_update(self, number: int) -> None:
+        """An update is over, or was skipped.
+
+        Args:
+            number: Of the update, from 1; equal on all ranks, also after a checkpoint was loaded.
+        """
+        if self.policy.forget_every and number % self.policy.forget_every == 0:
+            self.scale_private(0.0)
+
+    def zero_grad(self) -> None:
+        """Throws away every gradient, those too that were put into ``.grad`` and are nowhere else."""
+        self.clear()
+        for gradients in self.buckets:
+            for parameter in gradients.bucket.params:
+                parameter.grad = None
+
+    def clear(self) -> None:
+        """Frees all gradients."""
+        self._local_sums.clear()
+        self._has_partial_sums = False
+        for gradients in self.buckets:
+            gradients.clear()

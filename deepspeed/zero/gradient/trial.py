@@ -1,0 +1,66 @@
+"""Updates with plain gradients in turn with updates whose gradients travel as codes: the faster way stays.
+
+What a link can do, and what of the waiting the computation hides, nobody knows before training runs. So both ways are
+timed where they will be used: whole updates, in blocks that take turns, so that whatever else the machine does hits
+both. The first updates of all are not counted: they allocate.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from deepspeed.comm.transports.transport import Transport
+
+_FIRST = (False, False, True)  # not counted
+_COUNTED = (False, False, False, True, True, True) * 2
+UPDATES = len(_FIRST) + len(_COUNTED)
+
+
+class Trial:
+    """Decides between the two ways.
+
+    Attributes:
+        outcome: What was found, for the log; empty until it is decided.
+
+    Args:
+        clock: Seconds, for tests.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.outcome = ""
+        self._clock = clock
+        self._plan = [*((way, False) for way in _FIRST), *((way, True) for way in _COUNTED)]
+        self._present: tuple[bool, bool] | None = None
+        self._begun = 0.0
+        self._took: dict[bool, list[float]] = {False: [], True: []}
+        self._decided: bool | None = None
+
+    def next(self, peers: Transport) -> bool:
+        """Whether the gradients of the next update travel as codes. Every rank must call it between two updates.
+
+        Args:
+            peers: The ranks that decide together: the slowest counts.
+        """
+        if self._decided is not None:
+            return self._decided
+        now = self._clock()
+        if self._present is not None and self._present[1]:
+            self._took[self._present[0]].append(now - self._begun)
+        self._begun = now
+        if self._plan:
+            self._present = self._plan.pop(0)
+            return self._present[0]
+        mine = [statistics.median(self._took[way]) for way in (False, True)]
+        rows = peers.gather_small(
+            torch.tensor(mine, dtype=torch.float64),
+            channel="call",
+            label="the choice between codes and plain gradients",
+        )
+        plain, coded = rows.max(dim=0).values.tolist()
+        self._decided = coded < plain
+        self.outcome = f"an update takes {coded:.3g} s with codes and {plain:.3g} s without"
+        return self._decided

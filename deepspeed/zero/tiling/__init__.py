@@ -1,0 +1,1 @@
+"""Which part of which parameter lies where: pure arithmetic, without process groups."""

@@ -1,0 +1,51 @@
+"""Tiles that are brought together from the ranks that share them, or dealt out to these from one of them.
+
+Both functions only plan: the caller moves what they return, that of many tiles in one round.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from deepspeed.comm.transports.transport import Piece
+from deepspeed.zero.tiling.layout import BucketLayout
+
+
+def assemble(layout: BucketLayout, tile: int, rank: int, mine: torch.Tensor | None, out: torch.Tensor) -> list[Piece]:
+    """All of a tile on every rank, from everybody's fragment.
+
+    Args:
+        layout: How the tile is cut.
+        tile: Its number there.
+        rank: This rank's, as the layout is cut.
+        mine: 1-D, this rank's fragment, copied at once; may be None or empty where it has none.
+        out: 1-D and contiguous, on every rank: the place of the whole flattened tile.
+    """
+    parcels = []
+    for fragment in layout.fragments_of(tile):
+        place = out[fragment.in_tile]
+        if fragment.rank == rank:
+            assert mine is not None
+            place.copy_(mine)
+        parcels.append(Piece(fragment.rank, None, place))
+    return parcels
+
+
+def scatter(
+    layout: BucketLayout, tile: int, rank: int, source: int, values: torch.Tensor | None, place: torch.Tensor | None
+) -> list[Piece]:
+    """Everybody's fragment of a tile, from the one rank that has all of it; its own is left to the caller.
+
+    Args:
+        layout: How the tile is cut.
+        tile: Its number there.
+        rank: This rank's, as the layout is cut.
+        source: The rank that has the tile.
+        values: 1-D, the whole flattened tile; looked at on ``source`` only.
+        place: 1-D, where this rank's fragment goes; None where it has none.
+    """
+    if rank != source:
+        return [] if place is None or place.numel() == 0 else [Piece(source, rank, place)]
+    assert values is not None
+    others = (fragment for fragment in layout.fragments_of(tile) if fragment.rank != source)
+    return [Piece(source, fragment.rank, values[fragment.in_tile]) for fragment in others]

@@ -1,0 +1,127 @@
+"""What a parameter says of itself: which ranks it is shared by.
+
+Asked by everything that lays parameters out (an engine's buckets, ``zero.Init``) before anything moves. A parameter
+says it by a mark:
+
+- ``put_in_group(parameters, name)``, or being built inside ``in_group(name)``, names a group that was declared with
+  ``comm.job.declared_groups.define_group`` (this package's own layers do so);
+- ``allreduce = False`` and ``group_name``, as mixture-of-experts programs set them, names a group in the same way;
+- ``tensor_model_parallel`` or ``model_parallel``, as programs with tensor parallelism of their own set them, says that
+  other ranks have other parts of the same parameter;
+- ``parts.say_part`` says the same, and which part it is;
+- a parameter without any of them is the same on all ranks that hold this part of the model.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
+from deepspeed.zero.tiling.layout import DATA
+from deepspeed.zero.tiling.parts import says_part
+
+CUT = "cut"
+"""Name of the group of parameters of which model-parallel ranks have different parts."""
+
+SHARED = "shared base"
+"""Name of the group of frozen parameters that are sharded at every stage, as stage 3 shards all."""
+
+OFFLOADED = "offloaded base"
+"""Name of the group of frozen parameters that are sharded at every stage and, between uses, in another home."""
+
+_EXPERTS = "ep_size_"
+_ALONE = "ep_size_1"  # what mixture-of-experts programs call the group in which every rank has all experts
+_MARK = "ds_group"
+_building: list[str] = []
+
+
+@dataclass(frozen=True)
+class Description:
+    """What is known of a parameter before it has a place.
+
+    Attributes:
+        group: Name of the group of ranks that share it.
+    """
+
+    group: str = DATA
+
+
+def describe(name: str, parameter: torch.Tensor) -> Description:
+    """Reads the marks of a parameter.
+
+    Args:
+        name: Of the parameter, for messages.
+        parameter: The parameter; what :func:`in_group` says of it is noted on it.
+
+    Raises:
+        DeepSpeedConfigError: The marks contradict each other.
+        NotYetSupportedError: It is a ``DTensor``.
+    """
+    refuse_dtensor(name, parameter)
+    if _building and not hasattr(parameter, _MARK):
+        setattr(parameter, _MARK, _building[-1])
+    group = getattr(parameter, _MARK, None)
+    if group is None and getattr(parameter, "allreduce", True) is False:
+        group = getattr(parameter, "group_name", None)
+        if group is None:
+            raise DeepSpeedConfigError(
+                f"the parameter {name!r} has allreduce = False and no group_name; expected both, as the ranks that "
+                "share it are not all data-parallel ones"
+            )
+    marks = (getattr(parameter, "tensor_model_parallel", False), getattr(parameter, "model_parallel", False))
+    if group is None or group == _ALONE:
+        is_cut = any(marks) or (group is None and says_part(parameter))
+        return Description(CUT if is_cut else DATA)
+    if any(marks) and str(group).startswith(_EXPERTS):  # of an expert that tensor-parallel ranks have parts of
+        group = cut_experts(str(group))
+    return Description(str(group))
+
+
+def cut_experts(name: str) -> str:
+    """The group of experts that tensor-parallel ranks have parts of, by that of whole ones, ``ep_size_<n>``."""
+    return f"{name}_cut"
+
+
+def put_in_group(parameters: Iterable[torch.nn.Parameter], name: str) -> None:
+    """Says that a group of their own shares ``parameters``; before ``zero.Init`` or an engine takes them.
+
+    Args:
+        parameters: The parameters.
+        name: Of a group; see ``comm.job.declared_groups.define_group``.
+    """
+    for parameter in parameters:
+        setattr(parameter, _MARK, name)
+
+
+@contextmanager
+def in_group(name: str) -> Iterator[None]:
+    """Inside, the parameters that ``zero.Init`` shards belong to a group; may be nested, the innermost counts."""
+    _building.append(name)
+    try:
+        yield
+    finally:
+        _building.pop()
+
+
+def refuse_dtensor(name: str, parameter: torch.Tensor) -> None:
+    """Raises for a parameter that torch's tensor parallelism has cut already.
+
+    Args:
+        name: Of the parameter, for the message.
+        parameter: The parameter.
+
+    Raises:
+        NotYetSupportedError: It is a ``DTensor``.
+    """
+    torch_module = sys.modules.get("torch.distributed.tensor")  # importing it costs more than most models
+    if torch_module is not None and isinstance(parameter, torch_module.DTensor):
+        raise NotYetSupportedError(
+            f"the parameter {name!r} is a DTensor ({parameter.placements}), as torch's parallelize_module, fully_shard "
+            "and Transformers' tp_plan make them; expected an ordinary parameter. Give ZeRO the model before it is cut "
+            "(it shards by itself), or cut layers by hand and describe the ranks by an mpu"
+        )

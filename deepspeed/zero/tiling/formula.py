@@ -1,0 +1,193 @@
+"""Model-state memory by formula, from the layout and the placement alone.
+
+Psi is the number of elements of all buckets with their padding, N the number of ranks (of a bucket whose group is
+smaller, the ranks of that), S that of neighbours that share
+where not all do (``placement.py``). Padding is part of the layout: each parameter is rounded up to 64 elements and each
+bucket to N * 64.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from deepspeed.comm.codecs.one_bit import padded_numel
+from deepspeed.zero.placement import BucketPlacement, Home, Placement, private_numel
+from deepspeed.zero.tiling.layout import BucketLayout, ModelLayout
+
+_BITS = re.compile(r"[a-z]+(\d+)")
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes per element of a dtype by name."""
+    bits = _BITS.match(dtype)
+    return max(int(bits[1]) // 8, 1) if bits is not None else 1  # bool
+
+
+class MemoryFormula:
+    """Bytes on one rank between two steps, in one home.
+
+    Args:
+        layout: Every bucket.
+        placement: The ZeRO row.
+        host_is_device: The model computes in host memory, so that fp32 compute parameters in either home can be their
+            own masters.
+        placed: Where each bucket is, if some began to be trained after the others; None: where the placement puts them.
+    """
+
+    def __init__(
+        self,
+        layout: ModelLayout,
+        placement: Placement,
+        *,
+        host_is_device: bool = False,
+        placed: Sequence[BucketPlacement] | None = None,
+    ) -> None:
+        self._layout = layout
+        self._placement = placement
+        self._placed = placement.of_buckets(layout) if placed is None else tuple(placed)
+        self._host_is_device = host_is_device
+
+    def compute(self, home: Home = Home.DEVICE) -> tuple[int, str]:
+        """Compute parameters: the shard, or everything."""
+        total = 0
+        for bucket, placed in zip(self._layout.buckets, self._placed, strict=True):
+            if placed.param_home is home:
+                numel = bucket.slice_numel if placed.is_sharded else bucket.numel
+                total += numel * itemsize(bucket.dtype)
+        if not any(placed.is_sharded for placed in self._placed):
+            return total, "bytes x Psi"
+        ranks = "S" if self._has_copies else "N"
+        if home is not Home.DEVICE:
+            return total, f"bytes x Psi_offloaded / {ranks}"
+        return total, f"bytes x (Psi_sharded / {ranks} + Psi_persistent)"
+
+    def compute_tensors(self, home: Home) -> list[tuple[int, int]]:
+        """``(elements, bytes per element)`` of the compute tensors of a home."""
+        return [
+            (bucket.slice_numel if placed.is_sharded else bucket.numel, itemsize(bucket.dtype))
+            for bucket, placed in zip(self._layout.buckets, self._placed, strict=True)
+            if placed.param_home is home
+        ]
+
+    def _owned(self, bucket: BucketLayout) -> int:
+        if not self._placement.shard_master:
+            return bucket.numel
+        return bucket.slice_numel // (bucket.replicas if self._placement.spread_master else 1)
+
+    @property
+    def _owners(self) -> str:
+        """What the number of elements is divided by where masters are sharded."""
+        return "S" if self._has_copies and not self._placement.spread_master else "N"
+
+    @property
+    def _has_copies(self) -> bool:
+        """Whether several ranks hold the same slices."""
+        return any(bucket.replicas > 1 for bucket in self._layout.buckets)
+
+    def _trained(self) -> list[tuple[BucketLayout, BucketPlacement]]:
+        return [(b, p) for b, p in zip(self._layout.buckets, self._placed, strict=True) if b.trainable]
+
+    def has_master(self, bucket: BucketLayout, placed: BucketPlacement) -> bool:
+        """Whether a trained bucket has a master besides its compute parameters."""
+        if itemsize(bucket.dtype) < 4 or Home.FILE in (placed.param_home, placed.master_home):
+            return True
+        return placed.param_home is not placed.master_home and not self._host_is_device
+
+    def master(self, home: Home = Home.DEVICE) -> tuple[int, str]:
+        """fp32 masters, where the compute parameters are not their own."""
+        total = sum(
+            max(itemsize(bucket.dtype), 4) * self._owned(bucket)
+            for bucket, placed in self._trained()
+            if placed.master_home is home and self.has_master(bucket, placed)
+        )
+        return total, f"4 x Psi / {self._owners}" if self._placement.shard_master else "4 x Psi"
+
+    def master_tensors(self, state_itemsizes: Sequence[int], home: Home) -> list[tuple[int, int]]:
+        """``(elements, bytes per element)`` of masters and states of a home.
+
+        Args:
+            state_itemsizes: For every state, its bytes per fp32 element.
+            home: Which.
+        """
+        found = []
+        for bucket, placed in self._trained():
+            if placed.master_home is home:
+                wide = max(itemsize(bucket.dtype), 4)
+                sizes = ([4] if self.has_master(bucket, placed) else []) + list(state_itemsizes)
+                found += [(self._owned(bucket), size * wide // 4) for size in sizes]
+        return found
+
+    def optimizer(self, states: int, home: Home = Home.DEVICE) -> tuple[int, str]:
+        """Optimizer state: ``states`` fp32 numbers per element (two for Adam)."""
+        total = sum(n * size for n, size in self.master_tensors([4] * states, home)) - self.master(home)[0]
+        return total, f"{4 * states} x Psi" + (f" / {self._owners}" if self._placement.shard_master else "")
+
+    def private(self) -> tuple[int, str]:
+        """What each rank keeps for itself: error feedback, and the outer state of masters that meet other islands'."""
+        found = [entry for entry in (self._errors(), self._outer()) if entry[0]]
+        return sum(nbytes for nbytes, _ in found), " + ".join(text for _, text in found) or "0"
+
+    def _outer(self) -> tuple[int, str]:
+        if not self._placement.meets:
+            return 0, "0"
+        total = sum(2 * max(itemsize(bucket.dtype), 4) * self._owned(bucket) for bucket, _ in self._trained())
+        return total, f"8 x Psi / {self._owners}" if self._placement.shard_master else "8 x Psi"
+
+    def _errors(self) -> tuple[int, str]:
+        """Where more than one rank shares a bucket."""
+        placement = self._placement
+        if placement.sends_momentum:
+            return self._momentum()
+        if not placement.feeds_back:
+            return 0, "0"
+        shared = [bucket for bucket, _ in self._trained() if bucket.num_slices > 1]
+        wide = 8 if placement.may_skip else 4
+        to_owner, spread = placement.shard_master, placement.spread_master
+        total = sum(wide * private_numel(bucket, to_owner=to_owner, spread=spread) for bucket in shared)
+        if self._has_copies:  # neighbours, then the ranks with the same slices
+            return total, f"{wide} x (Psi + Psi / S)" if spread else f"{wide} x (Psi + Psi / S + Psi / N)"
+        return total, f"{wide} x Psi" if to_owner else f"{wide} x (Psi + Psi / N)"
+
+    def _momentum(self) -> tuple[int, str]:
+        """What an exchange of momenta keeps: errors and, beside parts of the masters, what its sender needs whole."""
+        total, whole = 0, (1 + self._placement.preconditions) if self._placement.shard_master else 0
+        for bucket, _ in self._trained():
+            if bucket.num_slices > 1:
+                numel = padded_numel(bucket.trained_numel, bucket.num_slices)
+                total += 4 * (numel + numel // bucket.num_slices + whole * numel)
+        return total, f"4 x ({1 + whole} Psi + Psi / N)" if whole else "4 x (Psi + Psi / N)"
+
+    def gradients(
+        self,
+        *,
+        accumulation: bool,
+        reduced: bool,
+        reduce_itemsize: int | None = None,
+        accumulate_itemsize: int = 4,
+        home: Home = Home.DEVICE,
+    ) -> tuple[int, str]:
+        """Gradients between backward and step, or between micro-batches.
+
+        Args:
+            accumulation: More than one micro-batch per update.
+            reduced: The boundary has passed; otherwise a micro-batch in between.
+            reduce_itemsize: Bytes per element on the wire; None is the parameter's.
+            accumulate_itemsize: Bytes per element of a sum over micro-batches (``grad_accum_dtype``). Sums over ranks
+                are fp32 whatever it is; only where they are added to a sum over micro-batches do they take its dtype.
+            home: Where; unreduced gradients are on the device.
+        """
+        total, text = 0, "bytes x Psi"
+        for bucket, placed in self._trained():
+            unreduced = not reduced and not self._placement.shard_gradients and bucket.num_slices > 1
+            if (Home.DEVICE if unreduced else placed.gradient_home) is not home:
+                continue
+            if bucket.num_slices == 1 and not accumulation:
+                total += (reduce_itemsize or itemsize(bucket.dtype)) * bucket.numel
+                continue
+            over_micro_batches = unreduced or bucket.num_slices == 1 or self._placement.shard_gradients
+            wide = accumulate_itemsize if over_micro_batches else 4
+            whole = unreduced or not self._placement.shard_master
+            total += (8 if bucket.dtype == "float64" else wide) * (bucket.numel if whole else self._owned(bucket))
+            text = f"{wide} x Psi" if whole else f"{wide} x Psi / {self._owners}"
+        return total, text

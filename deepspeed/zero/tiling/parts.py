@@ -1,0 +1,148 @@
+"""Which part of a logical parameter a parameter is: what it says itself, and what placements on a mesh say.
+
+A layer that holds a part says so of its parameter (:func:`say_part`) before ``zero.Init`` or an engine takes it. A
+parameter that says nothing is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deepspeed.comm.transports.transport import Piece, Transport
+from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
+from deepspeed.zero.tiling.tiles import Box, Tile, TilePart
+
+_MARK = "ds_tile_part"
+_HOLDERS = "ds_tile_holders"
+
+
+@dataclass(frozen=True)
+class Holders:
+    """The ranks that together have a logical parameter, each a part of it.
+
+    Attributes:
+        transport: Between them; they call it in one order.
+        parts: Of each, by its place among them. Parts may be equal, then these ranks hold copies.
+    """
+
+    transport: Transport
+    parts: tuple[TilePart, ...]
+
+    @property
+    def mine(self) -> TilePart:
+        """This rank's part."""
+        return self.parts[self.transport.rank]
+
+    def whole(self, tile: torch.Tensor, label: str) -> torch.Tensor:
+        """The logical parameter, or something else with an element for each of its. Every holder must call it.
+
+        Args:
+            tile: This rank's, in the shape of the tile.
+            label: What travels.
+        """
+        packed = torch.cat([tile[box.in_tile].reshape(-1) for box in self.mine.boxes] or [tile.new_empty(0)])
+        told = [
+            packed if place == self.transport.rank else packed.new_empty(sum(box.numel for box in part.boxes))
+            for place, part in enumerate(self.parts)
+        ]
+        self.transport.move([Piece(place, None, values) for place, values in enumerate(told)], label=label)
+        whole = tile.new_zeros(self.mine.global_shape)
+        for part, values in zip(self.parts, told, strict=True):
+            start = 0
+            for box in part.boxes:
+                whole[box.in_whole] = values[start : start + box.numel].view(box.shape)
+                start += box.numel
+        return whole
+
+    def tile_of(self, whole: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """This rank's tile of a whole value; padding is zero.
+
+        Args:
+            whole: In the shape of the logical parameter.
+            shape: Of the tile.
+        """
+        tile = whole.new_zeros(shape)
+        for box in self.mine.boxes:
+            tile[box.in_tile] = whole[box.in_whole]
+        return tile
+
+
+def say_holders(parameter: torch.Tensor, holders: Holders) -> None:
+    """Says who has the other parts of a parameter, so that accessors can give all of it."""
+    setattr(parameter, _HOLDERS, holders)
+
+
+def holders_of(parameter: torch.Tensor) -> Holders | None:
+    """Who has the other parts of a parameter; None where nobody has said."""
+    return parameter.__dict__.get(_HOLDERS)
+
+
+def say_part(parameter: torch.Tensor, part: TilePart) -> None:
+    """Says which part of a logical parameter ``parameter`` is; ranks with equal parts hold copies."""
+    setattr(parameter, _MARK, part)
+
+
+def says_part(parameter: torch.Tensor) -> bool:
+    """Whether a parameter says that it is a part."""
+    return hasattr(parameter, _MARK)
+
+
+def tile_of(name: str, shape: tuple[int, ...], param_group: int, parameter: torch.Tensor) -> Tile:
+    """The tile of a parameter.
+
+    Args:
+        name: Qualified name in the model.
+        shape: Of all that this rank's model has of it.
+        param_group: As of ``Tile``.
+        parameter: Asked for its part.
+
+    Raises:
+        DeepSpeedConfigError: Its part does not fit its shape.
+    """
+    try:
+        return Tile(name, shape, param_group, getattr(parameter, _MARK, None))
+    except ValueError as error:
+        raise DeepSpeedConfigError(f"the part of a logical parameter that a parameter says it is: {error}") from None
+
+
+def part_of_placements(
+    name: str,
+    global_shape: Sequence[int],
+    mesh: Sequence[int],
+    coordinate: Sequence[int],
+    placements: Sequence[Any],
+) -> TilePart:
+    """The part that a rank has of a ``DTensor``.
+
+    Along each axis of the mesh, in order, what the axes before left to the rank is cut into chunks as ``torch.chunk``
+    cuts: all of the first's length but the last ones, which may be shorter or empty.
+
+    Args:
+        name: Of the logical parameter.
+        global_shape: Shape of the ``DTensor``.
+        mesh: Ranks along each axis.
+        coordinate: The rank's place on each axis.
+        placements: For each axis a ``Shard`` or ``Replicate``.
+
+    Raises:
+        NotYetSupportedError: A placement is of another kind.
+    """
+    first, extents = [0] * len(global_shape), list(global_shape)
+    for size, place, placement in zip(mesh, coordinate, placements, strict=True):
+        if placement.is_replicate():
+            continue
+        if not placement.is_shard() or hasattr(placement, "split_factor"):
+            raise NotYetSupportedError(
+                f"the parameter {name!r} is placed as {placement}; expected Shard or Replicate along every axis"
+            )
+        dim = placement.dim % len(global_shape)
+        chunk = -(-extents[dim] // size)
+        low = min(place * chunk, extents[dim])
+        first[dim] += low
+        extents[dim] = min(chunk, extents[dim] - low)
+    boxes = () if 0 in extents else (Box(tuple(first), (0,) * len(extents), tuple(extents)),)
+    return TilePart(name, tuple(global_shape), boxes)

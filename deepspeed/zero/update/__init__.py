@@ -1,0 +1,1 @@
+"""The update: masters, norm, and the loop over them."""

@@ -1,0 +1,257 @@
+"""The loop of the update: one pass over pieces of masters, wherever they live.
+
+A *piece* is a stretch of one master that is updated at once: the whole master on the device, a bounded stretch where it
+must travel. A :class:`UpdateStrategy` knows one home: it brings the operands of a piece to where the kernel runs and
+takes the results back. The loop is the same for all homes::
+
+    fetch piece i (its transfer began earlier) -> update it -> start to store it -> publish a bucket that is complete
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deepspeed.ops.flat import FlatUpdate, flat_updater
+from deepspeed.zero.gradient.gradient_bucket import GradientBucket
+from deepspeed.zero.placement import Home
+from deepspeed.zero.update.masters import MasterBucket
+
+
+@dataclass
+class UpdateSlice:
+    """A stretch of one master.
+
+    Attributes:
+        master: Whose.
+        gradients: The bucket's gradients.
+        used: Per tile, whether it got a gradient on any rank.
+        start: First element in the master; a multiple of 64.
+        stop: One past the last element.
+    """
+
+    master: MasterBucket
+    gradients: GradientBucket
+    used: list[bool]
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return self.stop - self.start
+
+
+@dataclass
+class Operands:
+    """What the kernel works on: 1-D tensors as long as the piece, all on one device.
+
+    Attributes:
+        master: Updated in place.
+        grad: Read.
+        states: Per-element states, updated in place; None: those that lie in the optimizer's ``state``.
+        out: Receives the new compute parameters, or None where ``master`` is the compute tensor.
+    """
+
+    master: torch.Tensor
+    grad: torch.Tensor
+    states: dict[str, torch.Tensor] | None
+    out: torch.Tensor | None
+
+
+class UpdateStrategy:
+    """Masters that the kernel can work on where they are; this class alone serves the device."""
+
+    piece_numel: int | None = None
+    """Most elements of a piece; None: a whole master."""
+
+    def begin(self, pieces: Sequence[UpdateSlice]) -> None:
+        """Announces the pieces of one update, in the order in which they will be fetched."""
+
+    def fetch(self, piece: UpdateSlice) -> Operands:
+        """The operands of the next piece, ready to be worked on."""
+        grad = piece.gradients.result
+        assert grad is not None, f"{piece.master.bucket!r} has no gradient although one was counted"
+        part = slice(piece.start, piece.stop)
+        return Operands(piece.master.flat[part], grad[part], None, self._out(piece))
+
+    def _out(self, piece: UpdateSlice) -> torch.Tensor | None:
+        """Where the kernel writes the compute parameters: in place if it can reach them, else a staging tensor."""
+        master = piece.master
+        if master.out is None:
+            return None
+        out = master.out[piece.start : piece.stop]
+        return out if master.writes_out_in_place else torch.empty_like(out, device=master.flat.device)
+
+    def store(self, piece: UpdateSlice, operands: Operands, updated: Sequence[slice]) -> None:
+        """Starts to take back what the kernel wrote into staging tensors.
+
+        Args:
+            piece: What was updated.
+            operands: Of it.
+            updated: The stretches of the piece that the kernel worked on; of the others a staging tensor for compute
+                parameters holds nothing.
+        """
+        master = piece.master
+        if operands.out is not None and not master.writes_out_in_place:
+            assert master.out is not None
+            target = master.out[piece.start : piece.stop]
+            for part in self._complete(piece, operands, updated):
+                master.bucket.memory.write(target[part], operands.out[part])
+
+    def _complete(self, piece: UpdateSlice, operands: Operands, updated: Sequence[slice]) -> Sequence[slice]:
+        """The stretches of staged compute parameters that are to be stored.
+
+        Those that were updated; parameters without a gradient are left as they are. Only to a file the piece goes as a
+        whole, in whole pages, so what is missing is made from the master, which rounds to it.
+        """
+        if piece.master.bucket.memory.home is not Home.FILE or not updated:
+            return updated
+        assert operands.out is not None
+        starts = [0, *(part.stop for part in updated)]
+        for start, stop in zip(starts, [*(part.start for part in updated), piece.numel], strict=True):
+            if start < stop:
+                operands.out[start:stop].copy_(operands.master[start:stop])
+        return [slice(0, piece.numel)]
+
+    def before_publish(self, master: MasterBucket) -> None:
+        """All pieces of ``master`` were stored; its compute tensor is about to be sent to other ranks."""
+
+    def finish(self) -> None:
+        """Waits for every transfer; also called when the update failed."""
+
+
+class PieceUpdater:
+    """Runs the update of one optimizer over pieces.
+
+    Args:
+        flat: The optimizer's update of a 1-D run.
+        optimizer: Holds groups and states by run.
+        strategies: By home.
+    """
+
+    def __init__(
+        self, flat: FlatUpdate, optimizer: torch.optim.Optimizer, strategies: Mapping[Home, UpdateStrategy]
+    ) -> None:
+        self._flat = flat
+        self._optimizer = optimizer
+        self._strategies = strategies
+
+    def run(
+        self,
+        work: Sequence[tuple[MasterBucket, GradientBucket, list[bool]]],
+        factor: float | None,
+        publish: Callable[[MasterBucket], None],
+    ) -> None:
+        """Updates masters.
+
+        Args:
+            work: Masters with a gradient, their gradients, and which of their tiles got one.
+            factor: Multiplier of the gradient; None is exactly 1.
+            publish: Called when a master is complete and its compute tensor written.
+        """
+        self._keep_states(work)
+        by_master = [(master, self._cut(master, gradients, used)) for master, gradients, used in work]
+        for home, strategy in self._strategies.items():
+            strategy.begin([piece for master, pieces in by_master if master.home is home for piece in pieces])
+        try:
+            for master, pieces in by_master:
+                strategy = self._strategies[master.home]
+                for piece in pieces:
+                    operands = strategy.fetch(piece)
+                    strategy.store(piece, operands, self._update(piece, operands, factor))
+                strategy.before_publish(master)
+                publish(master)
+        finally:
+            for strategy in self._strategies.values():
+                strategy.finish()
+            for master, _, _ in work:
+                master.bucket.memory.settle()
+
+    def _cut(self, master: MasterBucket, gradients: GradientBucket, used: list[bool]) -> list[UpdateSlice]:
+        """The pieces of a master with something to update: none where others own all that got a gradient."""
+        numel = master.flat.numel()
+        step = self._strategies[master.home].piece_numel or numel
+        spans = [run.span for run in master.runs if used[master.tile_spans(run.span)[0][0]]]
+        return [
+            UpdateSlice(master, gradients, used, start, min(start + step, numel))
+            for start in range(0, numel, step or 1)
+            if any(span.start < start + step and start < span.stop for span in spans)
+        ]
+
+    def _keep_states(self, work: Sequence[tuple[MasterBucket, GradientBucket, list[bool]]]) -> None:
+        """Per-element states live in the home of their master, also after somebody replaced them."""
+        initial: dict[int, dict[str, Any]] = {}
+        for master, _, used in work:
+            if master.home is Home.DEVICE:
+                continue
+            for run in master.runs:
+                if not used[master.tile_spans(run.span)[0][0]]:
+                    continue
+                number = run.span.param_group
+                if number not in initial:
+                    initial[number] = first_state(self._flat, self._optimizer.param_groups[number])
+                master.keep_state(run, self._optimizer.state[run.param], initial[number])
+
+    def _update(self, piece: UpdateSlice, operands: Operands, factor: float | None) -> list[slice]:
+        """Updates the runs that got gradients; returns the stretches of the piece that they fill."""
+        master = piece.master
+        updated: list[slice] = []
+        for run in master.runs:
+            span = run.span
+            start, stop = max(span.start, piece.start), min(span.stop, piece.stop)
+            if start >= stop or not piece.used[master.tile_spans(span)[0][0]]:
+                continue
+            state = self._optimizer.state[run.param]
+            part = slice(start - piece.start, stop - piece.start)
+            is_whole = (start, stop) == (span.start, span.stop) and operands.states is None
+            local = state if is_whole else _state_part(state, span.numel, start - span.start, stop - start)
+            if operands.states is not None:
+                local.update((key, tensor[part]) for key, tensor in operands.states.items() if key in state)
+            self._flat.flat_update(
+                self._optimizer.param_groups[span.param_group],
+                operands.master[part],
+                operands.grad[part],
+                local,
+                grad_scale=factor,
+                out=None if operands.out is None else operands.out[part],
+                advance_step=start == span.start,
+            )
+            if local is not state and "step" in local:
+                state["step"] = local["step"]  # a plain number is replaced, not changed in place
+            if updated and updated[-1].stop == part.start:
+                part = slice(updated.pop().start, part.stop)
+            updated.append(part)
+        return updated
+
+
+def first_state(flat: FlatUpdate, group: dict[str, Any]) -> dict[str, Any]:
+    """The state that a run of ``group`` starts with, per-element states in the length of one block."""
+    probe: dict[str, Any] = {}
+    flat.init_flat_state(group, torch.zeros(64), probe)
+    return probe
+
+
+def state_itemsizes(optimizer: torch.optim.Optimizer | None) -> tuple[int, ...]:
+    """Bytes per element of every per-element state; empty where only the optimizer's ``step`` knows."""
+    flat = None if optimizer is None else flat_updater(optimizer)
+    if flat is None or optimizer is None:
+        return ()
+    sizes: dict[str, int] = {}
+    for group in optimizer.param_groups:
+        for key, value in first_state(flat, group).items():
+            if isinstance(value, torch.Tensor) and value.dim() > 0:
+                sizes[key] = value.element_size()
+    return tuple(sizes.values())
+
+
+def _state_part(state: dict[str, Any], numel: int, offset: int, length: int) -> dict[str, Any]:
+    return {
+        key: value[offset : offset + length]
+        if isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == numel
+        else value
+        for key, value in state.items()
+    }

@@ -1,0 +1,362 @@
+"""Master weights and the runs that the optimizer updates.
+
+For each trainable bucket the owner keeps one flat master: an fp32 copy of its slice, or, where the compute dtype is
+already fp32, the compute shard itself. The optimizer sees the master as 1-D runs, one per stretch of equal param group.
+A run is cut on demand where only some of its parameters got gradients: torch skips a parameter without gradient (no
+weight decay, no momentum, no step count), so a flat update must skip it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from deepspeed.comm.transports.transport import Transport
+from deepspeed.ops.segments import CutTensors, Segment, SegmentTable, SharedTensor
+from deepspeed.zero.bucket import Bucket
+from deepspeed.zero.placement import Home
+from deepspeed.zero.storage import Kind, Ledger, Memory
+from deepspeed.zero.tiling.layout import BucketLayout, Fragment, Run
+
+
+@dataclass(eq=False)  # compared as objects: comparing the tensors would fail
+class MasterRun:
+    """One stretch of a master as the optimizer sees it.
+
+    Attributes:
+        param: 1-D view of the master (in the shape of its one parameter if the optimizer needs shapes).
+        span: Where it lies in the master.
+    """
+
+    param: torch.nn.Parameter
+    span: Run
+
+
+class MasterBucket:
+    """This rank's part of the master weights of one bucket.
+
+    Attributes:
+        bucket: The compute side.
+        layout: The bucket's layout as it is shared for the update: cut over the ranks, or whole where replicated.
+        transport: Of the ranks that share it so, numbered as the layout is cut.
+        rank: Position of this rank in that sharing.
+        whole_tensors: Whether each run is one parameter in its shape.
+        flat: 1-D master.
+        out: 1-D compute tensor that must receive the update, or None where ``flat`` is the compute tensor.
+        memory: Where ``flat`` and the optimizer state are.
+        state_home: Where the optimizer state is at the moment.
+        states: Away from the device: per-element states of the whole master, of which those of the runs are views.
+        runs: In order of their start; together they cover every parameter that has a param group.
+
+    Args:
+        original: 1-D, the values from before the cast to the compute dtype: of the whole bucket, or of this rank's
+            slice of it.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        *,
+        is_sharded: bool,
+        original: torch.Tensor,
+        ledger: Ledger,
+        whole_tensors: bool,
+        memory: Memory,
+    ) -> None:
+        self.bucket = bucket
+        self.whole_tensors = whole_tensors
+        self.memory = memory
+        self.state_home = memory.home
+        self._ledger = ledger
+        self.transport: Transport = bucket.group.owners
+        self.layout: BucketLayout = replace(bucket.layout, num_slices=self.transport.size if is_sharded else 1)
+        self.rank = self.transport.rank if is_sharded else 0
+        compute = self._compute()
+        if bucket.dtype in (torch.float32, torch.float64) and self._can_share():
+            self.flat, self.out = compute, None
+        else:
+            lower, upper = self.layout.slice_bounds(self.rank)
+            dtype = torch.promote_types(bucket.dtype, torch.float32)
+            ledger.add(Kind.MASTER, self.home, (upper - lower) * dtype.itemsize)
+            self.flat = memory.empty(upper - lower, dtype, f"the master weights of {bucket.label}")
+            ledger.claim(self.flat)
+            base = 0 if original.numel() == self.layout.numel else bucket.layout.slice_bounds(bucket.transport.rank)[0]
+            memory.write(self.flat, original[lower - base : upper - base])
+            memory.settle()
+            self.out = compute
+        self.states: dict[str, torch.Tensor] = {}
+        self._spans: dict[Run, list[tuple[int, int, int]]] = {}
+        self.fragments: tuple[Fragment, ...] = self.layout.fragments(self.rank)
+        spans = self._tensor_spans() if whole_tensors else list(self.layout.runs(self.rank))
+        self.runs = [self._run(span, whole_tensors) for span in spans]
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether other ranks own other parts."""
+        return self.layout.num_slices > 1
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank's part stands for all copies of it, so that over all ranks each element counts once."""
+        group = self.bucket.group
+        if not self.is_sharded:
+            return group.counts and group.place == 0
+        return group.counts and (group.is_spread or group.combine is None or group.combine.rank == 0)
+
+    @property
+    def home(self) -> Home:
+        """The memory of master and optimizer state."""
+        return self.memory.home
+
+    def _can_share(self) -> bool:
+        """Whether the compute tensor may be the master: the same kind of memory, and not a file."""
+        return (
+            Home.FILE not in (self.home, self.bucket.memory.home)
+            and self.bucket.memory.tensor_device == self.memory.tensor_device
+        )
+
+    @property
+    def writes_out_in_place(self) -> bool:
+        """Whether a kernel that works on ``flat`` can write the compute tensor itself."""
+        return self.out is None or (
+            self.bucket.memory.tensor_device == self.memory.tensor_device and self.bucket.memory.home is not Home.FILE
+        )
+
+    def state_tensor(self, key: str, dtype: torch.dtype) -> torch.Tensor:
+        """One per-element state of the whole master, in the master's home; made at the first call."""
+        if key not in self.states:
+            numel = self.flat.numel()
+            self.states[key] = self.memory.empty(numel, dtype, f"the state {key} of {self.bucket.label}")
+        return self.states[key]
+
+    def keep_state(self, run: MasterRun, state: dict[str, Any], initial: dict[str, Any]) -> None:
+        """Puts the per-element state of a run where it belongs, with its values; adds what is missing.
+
+        Args:
+            run: One of ``runs``.
+            state: Of the run, in the optimizer; changed.
+            initial: What a new run starts with, see ``update.first_state``.
+        """
+        for key, first in initial.items():
+            present = state.get(key)
+            if not isinstance(first, torch.Tensor) or first.dim() == 0:
+                if present is None:
+                    state[key] = first.clone() if isinstance(first, torch.Tensor) else first
+                continue
+            place = self.state_tensor(key, first.dtype if present is None else present.dtype)
+            place = place[run.span.start : run.span.stop]
+            if present is None:
+                self.memory.initialise(place, float(first[0]))
+            elif present.data_ptr() == place.data_ptr():
+                continue
+            else:
+                place.copy_(present)
+            state[key] = place
+
+    def _run(self, span: Run, whole_tensor: bool = False) -> MasterRun:
+        view = self.flat[span.start : span.stop]
+        if whole_tensor:
+            tile = self.layout.tiles[self.tile_spans(span)[0][0]]
+            view = view[: tile.numel].view(tile.shape)
+        return MasterRun(torch.nn.Parameter(view), span)
+
+    def _tensor_spans(self) -> list[Run]:
+        ends = (*self.layout.starts[1:], self.layout.numel)
+        return [
+            Run(tile.param_group, start, end)
+            for tile, start, end in zip(self.layout.tiles, self.layout.starts, ends, strict=True)
+            if tile.param_group >= 0 and tile.numel
+        ]
+
+    def tile_spans(self, run: Run) -> list[tuple[int, int, int]]:
+        """``(tile, start, stop)`` for each tile inside ``run``, padding included, in elements of the master."""
+        if run not in self._spans:
+            self._spans[run] = self._find_tile_spans(run)
+        return self._spans[run]
+
+    def _find_tile_spans(self, run: Run) -> list[tuple[int, int, int]]:
+        lower, _ = self.layout.slice_bounds(self.rank)
+        ends = (*self.layout.starts[1:], self.layout.numel)
+        found = []
+        for index, (start, end) in enumerate(zip(self.layout.starts, ends, strict=True)):
+            first, last = max(start - lower, run.start), min(end - lower, run.stop)
+            if first < last and self.layout.tiles[index].numel:
+                found.append((index, first, last))
+        return found
+
+    def split(self, run: MasterRun, labels: Sequence[Any]) -> list[MasterRun]:
+        """Cuts ``run`` into stretches whose parameters have equal labels.
+
+        Args:
+            run: One of ``runs``; it is replaced by the result.
+            labels: Per tile of the bucket, anything with ``==``: whether it got a gradient, its step count, ...
+
+        Returns:
+            The new runs; ``[run]`` itself if no cut is needed.
+        """
+        stretches: list[tuple[Any, int, int]] = []
+        for tile, start, stop in self.tile_spans(run.span):
+            if stretches and stretches[-1][0] == labels[tile]:
+                stretches[-1] = (labels[tile], stretches[-1][1], stop)
+            else:
+                stretches.append((labels[tile], start, stop))
+        if len(stretches) <= 1:
+            return [run]
+        cut = [self._run(Run(run.span.param_group, start, stop)) for _, start, stop in stretches]
+        position = self.runs.index(run)
+        self.runs[position : position + 1] = cut
+        return cut
+
+    def refresh(self, tile: int) -> None:
+        """Carries a user's write to a resident parameter into the master."""
+        self.adopt(tile, self.bucket.params[tile].detach().reshape(-1))
+
+    def adopt(self, tile: int, values: torch.Tensor, offset: int = 0) -> None:
+        """Takes new compute values of one parameter into the master, where they are new.
+
+        An element whose compute value is what the master rounds to keeps its more precise master value.
+
+        Args:
+            tile: Index of the parameter.
+            values: 1-D, elements ``[offset, offset + len)`` of the flattened parameter, in the compute dtype; what this
+                rank does not own is passed over.
+            offset: See ``values``.
+        """
+        fragment = self.fragment(tile)
+        if self.out is None or fragment is None:
+            return
+        first, last = max(fragment.tile_start, offset), min(fragment.tile_stop, offset + values.numel())
+        if first >= last:
+            return
+        start = fragment.slice_start + first - fragment.tile_start
+        mine = self.flat[start : start + last - first]
+        new = values[first - offset : last - offset].to(mine.device)
+        mine.copy_(torch.where(new == mine.to(new.dtype), mine, new.to(mine.dtype)))
+
+    def fragment(self, tile: int) -> Fragment | None:
+        """What this rank owns of the master of one parameter, or None."""
+        return self.layout.fragment(tile, self.rank)
+
+    def whole_tile(self, tile: int) -> torch.Tensor:
+        """The master of one parameter in its shape, as a view; only where masters are not cut over ranks."""
+        assert self.layout.num_slices == 1
+        start, described = self.layout.starts[tile], self.layout.tiles[tile]
+        return self.flat[start : start + described.numel].view(described.shape)
+
+    def refresh_all(self) -> None:
+        """Reads the whole master again from the compute parameters."""
+        if self.out is not None:
+            self.flat.copy_(self.out)
+
+    def publish(self) -> None:
+        """Writes the master into the compute tensor."""
+        if self.out is not None:
+            self.out.copy_(self.flat)
+
+    def relocate(self, copy: Callable[[torch.Tensor], torch.Tensor] | None, home: Home) -> None:
+        """Moves the master to other memory, or follows the compute tensor that has moved.
+
+        Args:
+            copy: Makes the copy; None: the master stays.
+            home: Where to, for the books.
+        """
+        compute = self._compute()
+        if self.out is None:
+            self.flat = compute
+        else:
+            self.out = compute
+            if copy is not None:
+                nbytes = self.flat.numel() * self.flat.element_size()
+                self._ledger.add(Kind.MASTER, Home.DEVICE if home is Home.HOST else Home.HOST, -nbytes)
+                self._ledger.add(Kind.MASTER, home, nbytes)
+                self.flat = copy(self.flat)
+        for run in self.runs:
+            run.param.data = self.flat[run.span.start :][: run.param.numel()].view(run.param.shape)
+
+    def _compute(self) -> torch.Tensor:
+        """The compute tensor that belongs to this master."""
+        bucket = self.bucket
+        if bucket.group.is_spread and bucket.group.combine is not None and self.is_sharded:
+            return bucket.group.combine.my_slice(bucket.shard)
+        return bucket.shard if self.is_sharded or bucket.is_sharded else bucket.full.tensor
+
+    def first_non_finite(self, gradient: torch.Tensor) -> int | None:
+        """Index of the first tile whose part of ``gradient`` (aligned with the master) is not finite, or None."""
+        for fragment in self.fragments:
+            if not bool(torch.isfinite(gradient[fragment.in_slice]).all()):
+                return fragment.tile
+        return None
+
+
+def split_state(state: dict[str, Any], old: MasterRun, new: MasterRun) -> dict[str, Any]:
+    """The optimizer state of ``new``, a part of ``old``: views of per-element tensors, copies of everything else."""
+    offset, numel = new.span.start - old.span.start, new.span.numel
+    made: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == old.span.numel:
+            made[key] = value[offset : offset + numel]
+        else:
+            made[key] = value.clone() if isinstance(value, torch.Tensor) else value
+    return made
+
+
+def segment_table(masters: list[MasterBucket], other_parts: object | None = None) -> SegmentTable:
+    """Which parts of which parameters every run holds, for optimizers that need whole-tensor information.
+
+    Args:
+        masters: All of this rank, which are cut over the same ranks.
+        other_parts: The process group of the ranks that hold other parts of some parameters; None where none do.
+    """
+    by_param: dict[int, tuple[Segment, ...]] = {}
+    shared: list[SharedTensor] = []
+    first = 0
+    for master in masters:
+        for run in master.runs:
+            by_param[id(run.param)] = tuple(_segments(master, run, first))
+        shared += _shared_tensors(master.layout, first)
+        first += len(master.layout.tiles)
+    parts = None if other_parts is None else _cut_tensors(masters, other_parts)
+    sharded = next((master for master in masters if master.is_sharded), None)
+    if sharded is None:
+        return SegmentTable(by_param, first, None, tuple(shared), cut=parts)
+    transport, owners = sharded.transport, sharded.bucket.group
+    along = owners.owners if owners.is_spread else owners.reduce
+    ranks = tuple(transport.rank_at(position) for position in range(transport.size))
+    return SegmentTable(by_param, first, along.group, tuple(shared), ranks, transport.rank, parts, along.axis)
+
+
+def _cut_tensors(masters: list[MasterBucket], group: object) -> CutTensors | None:
+    """The trained tensors of buckets whose ranks have parts, in the order of their names."""
+    found: dict[str, tuple[int, bool]] = {}
+    first = 0
+    for master in masters:
+        of_bucket = master.bucket.group
+        for number, tile in enumerate(master.layout.tiles):
+            if of_bucket.is_part and tile.param_group >= 0:
+                found[tile.name] = first + number, of_bucket.counts
+        first += len(master.layout.tiles)
+    if not found:
+        return None
+    columns, counts = zip(*(found[name] for name in sorted(found)), strict=True)
+    return CutTensors(group, columns, counts)
+
+
+def _segments(master: MasterBucket, run: MasterRun, first: int) -> Iterator[Segment]:
+    """What a run holds; ``first`` is the number of the bucket's first tensor."""
+    for fragment in master.fragments:
+        start = fragment.slice_start - run.span.start
+        if 0 <= start < run.span.numel:
+            tile = master.layout.tiles[fragment.tile]
+            index, stop = first + fragment.tile, start + fragment.numel
+            yield Segment(tile.name, index, start, stop, fragment.tile_start, tile.shape)
+
+
+def _shared_tensors(layout: BucketLayout, first: int) -> Iterator[SharedTensor]:
+    """The trained tensors of a bucket; ``first`` is the number of its first one."""
+    bounds = range(0, layout.numel + 1, max(layout.slice_numel, 1))
+    for number, (tile, start) in enumerate(zip(layout.tiles, layout.starts, strict=True)):
+        if tile.param_group >= 0 and tile.numel:
+            yield SharedTensor(tile.name, first + number, tile.shape, tile.param_group, start, bounds)

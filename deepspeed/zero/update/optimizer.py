@@ -1,0 +1,679 @@
+"""The whole update: unscale, norm, overflow check, clip, update the runs, publish, clear.
+
+The gradient is multiplied by one fp32 factor (unscaling times clipping) inside the update, at the same point for every
+stage, so that the stage never changes the arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from deepspeed.comm.transports.transport import Work
+from deepspeed.comm.watch.agreement import Agreement
+from deepspeed.errors import CallOrderError, DivergenceError, NonFiniteError
+from deepspeed.logging import log_dist
+from deepspeed.ops.flat import FlatUpdate, flat_updater
+from deepspeed.ops.onebit.phases import ExchangesMomentum
+from deepspeed.ops.step_hooks import step_hooks
+from deepspeed.uncompiled import torchs
+from deepspeed.zero.gradient.gradients import GradientReducer
+from deepspeed.zero.group import Groups
+from deepspeed.zero.placement import Home, Placement
+from deepspeed.zero.storage import Kind, Ledger, storage_key
+from deepspeed.zero.update.base_optimizer import ZeROOptimizer, refuse_changed_groups
+from deepspeed.zero.update.loop import PieceUpdater, UpdateStrategy
+from deepspeed.zero.update.masters import MasterBucket, MasterRun, segment_table, split_state
+from deepspeed.zero.update.norm import norm_from_squares
+
+if TYPE_CHECKING:
+    from deepspeed.zero.onebit.momentum import MomentumExchange
+
+_FLAGS_PER_NUMBER = 48  # bits of an exact integer in fp64
+_NAME = 240  # bytes of a parameter's name that travel
+_CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
+
+
+@dataclass
+class StepReport:
+    """What one update did.
+
+    Attributes:
+        norm: Unscaled gradient norm before clipping.
+        overflow: Whether a gradient was not finite; then nothing was changed.
+    """
+
+    norm: float
+    overflow: bool
+
+
+class DeepSpeedZeroOptimizer(ZeROOptimizer):
+    """Drives a torch optimizer over the runs that this rank owns.
+
+    Args:
+        optimizer: The torch optimizer; its ``params`` lists hold runs already.
+        masters: Master weights by trainable bucket.
+        reducer: Where the gradients are.
+        placement: The ZeRO row.
+        groups: The ranks that share masters, and those that decide together.
+        agreement: Source of the order's checksum, compared in every update.
+        ledger: Books of the memory.
+        loss_scaler: fp16 loss scaler, or None.
+        clip_grad: Largest gradient norm, 0 for no clipping.
+        max_skipped: Non-finite steps in a row before training stops; 0 = never.
+        skip_non_finite: Skip an update with a non-finite gradient (always, in fp16).
+        leave_backward: Refuses a call inside a backward, and drops what an exception has left of one.
+        before_update: Frees what must not be gathered while parameters change.
+        backward: The engine's backward, for ``optimizer.backward(loss)``.
+        strategies: How masters of every home in use are updated.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        masters: list[MasterBucket],
+        reducer: GradientReducer,
+        *,
+        placement: Placement,
+        groups: Groups,
+        agreement: Agreement,
+        ledger: Ledger,
+        loss_scaler: Any,
+        clip_grad: float,
+        max_skipped: int,
+        skip_non_finite: bool,
+        leave_backward: Callable[[str], None],
+        before_update: Callable[[], None],
+        backward: Callable[..., Any],
+        strategies: Mapping[Home, UpdateStrategy],
+    ) -> None:
+        self.optimizer = optimizer
+        self.clip_grad = clip_grad
+        self.overflow = False
+        self.loss_scaler = loss_scaler
+        self.parameter_offload: Any = None
+        self.last_report: StepReport | None = None
+        self.tells: Sequence[float] = ()
+        self.told: torch.Tensor | None = None
+        self._masters = masters
+        self._reducer = reducer
+        self._placement = placement
+        self._groups = groups
+        self._agreement = agreement
+        self._ledger = ledger
+        self._max_skipped = max_skipped
+        self._skip_non_finite = skip_non_finite
+        self._leave_backward = leave_backward
+        self._before_update = before_update
+        self._backward = backward
+        self._steps = 0
+        self._skipped_in_a_row = 0
+        self._first_skip = ""
+        self._cut_for: set[tuple[int, tuple[bool, ...]]] = set()
+        self._flat: FlatUpdate | None = flat_updater(optimizer)
+        self._updater = None if self._flat is None else PieceUpdater(self._flat, optimizer, strategies)
+        self.momentum: MomentumExchange | None = None
+        if isinstance(optimizer, ExchangesMomentum):
+            from deepspeed.zero.onebit.local_steps import exchange_for  # few train with it
+
+            self.momentum = exchange_for(optimizer, masters, groups, ledger)
+        self._announce_update()
+        self._needs_segments = callable(getattr(optimizer, "attach_segments", None))
+        self._attach_segments()
+
+    # -- the public face ---------------------------------------------------------------------------------------------
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor on the loss: 1 unless fp16."""
+        return float(self.loss_scaler.loss_scale) if self.loss_scaler is not None else 1.0
+
+    cur_scale = loss_scale
+
+    @property
+    def steps(self) -> int:
+        """Updates so far, skipped ones included; they decide in which phase the next one is."""
+        return self._steps
+
+    @steps.setter
+    def steps(self, count: int) -> None:
+        self._steps = count
+        if self.momentum is not None:
+            self.momentum.forget()
+        self._announce_update()
+
+    def _announce_update(self) -> None:
+        """Decides in which phase the next update is, from the number of those before it, which all ranks agree on."""
+        self._reducer.begin_update(self._steps)
+        if self.momentum is not None:
+            self._reducer.holds_back = self.momentum.begin_update(self._steps)
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale follows the gradients."""
+        return bool(getattr(self.loss_scaler, "dynamic", False))
+
+    def override_loss_scale(self, loss_scale: float) -> None:
+        """Sets the scale from now on; a dynamic one goes on from there."""
+        if self.loss_scaler is None:
+            raise CallOrderError("override_loss_scale: there is no loss scale; it exists only with fp16.enabled")
+        before = self.loss_scale
+        self.loss_scaler.cur_scale = float(loss_scale)
+        self._reducer.scale_private(self.loss_scale / before)
+
+    def set_lr(self, lr: float) -> None:
+        """Sets the learning rate of every param group."""
+        for group in self.param_groups:
+            group["lr"] = lr
+
+    def get_lr(self) -> float:
+        """Learning rate of the first param group."""
+        return self.param_groups[0]["lr"]
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
+        """The engine's backward."""
+        self._backward(loss, retain_graph=retain_graph)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Throws away every gradient, reduced or not."""
+        self._leave_backward("optimizer.zero_grad")
+        self._reducer.zero_grad()
+
+    def refresh_fp32_params(self) -> None:
+        """Reads the masters again from the compute parameters (after they were loaded or written)."""
+        for master in self._masters:
+            master.refresh_all()
+            master.bucket.remember_values()
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of this rank's runs; for a file that other world sizes can read, save a checkpoint."""
+        return {
+            "optimizer": torchs(self.optimizer.state_dict)(),
+            "loss_scaler": self.loss_scaler.state_dict() if self.loss_scaler is not None else None,
+            "masters": [master.flat.clone() for master in self._masters],
+            "skipped_in_a_row": self._skipped_in_a_row,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any], **_ignored: Any) -> None:
+        """Restores :meth:`state_dict` of a run with the same layout; group dicts stay the same objects."""
+        self._leave_backward("optimizer.load_state_dict")
+        groups = self.optimizer.param_groups
+        self.optimizer.load_state_dict(state_dict["optimizer"])
+        for kept, loaded in zip(groups, self.optimizer.param_groups, strict=True):
+            params = kept["params"]
+            kept.update(loaded)
+            kept["params"] = params
+        self.optimizer.param_groups = groups
+        if self.loss_scaler is not None and state_dict["loss_scaler"] is not None:
+            self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
+        self._before_update()
+        for master, saved in zip(self._masters, state_dict["masters"], strict=True):
+            master.flat.copy_(saved)
+            master.publish()
+        self._finish_publishing([work for m in self._masters if (work := m.bucket.start_publish()) is not None])
+        self._skipped_in_a_row = state_dict["skipped_in_a_row"]
+
+    # -- what checkpoints need ---------------------------------------------------------------------------------------
+
+    @property
+    def flat_update(self) -> FlatUpdate | None:
+        """The fused update of the torch optimizer, which also says what state a run needs; None if it has none."""
+        return self._flat
+
+    @property
+    def skipped_in_a_row(self) -> int:
+        """Updates skipped since the last one that was applied."""
+        return self._skipped_in_a_row
+
+    @skipped_in_a_row.setter
+    def skipped_in_a_row(self, count: int) -> None:
+        self._skipped_in_a_row = count
+
+    def carry_user_writes(self) -> None:
+        """Takes what users wrote into resident parameters into buckets and masters, as the next step would."""
+        self._carry_user_writes()
+        for master in self._masters:
+            master.bucket.remember_values()
+
+    def publish_masters(self) -> None:
+        """Makes the compute parameters follow masters that were written. Every rank that shares them must call it."""
+        self._before_update()
+        publishing: list[Work] = []
+        for master in self._masters:
+            master.publish()
+            self._start_publish(master, publishing)
+        self._finish_publishing(publishing)
+
+    def cut_runs(self, labels: Sequence[Sequence[Any]]) -> None:
+        """Cuts runs until all parameters of a run have the same label. Every rank must call it.
+
+        Needed where parameters that share a run must not share its scalar states (their step counts differ).
+
+        Args:
+            labels: For each master, a label for each tile of its bucket; compared by ``==``.
+        """
+        for master, of_tiles in zip(self._masters, labels, strict=True):
+            for run in list(master.runs):
+                cut = master.split(run, of_tiles)
+                if len(cut) > 1:
+                    self._replace_in_optimizer(run, cut)
+        self._attach_segments()
+
+    def add_masters(self, masters: Sequence[MasterBucket]) -> None:
+        """Takes the runs of parameters that are trained from now on into their param groups. Every rank must call it.
+
+        Args:
+            masters: Which are in the list of masters already.
+        """
+        for master in masters:
+            for run in master.runs:
+                self.optimizer.param_groups[run.span.param_group]["params"].append(run.param)
+        self._attach_segments()
+
+    def destroy(self) -> None:
+        """Frees the gradients and takes the gradient hooks from the model."""
+        self._reducer.clear()
+        self._reducer.remove()
+        if self.momentum is not None:
+            self.momentum.end()
+
+    # -- the update --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """The whole update; every rank must call it. A non-finite gradient skips it everywhere.
+
+        Args:
+            closure: Recomputes the loss (it must call the engine's backward); evaluated once, before the update.
+
+        Returns:
+            What ``closure`` returned, or None.
+
+        Raises:
+            CallOrderError: A backward is still open, or a parameter got no gradient and must have one.
+            DivergenceError: Ranks kept different orders of collectives.
+            NonFiniteError: Too many skipped steps in a row, or an overflow at the minimum loss scale.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._leave_backward("optimizer.step")
+        refuse_changed_groups(self.optimizer, sum(len(master.runs) for master in self._masters))
+        self._reducer.settle()
+        self._before_update()
+        self._carry_user_writes()
+        total, used = self._agree()
+        if not self._reducer.policy.allow_unused:
+            self._refuse_unused(used)
+        self._steps += 1
+        scale = self.loss_scale
+        norm = norm_from_squares(total) / scale
+        self.overflow = not math.isfinite(total) and (self._skip_non_finite or self.loss_scaler is not None)
+        self.last_report = StepReport(norm, self.overflow)
+        if self.overflow:
+            self._skip(scale)
+            self._reducer.end_update(self.steps)
+            self._announce_update()
+            return loss
+        self._skipped_in_a_row = 0
+        if self.momentum is not None and self._reducer.holds_back:
+            norm, used = self.momentum.run(self._reducer.buckets, used, scale, self.clip_grad, _CLIP_EPSILON)
+            self.last_report = StepReport(norm, overflow=False)
+            self._apply(None, used)
+        else:
+            self._apply(self._factor(norm, scale), used)
+        self._reducer.commit()
+        self._reducer.clear()
+        self._reducer.end_update(self.steps)
+        self._announce_update()
+        self._update_scale(overflow=False)
+        return loss
+
+    def _update_scale(self, *, overflow: bool) -> None:
+        if self.loss_scaler is not None:
+            before = self.loss_scale
+            self.loss_scaler.update_scale(overflow)
+            if self.loss_scale != before:
+                self._reducer.scale_private(self.loss_scale / before)
+
+    def _factor(self, norm: float, scale: float) -> float | None:
+        """The one multiplier of the gradient; None for exactly 1."""
+        factor = 1.0 / scale
+        if self.clip_grad > 0:
+            factor *= min(1.0, self.clip_grad / (norm + _CLIP_EPSILON))
+        return None if factor == 1.0 else factor
+
+    def _carry_user_writes(self) -> None:
+        for master in self._masters:
+            for index in master.bucket.take_back_changes():
+                master.refresh(index)
+
+    def _agree(self) -> tuple[float, list[list[bool]]]:
+        """Sum of squares of the whole gradient, and which parameters got a gradient on any rank that shares them.
+
+        The host waits for the device once, to read what all ranks have told. One small exchange over the job also
+        compares the checksums of the gathers' order. The flags are a matter of the peers; where these are not all
+        ranks, others have other parameters, and the flags travel by themselves.
+        """
+        groups = self._groups
+        flags = [
+            *_pack_flags([used for gradients in self._reducer.buckets for used in gradients.used]),
+            self._digest_of_writes(),
+        ]
+        squares, on_device = self._own_squares()
+        numbers = [*squares, float(self._agreement.digest), float(_number_of_order(groups)), *self.tells]
+        together = groups.job is groups.peers
+        mine = torch.tensor(numbers + flags if together else numbers, dtype=torch.float64)
+        if on_device is not None:
+            mine = mine.to(on_device.device, non_blocking=True)
+            mine[: len(squares)] += on_device
+        rows = groups.job.gather_small(
+            mine,
+            channel="step",
+            label="the update (optimizer.step)",
+        )
+        _check_order(rows)
+        self.told = rows[:, len(numbers) - len(self.tells) : len(numbers)]
+        flag_rows = rows[:, len(numbers) :]
+        if not together:
+            flag_rows = groups.peers.gather_small(
+                torch.tensor(flags, dtype=torch.float64), channel="step", label="which parameters are updated"
+            )
+        flag_rows, writes = flag_rows[:, :-1], flag_rows[:, -1]
+        _check_writes(writes)
+        if bool((flag_rows != flag_rows[0]).any()):
+            self._reducer.note_uneven()
+        counted, copies = rows[:, 0].sum().item(), rows[:, 1].sum().item()
+        # A rank that plays all the others (the planner's) may count nothing; elsewhere both are 0 then.
+        total = (counted or copies) if math.isfinite(copies) else counted + copies
+        return total, self._merge_flags(flag_rows)
+
+    def _digest_of_writes(self) -> float:
+        """Checksum of which gradients the program has set of parameters that all peers share; 0 for none."""
+        shared = self._groups.among_peers
+        names = [
+            gradients.bucket.layout.tiles[index].name
+            for gradients in self._reducer.buckets
+            if gradients.writes and shared(gradients.bucket.group) is None
+            for index in sorted(gradients.writes)
+        ]
+        return float(zlib.crc32("\n".join(names).encode())) if names else 0.0
+
+    def _own_squares(self) -> tuple[list[float], torch.Tensor | None]:
+        """This rank's parts of the sum of squares: what it counts, and what others count.
+
+        Returns:
+            (The two sums, as far as the host knows them; what must be added to them, 1-D fp64 on the device that the
+            exchange of the update accepts, or None.)
+        """
+        squares, accepted = [0.0, 0.0], self._groups.job.small_device
+        on_device: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+        for master, gradients in zip(self._masters, self._reducer.buckets, strict=True):
+            found = gradients.own_squares() if self._reducer.holds_back else gradients.sum_of_squares()
+            column = 0 if master.counts else 1
+            if found is None:
+                continue
+            if found.device.type in ("cpu", "meta"):
+                squares[column] += found.item()
+            else:
+                on_device[column].append(found)
+        if not any(on_device):
+            return squares, None
+        nothing = next(one for column in on_device for one in column).new_zeros(())
+        sums = torch.stack([torch.stack(column or [nothing]).sum() for column in on_device])
+        if accepted is not None and accepted.type == sums.device.type:
+            return squares, sums
+        return [known + more for known, more in zip(squares, sums.cpu().tolist(), strict=True)], None
+
+    def _merge_flags(self, rows: torch.Tensor) -> list[list[bool]]:
+        """Per bucket and parameter, whether any rank that shares it had a gradient.
+
+        Args:
+            rows: The packed flags of every peer.
+        """
+        count = sum(len(gradients.used) for gradients in self._reducer.buckets)
+        merged: dict[str, list[bool]] = {}
+        used, position = [], 0
+        for gradients in self._reducer.buckets:
+            group = gradients.bucket.group
+            if group.name not in merged:
+                members = self._groups.among_peers(group)
+                merged[group.name] = _unpack_flags(rows if members is None else rows[members], count)
+            stop = position + len(gradients.used)
+            # Copies in other parts of the model are summed whole, whichever of them was used.
+            whole = group.spans_parts and (self._reducer.holds_back or gradients.result is not None)
+            used.append([True] * len(gradients.used) if whole else merged[group.name][position:stop])
+            position = stop
+        return used
+
+    def _refuse_unused(self, used: list[list[bool]]) -> None:
+        """Raises on every rank, or on none."""
+        names = [
+            tile.name
+            for master, flags in zip(self._masters, used, strict=True)
+            for tile, parameter, flag in zip(master.layout.tiles, master.bucket.params, flags, strict=True)
+            if not flag and parameter.requires_grad and tile.param_group >= 0 and tile.numel
+        ]
+        counts = torch.tensor([len(names)])
+        if not self._groups.knows_everything:
+            label = "the search for parameters without a gradient"
+            counts = self._groups.job.gather_small(counts, channel="step", label=label).view(-1)
+        if bool(counts.any()):
+            self._reducer.clear()
+            names = names or [f"those of rank(s) {torch.nonzero(counts).view(-1).tolist()}"]
+            raise CallOrderError(
+                f"{len(names)} parameter(s) got no gradient on any rank: {', '.join(names[:10])}; zero_optimization."
+                "ignore_unused_parameters is false, so that is an error. Use them in the loss, freeze them, or set it "
+                "to true"
+            )
+
+    def _skip(self, scale: float) -> None:
+        rank, name = self._first_offender()
+        self._skipped_in_a_row += 1
+        what = f"step {self.steps}: the gradient is not finite, first in {name!r} (slice of rank {rank})"
+        if self._skipped_in_a_row == 1:
+            self._first_skip = what
+        self._reducer.clear()
+        self._update_scale(overflow=True)
+        if self.loss_scaler is not None:
+            log_dist(f"{what}; skipped. {self.loss_scaler.describe_change(scale)}")
+        else:
+            log_dist(f"{what}; skipped, nothing was changed")
+        if self._max_skipped and self._skipped_in_a_row >= self._max_skipped:
+            raise NonFiniteError(
+                f"{self._skipped_in_a_row} steps in a row had gradients that are not finite. The first: "
+                f"{self._first_skip}. Lower the learning rate, look at that parameter's inputs, or raise "
+                "max_consecutive_skipped_steps (0 = never stop)"
+            )
+
+    def _first_offender(self) -> tuple[int, str]:
+        """Lowest rank and first parameter, in model order, whose gradient is not finite; the same on all ranks."""
+        mine = first = 0
+        names: list[str] = []
+        for master, gradients in zip(self._masters, self._reducer.buckets, strict=True):
+            names += [tile.name for tile in master.layout.tiles]
+            result = gradients.result
+            if mine == 0 and (result is not None or self._reducer.holds_back):
+                tile = gradients.first_not_finite() if result is None else master.first_non_finite(result)
+                if tile is not None:
+                    mine = first + tile + 1
+            first += len(master.layout.tiles)
+        rows = self._groups.job.gather_small(
+            torch.tensor([mine], dtype=torch.int64), channel="step", label="the search for a non-finite gradient"
+        )
+        found = rows.view(-1).tolist()
+        for rank, index in enumerate(found):
+            if index:
+                return rank, self._name_on(rank, names[mine - 1] if mine else "", names[index - 1 :])
+        return 0, "the sum of all gradients"  # every element is finite, their squares are not
+
+    def _name_on(self, rank: int, mine: str, same: list[str]) -> str:
+        """The name of a parameter of ``rank``, which ranks with another part of the model do not know.
+
+        Args:
+            rank: In the job; the same on all ranks.
+            mine: The name that this rank would say.
+            same: Begins with the name, where ranks have the same part of the model.
+        """
+        if self._groups.job is self._groups.peers:
+            return same[0]
+        text = mine.encode()[:_NAME].ljust(_NAME, b"\0")
+        rows = self._groups.job.gather_small(
+            torch.frombuffer(bytearray(text), dtype=torch.uint8).to(torch.int64),
+            channel="step",
+            label="the name of a non-finite gradient",
+        )
+        return bytes(rows[rank].tolist()).rstrip(b"\0").decode(errors="replace")
+
+    def _apply(self, factor: float | None, used: list[list[bool]]) -> None:
+        self._cut_runs(used)
+        publishing: list[Work] = []
+        if self._updater is not None:
+            work = [entry for entry in zip(self._masters, self._reducer.buckets, used, strict=True) if any(entry[2])]
+            with step_hooks(self.optimizer):
+                self._updater.run(work, factor, lambda master: self._start_publish(master, publishing))
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look for it
+        else:
+            self._update_by_step(factor, used)
+            for master, flags in zip(self._masters, used, strict=True):
+                if any(flags):
+                    master.publish()
+                    self._start_publish(master, publishing)
+        for master, flags in zip(self._masters, used, strict=True):
+            master.bucket.note_update(flags)
+        self._finish_publishing(publishing)
+
+    def _cut_runs(self, used: list[list[bool]]) -> None:
+        """Cuts runs in which only some parameters have gradients, so that the others are left alone."""
+        is_new = False  # decided by what is equal on all ranks: some of them may have nothing to cut
+        for number, (master, flags) in enumerate(zip(self._masters, used, strict=True)):
+            if all(flags) or not any(flags) or (number, tuple(flags)) in self._cut_for:
+                continue
+            self._cut_for.add((number, tuple(flags)))
+            is_new = True
+            for run in list(master.runs):
+                cut = master.split(run, flags)
+                if len(cut) > 1:
+                    self._replace_in_optimizer(run, cut)
+        if is_new:
+            self._attach_segments()
+
+    def _replace_in_optimizer(self, run: MasterRun, cut: list[MasterRun]) -> None:
+        params = self.optimizer.param_groups[run.span.param_group]["params"]
+        position = next(index for index, param in enumerate(params) if param is run.param)
+        params[position : position + 1] = [new.param for new in cut]
+        state = self.optimizer.state.pop(run.param, None)
+        if state:
+            for new in cut:
+                self.optimizer.state[new.param] = split_state(state, run, new)
+
+    def _attach_segments(self) -> None:
+        if self._needs_segments:
+            self.optimizer.attach_segments(segment_table(self._masters, self._groups.other_parts))  # type: ignore[attr-defined]
+
+    def _update_by_step(self, factor: float | None, used: list[list[bool]]) -> None:
+        """For optimizers without a flat update: hand out fp32 gradients and call ``step``."""
+        for master, gradients, flags in zip(self._masters, self._reducer.buckets, used, strict=True):
+            grad = gradients.result
+            for run in master.runs:
+                if grad is None or not flags[master.tile_spans(run.span)[0][0]]:
+                    run.param.grad = None
+                    continue
+                part = grad[run.span.start : run.span.stop].to(run.param.dtype)
+                if factor is not None:
+                    part = part * factor
+                run.param.grad = part[: run.param.numel()].view(run.param.shape)
+        self.optimizer.step()
+        for master in self._masters:
+            for run in master.runs:
+                run.param.grad = None
+
+    def _start_publish(self, master: MasterBucket, publishing: list[Work]) -> None:
+        if not master.is_sharded:
+            return  # every rank has updated everything
+        work = master.bucket.start_publish()
+        if work is not None:
+            publishing.append(work)
+
+    def _finish_publishing(self, publishing: list[Work]) -> None:
+        for work in publishing:
+            work.wait()
+        for master in self._masters:
+            master.bucket.remember_values()
+
+    def count_state(self) -> int:
+        """Bytes of the optimizer's state on this rank, in all homes; also written into the ledger."""
+        nbytes, seen = dict.fromkeys(Home, 0), set[tuple[int, int]]()
+        for master in self._masters:
+            for run in master.runs:
+                for value in self.optimizer.state.get(run.param, {}).values():
+                    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+                        continue
+                    place = (storage_key(value), int(value.storage_offset()))
+                    if place not in seen:
+                        seen.add(place)
+                        self._ledger.claim(value)
+                        nbytes[master.state_home] += value.numel() * value.element_size()
+        for home, counted in nbytes.items():
+            self._ledger.set(Kind.OPTIMIZER, home, counted)
+        return sum(nbytes.values())
+
+
+class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # noqa: N801 - the public name
+    """The optimizer at stage 3; a name of its own because users and integrations ask for it."""
+
+
+def _number_of_order(groups: Groups) -> int:
+    """Tells the ranks that gather in one order from those that gather in another: the first of them, in the job."""
+    first = groups.gathering.ranks[:1]
+    return groups.job.ranks.index(first[0]) if first and groups.job.ranks else groups.job.rank
+
+
+def _check_order(rows: torch.Tensor) -> None:
+    """Raises on every rank where ranks that gather in one order have other checksums of it."""
+    expected: dict[float, float] = {}
+    for _, _, digest, order in rows[:, :4].tolist():
+        if expected.setdefault(order, digest) != digest:
+            raise DivergenceError(
+                "ranks ran different numbers of forwards and backwards since the last step, or gathered parameters in "
+                f"different orders (checksums by rank: {[int(one) for one in rows[:, 2].tolist()]}); nothing was "
+                "updated. Every rank must run the same modules, for as many micro-batches"
+            )
+
+
+def _check_writes(digests: torch.Tensor) -> None:
+    """Raises on every rank where some ranks have set gradients that others have not."""
+    if bool((digests != digests[0]).any()):
+        alike = torch.nonzero(digests == digests[0]).view(-1).tolist()
+        raise DivergenceError(
+            "optimizer.step: every rank must have set the gradients of the same parameters (safe_set_full_grad, "
+            f"safe_set_local_grad), but ranks {alike} have set others than the rest, so copies of the parameters "
+            "would part; nothing was updated. Call them on every rank, with the same parameters and values"
+        )
+
+
+def _pack_flags(flags: list[bool]) -> list[float]:
+    numbers = []
+    for start in range(0, len(flags), _FLAGS_PER_NUMBER):
+        bits = 0
+        for offset, flag in enumerate(flags[start : start + _FLAGS_PER_NUMBER]):
+            bits |= int(flag) << offset
+        numbers.append(float(bits))
+    return numbers
+
+
+def _unpack_flags(rows: torch.Tensor, count: int) -> list[bool]:
+    """Bitwise or over the ranks."""
+    flags: list[bool] = []
+    for column in range(rows.shape[1]):
+        bits = 0
+        for value in rows[:, column].tolist():
+            bits |= int(value)
+        flags += [bool(bits >> offset & 1) for offset in range(_FLAGS_PER_NUMBER)]
+    return flags[:count]
