@@ -1,4 +1,4 @@
-"""A batch of each rank, cut along the sequence: what the ranks tell each other of it, and how its tensors travel."""
+"""Cuts a batch of each rank along the sequence: how ranks describe their batches, and how the parts are exchanged."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from deepspeed.parallel.sequence.wire import wire_of
 
 
 @dataclass
-class Told:
-    """What a rank tells the others of its next batch.
+class BatchDescription:
+    """The description of a rank's next batch, sent to the other ranks.
 
     Attributes:
         ended: Its loader has none.
@@ -37,29 +37,29 @@ class Told:
     padded: int = 0
 
 
-def parts_of(
-    tensors: dict[str, torch.Tensor], told: list[Told], group: Any, device: torch.device
+def exchange_batches(
+    tensors: dict[str, torch.Tensor], descriptions: list[BatchDescription], group: Any, device: torch.device
 ) -> list[dict[str, Any]]:
-    """This rank's tokens of every rank's batch, in order of the ranks. Every rank of the group must call it.
+    """Returns this rank's tokens of every rank's batch, in rank order. Every rank of the group must call it.
 
     Args:
-        tensors: This rank's batch, as :func:`prepared` made it.
-        told: What every rank told of its batch.
+        tensors: This rank's batch, as :func:`describe_batch` made it.
+        descriptions: Every rank's.
         group: Torch process group of the ranks that share a sequence.
         device: Where the group's transfers read and write; batches come on the host.
     """
     # By name: ranks may have put the same entries into their batches in another order.
-    found = {name: _exchanged(tensors[name], name, told, group, device) for name in sorted(tensors)}
-    return [{**one.others, **{name: found[name][rank] for name in tensors}} for rank, one in enumerate(told)]
+    found = {name: _exchanged(tensors[name], name, descriptions, group, device) for name in sorted(tensors)}
+    return [{**one.others, **{name: found[name][rank] for name in tensors}} for rank, one in enumerate(descriptions)]
 
 
 def _exchanged(
-    tensor: torch.Tensor, name: str, told: list[Told], group: Any, device: torch.device
+    tensor: torch.Tensor, name: str, descriptions: list[BatchDescription], group: Any, device: torch.device
 ) -> list[torch.Tensor]:
-    ranks = len(told)
+    ranks = len(descriptions)
     home, tensor = tensor.device, tensor.to(device)
     pieces = [piece.reshape(-1) for piece in tensor.chunk(ranks, dim=1)]
-    shapes = [(rows, tokens // ranks) for rows, tokens in (one.shapes[name] for one in told)]
+    shapes = [(rows, tokens // ranks) for rows, tokens in (one.shapes[name] for one in descriptions)]
     received = [rows * tokens for rows, tokens in shapes]
     out = tensor.new_empty(sum(received))
     sent = [piece.numel() for piece in pieces]
@@ -68,11 +68,11 @@ def _exchanged(
     return [part.view(shape).to(home) for part, shape in zip(out.split(received), shapes, strict=True)]
 
 
-def prepared(batch: Any, ranks: int) -> tuple[Told, dict[str, torch.Tensor]]:
-    """What is told of a batch, and its tensors: labels shifted, positions added, padded, on the host."""
+def describe_batch(batch: Any, ranks: int) -> tuple[BatchDescription, dict[str, torch.Tensor]]:
+    """Returns the description of a batch, and its tensors: labels shifted, positions added, padded, on the host."""
     problem = _why_not(batch)
     if problem:
-        return Told(problem=problem), {}
+        return BatchDescription(problem=problem), {}
     batch = dict(batch)
     tokens = batch["input_ids"]
     rows, length = tokens.shape
@@ -84,14 +84,14 @@ def prepared(batch: Any, ranks: int) -> tuple[Told, dict[str, torch.Tensor]]:
     tensors = {name: value.cpu() for name, value in batch.items() if isinstance(value, torch.Tensor)}
     if extra:
         tensors = {name: _padded(name, value, extra) for name, value in tensors.items()}
-    told = Told(
+    description = BatchDescription(
         shapes=dict.fromkeys(tensors, (rows, length + extra)),
         dtypes={name: value.dtype for name, value in tensors.items()},
         others={name: value for name, value in batch.items() if not isinstance(value, torch.Tensor)},
         digest=zlib.crc32(tensors["input_ids"].contiguous().view(torch.uint8).numpy().tobytes()),
         padded=extra,
     )
-    return told, tensors
+    return description, tensors
 
 
 def _padded(name: str, value: torch.Tensor, extra: int) -> torch.Tensor:
@@ -113,19 +113,19 @@ def _why_not(batch: Any) -> str:
     return ""
 
 
-def check(told: list[Told], what: str) -> None:
+def check(descriptions: list[BatchDescription], what: str) -> None:
     """Raises, on all ranks alike, where some batch cannot be cut."""
-    for rank, one in enumerate(told):
+    for rank, one in enumerate(descriptions):
         if one.problem:
             raise DeepSpeedConfigError(
                 f"{what}: the batch of rank {rank} (of those that share a sequence): {one.problem}"
             )
-        if one.dtypes != told[0].dtypes:
+        if one.dtypes != descriptions[0].dtypes:
             raise DeepSpeedConfigError(
-                f"{what}: the ranks' batches have different entries: {_entries(told[0])} on the first rank, "
+                f"{what}: the ranks' batches have different entries: {_entries(descriptions[0])} on the first rank, "
                 f"{_entries(one)} on rank {rank}; give all the same"
             )
 
 
-def _entries(one: Told) -> str:
+def _entries(one: BatchDescription) -> str:
     return ", ".join(f"{name} {str(dtype).removeprefix('torch.')}" for name, dtype in one.dtypes.items())

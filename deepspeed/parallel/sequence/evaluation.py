@@ -18,7 +18,7 @@ from torch import nn
 from deepspeed import comm
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist_once
-from deepspeed.parallel.sequence.batches import Told, check, parts_of, prepared
+from deepspeed.parallel.sequence.batches import BatchDescription, check, describe_batch, exchange_batches
 from deepspeed.parallel.sequence.loss import IGNORED
 from deepspeed.parallel.sequence.sharing import Sharing
 
@@ -78,12 +78,12 @@ def _shared(
     ids = given.get("input_ids")
     ranks = comm.get_world_size(group)
     problem, batch, more = _taken(given, model)
-    mine, tensors = (Told(problem=problem), {}) if problem else prepared(batch, ranks)
+    mine, tensors = (BatchDescription(problem=problem), {}) if problem else describe_batch(batch, ranks)
     mine.others = more
-    told: list[Any] = [None] * ranks
-    comm.all_gather_object(told, mine, group=group)
+    descriptions: list[Any] = [None] * ranks
+    comm.all_gather_object(descriptions, mine, group=group)
     try:
-        check(told, "evaluation")
+        check(descriptions, "evaluation")
     except DeepSpeedConfigError as error:
         log_dist_once(
             f"sequence parallel: each rank evaluates its batches by itself, as they cannot be shared. {error}"
@@ -91,7 +91,7 @@ def _shared(
         return None
     assert isinstance(ids, torch.Tensor)
     sums, logits, dtype = [], None, torch.float32
-    for rank, part in enumerate(parts_of(tensors, told, group, ids.device)):
+    for rank, part in enumerate(exchange_batches(tensors, descriptions, group, ids.device)):
         part = {name: value.to(ids.device) if name in tensors else value for name, value in part.items()}
         labels = part.get("shift_labels")
         with sharing.evaluating(part.get("position_ids")):

@@ -1,7 +1,9 @@
-"""Cuts the batches of a data loader along the sequence."""
+"""Cuts the batches of a data loader along the sequence, Accelerate's ``skip_first_batches`` included."""
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sized
 from typing import Any
@@ -12,10 +14,10 @@ from deepspeed.comm.job.mesh import SEQUENCE
 from deepspeed.comm.transports.along import transport_along
 from deepspeed.comm.transports.objects import gather_objects
 from deepspeed.logging import log_dist_once
-from deepspeed.parallel.sequence.batches import Told, check, parts_of, prepared
-from deepspeed.parallel.sequence.skipping import teach_accelerate
+from deepspeed.parallel.sequence.batches import BatchDescription, check, describe_batch, exchange_batches
 
 _CLASS = "UlyssesSPDataLoaderAdapter"
+_MODULE, _NAME = "accelerate.data_loader", "skip_first_batches"
 
 
 class UlyssesSPDataLoaderAdapter:
@@ -49,7 +51,7 @@ class UlyssesSPDataLoaderAdapter:
         self._waiting: deque[dict[str, Any]] = deque()
         self._compared = False
         self._left_out = 0  # of the batches that come next
-        teach_accelerate(UlyssesSPDataLoaderAdapter)
+        _teach_accelerate(UlyssesSPDataLoaderAdapter)
 
     def __len__(self) -> int:
         assert isinstance(self.dl, Sized)
@@ -91,30 +93,32 @@ class UlyssesSPDataLoaderAdapter:
         if self._batches is None:
             self._batches = iter(self.dl)
         batch = next(self._batches, None)
-        mine, tensors = (Told(ended=True), {}) if batch is None else prepared(batch, self.sp_world_size)
+        mine, tensors = (
+            (BatchDescription(ended=True), {}) if batch is None else describe_batch(batch, self.sp_world_size)
+        )
         transport = transport_along(self.sp_group, self.device, SEQUENCE)
-        told = gather_objects(transport, mine, label=f"the shapes of the next batches ({_CLASS})")
-        if any(one.ended for one in told):
+        descriptions = gather_objects(transport, mine, label=f"the shapes of the next batches ({_CLASS})")
+        if any(one.ended for one in descriptions):
             self._batches = None
-            left = [str(rank) for rank, one in enumerate(told) if not one.ended]
+            left = [str(rank) for rank, one in enumerate(descriptions) if not one.ended]
             if left:
                 log_dist_once(
                     f"{_CLASS}: the loaders of the ranks {', '.join(left)} (of those that share a sequence) have more "
                     "batches than the others'; they are left out, so that all ranks end together"
                 )
             raise StopIteration
-        check(told, _CLASS)
-        self._say(told)
-        self._waiting.extend(parts_of(tensors, told, self.sp_group, self.device))
+        check(descriptions, _CLASS)
+        self._warn(descriptions)
+        self._waiting.extend(exchange_batches(tensors, descriptions, self.sp_group, self.device))
 
-    def _say(self, told: list[Told]) -> None:
-        padded = next((one for one in told if one.padded), None)
+    def _warn(self, descriptions: list[BatchDescription]) -> None:
+        padded = next((one for one in descriptions if one.padded), None)
         if padded is not None:
             log_dist_once(
                 f"{_CLASS}: sequences whose length {self.sp_world_size} does not divide are padded at the end, with "
                 f"labels that do not count (the first by {padded.padded} token(s))"
             )
-        if not self._compared and self.sp_world_size > 1 and len({one.digest for one in told}) == 1:
+        if not self._compared and self.sp_world_size > 1 and len({one.digest for one in descriptions}) == 1:
             log_dist_once(
                 f"{_CLASS}: all {self.sp_world_size} ranks that share sequences brought the same samples, so each is "
                 f"trained on {self.sp_world_size} times; give every rank's loader samples of its own (a "
@@ -122,3 +126,25 @@ class UlyssesSPDataLoaderAdapter:
                 level=30,
             )
         self._compared = True
+
+
+def _teach_accelerate(cls: type) -> None:
+    """Lets Accelerate skip batches of ``cls`` by its method ``skipping(batches, skip)``; does nothing the second time.
+
+    Accelerate makes a new loader from the parts of the given one, which then cuts nothing: a Trainer that resumes in
+    the middle of an epoch would give its model whole batches. So the function is replaced wherever it was imported.
+    """
+    plain = getattr(sys.modules.get(_MODULE), _NAME, None)
+    if plain is None or hasattr(plain, "_asks"):
+        return
+
+    @functools.wraps(plain)
+    def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+        if isinstance(dataloader, cls):
+            return dataloader.skipping(num_batches, plain)  # type: ignore[attr-defined]
+        return plain(dataloader, num_batches)
+
+    skip_first_batches._asks = cls  # type: ignore[attr-defined]
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get(_NAME) is plain:
+            setattr(module, _NAME, skip_first_batches)
