@@ -25,7 +25,7 @@ def private_tensors(subject: Subject) -> list[tuple[str, torch.Tensor]]:
     """The private state of this rank, by names that say which places it belongs to; views of live tensors."""
     reducer = subject.runtime.reducer
     buckets = [] if reducer is None else reducer.buckets
-    found = [(_name("error", g.bucket.layout), g.private.tensor) for g in buckets if g.private is not None]
+    found = [(_name("error", g.bucket.layout), g.feedback.tensor) for g in buckets if g.feedback is not None]
     momentum = None if subject.optimizer is None else subject.optimizer.momentum
     for bucket in () if momentum is None else momentum.buckets:
         if bucket.private is not None:

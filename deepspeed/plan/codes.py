@@ -20,7 +20,7 @@ from deepspeed.comm.codecs.table import CODECS, WholeSignCodec
 from deepspeed.comm.codecs.worth import bits_of, codec_seconds, way_on
 from deepspeed.engine.communication_compression import wire_bits
 from deepspeed.plan.devices import Machine
-from deepspeed.zero.placement import private_numel
+from deepspeed.zero.gradient.error_feedback import feedback_numel
 
 NAMES = tuple(name for name, row in CODECS.items() if row.is_gradient_codec)
 """Codecs of gradients that are compared with what a configuration asks for."""
@@ -94,7 +94,7 @@ def gradient_sums(engine: Any, rank: int, ranks: int, micro_batches: int) -> lis
         if group.reduce.size > 1:
             key = (group.reduce.ranks or tuple(range(ranks)), not policy.to_owner, bits, times)
             found[key] += layout.numel
-            kept[key] += private_numel(layout, to_owner=policy.to_owner, spread=group.is_spread)
+            kept[key] += feedback_numel(layout, to_owner=policy.to_owner, spread=group.is_spread)
         if group.copies > 1:
             # Sums of slices, in fp32.
             found[group.combine.ranks, not group.is_spread, 32, times if group.is_spread else 1] += layout.slice_numel

@@ -37,7 +37,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from deepspeed.zero.tiling.describe import OFFLOADED, SHARED
-from deepspeed.zero.tiling.layout import BucketLayout, ModelLayout
+from deepspeed.zero.tiling.layout import ModelLayout
 
 
 class Home(Enum):
@@ -204,18 +204,3 @@ class Placement:
                 moved += bucket.numel if at.master_home is not Home.DEVICE else 0
         home = self.master_home if moved < self.offloaded_share * trained else Home.DEVICE
         return (*placed[:index], replace(placed[index], master_home=home), *placed[index + 1 :])
-
-
-def private_numel(layout: BucketLayout, *, to_owner: bool, spread: bool = False) -> int:
-    """Elements of the error that a rank keeps of the reductions of a bucket.
-
-    Args:
-        layout: The bucket's.
-        to_owner: The owner of a slice gets its sum; otherwise everybody gets everything, and the owner keeps what is
-            lost of the sum that it sends on.
-        spread: Sums of slices over the ranks with the same ones are cut among these, too; else all of them get them.
-    """
-    numel = layout.numel if to_owner else layout.numel + layout.slice_numel
-    if layout.replicas > 1:
-        numel += layout.slice_numel + (0 if spread else layout.slice_numel // layout.replicas)
-    return numel

@@ -125,10 +125,10 @@ def check_private(engine: DeepSpeedEngine, reference: Reference) -> None:
     assert counted == formula == (8 * psi if reference.stage else 8 * (psi + psi // reference.ranks))
     names = [name for name, _ in reference.model.named_parameters()]
     for gradients in runtime.reducer.buckets:
-        assert gradients.private is not None
+        assert gradients.feedback is not None
         layout = gradients.bucket.layout
         for tile, start in zip(layout.tiles, layout.starts, strict=True):
-            kept = gradients.private.tensor[start : start + tile.numel].view(tile.shape)
+            kept = gradients.feedback.tensor[start : start + tile.numel].view(tile.shape)
             expected = reference.sent[rank()][names.index(tile.name)]
             torch.testing.assert_close(kept, expected, rtol=1e-2, atol=1e-4)
 
@@ -228,11 +228,11 @@ def overflow() -> None:
             assert all(torch.equal(one, other) for one, other in zip(before, _errors(engine), strict=True))
         if stage == 0:
             engine.destroy()
-    kept = [gradients.private.tensor.clone() for gradients in engine._runtime.reducer.buckets]
+    kept = [gradients.feedback.tensor.clone() for gradients in engine._runtime.reducer.buckets]
     assert all(bool(one.isfinite().all()) for one in kept)
     engine.optimizer.override_loss_scale(2 * engine.optimizer.loss_scale)
     for one, gradients in zip(kept, engine._runtime.reducer.buckets, strict=True):
-        assert torch.equal(2 * one, gradients.private.tensor)
+        assert torch.equal(2 * one, gradients.feedback.tensor)
     engine.destroy()
 
 
@@ -247,7 +247,7 @@ def _train(engine: DeepSpeedEngine, steps: range, seed: int) -> None:
 
 
 def _errors(engine: DeepSpeedEngine) -> list[torch.Tensor]:
-    return [gradients.private.tensor.clone() for gradients in engine._runtime.reducer.buckets]
+    return [gradients.feedback.tensor.clone() for gradients in engine._runtime.reducer.buckets]
 
 
 def save(folder: str, stages: tuple[int, ...]) -> None:
@@ -267,7 +267,7 @@ def save(folder: str, stages: tuple[int, ...]) -> None:
         assert all(torch.equal(expected[name], found[name]) for name in expected)
         again.load_checkpoint(f"{folder}/{stage}")
         for gradients in again._runtime.reducer.buckets:
-            gradients.private.tensor.zero_()
+            gradients.feedback.tensor.zero_()
         _train(again, range(2, 4), rank())
         found = dict(again.iter_full("fp32"))
         assert not all(torch.equal(expected[name], found[name]) for name in expected)

@@ -106,7 +106,7 @@ def early_codes() -> None:
             run_step(first, step)
             ours, theirs = weights(engine), weights(first)
             assert all(torch.equal(ours[name], theirs[name]) for name in theirs) is (step < 2)
-            lost = torch.cat([gradients.private.tensor for gradients in engine._runtime.reducer.buckets])
+            lost = torch.cat([gradients.feedback.tensor for gradients in engine._runtime.reducer.buckets])
             assert bool(lost.any()) is (step == 2)  # what int8 loses is not kept
             codec = SignCodec(2048) if step == 2 else Int8Codec()
             buckets = engine._runtime.reducer.buckets
@@ -122,7 +122,7 @@ def test_early_updates_may_have_another_codec() -> None:
 
 def weights_too() -> None:
     engine = compressed(3, {"weights": "int8", "gradients": "int8"})
-    assert engine._runtime.reducer.buckets[0].private is None  # int8 goes without
+    assert engine._runtime.reducer.buckets[0].feedback is None  # int8 goes without
     with counted() as traffic:
         run_step(engine, 0)
         names = set(traffic.asked)
@@ -190,7 +190,7 @@ def measured(paces: tuple[float, float, float]) -> None:
             for step in range(UPDATES + 3):
                 run_step(engine, step)
         has_codes = paces[2] * 1.1 < paces[0]
-        assert (engine._runtime.reducer.buckets[0].private is not None) is has_codes
+        assert (engine._runtime.reducer.buckets[0].feedback is not None) is has_codes
         if rank() == 0:
             assert len(lines.about("communication_compression")) == 1
             assert len(lines.about("from now on: an update takes")) == has_codes

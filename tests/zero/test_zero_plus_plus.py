@@ -200,12 +200,12 @@ def check_errors(engine: DeepSpeedEngine, simulation: Simulation, loco: dict[str
     for index, held in enumerate(engine._runtime.reducer.buckets):
         layout = simulation.buckets[index]
         expected = simulation.sent[rank()][index]
-        torch.testing.assert_close(held.private.tensor[: layout.numel], expected, rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(held.feedback.tensor[: layout.numel], expected, rtol=1e-3, atol=1e-6)
         if simulation.neighbours < simulation.ranks:
             group, place = divmod(rank(), simulation.neighbours)
             part = layout.numel // simulation.neighbours
             expected = simulation.combined[group][index][place * part :][:part]
-            torch.testing.assert_close(held.private.tensor[layout.numel :], expected, rtol=1e-3, atol=1e-6)
+            torch.testing.assert_close(held.feedback.tensor[layout.numel :], expected, rtol=1e-3, atol=1e-6)
 
 
 LOCO = {"err_beta": 0.8, "reset_T": 3}

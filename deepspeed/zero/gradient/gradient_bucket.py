@@ -14,17 +14,15 @@ from enum import Enum
 
 import torch
 
-from deepspeed.comm.codecs.codec import Residual
 from deepspeed.comm.codecs.zero_rows import ZeroRows, row_starts
 from deepspeed.comm.transports.transport import LocalTransport, Reduction, Work, catch_up, transfer_key
 from deepspeed.errors import CallOrderError
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.gradient.destination import Landing
+from deepspeed.zero.gradient.error_feedback import ErrorFeedback
 from deepspeed.zero.gradient.gradient_sum import GradientSum
 from deepspeed.zero.gradient.packing import pack_and_square
-from deepspeed.zero.gradient.private_undo import PrivateUndo
 from deepspeed.zero.gradient.reduction_policy import ReductionPolicy
-from deepspeed.zero.placement import private_numel
 from deepspeed.zero.storage import FlatBuffer, Kind, Ledger
 from deepspeed.zero.update.norm import squared_norm
 
@@ -63,8 +61,8 @@ class GradientBucket:
         sum: What earlier backwards and this one have left since the last update.
         state: Where the gradients of this backward are.
         repeats: Gradients arrive more than once in a backward.
-        private: What reductions have lost of this rank's gradients so far, 1-D fp32, times the loss scale as gradients
-            are; None where they lose nothing, or it is not kept.
+        feedback: What reductions have lost of this rank's gradients so far; None where they lose nothing, or it is not
+            kept.
         writes: Parameters whose whole gradient a program has set since the last update: all ranks must set the same.
         is_coded: Reductions are as ``reduce_codec`` of their group says; otherwise as ``early_codec`` does.
     """
@@ -115,39 +113,21 @@ class GradientBucket:
         )
         self._before = self.sum.mark()
         self.repeats = False
-        self.private: FlatBuffer | None = None
-        self._residual: Residual | None = None
-        self._undo: PrivateUndo | None = None
-        self._combine_residual: Residual | None = None
         codec = group.reduce_codec
         self._rows: ZeroRows | None = None
         self._combine_rows: ZeroRows | None = None
         if codec is not None and not codec.says_zero and not self._is_local:
             self._open_rows()
+        self.feedback: ErrorFeedback | None = None
         if group.feeds_back:
-            self._open_private(ledger)
-        if self.private is not None and policy.may_skip:
-            self._undo = PrivateUndo(self.private, ledger)
-
-    def _open_private(self, ledger: Ledger) -> None:
-        """One error for what is sent to the owners and, where all get the whole sum, one for what the owner sends.
-
-        The same again, of a slice, where the sums of slices travel between the ranks that hold the same ones.
-        """
-        layout, to_owner, spread = self.bucket.layout, self._policy.to_owner, self._group.is_spread
-        numel = private_numel(layout, to_owner=to_owner, spread=spread)
-        self.private = FlatBuffer(numel, torch.float32, self.bucket.device, kind=Kind.PRIVATE, ledger=ledger)
-        rest = self.private.tensor.zero_()
-
-        def take(numel: int) -> torch.Tensor:
-            nonlocal rest
-            taken, rest = rest[:numel], rest[numel:]
-            return taken
-
-        part = layout.slice_numel
-        self._residual = Residual(take(layout.numel), None if to_owner else take(part))
-        if layout.replicas > 1:
-            self._combine_residual = Residual(take(part), None if spread else take(part // layout.replicas))
+            self.feedback = ErrorFeedback(
+                layout,
+                bucket.device,
+                ledger,
+                to_owner=policy.to_owner,
+                spread=group.is_spread,
+                may_skip=policy.may_skip,
+            )
 
     def _open_rows(self) -> None:
         """The rows of the bucket and, where sums of slices travel too, those of this rank's slice."""
@@ -330,8 +310,9 @@ class GradientBucket:
         numel = layout.slice_numel if self._policy.to_owner else layout.numel
         incoming = self.sum.new_buffer(numel, self._sum_dtype, self._landing.incoming_home)
         self._rounds += 1
-        if self._undo is not None and self.is_coded:
-            self._undo.keep()
+        feedback = self.feedback if self.is_coded else None
+        if feedback is not None:
+            feedback.begin_reduction()
         wire = self._group.gradient_wire if self.is_coded else self._group.early_gradient_wire
         reduce = wire.reduce_scatter if self._policy.to_owner else wire.all_reduce
         is_result = self.sum.reduced is None and not self._narrows and self._group.combine is None
@@ -345,7 +326,7 @@ class GradientBucket:
                 label=f"the reduction of the gradients of {self.bucket.label}",
                 limit=self._policy.bucket_numel,
                 visit=None if squares is None else squares.add,
-                error=self._residual if self.is_coded else None,
+                error=None if feedback is None else feedback.reduction,
                 rows=self._rows if self.is_coded else None,
             ),
         )
@@ -411,6 +392,7 @@ class GradientBucket:
         transport = self._group.combine_wire if self.is_coded else self._group.early_combine_wire
         to_owner = self._group.is_spread
         assert transport is not None and self._transfer is None
+        feedback = self.feedback if self.is_coded else None
         partial = self.sum.take_partial()
         numel = partial.tensor.numel() // (transport.size if to_owner else 1)
         incoming = self.sum.new_buffer(numel, self._sum_dtype, self._landing.incoming_home)
@@ -424,7 +406,7 @@ class GradientBucket:
                 key=transfer_key(transport.owner, self._number_among_copies, _REDUCTION, self._rounds),
                 label=f"the sum of the gradients of {self.bucket.label} over all groups",
                 limit=self._policy.bucket_numel,
-                error=self._combine_residual if self.is_coded else None,
+                error=None if feedback is None else feedback.combination,
                 rows=self._combine_rows if self.is_coded else None,
             ),
         )
@@ -514,17 +496,15 @@ class GradientBucket:
         if by_all:
             self.writes.add(tile)
 
-    def scale_private(self, factor: float) -> None:
-        """The unit of gradients changes, and so does that of what reductions have lost."""
-        if self.private is not None:
-            self.private.tensor.mul_(factor)
-        if self._undo is not None:
-            self._undo.scale(factor)
+    def scale_feedback(self, factor: float) -> None:
+        """Multiplies what reductions have lost: the unit of gradients changes."""
+        if self.feedback is not None:
+            self.feedback.scale(factor)
 
     def commit(self) -> None:
         """The update is applied: what its reductions have lost stays lost until the next one."""
-        if self._undo is not None:
-            self._undo.commit()
+        if self.feedback is not None:
+            self.feedback.commit()
 
     def free_idle_buffer(self) -> None:
         """Frees the packed buffer, which a group of one keeps allocated between steps."""
@@ -539,8 +519,8 @@ class GradientBucket:
         """
         if not (self._is_local and self.sum.is_packed):
             self._flat.free()
-        if self._undo is not None:
-            self._undo.take_back()
+        if self.feedback is not None:
+            self.feedback.take_back()
         self.writes.clear()
         self.sum.clear()
         self.begin_backward()

@@ -457,10 +457,10 @@ class GradientReducer:
         self._drain()
         self._local_sums.clear()
 
-    def scale_private(self, factor: float) -> None:
+    def scale_feedback(self, factor: float) -> None:
         """The unit of gradients changes (the loss scale does): so does that of what reductions have lost."""
         for gradients in self.buckets:
-            gradients.scale_private(factor)
+            gradients.scale_feedback(factor)
 
     def begin_update(self, before: int) -> None:
         """The phase of the next update: whether gradients travel as the codecs of their groups say.
@@ -477,7 +477,7 @@ class GradientReducer:
             why = f": {self._trial.outcome}"
             self._trial = None
             if not is_coded:
-                self.scale_private(0.0)
+                self.scale_feedback(0.0)
         elif is_coded is self.is_coded or self._was_tried:
             return
         self._travel(is_coded)
@@ -510,7 +510,7 @@ class GradientReducer:
             number: Of the update, from 1; equal on all ranks, also after a checkpoint was loaded.
         """
         if self.policy.forget_every and number % self.policy.forget_every == 0:
-            self.scale_private(0.0)
+            self.scale_feedback(0.0)
 
     def zero_grad(self) -> None:
         """Throws away every gradient, those too that were put into ``.grad`` and are nowhere else."""

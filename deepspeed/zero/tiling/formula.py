@@ -12,7 +12,8 @@ import re
 from collections.abc import Sequence
 
 from deepspeed.comm.codecs.one_bit import padded_numel
-from deepspeed.zero.placement import BucketPlacement, Home, Placement, private_numel
+from deepspeed.zero.gradient.error_feedback import feedback_numel
+from deepspeed.zero.placement import BucketPlacement, Home, Placement
 from deepspeed.zero.tiling.layout import BucketLayout, ModelLayout
 
 _BITS = re.compile(r"[a-z]+(\d+)")
@@ -144,7 +145,7 @@ class MemoryFormula:
         shared = [bucket for bucket, _ in self._trained() if bucket.num_slices > 1]
         wide = 8 if placement.may_skip else 4
         to_owner, spread = placement.shard_master, placement.spread_master
-        total = sum(wide * private_numel(bucket, to_owner=to_owner, spread=spread) for bucket in shared)
+        total = sum(wide * feedback_numel(bucket, to_owner=to_owner, spread=spread) for bucket in shared)
         if self._has_copies:  # neighbours, then the ranks with the same slices
             return total, f"{wide} x (Psi + Psi / S)" if spread else f"{wide} x (Psi + Psi / S + Psi / N)"
         return total, f"{wide} x Psi" if to_owner else f"{wide} x (Psi + Psi / N)"

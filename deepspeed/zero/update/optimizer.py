@@ -164,7 +164,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
             raise CallOrderError("override_loss_scale: there is no loss scale; it exists only with fp16.enabled")
         before = self.loss_scale
         self.loss_scaler.cur_scale = float(loss_scale)
-        self._reducer.scale_private(self.loss_scale / before)
+        self._reducer.scale_feedback(self.loss_scale / before)
 
     def set_lr(self, lr: float) -> None:
         """Sets the learning rate of every param group."""
@@ -340,7 +340,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
             before = self.loss_scale
             self.loss_scaler.update_scale(overflow)
             if self.loss_scale != before:
-                self._reducer.scale_private(self.loss_scale / before)
+                self._reducer.scale_feedback(self.loss_scale / before)
 
     def _factor(self, norm: float, scale: float) -> float | None:
         """The one multiplier of the gradient; None for exactly 1."""

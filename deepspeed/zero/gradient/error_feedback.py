@@ -1,0 +1,99 @@
+"""Error feedback: what reductions of a bucket lose of a rank's gradients is kept and added to the next ones.
+
+Reductions run while it is not known yet whether a gradient of this update overflows, here or on another rank: only the
+agreement before the update tells. Where an update may be skipped the errors are therefore kept as they were before its
+first reduction, so that a skipped update leaves them as they were.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from deepspeed.comm.codecs.codec import Residual
+from deepspeed.zero.storage import FlatBuffer, Kind, Ledger
+from deepspeed.zero.tiling.layout import BucketLayout
+
+
+def feedback_numel(layout: BucketLayout, *, to_owner: bool, spread: bool = False) -> int:
+    """Returns the elements of the error that a rank keeps of the reductions of a bucket.
+
+    Args:
+        layout: The bucket's.
+        to_owner: The owner of a slice gets its sum; otherwise everybody gets everything, and the owner keeps what is
+            lost of the sum that it sends on.
+        spread: Sums of slices over the ranks with the same ones are cut among these, too; else all of them get them.
+    """
+    numel = layout.numel if to_owner else layout.numel + layout.slice_numel
+    if layout.replicas > 1:
+        numel += layout.slice_numel + (0 if spread else layout.slice_numel // layout.replicas)
+    return numel
+
+
+class ErrorFeedback:
+    """The errors of one rank and one bucket, times the loss scale as gradients are.
+
+    Attributes:
+        tensor: All of them, 1-D fp32.
+        reduction: Views of those of the sum over the ranks that share slices: of what this rank sends and, where all
+            get the whole sum, of the slice that it sends on.
+        combination: The same of the sum of slices over the ranks that hold the same ones; None where no others do.
+
+    Args:
+        layout: The bucket's.
+        device: Where gradients are.
+        ledger: Books of the memory.
+        to_owner: As of :func:`feedback_numel`.
+        spread: As of :func:`feedback_numel`.
+        may_skip: An update may be skipped, which leaves the errors as they were: twice the memory.
+    """
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        device: torch.device,
+        ledger: Ledger,
+        *,
+        to_owner: bool,
+        spread: bool,
+        may_skip: bool,
+    ) -> None:
+        numel = feedback_numel(layout, to_owner=to_owner, spread=spread)
+        self._buffers = [
+            FlatBuffer(numel, torch.float32, device, kind=Kind.PRIVATE, ledger=ledger) for _ in range(1 + may_skip)
+        ]
+        self.tensor = rest = self._buffers[0].tensor.zero_()
+        self._before = self._buffers[1].tensor if may_skip else None
+        self._is_kept = False
+
+        def take(numel: int) -> torch.Tensor:
+            nonlocal rest
+            taken, rest = rest[:numel], rest[numel:]
+            return taken
+
+        part = layout.slice_numel
+        self.reduction = Residual(take(layout.numel), None if to_owner else take(part))
+        self.combination: Residual | None = None
+        if layout.replicas > 1:
+            self.combination = Residual(take(part), None if spread else take(part // layout.replicas))
+
+    def begin_reduction(self) -> None:
+        """Keeps the errors as they are before the first reduction of an update."""
+        if self._before is not None and not self._is_kept:
+            self._before.copy_(self.tensor)
+            self._is_kept = True
+
+    def scale(self, factor: float) -> None:
+        """Multiplies the errors: the unit of gradients changes."""
+        self.tensor.mul_(factor)
+        if self._before is not None and self._is_kept:
+            self._before.mul_(factor)
+
+    def commit(self) -> None:
+        """The update is applied: what its reductions have lost is added to the next gradients."""
+        self._is_kept = False
+
+    def take_back(self) -> None:
+        """The gradients of the update are thrown away: the errors are what they were. After a commit, nothing."""
+        if self._before is not None and self._is_kept:
+            self.tensor.copy_(self._before)
+            self._is_kept = False
