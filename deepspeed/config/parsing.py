@@ -11,15 +11,15 @@ from deepspeed.config.batch import ACCUMULATION, MICRO, TOTAL, BatchSizes, batch
 from deepspeed.config.degrees import degrees
 from deepspeed.config.deprecated import translate_old_keys
 from deepspeed.config.effects import note_effects
-from deepspeed.config.findings import Findings, Path
+from deepspeed.config.findings import Findings, Path, shown
 from deepspeed.config.parameters import read_optimizer, read_scheduler
 from deepspeed.config.reader import BATCH_KEYS, build, clean, is_auto, structural_copy
 from deepspeed.config.rules import check_ranks, check_rules
 from deepspeed.config.sections.root import Root
 from deepspeed.config.source import read_source
 from deepspeed.config.suggest import declared_paths
-from deepspeed.config.unavailable import refuse_unavailable
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.features import FEATURES
 
 # What zero.Init needs to know; the rest of its dict may not be finished yet.
 ZERO_INIT_KEYS = frozenset({"zero_optimization", "fp16", "bf16", "bfloat16", "torch_autocast", "data_types"})
@@ -218,3 +218,25 @@ def _note_auto_batch(data: dict[str, Any], batch: BatchSizes | None, findings: F
         if is_auto(data.get(name)):
             became = f"{size}" if size is not None else "what the number of ranks will give"
             findings.notice(f'{findings.label((name,))}: "auto" became {became}')
+
+
+def value_at(root: Root, path: Path) -> Any:
+    """The value of a key; None when a section on the way is absent."""
+    value: Any = root
+    for part in path:
+        if value is None:
+            return None
+        value = getattr(value, str(part))
+    return value
+
+
+def refuse_unavailable(root: Root, findings: Findings) -> None:
+    """Reports every key that switches a missing feature on."""
+    stage = root.zero_optimization.stage
+    for feature in FEATURES:
+        for key in feature.keys:
+            value = value_at(root, key.path)
+            if value is None or not key.switched_on(value) or (stage == 0 and key.idle_at_stage_0):
+                continue
+            is_section = hasattr(value, "model_fields_set")
+            findings.problem(key.path, feature.refusal(key, "" if is_section else shown(value)))

@@ -14,10 +14,11 @@ from torch import nn
 
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.linear.config import QuantizationConfig
-from deepspeed.linear.cut import around, weight_of_part
 from deepspeed.linear.quantized_linear import QuantizedLinear
 from deepspeed.linear.sharded import whole_for_packing
 from deepspeed.ops.packed_linear import packed_format
+from deepspeed.parallel.tensor import regions
+from deepspeed.parallel.tensor.linear import ColumnLinear, CutLinear, RowLinear
 from deepspeed.parallel.tensor.rules import is_transposed
 from deepspeed.zero.holder import address_of, full_shape
 
@@ -184,3 +185,50 @@ def _bytes_of(model: nn.Module) -> int:
 
 def _size(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+class QuantizedColumn(nn.Module):
+    """A column-parallel layer whose part is quantised. Without gradients: the input's would have to be summed."""
+
+    def __init__(self, part: QuantizedLinear, cut: CutLinear) -> None:
+        super().__init__()
+        self.part, self.tensor_cut = part, cut
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """``[..., in]`` to ``[..., out of this rank]``, or to all ``out`` where the output is gathered."""
+        out = self.part(values)
+        cut = self.tensor_cut
+        return regions.gather(out, cut.channel, cut.split, f"the output of {cut.name}") if cut.is_gathered else out
+
+
+class QuantizedRow(nn.Module):
+    """A row-parallel layer whose part is quantised. Without gradients, as :class:`QuantizedColumn`."""
+
+    def __init__(self, part: QuantizedLinear, cut: CutLinear) -> None:
+        super().__init__()
+        self.bias, part.bias = part.bias, None  # added once, after the sum
+        self.part, self.tensor_cut = part, cut
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """``[..., in of this rank]``, or all ``in`` where the input is whole, to ``[..., out]``."""
+        cut = self.tensor_cut
+        if cut.is_gathered:
+            values = regions.slice_of(values, cut.channel, cut.split, f"the input of {cut.name}")
+        total = cut.channel.sum(self.part(values), f"the output of {cut.name}")
+        return total if self.bias is None else total + self.bias
+
+
+def weight_of_part(module: nn.Module) -> torch.Tensor | None:
+    """This rank's part of the weight, ``[out_features, in_features]``; None for a layer that is not cut."""
+    if not isinstance(module, (ColumnLinear, RowLinear)):
+        return None
+    return module.weight.t() if module.tensor_cut.is_transposed else module.weight
+
+
+def around(module: nn.Module, part: QuantizedLinear) -> nn.Module:
+    """What takes the place of ``module``: ``part``, or the layer around it where ``module`` was cut."""
+    if isinstance(module, ColumnLinear):
+        return QuantizedColumn(part, module.tensor_cut)
+    if isinstance(module, RowLinear):
+        return QuantizedRow(part, module.tensor_cut)
+    return part

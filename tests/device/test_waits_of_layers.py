@@ -8,9 +8,8 @@ from torch import nn
 
 from deepspeed.errors import DivergenceError
 from deepspeed.moe.layer import MoE
-from deepspeed.parallel.tensor.batches import BatchCheck
+from deepspeed.parallel.tensor.batches import BatchCheck, Fingerprints
 from deepspeed.parallel.tensor.channel import over
-from deepspeed.parallel.tensor.fingerprints import Fingerprints
 from tests.harness.device import simulated_device
 
 

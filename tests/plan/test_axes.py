@@ -12,7 +12,7 @@ import deepspeed
 from deepspeed.cli.plan import main
 from deepspeed.comm.job.mesh import Mesh
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.parallel.tensor.fingerprints import WORDS
+from deepspeed.parallel.tensor.batches import WORDS
 from deepspeed.plan.decoder import Decoder
 from tests.harness import run_ranks
 from tests.plan.along import assert_as_counted, count_step
