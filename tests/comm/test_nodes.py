@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.comm.host.forward_queue import catch_up
 from deepspeed.comm.host.nodes import GlooByNodes, NativeByNodes, Nodes, nodes_under
 from deepspeed.comm.job.axes import gathering_by_nodes, grid_mesh
 from deepspeed.comm.start.environment import ranks_per_node
@@ -133,7 +132,7 @@ def _relays():
     assert rows.view(-1).tolist() == [0, 1, 2, 3]
     for work in works:
         work.wait()
-    catch_up()
+    transport.catch_up()
     assert not any(flat.isnan().any() for flat in flats)
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as torch_dist
 
-from deepspeed.comm.host.processes import has_ended, this_process
 from deepspeed.comm.transports.connect import create_transport
 from deepspeed.comm.watch import watchdog as watch_module
+from deepspeed.comm.watch.processes import has_ended, this_process
 from deepspeed.comm.watch.watchdog import Awaited, Watch
 from deepspeed.errors import CommunicationError, DivergenceError
 from tests.harness import run_ranks

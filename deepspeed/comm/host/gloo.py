@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from deepspeed.comm.host.forward_queue import catch_up
 from deepspeed.comm.host.message_queue import LONGEST, Mail
 from deepspeed.comm.host.start_p2p import begun
 from deepspeed.comm.recorder import timed
@@ -82,7 +81,7 @@ class _GlooExchange:
     def wait(self) -> None:
         works, self._works = self._works, []
         if works:
-            catch_up()
+            self._transport.catch_up()
             self._transport.guard_all(works, self._ticket, self._label)
 
 
@@ -137,7 +136,7 @@ class _GlooReduce:
 
     def wait(self) -> None:
         if not self.will_arrive():
-            catch_up()
+            self._transport.catch_up()
         while self._bounds:
             start, stop = self._bounds.pop(0)
             parts, works = self._pieces.pop(0)
@@ -169,7 +168,7 @@ class _GlooSwap:
 
     def wait(self) -> None:
         if not self.will_arrive():
-            catch_up()
+            self._transport.catch_up()
         works, self._works = self._works, []
         self._transport.guard_all(works, self._ticket, self._label)
 
@@ -348,7 +347,7 @@ class GlooTransport(Transport):
 
     @override
     def start_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> Callable[[], torch.Tensor]:
-        catch_up()
+        self.catch_up()
         rows = torch.empty((self.size, tensor.numel()), dtype=tensor.dtype)
         rows[self.rank].copy_(tensor)
         tag = _SMALL_TAG + self.owner % OWNERS * len(SMALL_CHANNELS) + SMALL_CHANNELS.index(channel)
@@ -388,7 +387,7 @@ class GlooTransport(Transport):
 
     @override
     def broadcast(self, tensor: torch.Tensor, source: int, *, label: str) -> None:
-        catch_up()
+        self.catch_up()
         self.started += 1
         work = dist.broadcast(tensor, group_src=source, group=self.group, async_op=True)
         self.guard(work.wait, self.issue("broadcast"), label)
@@ -410,5 +409,5 @@ class GlooTransport(Transport):
                     works.append(self.send(piece.tensor, peer, key))
                     nbytes += piece.tensor.numel() * piece.tensor.element_size()
         traffic.record_asked("move", nbytes, self.axis)
-        catch_up()
+        self.catch_up()
         self.guard_all(works, ticket, label)

@@ -17,9 +17,7 @@ import torch
 from typing_extensions import override
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.host.forward_queue import catch_up, owe
 from deepspeed.comm.host.gloo import GlooGather, GlooTransport
-from deepspeed.comm.job.torch_groups import is_alive
 from deepspeed.comm.recorder import timed
 from deepspeed.comm.start.environment import ranks_per_node
 from deepspeed.comm.transports.counters import traffic
@@ -124,12 +122,7 @@ class _GlooGatherByNodes(GlooGather):
         works += [transport.send(self._slices[rank], peer, key) for peer in (*far, *near)]
         confirmations, more = transport.exchange_confirmations(sorted((*far, *near)), key)
         super().__init__(transport, works + more, flat, ticket, label, confirmations)
-        owe(self)
-
-    @property
-    def is_over(self) -> bool:
-        """See ``Relay``: an engine that failed, whose process group was destroyed."""
-        return not is_alive(self._transport.group)
+        transport.promise(self)
 
     def hand_on(self) -> None:
         """See ``Relay``."""
@@ -144,7 +137,7 @@ class _GlooGatherByNodes(GlooGather):
 
     def wait(self) -> None:
         """See ``Work``."""
-        catch_up(self)
+        self._transport.catch_up(self)
         super().wait()
 
 

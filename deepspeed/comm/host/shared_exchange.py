@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from deepspeed.comm.host.forward_queue import catch_up
 from deepspeed.comm.host.gloo import GlooTransport
 from deepspeed.comm.host.shared_memory import LONGEST_WORDS, MOST, Letter, Peer, SameHost, meet_on_host
 from deepspeed.comm.recorder import timed
@@ -195,7 +194,7 @@ class _ByGloo:
     def land(self, ticket: tuple[str, int], label: str) -> None:
         """Waits for both."""
         if self._works:
-            catch_up()
+            self._transport.catch_up()
             self._transport.guard_all(self._works, ticket, label)
         if self._arriving:
             packing.read(self._flat, self._arriving)

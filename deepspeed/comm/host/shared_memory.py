@@ -23,7 +23,6 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from deepspeed.comm.host.forward_queue import catch_up
 from deepspeed.comm.host.sockets import connect_on_host, limit_waits
 from deepspeed.comm.transports.transport import Transport, job_is_over
 from deepspeed.errors import CommunicationError, DivergenceError
@@ -272,7 +271,7 @@ class SameHost:
                 peer.hear()
 
     def _guard(self, blocking: Callable[[], None], label: str, ticket: tuple[str, int] | None) -> None:
-        catch_up()
+        self.transport.catch_up()
         self.transport.guard(blocking, ticket or self.transport.issue("room"), label)
 
     def close(self) -> None:

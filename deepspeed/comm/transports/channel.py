@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from deepspeed.comm.host.forward_queue import catch_up
 from deepspeed.comm.host.gloo import GlooTransport
 from deepspeed.comm.host.shared_sums import SameHostSums, same_host_sums
 from deepspeed.comm.job.world import stand_in
@@ -71,7 +70,7 @@ class _GlooSum:
         """Blocks until the sum is there."""
         work, self._work = self._work, None
         if work is not None:
-            catch_up()
+            self._transport.catch_up()
             self._transport.guard(work.wait, self._ticket, self._label)
 
 

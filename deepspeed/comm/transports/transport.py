@@ -31,6 +31,7 @@ from deepspeed.comm.codecs.zero_rows import ZeroRows
 from deepspeed.comm.transports import packing
 from deepspeed.comm.transports.counters import waiting
 from deepspeed.comm.transports.packing import Pieces, numel_of
+from deepspeed.comm.watch.forward_queue import Relay
 from deepspeed.comm.watch.watchdog import Watch
 from deepspeed.comm.watch.watched_group import Party
 from deepspeed.errors import CommunicationError
@@ -275,6 +276,16 @@ class Transport:
             self.watch.wait(blocking, *ticket, label, self.ranks, on_stream=self.runs_on_stream)
         if begun:
             waiting.seconds += time.perf_counter() - begun
+
+    def promise(self, relay: Relay) -> None:
+        """Adds what this rank must hand on to others before it blocks in anything else."""
+        assert self.watch is not None
+        self.watch.promises.add(relay)
+
+    def catch_up(self, last: Relay | None = None) -> None:
+        """Hands on what this rank has promised, up to ``last``; see ``ForwardQueue.catch_up``."""
+        if self.watch is not None:
+            self.watch.promises.catch_up(last)
 
     def my_slice(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's slice of a flat buffer, as a view."""

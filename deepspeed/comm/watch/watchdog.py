@@ -46,9 +46,10 @@ from datetime import timedelta
 from multiprocessing.util import Finalize
 from typing import Any, Protocol
 
-from deepspeed.comm.host.processes import has_ended, this_process
-from deepspeed.comm.host.training_thread import TrainingThread
+from deepspeed.comm.watch.forward_queue import ForwardQueue
 from deepspeed.comm.watch.posts import read_post
+from deepspeed.comm.watch.processes import has_ended, this_process
+from deepspeed.comm.watch.training_thread import TrainingThread
 from deepspeed.errors import CommunicationError, DivergenceError
 from deepspeed.logging import logger
 from deepspeed.printable import printable
@@ -120,6 +121,7 @@ class Watch:
         aborts: What makes pending waits raise: an action for every process group, by the identity of the group.
         members: What holds process groups, connections or memory for the job, and is told when it is over. A program
             may keep it alive by what no collector sees through: a tensor's graph, held by the model.
+        promises: What this rank has promised to hand on to others.
     """
 
     def __init__(self, store: Any, scope: str, rank: int, size: int) -> None:
@@ -129,6 +131,7 @@ class Watch:
         self._size = size
         self.aborts: dict[int, Callable[[], None]] = {}
         self.members: weakref.WeakSet[Member] = weakref.WeakSet()
+        self.promises = ForwardQueue()
         self._connections: weakref.WeakValueDictionary[int, Connection] = weakref.WeakValueDictionary()
         self._owners: dict[str, int] = defaultdict(int)
         self._training = TrainingThread()
@@ -164,6 +167,7 @@ class Watch:
         for member in list(self.members):
             member.leave()
         self.aborts.clear()
+        self.promises.clear()
 
     def supervise(self, connection: Connection) -> None:
         """Closes ``connection`` when waits are in vain, and tells it when the job is over."""

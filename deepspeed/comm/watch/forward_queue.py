@@ -1,0 +1,52 @@
+"""Keeps what this rank has promised to hand on: the second steps of gathers that go node by node (``comm.host.nodes``).
+
+In such a gather a neighbour waits for what this rank receives from another node. It must not wait for ever while this
+rank blocks in something else, so whatever may block until a peer does something catches up first, and a wait for one
+gather first hands on what the gathers before it need. Later gathers are left alone there: a peer may issue them only
+after something that it does together with this rank.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Protocol
+
+from deepspeed.comm.watch.training_thread import TrainingThread
+
+
+class Relay(Protocol):
+    """Something to hand on."""
+
+    def hand_on(self) -> None:
+        """Waits for what comes from other nodes and sends it to the neighbours."""
+
+
+class ForwardQueue:
+    """The promises of one rank in a job, of all engines together, oldest first."""
+
+    def __init__(self) -> None:
+        self._owed: deque[Relay] = deque()
+        self._training = TrainingThread()
+
+    def add(self, relay: Relay) -> None:
+        """Adds a promise of the training thread, which calls it."""
+        self._training.is_elsewhere()  # so that it is known which one that is
+        self._owed.append(relay)
+
+    def catch_up(self, last: Relay | None = None) -> None:
+        """Keeps the promises in order, up to ``last``; None: all. Does nothing in other threads than the training one.
+
+        Args:
+            last: If it is not in the queue (any more), nothing is done.
+        """
+        if not self._owed or self._training.is_elsewhere() or (last is not None and last not in self._owed):
+            return
+        while self._owed:
+            relay = self._owed.popleft()
+            relay.hand_on()
+            if relay is last:
+                return
+
+    def clear(self) -> None:
+        """Drops all promises: the job is over."""
+        self._owed.clear()
