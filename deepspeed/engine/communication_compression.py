@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from deepspeed.comm.codecs.codec import Codec
+from deepspeed.comm.codecs.codec import Codec, bits_of
 from deepspeed.comm.codecs.coded import CodedTransport
 from deepspeed.comm.codecs.table import CODECS, Int8Codec
-from deepspeed.comm.codecs.worth import bits_of
 from deepspeed.config.sections.communication_compression import CommunicationCompression
 from deepspeed.config.sections.root import Root
 from deepspeed.engine import probe

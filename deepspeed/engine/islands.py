@@ -19,10 +19,9 @@ import torch
 from torch import nn
 
 from deepspeed import comm
-from deepspeed.comm.codecs.codec import Codec
+from deepspeed.comm.codecs.codec import Codec, bits_of
 from deepspeed.comm.codecs.coded import coded
 from deepspeed.comm.codecs.table import CODECS
-from deepspeed.comm.codecs.worth import bits_of
 from deepspeed.comm.job.axes import island_groups
 from deepspeed.comm.job.mpu import Standing
 from deepspeed.comm.transports.connect import transport_over

@@ -1,6 +1,6 @@
 """What gradients cost as they are and as codes: bytes, codec time, and whether that pays on the machine's links.
 
-The sums of a step are read from the engine that was rehearsed; how long each way takes is ``comm.codecs.worth``'s
+The sums of a step are read from the engine that was rehearsed; how long each way takes is ``plan.codec_cost``'s
 arithmetic on the links that it crosses. A sum in the backend's own collectives costs the network what a node does not
 hold, once for all its devices (``plan.times``); codes go straight to their owners, so each device sends all of its own.
 Where several devices of a node share a network, codes therefore have that much more to make good.
@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed.comm.codecs.codec import Codec
+from deepspeed.comm.codecs.codec import Codec, bits_of
 from deepspeed.comm.codecs.table import CODECS, WholeSignCodec
-from deepspeed.comm.codecs.worth import bits_of, codec_seconds, way_on
 from deepspeed.engine.communication_compression import wire_bits
+from deepspeed.plan.codec_cost import codec_seconds, way_on
 from deepspeed.plan.devices import Machine
 from deepspeed.zero.gradient.error_feedback import feedback_numel
 

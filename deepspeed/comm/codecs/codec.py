@@ -219,3 +219,8 @@ def decode(codec: Codec, codes: torch.Tensor, out: torch.Tensor) -> None:
             codec.decode_add(row[place], total, 1.0)
             if total is not part:
                 part.copy_(total)
+
+
+def bits_of(codec: Codec) -> float:
+    """Returns the bits that an element of a long buffer takes, scales included."""
+    return 8 * coded_nbytes(codec, CHUNK) / CHUNK

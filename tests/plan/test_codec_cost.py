@@ -8,10 +8,10 @@ import torch
 from deepspeed.comm.codecs.codec import CHUNK, coded_nbytes
 from deepspeed.comm.codecs.coded import coded
 from deepspeed.comm.codecs.table import BlockCodec, Int4Codec, Int8Codec, SignCodec
-from deepspeed.comm.codecs.worth import Link, Way, exchange_seconds, plain_bits_on_the_wire, sent_bytes
 from deepspeed.comm.transports.connect import create_transport
 from deepspeed.comm.transports.counters import counted
 from deepspeed.comm.transports.transport import Reduction
+from deepspeed.plan.codec_cost import Link, Way, exchange_seconds, plain_bits_on_the_wire, sent_bytes
 from tests.harness import run_ranks
 
 CODECS: tuple[BlockCodec, ...] = (SignCodec(2048), Int8Codec(256), Int4Codec(256))

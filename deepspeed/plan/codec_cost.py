@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from deepspeed.comm.codecs.codec import CHUNK, DEVICE_ELEMENTS, Codec, coded_nbytes
+from deepspeed.comm.codecs.codec import DEVICE_ELEMENTS, Codec, bits_of
 from deepspeed.comm.codecs.table import CodecWork
 
 LAUNCH = 5e-6
@@ -85,11 +85,6 @@ def exchange_seconds(numel: int, ranks: int, link: Link, way: Way, *, whole: boo
     halves = 2 if whole else 1
     processor = codec_seconds(numel, ranks, way, whole=whole)
     return sent_bytes(numel, ranks, way, whole=whole) / link.rate + halves * (ranks - 1) * link.delay + processor
-
-
-def bits_of(codec: Codec) -> float:
-    """Bits that an element of a long buffer takes, scales included."""
-    return 8 * coded_nbytes(codec, CHUNK) / CHUNK
 
 
 def way_on(codec: Codec, work: CodecWork, memory_bandwidth: float | None) -> Way:
