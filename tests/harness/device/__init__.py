@@ -8,8 +8,9 @@ with simulated_device(ranks=2) as device:
 ``tests.harness.run_ranks(body, ranks, backend=None)``, where the other ranks are processes and values are right.
 
 What a test can ask: ``device.clocks.launches`` and ``device.clocks.waits`` (kernels queued, and how often the host
-waited for the device), ``device.accelerator.memory_allocated()`` and ``max_memory_allocated()`` (bytes of tensors; a
-real allocator has more, as it rounds and keeps blocks), ``device.findings``, and ``device.clocks.streams``.
+waited for the device), ``device.accelerator.memory_allocated()``, ``memory_reserved()`` and their peaks (as torch's
+allocator rounds and keeps blocks), ``device.pinned`` (its allocator of page-locked memory), ``device.findings``, and
+``device.clocks.streams``.
 """
 
 from tests.harness.device.simulation import Device, OrderError, simulated_device, simulated_rank

@@ -40,13 +40,22 @@ class SimulatedAccelerator(CPUAccelerator):
         self._clocks.synchronize()
 
     def memory_allocated(self, index: Any = None) -> int:
-        return self._memory.allocated
+        return self._memory.device.allocated
 
     def max_memory_allocated(self, index: Any = None) -> int:
-        return self._memory.peak
+        return self._memory.device.allocated_peak
+
+    def memory_reserved(self, index: Any = None) -> int:
+        return self._memory.device.reserved
+
+    def max_memory_reserved(self, index: Any = None) -> int:
+        return self._memory.device.reserved_peak
 
     def reset_peak_memory_stats(self, index: Any = None) -> None:
-        self._memory.reset_peak()
+        self._memory.device.reset_peaks()
+
+    def empty_cache(self) -> None:
+        self._memory.device.empty_cache()
 
     @property
     def Stream(self) -> Any:

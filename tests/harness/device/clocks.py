@@ -8,6 +8,7 @@ one; nothing is measured, so one run stands for every speed that the actors may 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from time import sleep
 from typing import Any
 
@@ -85,6 +86,10 @@ class Clocks:
     def new_event(self, *_arguments: Any, **_options: Any) -> Event:
         """An event; timing and the like are ignored."""
         return Event(self)
+
+    def over_on(self, stream: Stream) -> Callable[[], bool]:
+        """Returns what says whether the work queued on ``stream`` until now is over, without ordering anything."""
+        return stream.record_event().is_reached
 
     def nap(self, seconds: float) -> None:
         """The host sleeps, and the device catches up; the other ranks, if they are there, take their time."""
@@ -178,18 +183,19 @@ class Event:
         self._clocks.host.learn(self.known)
 
     def query(self) -> bool:
-        host = self._clocks.host
-        if self._clocks.has_peers:  # jobs of other ranks say how far the device is
-            is_reached = not unfinished(self.jobs)
-            if is_reached and threading.current_thread() is threading.main_thread():
-                host.learn(self.known)
-            return is_reached
-        if all(host.has_seen(actor, time) for actor, time in self.known.items()):
-            return True
-        is_reached = self._clocks.device_is_quick or self._naps < self._clocks.naps
-        if is_reached:
-            host.learn(self.known)
+        is_reached = self.is_reached()
+        if is_reached and (not self._clocks.has_peers or threading.current_thread() is threading.main_thread()):
+            self._clocks.host.learn(self.known)
         return is_reached
+
+    def is_reached(self) -> bool:
+        """Whether the device has come here. Asking orders nothing, unlike :meth:`query`."""
+        if self._clocks.has_peers:  # jobs of other ranks say how far the device is
+            return not unfinished(self.jobs)
+        host = self._clocks.host
+        if self._clocks.device_is_quick or self._naps < self._clocks.naps:
+            return True
+        return all(host.has_seen(actor, time) for actor, time in self.known.items())
 
     def elapsed_time(self, _end: Event) -> float:
         return 0.0

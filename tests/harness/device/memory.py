@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tests.harness.device.allocator import DeviceAllocator, DeviceBlock, PinnedAllocator, PinnedBlock
 from tests.harness.device.clocks import Actor, Clocks
 from tests.harness.device.jobs import Job, unfinished
 from tests.harness.device.places import Place
@@ -42,6 +43,7 @@ class Block:
             memory out again) or ``"registered"`` with the driver (nobody waits).
         made: Where it was allocated.
         owner: Device memory: the stream it was allocated on, which alone orders its next use.
+        part: What the allocator of device memory or of pinned memory has handed out for it.
         lent: Device memory: the streams that ``record_stream`` named.
         disk: The actor of its transfers to and from a file.
         jobs: Transfers of other threads that read or write it and may not be over.
@@ -55,6 +57,7 @@ class Block:
         self.pages = "plain"
         self.made = made
         self.owner = owner
+        self.part: DeviceBlock | PinnedBlock | None = None
         self.lent: set[Actor] = set()
         self.disk: Actor | None = None
         self.jobs: tuple[Job, ...] = ()
@@ -131,13 +134,14 @@ class Memory:
 
     Attributes:
         findings: Sentences.
-        allocated: Bytes of device memory in storages now.
-        peak: The most that there were since the last :meth:`reset_peak`.
+        device: Torch's allocator of device memory, with its counts.
+        pinned: Torch's allocator of page-locked memory, with its counts.
     """
 
     def __init__(self, clocks: Clocks) -> None:
         self.clocks = clocks
-        self.allocated = self.peak = 0
+        self.device = DeviceAllocator(clocks.over_on)
+        self.pinned = PinnedAllocator(clocks.over_on)
         self.findings: list[str] = []
         self._blocks: dict[int, Block] = {}
         self._alive: dict[int, _Alive] = {}
@@ -152,14 +156,6 @@ class Memory:
                 found._died(alive)
 
         self._on_death = died
-
-    def reset_peak(self) -> None:
-        """Starts the peak afresh from what is allocated."""
-        self.peak = self.allocated
-
-    def _count(self, nbytes: int) -> None:
-        self.allocated += nbytes
-        self.peak = max(self.peak, self.allocated)
 
     def _report(self, key: object, sentence: str) -> None:
         if key not in self._seen:
@@ -190,10 +186,26 @@ class Memory:
     def _made(self, nbytes: int, on_device: bool) -> Block:
         owner = self.clocks.allocate() if on_device else None
         place = Place("allocated")
+        made = Block(nbytes, on_device=on_device, made=place, owner=owner)
         if on_device and nbytes:
             self._hand_out(owner, place)
-            self._count(nbytes)
-        return Block(nbytes, on_device=on_device, made=place, owner=owner)
+            made.part = self.device.allocate(nbytes, owner)
+        return made
+
+    def pin(self, storage: Any) -> None:
+        """Records that torch's allocator of page-locked memory has made a storage."""
+        block = self.know(storage, on_device=False)
+        block.pages = "pinned"
+        if block.nbytes and block.part is None:
+            block.part = self.pinned.allocate(block.nbytes)
+
+    def lend(self, block: Block, stream: Actor) -> None:
+        """Records that ``stream`` uses a block, whose memory must not be handed out before that is over."""
+        if isinstance(block.part, DeviceBlock):
+            block.lent.add(stream)
+            self.device.record_stream(block.part, stream)
+        elif isinstance(block.part, PinnedBlock):
+            self.pinned.record_stream(block.part, stream)
 
     def _hand_out(self, owner: Any, place: Place) -> None:
         """Memory that was freed for this stream may be used again now."""
@@ -231,6 +243,8 @@ class Memory:
             self._freed(found, Place("resized"))
         fresh = self._made(nbytes, found.on_device)
         fresh.pages = found.pages
+        if nbytes and isinstance(found.part, PinnedBlock):
+            fresh.part = self.pinned.allocate(nbytes)
         fresh.is_blank = found.on_device
         self._blocks[storage._cdata] = fresh
 
@@ -242,8 +256,8 @@ class Memory:
 
     def _freed(self, block: Block, place: Place) -> None:
         host = self.clocks.host
-        if block.on_device:
-            self._count(-block.nbytes)
+        if isinstance(block.part, DeviceBlock):
+            self.device.free(block.part)
             owner = block.owner
             assert owner is not None
             owner.learn(host.known)
@@ -255,7 +269,8 @@ class Memory:
             if uses:
                 self._loose.append((block, place, uses))
             return
-        if block.pages == "pinned":
+        if isinstance(block.part, PinnedBlock):
+            self.pinned.free(block.part)
             return
         for actor, (time, used) in block.last_uses():
             if not host.has_seen(actor, time):

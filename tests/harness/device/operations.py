@@ -234,7 +234,7 @@ class Operations(TorchDispatchMode):
                 return result
             later = bool(kwargs.get("non_blocking", False))
             if later and not there and self._memory.on_device(source.untyped_storage()):
-                block.pages = "pinned"  # so does torch
+                self._memory.pin(result.untyped_storage())  # so does torch
             self._copied(result, source, place, later=later)
             return result
         later = bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
@@ -262,6 +262,7 @@ class Operations(TorchDispatchMode):
         block = memory.block(of_host.untyped_storage())
         assert block is not None
         if later and block.pages != "plain":
+            memory.lend(block, stream)
             time = stream.work()
             self._touch([source], stream, time, place, writes=False)
             self._touch([target], stream, time, place, writes=True)

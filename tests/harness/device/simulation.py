@@ -18,6 +18,7 @@ from deepspeed.offload.disk import Disk, disk_is
 from deepspeed.offload.file_io import BlockFile, IoSettings, Transfer
 from deepspeed.offload.pinned import HostMemorySource, host_memory_from
 from tests.harness.device.accelerator import SimulatedAccelerator
+from tests.harness.device.allocator import PinnedAllocator
 from tests.harness.device.clocks import Actor, Clocks
 from tests.harness.device.collectives import MirrorWorld
 from tests.harness.device.memory import Memory
@@ -50,6 +51,11 @@ class Device:
         """The other ranks, where they are mirrors of this one."""
         assert self._world is not None, "the other ranks are processes"
         return self._world
+
+    @property
+    def pinned(self) -> PinnedAllocator:
+        """Torch's allocator of page-locked memory."""
+        return self._memory.pinned
 
     @property
     def findings(self) -> list[str]:

@@ -86,6 +86,10 @@ class _Surface:
         with torch._C.DisableTorchFunction():
             return self._memory.know(tensor.untyped_storage(), on_device=False)
 
+    def _pin(self, tensor: torch.Tensor) -> None:
+        with torch._C.DisableTorchFunction():
+            self._memory.pin(tensor.untyped_storage())
+
     def factory(self, real: Callable[..., Any]) -> Callable[..., Any]:
         """``real``, which may be asked for the device or for locked pages."""
 
@@ -102,7 +106,7 @@ class _Surface:
             if wanted and real.__name__ in _FROM_HOST:
                 self._memory.clocks.current.synchronize()  # values of ordinary pages
             if locked:
-                self._block(made).pages = "pinned"
+                self._pin(made)
             return made
 
         return make
@@ -158,7 +162,7 @@ class _Surface:
                 return real.__get__(tensor)  # type: ignore[attr-defined, no-any-return]
 
         def record_stream(tensor: torch.Tensor, stream: Any) -> None:
-            self._block(tensor).lent.add(stream)
+            self._memory.lend(self._block(tensor), stream)
 
         def is_pinned(tensor: torch.Tensor, *_device: Any) -> bool:
             return bool(self._block(tensor).pages != "plain")
@@ -167,7 +171,7 @@ class _Surface:
             if is_pinned(tensor):
                 return tensor
             made = tensor.clone()
-            self._block(made).pages = "pinned"
+            self._pin(made)
             return made
 
         return {
