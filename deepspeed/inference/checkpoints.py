@@ -14,6 +14,7 @@ from torch import nn
 from deepspeed.errors import CheckpointError
 from deepspeed.inference.stored_names import StoredNames
 from deepspeed.inference.weight_files import Stored, WeightFiles, find_files
+from deepspeed.models.anatomy import base_prefix_of
 from deepspeed.parallel.pipe.transformers_models import pipeline_names
 from deepspeed.zero.construction.reading import SlicesFromFiles
 from deepspeed.zero.holder import address_of, full_shape
@@ -110,7 +111,7 @@ class _Places:
         self._slices = slices
         self._model = model
         self._names = set(model.state_dict(keep_vars=True))
-        self._prefix = f"{getattr(model, 'base_model_prefix', '')}."
+        self._prefix = f"{base_prefix_of(model)}."
         self._users: dict[int, list[tuple[nn.Module, str]]] = {}
         for module in model.modules():
             for leaf, parameter in module._parameters.items():

@@ -16,6 +16,7 @@ from torch import nn
 
 from deepspeed.errors import CheckpointError
 from deepspeed.inference.weight_files import Stored
+from deepspeed.models.configurations import model_type_of
 from deepspeed.zero.tiling.tiles import Box, Tile, TilePart
 
 Shape = tuple[int, ...]
@@ -101,8 +102,8 @@ class StoredNames:
 
 
 def _rules_of(model: nn.Module) -> list[Any]:
-    kind = getattr(getattr(model, "config", None), "model_type", None)
-    if not isinstance(kind, str):
+    kind = model_type_of(model)
+    if kind is None:
         return []
     try:
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping

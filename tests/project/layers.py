@@ -33,6 +33,7 @@ LAYERS = (
         "ground",
         ("errors", "logging", "features", "lazy", "ports", "printable", "release", "uncompiled", "plain_attributes"),
     ),
+    Layer("models of the Transformers library", ("models",)),
     Layer("configuration", ("config",)),
     Layer("device and communication", ("accelerator", "comm")),
     Layer("optimizers: plain tensors, no sharding; zero drives them", ("ops", "precision", "schedulers")),

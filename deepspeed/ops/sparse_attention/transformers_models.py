@@ -14,6 +14,8 @@ from torch import nn
 from torch.nn import functional
 
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.models import configurations
+from deepspeed.models.configurations import attends_across_sequences, is_library_config
 from deepspeed.ops.sparse_attention.attention import attend
 from deepspeed.ops.sparse_attention.layouts import Layouts
 from deepspeed.ops.sparse_attention.sparsity_config import SparsityConfig
@@ -41,7 +43,7 @@ def use_sparse_attention(model: nn.Module, sparsity_config: SparsityConfig, *, s
     what = _what(model)
     heads = heads_of(model)
     config: Any = model.config
-    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+    if attends_across_sequences(config):
         raise DeepSpeedConfigError(
             f"{what}: it attends from one sequence to another, for which a pattern has no meaning; use models with "
             "self-attention only"
@@ -75,12 +77,12 @@ def heads_of(model: nn.Module) -> int:
         DeepSpeedConfigError: It is none, or its configuration does not tell.
     """
     config: Any = getattr(model, "config", None)
-    if not hasattr(model, "set_attn_implementation") or not hasattr(config, "get_text_config"):
+    if not hasattr(model, "set_attn_implementation") or not is_library_config(config):
         raise DeepSpeedConfigError(
             f"{_what(model)}: expected a Transformers model; build SparseSelfAttention into a model of one's own"
         )
-    heads = getattr(config.get_text_config(), "num_attention_heads", None)
-    if not isinstance(heads, int):
+    heads = configurations.heads_of(config)
+    if heads is None:
         raise DeepSpeedConfigError(f"{_what(model)}: its configuration has no num_attention_heads for all layers")
     return heads
 

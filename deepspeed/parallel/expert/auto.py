@@ -21,6 +21,7 @@ from deepspeed.comm.transports.transport import Piece, Transport
 from deepspeed.config.sections.expert_parallel import ExpertParallel
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
+from deepspeed.models.configurations import model_type_of
 from deepspeed.parallel.expert.spread import Spread, is_stack, lacks, spread, spread_of, takes_all
 from deepspeed.parallel.stages import is_stage, raise_for_all_stages
 from deepspeed.zero.access.gathered import GatheredParameters
@@ -179,7 +180,7 @@ def _fits(name: str, pattern: str) -> bool:
 
 
 def _check_preset(model: nn.Module, section: ExpertParallel) -> None:
-    kind = getattr(getattr(model, "config", None), "model_type", None)
+    kind = model_type_of(model)
     if section.preset_model is not None and kind is not None and kind not in _PRESETS[section.preset_model]:
         raise DeepSpeedConfigError(
             f"expert_parallel.preset_model {section.preset_model!r} is for models of type "

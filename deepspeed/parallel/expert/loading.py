@@ -24,6 +24,7 @@ from deepspeed.comm.job.world import rank_in, size_of
 from deepspeed.comm.transports.transport import LocalTransport
 from deepspeed.config import parse
 from deepspeed.errors import CheckpointError, DeepSpeedConfigError
+from deepspeed.models.anatomy import base_prefix_of
 from deepspeed.parallel.expert.auto import spread_experts
 from deepspeed.parallel.expert.spread import spread_of
 from deepspeed.zero.construction.init import Init
@@ -160,7 +161,7 @@ class _Filling:
         known = self._model.state_dict()
         targets: dict[str, _Target] = {}
         for key, path in sorted(places, key=lambda place: dot_natural_key(place[0])):
-            prefix = self._model.base_model_prefix
+            prefix = base_prefix_of(self._model)
             name, pattern = rename_source_key(key, renamings, converters, prefix, known)
             if name not in known and key in known:
                 name, pattern = key, None

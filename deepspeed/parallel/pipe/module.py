@@ -18,6 +18,7 @@ from deepspeed.comm.job.world import is_initialized, size_of
 from deepspeed.config.sections.pipeline import Pipeline
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.logging import log_dist
+from deepspeed.models.configurations import counts_routers
 from deepspeed.parallel.pipe import layer_files
 from deepspeed.parallel.pipe.costs import costs_by_size, counted_costs
 from deepspeed.parallel.pipe.cut import LayerCost, best_cut
@@ -192,7 +193,7 @@ class PipelineModule(PlainAttributes, nn.Module):
 
         if self.loss_fn is not transformers_models.next_token_loss:
             return
-        if getattr(self.transformers_model.config.get_text_config(), "output_router_logits", False):
+        if counts_routers(self.transformers_model.config):
             raise NotYetSupportedError(
                 "from_transformers with sequence_parallel_size and output_router_logits: the balance of routers would "
                 "be that of each rank's own tokens; set output_router_logits to False, or give a loss_fn"

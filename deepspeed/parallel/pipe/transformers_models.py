@@ -24,10 +24,10 @@ import torch
 from torch import nn
 
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
+from deepspeed.models.anatomy import anatomy, base_prefix_of
+from deepspeed.models.configurations import counts_routers, longest_sequence_of
 from deepspeed.parallel.pipe.spec import LayerSpec, TiedLayerSpec
 
-_LAST_NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "norm_f", "ln_out")
-_AFTER_NORM = ("project_out",)  # of OPT, where vectors of tokens are narrower than those of blocks
 _IGNORED = -100  # labels that do not count
 
 
@@ -112,8 +112,8 @@ def whole_model_of(layers: list[Any]) -> Any:
 
 def usual_sample(model_or_config: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and labels of one sequence, of which only the shapes count."""
-    config = getattr(model_or_config, "config", model_or_config).get_text_config()
-    tokens = torch.zeros(1, min(getattr(config, "max_position_embeddings", None) or 512, 1024), dtype=torch.int64)
+    longest = longest_sequence_of(getattr(model_or_config, "config", model_or_config))
+    tokens = torch.zeros(1, min(longest or 512, 1024), dtype=torch.int64)
     return tokens, tokens
 
 
@@ -215,61 +215,41 @@ class _Plan:
 
     def __init__(self, skeleton: Any, model: Any) -> None:
         self._skeleton, self._model = skeleton, model
-        self.config = skeleton.config
-        self._prefix = self._base_path = str(skeleton.base_model_prefix)
-        base: Any = getattr(skeleton, self._prefix, None)
-        if base is not None and [name for name, _ in base.named_children()] == ["decoder"]:
-            self._base_path, base = f"{self._prefix}.decoder", base.decoder  # OPT
-        head = skeleton.get_output_embeddings() if hasattr(skeleton, "get_output_embeddings") else None
-        blocks = [name for name, child in base.named_children() if isinstance(child, nn.ModuleList)] if base else []
-        norms, after = (
-            [name for name in names if isinstance(getattr(base, name, None), nn.Module)]
-            for names in (_LAST_NORMS, _AFTER_NORM)
-        )
-        if len(blocks) != 1 or len(norms) > 1 or not (norms or after) or head is None:
+        self._anatomy = found = anatomy(skeleton)
+        is_row = found.is_whole_base and len(found.block_lists) == 1 and len(found.norms) <= 1
+        if not is_row or not (found.norms or found.after_norm) or found.head is None:
             raise NotYetSupportedError(
                 f"from_transformers: {type(skeleton).__name__} is not a decoder-only model of one list of blocks, a "
-                f"last norm and a head (found the lists {blocks}, the norms {norms}, the head {type(head).__name__}); "
-                "write its layers as LayerSpecs"
+                f"last norm and a head (found the lists {list(found.block_lists)}, the norms {list(found.norms)}, the "
+                f"head {type(found.head).__name__}); write its layers as LayerSpecs"
             )
-        self._base, self._blocks, self._tail = base, blocks[0], [*norms, *after]
-        self._embedding = _name_of(base, base.get_input_embeddings())
-        self._head = _name_of(skeleton, head)
-        tied = base.get_input_embeddings().weight is head.weight
-        self._is_tied = tied or bool(getattr(self.config.get_text_config(), "tie_word_embeddings", False))
-
-    @property
-    def _hears_routers(self) -> bool:
-        return bool(getattr(self.config.get_text_config(), "output_router_logits", False))
+        self._tail = (*found.norms, *found.after_norm)
 
     def _part(self, *path: str) -> _Part:
         return _Part(self._skeleton, self._model, ".".join(path))
 
     def layers(self) -> list[Any]:
         """The row."""
-        embedding = self._part(self._base_path, self._embedding)
-        blocks = len(getattr(self._base, self._blocks))
+        found, base, blocks = self._anatomy, self._anatomy.decoder_path, self._anatomy.block_lists[0]
+        hears_routers = counts_routers(self._skeleton.config)
+        embedding = self._part(found.embedding_path)
         row: list[Any] = [LayerSpec(_Embed, embedding)]
-        elsewhere = (self._embedding, *self._tail)
-        begin = self._part(self._base_path)
-        row.append(LayerSpec(_Begin, begin, self._blocks, elsewhere, hears_routers=self._hears_routers))
-        routers = _recorded_routers(self._base) if self._hears_routers else None
-        for i in range(blocks):
-            row.append(LayerSpec(_Block, self._part(self._base_path, self._blocks, str(i)), i, routers))
-        row += [LayerSpec(_Norm, self._part(self._base_path, name)) for name in self._tail]
-        shell = _shell(self._skeleton, self._prefix, self._head)
-        if self._is_tied:
+        elsewhere = (found.embedding_path.removeprefix(f"{base}."), *self._tail)
+        row.append(LayerSpec(_Begin, self._part(base), blocks, elsewhere, hears_routers=hears_routers))
+        routers = _recorded_routers(found.decoder) if hears_routers else None
+        for i in range(len(found.blocks)):
+            row.append(LayerSpec(_Block, self._part(base, blocks, str(i)), i, routers))
+        row += [LayerSpec(_Norm, self._part(base, name)) for name in self._tail]
+        shell = _shell(self._skeleton, base_prefix_of(self._skeleton), found.head_path)
+        if found.is_tied:
             row[0] = TiedLayerSpec("embedding", _Embed, embedding, tied_weight_attr="part.weight")
+            finish = _TiedHead(shell, found.head_path)
             head: LayerSpec = TiedLayerSpec(
-                "embedding", _Embed, embedding, tied_weight_attr="part.weight", forward_fn=_TiedHead(shell, self._head)
+                "embedding", _Embed, embedding, tied_weight_attr="part.weight", forward_fn=finish
             )
         else:
-            head = LayerSpec(_Head, self._part(self._head), shell)
+            head = LayerSpec(_Head, self._part(found.head_path), shell)
         return [*row, head]
-
-
-def _name_of(root: nn.Module, wanted: nn.Module) -> str:
-    return next(name for name, module in root.named_modules() if module is wanted)
 
 
 Heard = dict[str, Any] | None

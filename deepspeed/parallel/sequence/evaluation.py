@@ -18,6 +18,8 @@ from torch import nn
 from deepspeed import comm
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist_once
+from deepspeed.models.anatomy import is_causal_lm, unwrapped
+from deepspeed.models.configurations import model_type_of
 from deepspeed.parallel.sequence.batches import BatchDescription, check, describe_batch, exchange_batches
 from deepspeed.parallel.sequence.loss import IGNORED
 from deepspeed.parallel.sequence.sharing import Sharing
@@ -40,9 +42,7 @@ def share_evaluation(model: nn.Module, sharing: Sharing, *, keeps_logits: bool) 
         sharing: How its sequences are shared.
         keeps_logits: False: with labels only the loss is returned.
     """
-    unwrap: Any = getattr(model, "get_base_model", None)
-    inner = model if unwrap is None else unwrap()
-    if not type(inner).__name__.endswith("ForCausalLM"):
+    if not is_causal_lm(unwrapped(model)):
         return
     whole = model.forward
 
@@ -140,7 +140,7 @@ def _taken(given: dict[str, Any], model: Any) -> tuple[str, dict[str, torch.Tens
 def _positions_by_mask(batch: dict[str, torch.Tensor], model: Any) -> torch.Tensor | None:
     """Returns ``[batch, tokens]`` positions, -1 for padding, where the model would find them by the mask; else None."""
     mask = batch.get("attention_mask")
-    if mask is None or batch.get("position_ids") is not None or model.config.model_type not in _COUNTS_BY_MASK:
+    if mask is None or batch.get("position_ids") is not None or model_type_of(model) not in _COUNTS_BY_MASK:
         return None
     return (mask.cumsum(1) * mask - 1).long()
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.models.configurations import text_config
 
 _WHOLE = ("full_attention", "sliding_attention", "attention", "sparse", "dense", "moe")
 _NAMES = (
@@ -41,8 +42,7 @@ def refuse_mixing_layers(model: nn.Module) -> None:
 
 
 def _mixing(model: nn.Module) -> Iterator[str]:
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text: Any = text_config(getattr(model, "config", None))
     for kind in sorted(set(getattr(text, "layer_types", None) or ()) - set(_WHOLE)):
         yield f"layers of type {kind}"
     for name, module in model.named_modules():

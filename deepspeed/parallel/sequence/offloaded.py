@@ -13,6 +13,7 @@ from torch import nn
 
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
+from deepspeed.models.anatomy import unwrapped
 from deepspeed.parallel.sequence.host_chunks import HostChunks
 
 _FUNCTION = "_gradient_checkpointing_func"
@@ -27,8 +28,7 @@ def offload_checkpoints(model: nn.Module) -> None:
     Raises:
         DeepSpeedConfigError: The model knows no checkpointed layers.
     """
-    unwrap: Any = getattr(model, "get_base_model", None)
-    inner: Any = model if unwrap is None else unwrap()
+    inner = unwrapped(model)
     if not getattr(inner, "supports_gradient_checkpointing", False):
         raise DeepSpeedConfigError(
             f"sequence_parallel.offload_checkpoints: {type(inner).__name__} is no Transformers model with checkpointed "

@@ -11,6 +11,8 @@ from torch import nn
 
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
+from deepspeed.models.anatomy import is_causal_lm, output_head, unwrapped
+from deepspeed.models.configurations import counts_routers, text_config
 from deepspeed.parallel.sequence.loss import IGNORED
 from deepspeed.parallel.sequence.tiled import tiled
 from deepspeed.parallel.sequence.vocabulary import chunked_cross_entropy
@@ -32,8 +34,7 @@ def tile_model(model: nn.Module, *, mlp: bool, loss: bool, tokens: int, in_evalu
     Raises:
         DeepSpeedConfigError: The model has none that can be computed so.
     """
-    unwrap: Any = getattr(model, "get_base_model", None)
-    inner = model if unwrap is None else unwrap()
+    inner = unwrapped(model)
     if mlp:
         _tile_mlps(inner, tokens)
     if loss:
@@ -70,15 +71,14 @@ def _is_mlp(module: nn.Module) -> bool:
 
 def _tile_loss(model: Any, tokens: int, in_evaluation: bool) -> None:
     what = f"sequence_parallel.tiled_loss: {type(model).__name__}"
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    if head is None or not type(model).__name__.endswith("ForCausalLM") or not hasattr(model, "get_decoder"):
+    if output_head(model) is None or not is_causal_lm(model) or not hasattr(model, "get_decoder"):
         raise DeepSpeedConfigError(
             f"{what} is no causal language model of transformers; call deepspeed.sequence.chunked_cross_entropy in the "
             "model's own code, or set it to false"
         )
-    text = model.config.get_text_config()
+    text = text_config(model.config)
     behind = [name for name in _AFTER_HEAD if getattr(text, name, None) not in (None, 1, 1.0)]
-    if behind or getattr(text, "output_router_logits", False):
+    if behind or counts_routers(model.config):
         named = ", ".join(behind) or "output_router_logits"
         raise DeepSpeedConfigError(
             f"{what} changes its logits or its loss behind the head ({named}), which a loss of hidden states would "
@@ -121,7 +121,7 @@ def _with_loss(
     if shift_labels is None:
         assert labels is not None
         shift_labels = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
-    losses = _head_with_losses(model.get_output_embeddings(), tokens)(outputs[0], labels=shift_labels)
+    losses = _head_with_losses(output_head(model), tokens)(outputs[0], labels=shift_labels)
     counted: Any = num_items_in_batch
     if counted is None:
         counted = (shift_labels != IGNORED).sum().clamp(min=1).to(losses.device)

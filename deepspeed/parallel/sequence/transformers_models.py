@@ -15,6 +15,8 @@ from typing import Any
 from torch import nn
 
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.models.anatomy import base_of, is_causal_lm, unwrapped
+from deepspeed.models.configurations import attends_across_sequences, is_library_config
 from deepspeed.ops.sparse_attention.transformers_models import own_configurations
 from deepspeed.parallel.sequence.mixing import refuse_mixing_layers
 from deepspeed.parallel.sequence.rotary import know_whole_sequences
@@ -39,7 +41,7 @@ def share_sequences(model: nn.Module, group: Any, *, core: str | None = None, di
     """
     what = f"sequence parallel for {type(model).__name__}"
     config: Any = getattr(model, "config", None)
-    if not hasattr(model, "set_attn_implementation") or not hasattr(config, "get_text_config"):
+    if not hasattr(model, "set_attn_implementation") or not is_library_config(config):
         raise DeepSpeedConfigError(
             f"{what}: expected a Transformers model; build deepspeed.sequence.layer.DistributedAttention into a model "
             "of one's own"
@@ -47,8 +49,8 @@ def share_sequences(model: nn.Module, group: Any, *, core: str | None = None, di
     core = _checked_core(model, core, what)
     own_configurations(model)
     _switch(model, what)
-    inner = _unwrapped(model)
-    entered = dict.fromkeys((model, inner, getattr(inner, "base_model", inner)))  # programs call each of them
+    inner = unwrapped(model)
+    entered = dict.fromkeys((model, inner, base_of(inner)))  # programs call each of them
     _join(model, Sharing(weakref.ref(model), group, core, disable_in_eval, heads_group=group), entered)
 
 
@@ -84,7 +86,7 @@ def share_layers(
 def _checked_core(model: Any, core: str | None, what: str) -> str:
     """See :func:`core_of`; raises also where tokens of other ranks are needed elsewhere than in self-attention."""
     config = model.config
-    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+    if attends_across_sequences(config):
         raise DeepSpeedConfigError(
             f"{what}: it attends from one sequence to another, which are cut differently; use models with "
             "self-attention only"
@@ -178,12 +180,6 @@ def core_of(config: Any, core: str | None, what: str) -> str:
     return core
 
 
-def _unwrapped(model: nn.Module) -> Any:
-    """The model without PEFT."""
-    unwrap: Any = getattr(model, "get_base_model", None)
-    return model if unwrap is None else unwrap()
-
-
 @uncompiled
 def _begin_pass(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Without position ids a model counts from 0 on every rank; labels that it shifts itself end with each part."""
@@ -200,8 +196,9 @@ def _begin_pass(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
             f"sequence parallel: {type(model).__name__} was called without position_ids, so every rank would count its "
             "tokens from 0; give those of this rank's tokens (UlyssesSPDataLoaderAdapter does)"
         )
-    kind = type(_unwrapped(model)).__name__
-    if given.get("labels") is not None and given.get("shift_labels") is None and kind.endswith("ForCausalLM"):
+    inner = unwrapped(model)
+    kind = type(inner).__name__
+    if given.get("labels") is not None and given.get("shift_labels") is None and is_causal_lm(inner):
         raise DeepSpeedConfigError(
             f"sequence parallel: {kind} was called with labels and without shift_labels; it would shift them itself, "
             "and the label of this rank's last token is on the next rank. Give shift_labels, each token's next one "

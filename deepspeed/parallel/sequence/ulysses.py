@@ -16,6 +16,7 @@ from deepspeed.comm.start.process_group import default_timeout
 from deepspeed.config.batch import ACCUMULATION, MICRO, TOTAL
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
+from deepspeed.models.configurations import heads_of, kv_heads_of
 from deepspeed.parallel.sequence import state
 from deepspeed.parallel.sequence.evaluation import share_evaluation
 from deepspeed.parallel.sequence.shares import shares_of_heads
@@ -138,9 +139,9 @@ def _check_by_name(name: Any, core: str | None, ranks: int) -> None:
 
     config: Any = AutoConfig.from_pretrained(name)
     core_of(config, core, f"sequence parallel for {name}")
-    text = config.get_text_config()
-    heads = text.num_attention_heads
-    shares_of_heads(heads, getattr(text, "num_key_value_heads", None) or heads, ranks)
+    heads, kv_heads = heads_of(config), kv_heads_of(config)
+    if heads is not None and kv_heads is not None:
+        shares_of_heads(heads, kv_heads, ranks)
 
 
 def adopt_model(
@@ -217,11 +218,9 @@ def _groups_of_mode(model: Any, group: Any, mesh: Mesh, mode: str) -> tuple[Any,
     """The group that divides heads, and the one around which keys and values go."""
     if mode == "ring":
         return None, group
-    text = model.config.get_text_config()
-    heads = getattr(text, "num_attention_heads", None)
-    if not isinstance(heads, int):
+    heads, key_heads = heads_of(model.config), kv_heads_of(model.config)
+    if heads is None or key_heads is None:
         return group, None
-    key_heads = getattr(text, "num_key_value_heads", None) or heads
     cut = mesh.size(TENSOR)  # which divides heads too
     heads, key_heads = max(heads // cut, 1), max(key_heads // cut, 1)
     ranks = mesh.size(SEQUENCE)

@@ -22,6 +22,7 @@ from deepspeed.comm.transports.transport import Transport
 from deepspeed.config.sections.tensor_parallel import TensorParallel
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
+from deepspeed.models.anatomy import output_head
 from deepspeed.parallel.expert.auto import spread_modules
 from deepspeed.parallel.stages import raise_for_all_stages, told_by_stages
 from deepspeed.parallel.tensor import rules as rules_module
@@ -165,7 +166,7 @@ def rules_for(model: nn.Module, section: TensorParallel) -> dict[str, Rule]:
 
 
 def _head_rule(model: nn.Module, name: str, rule: Rule, is_cut: bool) -> Rule:
-    head = getattr(model, "get_output_embeddings", lambda: None)()
+    head = output_head(model)
     if head is None or model.get_submodule(name) is not head or rule.way is not Way.COLUMN_GATHERED:
         return rule
     return Rule(Way.COLUMN if is_cut else Way.WHOLE, "vocab_parallel_lm_head")
@@ -174,7 +175,7 @@ def _head_rule(model: nn.Module, name: str, rule: Rule, is_cut: bool) -> Rule:
 def _use_parallel_loss(model: nn.Module, section: TensorParallel, layout: Layout, channel: Channel) -> None:
     if not section.vocab_parallel_lm_head:
         return
-    head = getattr(model, "get_output_embeddings", lambda: None)()
+    head = output_head(model)
     by_module = {id(model.get_submodule(layer.name)): layer for layer in layout.layers if layer.way is Way.COLUMN}
     if head is None or id(head) not in by_module or getattr(model, "loss_type", None) != "ForCausalLM":
         raise DeepSpeedConfigError(

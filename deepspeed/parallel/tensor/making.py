@@ -12,6 +12,7 @@ from deepspeed.comm.transports.channel import Channel
 from deepspeed.comm.transports.differentiable import copy_to, reduce_from
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.models.configurations import text_config
 from deepspeed.parallel.tensor.entrance import Entrance
 from deepspeed.parallel.tensor.layout import LayerCut, ParameterCut
 from deepspeed.parallel.tensor.linear import ColumnConv1D, ColumnLinear, CutLinear, RowConv1D, RowLinear
@@ -117,8 +118,7 @@ class Maker:
 
     def _rotary(self, name: str) -> int:
         above: Any = self._model.get_submodule(name.rpartition(".")[0])
-        config: Any = getattr(self._model, "config", None)
-        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        config = text_config(getattr(self._model, "config", None))
         for source in (above, getattr(above, "config", None), config):
             if isinstance(found := getattr(source, "qk_rope_head_dim", None), int):
                 return found

@@ -17,6 +17,7 @@ from torch import nn
 
 from deepspeed.config.sections.tensor_parallel import LayerSpec, TensorParallel
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.models.configurations import model_type_of
 from deepspeed.parallel.tensor import presets
 
 
@@ -104,7 +105,7 @@ def of_user(model: nn.Module, section: TensorParallel) -> dict[str, Rule]:
         specs += [LayerSpec(**spec) for spec in presets.SPECS[section.preset_model]]
     if not specs:
         return {}
-    kind = getattr(getattr(model, "config", None), "model_type", None)
+    kind = model_type_of(model)
     used: set[int] = set()
     found: dict[str, Rule] = {}
     without: list[str] = []

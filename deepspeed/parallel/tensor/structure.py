@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from deepspeed.models.anatomy import input_embedding, output_head
 from deepspeed.parallel.tensor.attention import attention_of
 from deepspeed.parallel.tensor.layout import block_of
 from deepspeed.parallel.tensor.rules import Rule, Way, is_linear
@@ -122,11 +123,7 @@ def _vocabulary(model: nn.Module, rules: Mapping[str, Rule]) -> dict[str, Rule]:
     """The embedding and the output layer of a language model."""
     names = {id(module): name for name, module in model.named_modules()}
     found = {}
-    for ask, way in (("get_input_embeddings", Way.VOCABULARY), ("get_output_embeddings", Way.COLUMN_GATHERED)):
-        try:
-            module = getattr(model, ask, lambda: None)()
-        except (AttributeError, NotImplementedError):
-            continue
+    for module, way in ((input_embedding(model), Way.VOCABULARY), (output_head(model), Way.COLUMN_GATHERED)):
         wanted = nn.Embedding if way is Way.VOCABULARY else nn.Linear
         name = names.get(id(module))
         if type(module) is wanted and name is not None and name not in rules:

@@ -19,6 +19,7 @@ from deepspeed.comm.transports.channel import Channel
 from deepspeed.config.sections.tensor_parallel import TensorParallel
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
+from deepspeed.models.configurations import text_config, vocabulary_of
 from deepspeed.parallel.tensor.layout import Layout
 from deepspeed.uncompiled import without_compiling
 from deepspeed.zero.gather.sharded_parameter import ShardedParameter
@@ -124,11 +125,10 @@ def inputs_of(model: nn.Module, multiple: int = 1) -> dict[str, Any] | None:
     name = getattr(model, "main_input_name", None)
     if config is None or name is None:
         return None
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    vocabulary = getattr(text, "vocab_size", None)
-    if name == "input_ids" and isinstance(vocabulary, int):
+    vocabulary = vocabulary_of(config)
+    if name == "input_ids" and vocabulary is not None:
         ids = (torch.arange(_ROWS * length).view(_ROWS, length) * 7 + 3) % vocabulary
-        padding = getattr(text, "pad_token_id", None)
+        padding = getattr(text_config(config), "pad_token_id", None)
         ids = torch.where(ids == padding, (ids + 1) % vocabulary, ids) if isinstance(padding, int) else ids
         inputs: dict[str, Any] = {"input_ids": ids}
         if getattr(config, "is_encoder_decoder", False):

@@ -1,0 +1,161 @@
+"""Finds the parts of a Transformers model: its decoder, blocks, last norm, embedding and head.
+
+Nothing here imports the library. A model of another library has an anatomy too, with as much as is found.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from deepspeed.models.configurations import head_dim_of, heads_of, kv_heads_of, text_config
+
+_LAST_NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "norm_f", "ln_out")
+_AFTER_NORM = ("project_out",)  # of OPT, where vectors of tokens are narrower than those of blocks
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """The parts of a model. Paths are qualified names in ``model``.
+
+    Attributes:
+        model: The model, without PEFT's wrappers.
+        decoder: The module that calls the blocks; None where no module with a list of blocks was found.
+        decoder_path: Its path.
+        is_whole_base: Whether the decoder is all that the model has beside its head.
+        block_lists: Names in the decoder of the lists of blocks; one for decoder-only models.
+        norms: Names in the decoder of the last norm; at most one for decoder-only models.
+        after_norm: Names in the decoder of what follows the last norm.
+        embedding: The embedding of tokens; None where there is none.
+        embedding_path: Its path.
+        head: The layer that makes logits; None where there is none.
+        head_path: Its path.
+        heads: Query heads of every layer; None where the configuration has no single number.
+        kv_heads: Key/value heads, likewise.
+        head_dim: Width of one head, likewise.
+        is_tied: Whether the head has the weight of the embedding.
+        is_causal_lm: Whether the model is a causal language model, which shifts labels and returns logits.
+    """
+
+    model: Any
+    decoder: Any
+    decoder_path: str
+    is_whole_base: bool
+    block_lists: tuple[str, ...]
+    norms: tuple[str, ...]
+    after_norm: tuple[str, ...]
+    embedding: Any
+    embedding_path: str
+    head: Any
+    head_path: str
+    heads: int | None
+    kv_heads: int | None
+    head_dim: int | None
+    is_tied: bool
+    is_causal_lm: bool
+
+    @property
+    def blocks(self) -> tuple[nn.Module, ...]:
+        """The repeated blocks, in order; empty where the decoder has not exactly one list of them."""
+        return tuple(getattr(self.decoder, self.block_lists[0])) if len(self.block_lists) == 1 else ()
+
+    @property
+    def norm(self) -> nn.Module | None:
+        """The last norm; None where there is not exactly one."""
+        return getattr(self.decoder, self.norms[0]) if len(self.norms) == 1 else None
+
+
+def anatomy(model: nn.Module) -> Anatomy:
+    """Returns the parts of a model.
+
+    Args:
+        model: A Transformers model with values or without, or one wrapped by PEFT.
+    """
+    inner: Any = unwrapped(model)
+    paths = {id(module): name for name, module in inner.named_modules()}
+    base, config = base_of(inner), getattr(inner, "config", None)
+    decoder = _decoder_of(inner, base)
+    head = output_head(inner)
+    embedding = input_embedding(inner if decoder is None else decoder)
+    embedding = input_embedding(inner) if embedding is None else embedding
+    shares_weight = head is not None and getattr(embedding, "weight", 0) is getattr(head, "weight", None)
+    return Anatomy(
+        model=inner,
+        decoder=decoder,
+        decoder_path=paths.get(id(decoder), ""),
+        is_whole_base=decoder is not None and (decoder is base or [*base.children()] == [decoder]),
+        block_lists=_lists_of(decoder),
+        norms=_modules_of(decoder, _LAST_NORMS),
+        after_norm=_modules_of(decoder, _AFTER_NORM),
+        embedding=embedding,
+        embedding_path=paths.get(id(embedding), ""),
+        head=head,
+        head_path=paths.get(id(head), ""),
+        heads=heads_of(config),
+        kv_heads=kv_heads_of(config),
+        head_dim=head_dim_of(config),
+        is_tied=shares_weight or bool(head is not None and getattr(text_config(config), "tie_word_embeddings", False)),
+        is_causal_lm=is_causal_lm(inner),
+    )
+
+
+def unwrapped(model: nn.Module) -> Any:
+    """Returns the model without PEFT's wrappers; ``model`` where there are none."""
+    unwrap: Any = getattr(model, "get_base_model", None)
+    return model if unwrap is None else unwrap()
+
+
+def base_of(model: Any) -> Any:
+    """Returns the model without its head; ``model`` where it has none."""
+    found = getattr(model, base_prefix_of(model) or "base_model", None)
+    return found if isinstance(found, nn.Module) else model
+
+
+def base_prefix_of(model: Any) -> str:
+    """Returns the attribute that holds the model without its head; names in files may begin with it. Empty: none."""
+    return str(getattr(model, "base_model_prefix", ""))
+
+
+def is_causal_lm(model: nn.Module) -> bool:
+    """Returns whether a model, without PEFT's wrappers, is a causal language model by its class."""
+    return type(model).__name__.endswith("ForCausalLM")
+
+
+def output_head(model: Any) -> nn.Module | None:
+    """Returns the layer that makes logits; None where the model has none."""
+    return _asked(model, "get_output_embeddings")
+
+
+def input_embedding(model: Any) -> nn.Module | None:
+    """Returns the embedding of tokens; None where the model has none."""
+    return _asked(model, "get_input_embeddings")
+
+
+def _asked(model: Any, method: str) -> nn.Module | None:
+    try:
+        found: nn.Module | None = getattr(model, method, lambda: None)()
+    except (AttributeError, NotImplementedError):  # how the library says that a model has none
+        return None
+    return found
+
+
+def _decoder_of(model: Any, base: Any) -> Any:
+    """Returns ``base``, or the module right below it that has a list of blocks: the only one, or the decoder."""
+    if _lists_of(base):
+        return base
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and hasattr(model, "get_decoder"):
+        return model.get_decoder()
+    inside = [child for child in base.children() if _lists_of(child)]
+    return inside[0] if len(inside) == 1 else None
+
+
+def _lists_of(module: Any) -> tuple[str, ...]:
+    if module is None:
+        return ()
+    return tuple(name for name, child in module.named_children() if isinstance(child, nn.ModuleList))
+
+
+def _modules_of(module: Any, names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in names if isinstance(getattr(module, name, None), nn.Module))

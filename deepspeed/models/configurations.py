@@ -1,0 +1,73 @@
+"""Reads the configuration of a Transformers model, whose fields have other names and places from family to family."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
+
+
+def text_config(config: Any) -> Any:
+    """Returns the part of a configuration that describes the text model; the configuration itself where it is all text.
+
+    Args:
+        config: Of a Transformers model; any other object, None too, is returned as it is.
+    """
+    return config.get_text_config() if is_library_config(config) else config
+
+
+def is_library_config(config: Any) -> bool:
+    """Returns whether a configuration is one of the Transformers library."""
+    return hasattr(config, "get_text_config")
+
+
+def model_type_of(model: Any) -> str | None:
+    """Returns the family of a Transformers model, such as "llama"; None for a model of another library."""
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    return kind if isinstance(kind, str) else None
+
+
+def heads_of(config: Any) -> int | None:
+    """Returns the number of query heads of every layer; None where the configuration has no single number."""
+    heads = getattr(text_config(config), "num_attention_heads", None)
+    return heads if isinstance(heads, int) else None
+
+
+def kv_heads_of(config: Any) -> int | None:
+    """Returns the number of key/value heads of every layer; None where :func:`heads_of` is None."""
+    heads, text = heads_of(config), text_config(config)
+    if heads is None:
+        return None
+    if getattr(text, "multi_query", False) and not getattr(text, "new_decoder_architecture", False):
+        return 1
+    return next((found for name in _KEY_VALUE_HEADS if (found := getattr(text, name, None))), heads)
+
+
+def head_dim_of(config: Any) -> int | None:
+    """Returns the width of one head; None where the configuration says neither it nor heads and hidden size."""
+    heads, text = heads_of(config), text_config(config)
+    if isinstance(width := getattr(text, "head_dim", None), int):
+        return width
+    hidden = getattr(text, "hidden_size", None)
+    return hidden // heads if heads and isinstance(hidden, int) else None
+
+
+def vocabulary_of(config: Any) -> int | None:
+    """Returns the number of tokens in the vocabulary; None where the configuration does not say it."""
+    size = getattr(text_config(config), "vocab_size", None)
+    return size if isinstance(size, int) else None
+
+
+def longest_sequence_of(config: Any) -> int | None:
+    """Returns the number of positions that the model has; None where any number will do."""
+    return getattr(text_config(config), "max_position_embeddings", None) or None
+
+
+def attends_across_sequences(config: Any) -> bool:
+    """Returns whether the model attends from one sequence to another, as an encoder-decoder does."""
+    return bool(getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False))
+
+
+def counts_routers(config: Any) -> bool:
+    """Returns whether the loss of a mixture of experts has a term for the balance of its routers."""
+    return bool(getattr(text_config(config), "output_router_logits", False))
