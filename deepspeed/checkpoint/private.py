@@ -7,6 +7,7 @@ costs it no more than the first steps of a run do. So it is never an obstacle to
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,25 +16,25 @@ from deepspeed.checkpoint import names
 from deepspeed.checkpoint.reader import CheckpointReader
 from deepspeed.checkpoint.source import Source, TrainingState
 from deepspeed.zero.access.gathered import checksum
+from deepspeed.zero.update.driver import PrivateState
 
 if TYPE_CHECKING:
     from deepspeed.checkpoint.subject import Subject
-    from deepspeed.zero.tiling.layout import BucketLayout
 
 
 def private_tensors(subject: Subject) -> list[tuple[str, torch.Tensor]]:
     """The private state of this rank, by names that say which places it belongs to; views of live tensors."""
-    reducer = subject.runtime.reducer
-    buckets = [] if reducer is None else reducer.buckets
-    found = [(_name("error", g.bucket.layout), g.feedback.tensor) for g in buckets if g.feedback is not None]
-    momentum = None if subject.optimizer is None else subject.optimizer.momentum
-    for bucket in () if momentum is None else momentum.buckets:
-        if bucket.private is not None:
-            found.append((_name(bucket.error_kind, bucket.master.bucket.layout), bucket.private.tensor))
-    return [*found, *subject.outer]
+    return [(_name(state), state.tensor) for state in _states(subject)]
 
 
-def _name(kind: str, layout: BucketLayout) -> str:
+def _states(subject: Subject) -> Sequence[PrivateState]:
+    return [] if subject.optimizer is None else subject.optimizer.driver.private_states()
+
+
+def _name(state: PrivateState) -> str:
+    kind, layout = state.kind, state.layout
+    if layout is None:
+        return kind
     places = [(tile.logical, tile.shape, start) for tile, start in zip(layout.tiles, layout.starts, strict=True)]
     return f"{kind}:{layout.tiles[0].logical}:{checksum([*places, layout.numel, layout.num_slices]):08x}"
 
@@ -61,8 +62,7 @@ class PrivateFiller:
             if isinstance(source, CheckpointReader) and state.mesh == subject.mesh:
                 self._found = self._read(source, rank)
         if self._found is None:
-            what = ["error feedback of what travels in fewer bits"] if len(self._targets) > len(subject.outer) else []
-            what += ["the momentum of the outer steps of islands"] if subject.outer else []
+            what = dict.fromkeys(state.what for state in _states(subject))
             self.notes.append(f"{' and '.join(what)} begins anew: {why}")
 
     def _read(self, reader: CheckpointReader, rank: int) -> dict[str, torch.Tensor] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,6 @@ class Subject:
         compression: The schedule of a compressed model, or None.
         use_fp32_weights: Fill masters from saved masters, not from 16-bit values.
         renamings: Returns beginnings of names in checkpoints of other kinds of this model, to its own.
-        outer: Further private state of this rank, by name: the momentum of the outer steps of islands.
     """
 
     model: nn.Module
@@ -59,7 +58,6 @@ class Subject:
     token_schedule: Any = None
     compression: Any = None
     use_fp32_weights: bool = True
-    outer: Sequence[tuple[str, torch.Tensor]] = ()
     renamings: Callable[[], Iterable[Mapping[str, str]]] = tuple
 
     @property
@@ -80,8 +78,7 @@ class Subject:
         self.runtime.places.take_back()
         if self.optimizer is not None:
             self.optimizer.carry_user_writes()
-            if self.optimizer.momentum is not None:
-                self.optimizer.momentum.synchronise()
+            self.optimizer.driver.synchronise()
         self.runtime.take_back_frozen()
 
     def sampler_state(self) -> dict[str, Any] | None:

@@ -20,7 +20,7 @@ _MARGIN = 1.1
 
 
 def with_codecs(
-    groups: Groups, root: Root, precision: PrecisionPolicy, device: torch.device, *, sends_momentum: bool
+    groups: Groups, root: Root, precision: PrecisionPolicy, device: torch.device, *, has_warm_up: bool
 ) -> Groups:
     """The groups as ``communication_compression`` wants them. Every rank must call it.
 
@@ -29,15 +29,15 @@ def with_codecs(
         root: The configuration.
         precision: Dtypes of what travels as it is.
         device: Where gradients are.
-        sends_momentum: The optimizer exchanges gradients in its warm-up only.
+        has_warm_up: Gradients travel in the warm-up of the optimizer only.
     """
     section = root.communication_compression
     reduce, measured = gradient_codec(section), ""
     if section.gradients == "auto":
         reduce, measured = _measured_codec(groups, root, precision, device)
     gather = Int8Codec() if section.weights is not None else None
-    early = _early_codec(section, sends_momentum=sends_momentum)
-    if sends_momentum and early is not None:
+    early = _early_codec(section, has_warm_up=has_warm_up)
+    if has_warm_up and early is not None:
         log_dist(
             f"communication_compression: in the warm-up gradients travel as {early.name} codes: "
             f"{bits_of(early):.2f} bits an element instead of {wire_bits(root, precision)}"
@@ -66,11 +66,11 @@ def gradient_codec(section: CommunicationCompression) -> Codec | None:
     return _codec(section.gradients, section)
 
 
-def _early_codec(section: CommunicationCompression, *, sends_momentum: bool) -> Codec | None:
+def _early_codec(section: CommunicationCompression, *, has_warm_up: bool) -> Codec | None:
     """How gradients travel before those updates that ``gradients`` is for."""
     if section.warm_up is None:
         return None
-    if not sends_momentum and not (section.gradients and section.start_step):
+    if not has_warm_up and not (section.gradients and section.start_step):
         log_dist(
             f'communication_compression.warm_up "{section.warm_up}" has no effect: gradients travel in one way from '
             "the first update on; give gradients and start_step"

@@ -80,9 +80,6 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAtt
         self.compression_scheduler = schedule_of(parts.model)
         self._pacing = pacing_of(self.compression_scheduler, parts.groups.peers)
         self._updater: DeepSpeedZeroOptimizer | None = parts.make_optimizer(self.backward, self._before_update)
-        self._islands = parts.islands
-        if self._islands is not None and self._updater is not None:
-            self._islands.begin(self._updater, self._runtime.masters, self._runtime.ledger)
         self._scaling = LossScaling(self._updater.loss_scaler if self._updater is not None else None)
         self.optimizer = parts.public_optimizer(self._updater)
         self.basic_optimizer = parts.torch_optimizer
@@ -372,8 +369,6 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAtt
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
         self._efficiency.at(self.global_steps)
-        if self._islands is not None:
-            self._islands.after_update()
         if self._updater.overflow:
             self.skipped_steps += 1
         else:

@@ -37,7 +37,6 @@ from deepspeed.engine.refusals import (
     refuse_shards_of_nothing,
     refuse_state_before_cutting,
     refuse_updates_in_files,
-    refuse_what_cannot_send_momentum,
     refuse_what_is_no_model,
     refuse_what_the_device_cannot,
     warn_of_emulation,
@@ -57,12 +56,12 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist, set_log_level_from_string
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.offload.homes import open_homes, placement_of
-from deepspeed.ops.onebit.phases import ExchangesMomentum
 from deepspeed.precision.policy import PrecisionPolicy, dtype_of_name
 from deepspeed.zero.build import build_runtime
 from deepspeed.zero.construction.modules import suspended
 from deepspeed.zero.placement import Home
 from deepspeed.zero.tiling.describe import OFFLOADED
+from deepspeed.zero.update.drivers import driver_of
 from deepspeed.zero.update.loop import state_itemsizes
 from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer
 
@@ -201,7 +200,8 @@ def _build_parts(client: Client, config: Any, distributed_port: int, dist_init_r
     comm.check_same_model(model_lines(client.model, precision, torch_optimizer, param_groups), ranks.zero_group)
     refuse_shards_of_nothing(placement, torch_optimizer)
     refuse_updates_in_files(placement, torch_optimizer)
-    refuse_what_cannot_send_momentum(root, placement, torch_optimizer)
+    driver = driver_of(torch_optimizer) if islands is None else islands.driver_around(driver_of(torch_optimizer))
+    driver.refuse(root, placement)
     groups = create_groups(
         placement,
         ranks,
@@ -210,18 +210,9 @@ def _build_parts(client: Client, config: Any, distributed_port: int, dist_init_r
         divisor=gradient_divisor(root, ranks),
         copies=copies,
     )
-    sends_momentum = isinstance(torch_optimizer, ExchangesMomentum)
-    groups = with_codecs(groups, root, precision, device, sends_momentum=sends_momentum)
+    groups = with_codecs(groups, root, precision, device, has_warm_up=driver.has_warm_up)
     groups = use_zero_plus_plus(groups, root.zero_optimization)
-    placement = replace(
-        placement,
-        feeds_back=any(group.feeds_back for group in groups),
-        may_skip=precision.may_skip,
-        sends_momentum=sends_momentum,
-        preconditions=isinstance(torch_optimizer, ExchangesMomentum) and torch_optimizer.precondition,
-        meets=islands is not None,
-        base_home=Home.HOST if OFFLOADED in copies else Home.DEVICE,
-    )
+    placement = replace(placement, base_home=Home.HOST if OFFLOADED in copies else Home.DEVICE)
     refuse_cut_tensors(torch_optimizer, client.model, groups, placement)
     mark_leaves(root, client.model)
     make_sparse(root, client.model)
@@ -254,6 +245,7 @@ def _build_parts(client: Client, config: Any, distributed_port: int, dist_init_r
         monitor=monitor,
         runtime=runtime,
         torch_optimizer=torch_optimizer,
+        driver=driver,
         device=device,
         groups=groups,
         claim=claim_groups(),

@@ -1,64 +1,30 @@
-"""Seldom synchronised training (DiLoCo, arXiv 2311.08105): islands of ranks train alone and meet every so many updates.
+"""Islands of ranks that train alone and meet seldom: which ranks they are, and what the first of them does for all.
 
-An island is an engine on its own ranks: it gathers, reduces, skips and clips by itself. Ranks with the same place on
-their islands hold the same slices of the masters. They agree every H updates: the mean over islands of how far the
-masters have moved is the gradient of an outer step of SGD with Nesterov's momentum,
-
-    d = anchor - mean(master);  b <- mu b + d;  anchor <- anchor - lr (d + mu b);  master <- anchor,
-
-whose anchor is where the masters were after the one before. The inner optimizers keep their states.
+An island is an engine on its own ranks: it gathers, reduces, skips and clips by itself. What islands exchange every so
+many updates is in ``zero.update.outer_step``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from deepspeed import comm
-from deepspeed.comm.codecs.codec import Codec, bits_of
-from deepspeed.comm.codecs.coded import coded
-from deepspeed.comm.codecs.table import CODECS
 from deepspeed.comm.job.axes import island_groups
 from deepspeed.comm.job.mpu import Standing
 from deepspeed.comm.transports.connect import transport_over
-from deepspeed.comm.transports.transport import Reduction, Transport, transfer_key
+from deepspeed.comm.transports.transport import Transport
 from deepspeed.config.sections.communication_compression import Islands
 from deepspeed.config.sections.root import Root
 from deepspeed.errors import CheckpointError, DeepSpeedConfigError
 from deepspeed.logging import log_dist
 from deepspeed.zero.holder import address_of
-from deepspeed.zero.storage import FlatBuffer, Kind, Ledger
-from deepspeed.zero.update.masters import MasterBucket
-from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer
-
-
-def _codec_of(wire: str) -> Codec | None:
-    """Returns the codec that the key ``wire`` names; None where values travel as floating-point numbers."""
-    return CODECS[wire].codec(feeds_back=False) if wire in CODECS else None
-
-
-def _dtype_of(wire: str) -> torch.dtype:
-    """Returns the dtype of what travels, or of what the codec gets."""
-    return torch.bfloat16 if wire == "bf16" else torch.float32
-
-
-@dataclass
-class _Outer:
-    """The outer state of one master.
-
-    Attributes:
-        master: Whose.
-        anchor: Its values after the last meeting.
-        momentum: Of the outer steps.
-    """
-
-    master: MasterBucket
-    anchor: FlatBuffer
-    momentum: FlatBuffer
+from deepspeed.zero.update.driver import UpdateDriver
+from deepspeed.zero.update.outer_step import OuterStep, bits_on_wire
 
 
 class Archipelago:
@@ -69,81 +35,26 @@ class Archipelago:
         number: Of the island.
     """
 
-    def __init__(self, section: Islands, inside: Standing, number: int, outer: Transport) -> None:
+    def __init__(self, section: Islands, inside: Standing, number: int, across: Transport) -> None:
         self.inside = inside
         self.number = number
         self._section = section
-        self._plain = outer
-        self._wire = coded(outer, _codec_of(section.wire))
-        self._states: list[_Outer] = []
-        self._updater: DeepSpeedZeroOptimizer | None = None
-        self._meetings = 0
-        self._since = 0
+        self._across = across
+        self._outer: OuterStep | None = None
+
+    def driver_around(self, inner: UpdateDriver) -> OuterStep:
+        """Returns the driver that adds the outer step to what updates exchange inside an island."""
+        self._outer = OuterStep(inner, self._section, self._across)
+        return self._outer
 
     @torch.no_grad()
     def spread(self, model: nn.Module) -> None:
         """Gives all islands the parameters and buffers of the first one. Every rank must call it."""
         for tensor in (*model.parameters(), *model.buffers()):
             dense = tensor.detach().contiguous()
-            self._plain.broadcast(dense.view(-1).view(torch.uint8), 0, label="the model of the first island")
+            self._across.broadcast(dense.view(-1).view(torch.uint8), 0, label="the model of the first island")
             if dense.data_ptr() != tensor.data_ptr():
                 tensor.copy_(dense)
-
-    def begin(self, updater: DeepSpeedZeroOptimizer, masters: list[MasterBucket], ledger: Ledger) -> None:
-        """Takes the masters as they are for the first anchor."""
-        self._updater = updater
-        for master in masters:
-            made = [
-                FlatBuffer(master.flat.numel(), master.flat.dtype, master.flat.device, kind=Kind.PRIVATE, ledger=ledger)
-                for _ in range(2)
-            ]
-            made[1].tensor.zero_()
-            self._states.append(_Outer(master, *made))
-        self.restart()
-
-    @torch.no_grad()
-    def restart(self) -> None:
-        """The masters are as they were after a meeting: a checkpoint has been loaded."""
-        self._since = 0
-        for state in self._states:
-            state.anchor.tensor.copy_(state.master.flat)
-
-    @property
-    def momenta(self) -> list[tuple[str, torch.Tensor]]:
-        """The outer momentum of this rank's slices, by names that belong to their place; views of live tensors."""
-        return [(f"outer:{number}", state.momentum.tensor) for number, state in enumerate(self._states)]
-
-    def after_update(self) -> None:
-        """An update of the island is over, or was skipped; the islands meet if it is time. Every rank must call it."""
-        self._since += 1
-        if self._since >= self._section.sync_every:
-            self.meet()
-
-    @torch.no_grad()
-    def meet(self) -> None:
-        """The outer step. Every rank of the job must call it."""
-        if self._since == 0:
-            return
-        assert self._updater is not None
-        self._since = 0
-        self._meetings += 1
-        section, size = self._section, self._plain.size
-        self._updater.carry_user_writes()
-        for number, state in enumerate(self._states):
-            anchor, momentum = state.anchor.tensor, state.momentum.tensor
-            moved = anchor - state.master.flat
-            whole = -(-moved.numel() // (64 * size)) * 64 * size
-            sent = torch.zeros(whole, dtype=_dtype_of(section.wire), device=moved.device)
-            sent[: moved.numel()].copy_(moved)
-            mean = torch.empty(whole, dtype=torch.float32, device=moved.device)
-            key = transfer_key(self._plain.owner, number, 1, self._meetings)
-            how = Reduction(1.0 / size, key, "the outer step of the islands", max(whole, 1))
-            self._wire.all_reduce(sent, mean, how).wait()
-            step = mean[: moved.numel()].to(anchor.dtype)
-            momentum.mul_(section.outer_momentum).add_(step)
-            anchor.sub_(step.add(momentum, alpha=section.outer_momentum), alpha=section.outer_lr)
-            state.master.flat.copy_(anchor)
-        self._updater.publish_masters()
 
     def by_one(self, what: str, action: Callable[[], Any]) -> Any:
         """The islands meet, and the first one writes what is the same on all. Every rank must call it.
@@ -155,7 +66,8 @@ class Archipelago:
         Raises:
             CheckpointError: It failed there, on the ranks of the other islands.
         """
-        self.meet()
+        assert self._outer is not None
+        self._outer.step()
         result, failure = None, None
         if self.number == 0:
             try:
@@ -163,7 +75,7 @@ class Archipelago:
             except Exception as error:  # the other islands wait below
                 failure = error
         flags = torch.tensor([int(failure is not None)])
-        rows = self._plain.gather_small(flags, channel="call", label=f"{what} by the first island")
+        rows = self._across.gather_small(flags, channel="call", label=f"{what} by the first island")
         if failure is not None:
             raise failure
         if bool(rows.any()):
@@ -207,8 +119,7 @@ def settle_islands(root: Root, ranks: Standing, model: nn.Module, device: torch.
     outer.owner = outer.next_owner()
     found = Archipelago(section, inside, number, outer)
     found.spread(model)
-    codec = _codec_of(section.wire)
-    bits = 8.0 * _dtype_of(section.wire).itemsize if codec is None else bits_of(codec)
+    bits = bits_on_wire(section.wire)
     log_dist(
         f"communication_compression.islands: {ranks.zero_size // section.size} islands of {section.size} rank(s) train "
         f"alone; every {section.sync_every} updates their masters meet in {bits:g} bits an element, so that "

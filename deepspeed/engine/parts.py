@@ -21,6 +21,7 @@ from deepspeed.zero.access.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.zero.group import Groups
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.runtime import ZeroRuntime
+from deepspeed.zero.update.driver import UpdateDriver
 from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3
 
 DeepSpeedOptimizerCallable: TypeAlias = Callable[[Iterable[nn.Parameter] | dict[str, Any]], torch.optim.Optimizer]
@@ -55,6 +56,7 @@ class EngineParts:
     monitor: MonitorMaster
     runtime: ZeroRuntime
     torch_optimizer: torch.optim.Optimizer | None
+    driver: UpdateDriver
     device: torch.device
     groups: Groups
     claim: Claim
@@ -89,6 +91,7 @@ class EngineParts:
             before_update=before_update,
             backward=backward,
             strategies=self.homes.strategies,
+            driver=self.driver,
         )
 
     def public_optimizer(self, updater: DeepSpeedZeroOptimizer | None) -> Any:

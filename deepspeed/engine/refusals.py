@@ -7,11 +7,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.config.sections.root import Root
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import warn_once
 from deepspeed.ops.flat import supports_flat_update, why_not_flat
-from deepspeed.ops.onebit.phases import ExchangesMomentum, mask_of
 from deepspeed.precision.policy import PrecisionPolicy
 from deepspeed.zero.placement import Home, Placement
 
@@ -76,59 +74,6 @@ def refuse_state_before_cutting(optimizer: object, size: int, key: str) -> None:
             f"{key} {size} is about to cut. Name the optimizer in the configuration, give one that has no states yet, "
             f"or train without {key.rpartition('.')[2]}, save a checkpoint, and load it into an engine that is cut"
         )
-
-
-def refuse_what_cannot_send_momentum(root: Root, placement: Placement, optimizer: torch.optim.Optimizer | None) -> None:
-    """What an optimizer of the 1-bit family cannot be combined with."""
-    if not isinstance(optimizer, ExchangesMomentum):
-        return
-    from deepspeed.ops.onebit import ZeroOneAdam
-
-    name = type(optimizer).__name__
-    if placement.shard_params:
-        raise DeepSpeedConfigError(
-            f"optimizer {name} with zero_optimization.stage 3: each rank needs the whole momentum at each step, more "
-            "than stage 3 saves; use stage 0, 1 or 2, or another optimizer with communication_compression"
-        )
-    if placement.shard_master and isinstance(optimizer, ZeroOneAdam):
-        raise DeepSpeedConfigError(
-            f"optimizer {name} with zero_optimization.stage {placement.stage}: between exchanges each rank moves all "
-            "its weights by itself, for which it needs all masters and states; use stage 0, or OneBitAdam"
-        )
-    if placement.master_home is not Home.DEVICE:
-        raise DeepSpeedConfigError(
-            f"optimizer {name} with zero_optimization.offload_optimizer: its momentum is sent at each step, so it "
-            "stays on the device; leave the section out"
-        )
-    if root.communication_compression.gradients is not None:
-        raise DeepSpeedConfigError(
-            f"optimizer {name} with communication_compression.gradients: this optimizer exchanges momenta instead of "
-            "gradients; leave the key out, or use AdamW with it. How those of its warm-up travel is what "
-            "communication_compression.warm_up says"
-        )
-    if root.communication_compression.warm_up is not None and isinstance(optimizer, ZeroOneAdam):
-        raise DeepSpeedConfigError(
-            f"optimizer {name} with communication_compression.warm_up: its variance is updated from exact mean "
-            "gradients, and nothing else of gradients travels; leave the key out"
-        )
-    sparse = root.compression_training.sparse_pruning if root.compression_training is not None else None
-    if sparse is not None and sparse.shared_parameters.enabled and sparse.shared_parameters.method == "snip_momentum":
-        raise DeepSpeedConfigError(
-            f"optimizer {name} with compression_training.sparse_pruning by snip_momentum: gradients differ between "
-            "ranks under it, so these would prune different weights; use the method topk, or AdamW"
-        )
-    if root.communication_compression.islands is not None and isinstance(optimizer, ZeroOneAdam):
-        raise DeepSpeedConfigError(
-            f"optimizer {name} with communication_compression.islands: ranks of an island would differ when islands "
-            "meet, as they take steps of their own; use OneBitAdam on islands, or leave the islands out"
-        )
-    for number, group in enumerate(optimizer.param_groups):
-        if group.get("non_freeze"):
-            raise DeepSpeedConfigError(
-                f"optimizer {name}: param group {number} has non_freeze, which does not exist here; leave it out"
-            )
-        for parameter in group["params"] if group.get("exp_avg_mask") is not None else ():
-            mask_of(group, parameter.numel(), f"a parameter of param group {number}")
 
 
 def refuse_updates_in_files(placement: Placement, optimizer: torch.optim.Optimizer | None) -> None:

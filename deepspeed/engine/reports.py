@@ -40,8 +40,10 @@ def memory_rows(
         (Kind.GRADIENT, Home.DEVICE, 0, "0 between steps"),
         (Kind.GATHERED, Home.DEVICE, 0, "0 between steps"),
     ]
-    if runtime.placement.meets or runtime.placement.feeds_back or runtime.placement.sends_momentum:
-        rows.append((Kind.PRIVATE, Home.DEVICE, *formula.private()))
+    private = [] if optimizer is None else optimizer.driver.private_formula(formula)
+    if private:
+        text = " + ".join(text for nbytes, text in private if nbytes) or "0"
+        rows.append((Kind.PRIVATE, Home.DEVICE, sum(nbytes for nbytes, _ in private), text))
     for home in runtime.placement.homes[1:]:
         rows.append((Kind.COMPUTE, home, *formula.compute(home)))
         rows.append((Kind.MASTER, home, *formula.master(home)))

@@ -35,7 +35,6 @@ def subject_of(engine: DeepSpeedEngine) -> Subject:
         compression=engine.compression_scheduler,
         use_fp32_weights=engine._root.zero_optimization.load_from_fp32_weights,
         renamings=functools.partial(_renamings, engine.module),
-        outer=engine._islands.momenta if engine._islands is not None else [],
     )
 
 
@@ -59,8 +58,6 @@ def resume_from(engine: DeepSpeedEngine, loaded: Loaded) -> None:
     for name, value in loaded.counters.items():
         setattr(engine, name, value)
     engine._batches.count_anew()
-    if engine._islands is not None:
-        engine._islands.restart()
     engine._efficiency.at(engine.global_steps)
     if engine.compression_scheduler is not None:
         engine.compression_scheduler.at(engine.global_steps - engine.skipped_steps)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepspeed.comm.codecs.codec import Codec, bits_of
-from deepspeed.comm.codecs.table import CODECS, WholeSignCodec
+from deepspeed.comm.codecs.table import CODECS
 from deepspeed.engine.communication_compression import wire_bits
 from deepspeed.plan.codec_cost import codec_seconds, way_on
 from deepspeed.plan.devices import Machine
@@ -102,9 +102,9 @@ def gradient_sums(engine: Any, rank: int, ranks: int, micro_batches: int) -> lis
 
 
 def gradient_codec(engine: Any) -> Codec | None:
-    """How an engine's gradients travel, or the momenta in their place; None: as they are."""
-    if engine._parts.placement.sends_momentum:
-        return WholeSignCodec()
+    """How an engine's gradients travel, or what travels instead of them; None: as they are."""
+    if engine._parts.driver.codec is not None:
+        return engine._parts.driver.codec
     return next((group.reduce_codec for group in engine._parts.groups if group.reduce_codec is not None), None)
 
 

@@ -126,8 +126,8 @@ class _Run:
             chunk_activations=self._seen.kept,
             sums=gradient_sums(engine, self._part.rank, self._part.mesh.world_size, self._part.accumulation_steps),
             codec=gradient_codec(engine),
-            sends_momentum=engine._parts.placement.sends_momentum,
-            may_skip=engine._parts.placement.may_skip,
+            is_codec_fixed=engine._parts.driver.codec is not None,
+            may_skip=engine._parts.precision.may_skip,
         )
 
     def _while_generating(self, engine: Any) -> list[str]:

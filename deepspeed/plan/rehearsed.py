@@ -33,8 +33,8 @@ class Rehearsed:
         chunk_activations: Of each chunk of a stage, bytes that forward keeps for backward, with what it received.
         members: By axis of the books, the ranks along it.
         sums: Of gradients, of a whole step.
-        codec: How gradients travel, or momenta in their place; None: as they are.
-        sends_momentum: It is momenta.
+        codec: How gradients travel, or what the optimizer exchanges instead of them; None: as they are.
+        is_codec_fixed: The optimizer decides on the codec, not the configuration.
         may_skip: An update may be skipped.
         init_peak: Highest sum on the device while the engine was built.
         other_activations: Bytes that forward keeps with the other setting of activation checkpointing; None: not known.
@@ -58,7 +58,7 @@ class Rehearsed:
     members: dict[str, tuple[int, ...]] = field(default_factory=dict)
     sums: list[GradientSum] = field(default_factory=list)
     codec: Codec | None = None
-    sends_momentum: bool = False
+    is_codec_fixed: bool = False
     may_skip: bool = False
     other_activations: int | None = None
     notices: list[str] = field(default_factory=list)

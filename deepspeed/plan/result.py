@@ -193,7 +193,7 @@ class Plan:
         found = self.rehearsed
         asked = [] if found.codec is None else [found.codec]
         others = [default_codec(name) for name in NAMES if not any(codec.name == name for codec in asked)]
-        codecs = asked if found.sends_momentum else [*asked, *others]
+        codecs = asked if found.is_codec_fixed else [*asked, *others]
         return coded_costs(
             found.sums, self.machine, native=self.request.kind != "cpu", may_skip=found.may_skip, codecs=codecs
         )

@@ -87,13 +87,6 @@ class Placement:
         max_host_params: Elements of compute shards that stay in host memory before files are used.
         shard_ranks: Neighbours that share the compute parameters; None: all ranks.
         spread_master: With ``shard_ranks``: gradients, masters and optimizer state are cut over all ranks.
-        feeds_back: Each rank keeps, for itself, what reductions have lost of its gradients.
-        sends_momentum: Momenta travel instead of gradients (``zero.onebit``): each rank keeps, for itself, what that
-            loses, and where masters are sharded the whole momentum.
-        preconditions: Where masters are sharded, the root of the whole variance too.
-        may_skip: It keeps it twice, as updates may be skipped, which leave it as it was.
-        meets: Masters meet those of other islands now and then: of each element, its owner keeps where that was and a
-            momentum, for itself.
     """
 
     stage: int
@@ -106,11 +99,6 @@ class Placement:
     max_host_params: int = 0
     shard_ranks: int | None = None
     spread_master: bool = False
-    feeds_back: bool = False
-    may_skip: bool = False
-    sends_momentum: bool = False
-    preconditions: bool = False
-    meets: bool = False
     base_home: Home = Home.DEVICE
 
     @classmethod

@@ -145,7 +145,7 @@ class ZeroRuntime:
             reduced = reaches if every and (micro_batch.part is None or micro_batch.part.reduces_each) else closes
             self.reducer.begin(
                 reaches=reaches,
-                reduces=frozenset(reduced if sync and not self.reducer.holds_back else ()),
+                reduces=frozenset(reduced if sync else ()),
                 closes=frozenset(closes),
             )
         self._confirm(True)

@@ -168,7 +168,7 @@ def precisions() -> None:
 
 def skip(engine: DeepSpeedEngine) -> None:
     def kept() -> list[torch.Tensor]:
-        buckets = engine.optimizer.momentum.buckets
+        buckets = engine.optimizer.driver.buckets
         states = [one["exp_avg"] for one in engine.optimizer.optimizer.state.values()]
         whole = [bucket.momentum.tensor for bucket in buckets if bucket.momentum is not None]
         values = [value for _, value in engine.iter_full("fp32")]
@@ -355,7 +355,7 @@ def other_unit(folder: str) -> None:
     engine = make(0, tower(seed=8), more={"precondition": False})
     engine.load_checkpoint(f"{folder}/0-4")
     assert rank() or sum("begins anew" in line for line in lines.said) == 1
-    assert not any(bucket.private.tensor.any() for bucket in engine.optimizer.momentum.buckets)
+    assert not any(bucket.private.tensor.any() for bucket in engine.optimizer.driver.buckets)
     logger.removeHandler(lines)
 
 

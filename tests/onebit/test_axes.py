@@ -175,8 +175,8 @@ def family(axis: str) -> None:
         first = 2 if plain is not None else 1
         for step in range(first, 6):
             update(axis, engine, step)
-        if engine.optimizer.momentum is not None:
-            engine.optimizer.momentum.synchronise()  # 0/1 Adam's ranks have taken steps of their own
+        if engine.optimizer is not None:
+            engine.optimizer.driver.synchronise()  # 0/1 Adam's ranks have taken steps of their own
         agree(engine, axis, what)
         after = weights(engine)
         assert any(not torch.equal(value, before[key]) for key, value in after.items()), what

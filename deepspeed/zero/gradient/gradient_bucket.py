@@ -430,10 +430,6 @@ class GradientBucket:
 
     # -- for updates that exchange something else than gradients -----------------------------------------------------
 
-    def own_squares(self) -> torch.Tensor | None:
-        """Sum of squares of this rank's own sum over micro-batches, as of :meth:`sum_of_squares`."""
-        return None if self.sum.local is None else squared_norm(self.sum.local.tensor)
-
     def first_not_finite(self) -> int | None:
         """Index of the first tile of which this rank's own sum is not finite, or None."""
         if self.sum.local is not None:
@@ -481,7 +477,12 @@ class GradientBucket:
         return self.sum.used
 
     def sum_of_squares(self) -> torch.Tensor | None:
-        """Of the reduced gradient, 0-dim fp64 on the device where that is; None without one."""
+        """Returns the sum of squares of what waits for the update, 0-dim fp64 where that is; None for nothing.
+
+        That is the reduced gradient or, where gradients are not reduced, this rank's own sum over micro-batches.
+        """
+        if self.sum.reduced is None and self.sum.local is not None:
+            return squared_norm(self.sum.local.tensor)
         return self.sum.of_squares()
 
     def note_write(self, tile: int, *, by_all: bool) -> None:

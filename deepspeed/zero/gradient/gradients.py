@@ -72,6 +72,10 @@ class GradientReducer:
     The order is that in which buckets were completed on rank 0 in the first backward; until it is known, and for
     buckets with repeated arrivals, everything is reduced at the end of the backward.
 
+    Attributes:
+        keeps_own: Gradients of the next update are not reduced: each rank keeps its own sum of them until the update,
+            which exchanges something else.
+
     Args:
         buckets: Trainable buckets in model order.
         policy: How gradients are combined.
@@ -100,7 +104,7 @@ class GradientReducer:
         self.policy = policy
         self.is_coded = policy.begins_coded
         self._trial = Trial() if policy.is_trial else None
-        self.holds_back = False
+        self.keeps_own = False
         self._overlaps = policy.overlap
         self._needs_one_order = needs_one_order
         self._has_partial_sums = False  # equal on all ranks
@@ -194,6 +198,8 @@ class GradientReducer:
             closes: Those that no later backward reaches before the update.
         """
         assert self._backward is None
+        if self.keeps_own:
+            reduces = frozenset()
         is_last = len(closes) == len(self.buckets)
         # Parts of a model do not reach their ends together, so what spans them waits for the update.
         combines = (
@@ -434,7 +440,7 @@ class GradientReducer:
             gradients.begin_backward(is_last=True)
             gradients.note_unannounced()
             gradients.keep()
-        if self.holds_back:
+        if self.keeps_own:
             self._local_sums.clear()
             return
         if self._local_sums or unannounced:

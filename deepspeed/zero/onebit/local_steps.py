@@ -18,11 +18,10 @@ from deepspeed.ops.flat import FlatUpdate
 from deepspeed.ops.onebit.phases import Phase
 from deepspeed.ops.onebit.zero_one import LR_OWED, LR_SUM, TRAVELLED, ZeroOneAdam, apart, denominator_of, farthest_of
 from deepspeed.zero.gradient.gradient_bucket import GradientBucket
-from deepspeed.zero.group import Groups
 from deepspeed.zero.onebit.bucket_momentum import BucketMomentum
-from deepspeed.zero.onebit.momentum import MomentumExchange, clip_factor
-from deepspeed.zero.storage import Ledger
-from deepspeed.zero.update.masters import MasterBucket, MasterRun
+from deepspeed.zero.onebit.momentum import MomentumExchange
+from deepspeed.zero.update.driver import Exchanged, clip_factor
+from deepspeed.zero.update.masters import MasterRun
 from deepspeed.zero.update.norm import squared_norm
 
 _MEAN = 3  # kind of transfer, as of an exchange of momenta, with which it shares the numbers
@@ -36,32 +35,24 @@ Work = Sequence[tuple[BucketMomentum, GradientBucket, list[bool], torch.Tensor]]
 class LocalSteps(MomentumExchange):
     """The exchanges of an engine with 0/1 Adam, at ZeRO stage 0."""
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, masters: list[MasterBucket], groups: Groups, ledger: Ledger
-    ) -> None:
+    def __init__(self, optimizer: ZeroOneAdam) -> None:
         # By bucket and tile, what was moved since ranks came together; None: the states say it.
         self._apart: dict[int, list[bool]] | None = None
-        super().__init__(optimizer, masters, groups, ledger)
+        super().__init__(optimizer)
 
-    def run(
-        self,
-        gradients: Sequence[GradientBucket],
-        used: list[list[bool]],
-        scale: float,
-        clip_grad: float,
-        epsilon: float,
-    ) -> tuple[float, list[list[bool]]]:
-        """See the class this one derives from; where the variance is updated, the norm is exact."""
+    @override
+    def exchange(self, norm: float, used: list[list[bool]], *, scale: float, clip_grad: float) -> Exchanged:
+        """Where the variance is updated, the norm is exact."""
         self._grow()
         self._open_states()
         if self._apart is None:
             self._take_up()
         taking = self._taking(used)
-        return self._run(gradients, used, taking, scale, clip_grad, epsilon), taking
+        return Exchanged(self._run(used, taking, scale, clip_grad), None, taking)
 
     @override
-    def forget(self) -> None:
-        super().forget()
+    def restart(self) -> None:
+        super().restart()
         self._apart = None
 
     def _taking(self, used: list[list[bool]]) -> list[list[bool]]:
@@ -83,19 +74,11 @@ class LocalSteps(MomentumExchange):
         self._apart.clear()
         return taking
 
-    def _run(
-        self,
-        gradients: Sequence[GradientBucket],
-        used: list[list[bool]],
-        taking: list[list[bool]],
-        scale: float,
-        clip_grad: float,
-        epsilon: float,
-    ) -> float:
+    def _run(self, used: list[list[bool]], taking: list[list[bool]], scale: float, clip_grad: float) -> float:
         optimizer = self.optimizer
         work = []
         still: dict[BucketMomentum, list[int]] = {}
-        for bucket, own, flags, has_gradient in zip(self.buckets, gradients, taking, used, strict=True):
+        for bucket, own, flags, has_gradient in zip(self.buckets, self._reducer.buckets, taking, used, strict=True):
             if any(flags):
                 still[bucket] = [tile for tile, flag in enumerate(flags) if flag and not has_gradient[tile]]
                 total, factor = own.take_own_sum()
@@ -105,9 +88,9 @@ class LocalSteps(MomentumExchange):
                     total.free()
                 work.append((bucket, own, flags, flat))
         if optimizer.takes_mean:
-            return self._take_means(work, clip_grad, epsilon)
+            return self._take_means(work, clip_grad)
         norm = self._norm_of_mean([(bucket, flat, 1.0) for bucket, _, _, flat in work])
-        clip = clip_factor(norm, clip_grad, epsilon)
+        clip = clip_factor(norm, clip_grad)
         if optimizer.phase is Phase.MOMENTUM:
             self._exchange(work, clip)
         else:
@@ -153,7 +136,7 @@ class LocalSteps(MomentumExchange):
         group = bucket.master.bucket.group
         return squares if group.counts and group.place == 0 else 0.0
 
-    def _take_means(self, work: Work, clip_grad: float, epsilon: float) -> float:
+    def _take_means(self, work: Work, clip_grad: float) -> float:
         """Puts the exact mean gradients where the update reads them; nothing is coded, so nothing is lost.
 
         Returns:
@@ -161,7 +144,7 @@ class LocalSteps(MomentumExchange):
         """
         means = [self._mean(bucket, flat) for bucket, _, _, flat in work]
         norm = self._root([self._counted(b, squared_norm(m).item()) for (b, *_), m in zip(work, means, strict=True)])
-        clip = clip_factor(norm, clip_grad, epsilon)
+        clip = clip_factor(norm, clip_grad)
         for (bucket, own, flags, _), mean in zip(work, means, strict=True):
             if clip != 1.0:
                 mean.mul_(clip)
@@ -256,6 +239,7 @@ class LocalSteps(MomentumExchange):
         for group in self._optimizer.param_groups:
             group[TRAVELLED], group[LR_SUM] = group.get(LR_SUM) or 1.0, 0.0
 
+    @override
     @torch.no_grad()
     def synchronise(self) -> None:
         """Brings ranks together now, without a step, so that they have the same weights; every rank must call it.
@@ -321,11 +305,3 @@ class LocalSteps(MomentumExchange):
         if not is_apart:
             for group in self._optimizer.param_groups:
                 group[LR_SUM] = 0.0
-
-
-def exchange_for(
-    optimizer: torch.optim.Optimizer, masters: list[MasterBucket], groups: Groups, ledger: Ledger
-) -> MomentumExchange:
-    """What sends the momenta of an optimizer of the 1-bit family; arguments as of :class:`MomentumExchange`."""
-    kind = LocalSteps if isinstance(optimizer, ZeroOneAdam) else MomentumExchange
-    return kind(optimizer, masters, groups, ledger)

@@ -12,58 +12,63 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from typing_extensions import override
 
-from deepspeed.comm.codecs.one_bit import one_bit_nbytes
+from deepspeed.comm.codecs.one_bit import one_bit_nbytes, padded_numel
+from deepspeed.comm.codecs.table import WholeSignCodec
+from deepspeed.config.sections.root import Root
 from deepspeed.logging import log_dist
 from deepspeed.ops.onebit.phases import ExchangesMomentum, Phase
-from deepspeed.zero.gradient.gradient_bucket import GradientBucket
-from deepspeed.zero.group import Groups
 from deepspeed.zero.onebit.bucket_momentum import BucketMomentum
 from deepspeed.zero.onebit.mean_norm import sketches
-from deepspeed.zero.storage import Ledger
-from deepspeed.zero.update.masters import MasterBucket
+from deepspeed.zero.onebit.refusals import refuse_combinations
+from deepspeed.zero.placement import Placement
+from deepspeed.zero.tiling.formula import MemoryFormula
+from deepspeed.zero.update.driver import (
+    ERROR_FEEDBACK,
+    Exchanged,
+    MeanGradient,
+    PrivateState,
+    UpdateParts,
+    clip_factor,
+)
 
 
-def clip_factor(norm: float, limit: float, epsilon: float) -> float:
-    """Of the gradients, so that a norm of at most ``limit`` (0: any) is left."""
-    return min(1.0, limit / (norm + epsilon)) if limit > 0 else 1.0
-
-
-class MomentumExchange:
-    """The momenta of all buckets of an engine.
+class MomentumExchange(MeanGradient):
+    """Exchanges momenta, coded in one bit for each element; in the optimizer's warm-up gradients are reduced.
 
     Attributes:
         buckets: One for each master, in their order.
 
     Args:
         optimizer: Of the 1-bit family.
-        masters: All of this rank; the list may grow.
-        groups: The ranks that decide together.
-        ledger: Books of the memory.
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, masters: list[MasterBucket], groups: Groups, ledger: Ledger
-    ) -> None:
+    codec = WholeSignCodec()
+    has_warm_up = True
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._masters = masters
-        self._groups = groups
-        self._ledger = ledger
         self._is_collected = False
         self._updates = 0
         self.buckets: list[BucketMomentum] = []
+
+    @override
+    def refuse(self, root: Root, placement: Placement) -> None:
+        refuse_combinations(root, placement, self._optimizer)
+
+    @override
+    def open(self, parts: UpdateParts) -> None:
+        super().open(parts)
         self._grow()
 
     def _grow(self) -> None:
         for master in self._masters[len(self.buckets) :]:
             self.buckets.append(BucketMomentum(self._optimizer, master, self._ledger))
 
-    def begin_update(self, before: int) -> bool:
-        """Whether momentum travels in the next update, so that gradients are held back until then.
-
-        Args:
-            before: Updates so far; equal on all ranks.
-        """
+    @override
+    def begin_update(self, before: int) -> None:
+        super().begin_update(before)
         optimizer = self._optimizer
         assert isinstance(optimizer, ExchangesMomentum)
         self._updates = before
@@ -73,7 +78,7 @@ class MomentumExchange:
         optimizer.reminder.note(before, speaks=speaks)
         if optimizer.phase is not former:
             log_dist(f"update {before + 1}: {type(optimizer).__name__}: {self._line(optimizer.phase)}")
-        return optimizer.phase is not Phase.WARM_UP
+        self._reducer.keeps_own = optimizer.phase is not Phase.WARM_UP
 
     def _line(self, phase: Phase) -> str:
         """What changes, in bits and bytes of this rank."""
@@ -95,49 +100,36 @@ class MomentumExchange:
             "times fewer than gradients in 16 bits"
         )
 
+    @override
     def end(self) -> None:
-        """The run is over."""
         assert isinstance(self._optimizer, ExchangesMomentum)
         self._optimizer.reminder()
 
-    def forget(self) -> None:
-        """The optimizer's states have been replaced: what is replicated of them is collected anew."""
-        self._is_collected = False
+    @override
+    def restart(self) -> None:
+        self._is_collected = False  # what is replicated of the optimizer's states
 
-    def run(
-        self,
-        gradients: Sequence[GradientBucket],
-        used: list[list[bool]],
-        scale: float,
-        clip_grad: float,
-        epsilon: float,
-    ) -> tuple[float, list[list[bool]]]:
-        """Makes one momentum of those of all ranks, where the update reads gradients. Every rank must call it.
+    @override
+    def exchange(self, norm: float, used: list[list[bool]], *, scale: float, clip_grad: float) -> Exchanged:
+        """Puts one momentum, made of those of all ranks, where the update reads gradients. Every rank must call it.
 
-        Args:
-            gradients: By bucket, with the sums of this rank's own gradients.
-            used: By bucket and tile, whether any rank has a gradient of it.
-            scale: Of the loss.
-            clip_grad: Largest norm; 0 for no clipping.
-            epsilon: Added to the norm that is divided by.
-
-        Returns:
-            The norm of the mean gradient before clipping, within 2 % (``zero.onebit.mean_norm``); and, by bucket and
-            tile, of what there is an update now.
+        The norm is that of the mean gradient before clipping, within 2 % (``zero.onebit.mean_norm``).
         """
+        if not self._reducer.keeps_own:
+            return super().exchange(norm, used, scale=scale, clip_grad=clip_grad)
         self._grow()
         if not self._is_collected:
             for bucket in self.buckets:
                 bucket.collect()
             self._is_collected = True
         work = []
-        for bucket, own, flags in zip(self.buckets, gradients, used, strict=True):
+        for bucket, own, flags in zip(self.buckets, self._reducer.buckets, used, strict=True):
             if any(flags):
                 work.append((bucket, own, flags, *own.take_own_sum()))
         norm = self._norm_of_mean(
             [(bucket, None if total is None else total.tensor, factor / scale) for bucket, _, _, total, factor in work]
         )
-        clip = clip_factor(norm, clip_grad, epsilon)
+        clip = clip_factor(norm, clip_grad)
         before: BucketMomentum | None = None
         for bucket, _, flags, total, factor in work:
             bucket.start(None if total is None else total.tensor, factor / scale * clip, flags)
@@ -150,10 +142,7 @@ class MomentumExchange:
             before.finish()
         for bucket, own, *_ in work:
             bucket.settle(own)
-        return norm, used
-
-    def synchronise(self) -> None:
-        """Brings ranks together whose weights differ, so that they can be saved; every rank must call it."""
+        return Exchanged(norm, None, used)
 
     def _norm_of_mean(self, gradients: Sequence[tuple[BucketMomentum, torch.Tensor | None, float]]) -> float:
         """Of this rank's own gradients, each with its multiplier, the norm of the mean over ranks, within 2 %."""
@@ -170,8 +159,24 @@ class MomentumExchange:
         )
         return float(rows.sum().sqrt().item())
 
-    def forget_errors(self) -> None:
-        """What was lost so far is not made good."""
-        for bucket in self.buckets:
-            if bucket.private is not None:
-                bucket.private.tensor.zero_()
+    @override
+    def private_states(self) -> Sequence[PrivateState]:
+        return [
+            *super().private_states(),
+            *(
+                PrivateState(bucket.error_kind, bucket.master.bucket.layout, bucket.private.tensor, ERROR_FEEDBACK)
+                for bucket in self.buckets
+                if bucket.private is not None
+            ),
+        ]
+
+    @override
+    def private_formula(self, formula: MemoryFormula) -> Sequence[tuple[int, str]]:
+        """Errors and, beside parts of the masters, what a sender needs whole."""
+        assert isinstance(self._optimizer, ExchangesMomentum)
+        total, whole = 0, (1 + self._optimizer.precondition) if formula.placement.shard_master else 0
+        for bucket in formula.trained_buckets:
+            if bucket.num_slices > 1:
+                numel = padded_numel(bucket.trained_numel, bucket.num_slices)
+                total += 4 * (numel + numel // bucket.num_slices + whole * numel)
+        return [(total, f"4 x ({1 + whole} Psi + Psi / N)" if whole else "4 x (Psi + Psi / N)")]

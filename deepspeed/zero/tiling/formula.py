@@ -11,8 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from deepspeed.comm.codecs.one_bit import padded_numel
-from deepspeed.zero.gradient.error_feedback import feedback_numel
 from deepspeed.zero.placement import BucketPlacement, Home, Placement
 from deepspeed.zero.tiling.layout import BucketLayout, ModelLayout
 
@@ -27,6 +25,9 @@ def itemsize(dtype: str) -> int:
 
 class MemoryFormula:
     """Bytes on one rank between two steps, in one home.
+
+    Attributes:
+        placement: The ZeRO row.
 
     Args:
         layout: Every bucket.
@@ -45,7 +46,7 @@ class MemoryFormula:
         placed: Sequence[BucketPlacement] | None = None,
     ) -> None:
         self._layout = layout
-        self._placement = placement
+        self.placement = placement
         self._placed = placement.of_buckets(layout) if placed is None else tuple(placed)
         self._host_is_device = host_is_device
 
@@ -58,7 +59,7 @@ class MemoryFormula:
                 total += numel * itemsize(bucket.dtype)
         if not any(placed.is_sharded for placed in self._placed):
             return total, "bytes x Psi"
-        ranks = "S" if self._has_copies else "N"
+        ranks = "S" if self.has_copies else "N"
         if home is not Home.DEVICE:
             return total, f"bytes x Psi_offloaded / {ranks}"
         return total, f"bytes x (Psi_sharded / {ranks} + Psi_persistent)"
@@ -71,20 +72,26 @@ class MemoryFormula:
             if placed.param_home is home
         ]
 
-    def _owned(self, bucket: BucketLayout) -> int:
-        if not self._placement.shard_master:
+    def owned_numel(self, bucket: BucketLayout) -> int:
+        """Returns the elements of a bucket whose masters this rank has."""
+        if not self.placement.shard_master:
             return bucket.numel
-        return bucket.slice_numel // (bucket.replicas if self._placement.spread_master else 1)
+        return bucket.slice_numel // (bucket.replicas if self.placement.spread_master else 1)
 
     @property
-    def _owners(self) -> str:
+    def owners(self) -> str:
         """What the number of elements is divided by where masters are sharded."""
-        return "S" if self._has_copies and not self._placement.spread_master else "N"
+        return "S" if self.has_copies and not self.placement.spread_master else "N"
 
     @property
-    def _has_copies(self) -> bool:
+    def has_copies(self) -> bool:
         """Whether several ranks hold the same slices."""
         return any(bucket.replicas > 1 for bucket in self._layout.buckets)
+
+    @property
+    def trained_buckets(self) -> list[BucketLayout]:
+        """The trained buckets, in model order."""
+        return [bucket for bucket, _ in self._trained()]
 
     def _trained(self) -> list[tuple[BucketLayout, BucketPlacement]]:
         return [(b, p) for b, p in zip(self._layout.buckets, self._placed, strict=True) if b.trainable]
@@ -98,11 +105,11 @@ class MemoryFormula:
     def master(self, home: Home = Home.DEVICE) -> tuple[int, str]:
         """fp32 masters, where the compute parameters are not their own."""
         total = sum(
-            max(itemsize(bucket.dtype), 4) * self._owned(bucket)
+            max(itemsize(bucket.dtype), 4) * self.owned_numel(bucket)
             for bucket, placed in self._trained()
             if placed.master_home is home and self.has_master(bucket, placed)
         )
-        return total, f"4 x Psi / {self._owners}" if self._placement.shard_master else "4 x Psi"
+        return total, f"4 x Psi / {self.owners}" if self.placement.shard_master else "4 x Psi"
 
     def master_tensors(self, state_itemsizes: Sequence[int], home: Home) -> list[tuple[int, int]]:
         """``(elements, bytes per element)`` of masters and states of a home.
@@ -116,48 +123,13 @@ class MemoryFormula:
             if placed.master_home is home:
                 wide = max(itemsize(bucket.dtype), 4)
                 sizes = ([4] if self.has_master(bucket, placed) else []) + list(state_itemsizes)
-                found += [(self._owned(bucket), size * wide // 4) for size in sizes]
+                found += [(self.owned_numel(bucket), size * wide // 4) for size in sizes]
         return found
 
     def optimizer(self, states: int, home: Home = Home.DEVICE) -> tuple[int, str]:
         """Optimizer state: ``states`` fp32 numbers per element (two for Adam)."""
         total = sum(n * size for n, size in self.master_tensors([4] * states, home)) - self.master(home)[0]
-        return total, f"{4 * states} x Psi" + (f" / {self._owners}" if self._placement.shard_master else "")
-
-    def private(self) -> tuple[int, str]:
-        """What each rank keeps for itself: error feedback, and the outer state of masters that meet other islands'."""
-        found = [entry for entry in (self._errors(), self._outer()) if entry[0]]
-        return sum(nbytes for nbytes, _ in found), " + ".join(text for _, text in found) or "0"
-
-    def _outer(self) -> tuple[int, str]:
-        if not self._placement.meets:
-            return 0, "0"
-        total = sum(2 * max(itemsize(bucket.dtype), 4) * self._owned(bucket) for bucket, _ in self._trained())
-        return total, f"8 x Psi / {self._owners}" if self._placement.shard_master else "8 x Psi"
-
-    def _errors(self) -> tuple[int, str]:
-        """Where more than one rank shares a bucket."""
-        placement = self._placement
-        if placement.sends_momentum:
-            return self._momentum()
-        if not placement.feeds_back:
-            return 0, "0"
-        shared = [bucket for bucket, _ in self._trained() if bucket.num_slices > 1]
-        wide = 8 if placement.may_skip else 4
-        to_owner, spread = placement.shard_master, placement.spread_master
-        total = sum(wide * feedback_numel(bucket, to_owner=to_owner, spread=spread) for bucket in shared)
-        if self._has_copies:  # neighbours, then the ranks with the same slices
-            return total, f"{wide} x (Psi + Psi / S)" if spread else f"{wide} x (Psi + Psi / S + Psi / N)"
-        return total, f"{wide} x Psi" if to_owner else f"{wide} x (Psi + Psi / N)"
-
-    def _momentum(self) -> tuple[int, str]:
-        """What an exchange of momenta keeps: errors and, beside parts of the masters, what its sender needs whole."""
-        total, whole = 0, (1 + self._placement.preconditions) if self._placement.shard_master else 0
-        for bucket, _ in self._trained():
-            if bucket.num_slices > 1:
-                numel = padded_numel(bucket.trained_numel, bucket.num_slices)
-                total += 4 * (numel + numel // bucket.num_slices + whole * numel)
-        return total, f"4 x ({1 + whole} Psi + Psi / N)" if whole else "4 x (Psi + Psi / N)"
+        return total, f"{4 * states} x Psi" + (f" / {self.owners}" if self.placement.shard_master else "")
 
     def gradients(
         self,
@@ -180,15 +152,15 @@ class MemoryFormula:
         """
         total, text = 0, "bytes x Psi"
         for bucket, placed in self._trained():
-            unreduced = not reduced and not self._placement.shard_gradients and bucket.num_slices > 1
+            unreduced = not reduced and not self.placement.shard_gradients and bucket.num_slices > 1
             if (Home.DEVICE if unreduced else placed.gradient_home) is not home:
                 continue
             if bucket.num_slices == 1 and not accumulation:
                 total += (reduce_itemsize or itemsize(bucket.dtype)) * bucket.numel
                 continue
-            over_micro_batches = unreduced or bucket.num_slices == 1 or self._placement.shard_gradients
+            over_micro_batches = unreduced or bucket.num_slices == 1 or self.placement.shard_gradients
             wide = accumulate_itemsize if over_micro_batches else 4
-            whole = unreduced or not self._placement.shard_master
-            total += (8 if bucket.dtype == "float64" else wide) * (bucket.numel if whole else self._owned(bucket))
-            text = f"{wide} x Psi" if whole else f"{wide} x Psi / {self._owners}"
+            whole = unreduced or not self.placement.shard_master
+            total += (8 if bucket.dtype == "float64" else wide) * (bucket.numel if whole else self.owned_numel(bucket))
+            text = f"{wide} x Psi" if whole else f"{wide} x Psi / {self.owners}"
         return total, text

@@ -10,7 +10,7 @@ import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -19,7 +19,6 @@ from deepspeed.comm.watch.agreement import Agreement
 from deepspeed.errors import CallOrderError, DivergenceError, NonFiniteError
 from deepspeed.logging import log_dist
 from deepspeed.ops.flat import FlatUpdate, flat_updater
-from deepspeed.ops.onebit.phases import ExchangesMomentum
 from deepspeed.ops.step_hooks import step_hooks
 from deepspeed.uncompiled import torchs
 from deepspeed.zero.gradient.gradients import GradientReducer
@@ -27,16 +26,14 @@ from deepspeed.zero.group import Groups
 from deepspeed.zero.placement import Home, Placement
 from deepspeed.zero.storage import Kind, Ledger, storage_key
 from deepspeed.zero.update.base_optimizer import ZeROOptimizer, refuse_changed_groups
+from deepspeed.zero.update.driver import UpdateDriver, UpdateParts
+from deepspeed.zero.update.drivers import driver_of
 from deepspeed.zero.update.loop import PieceUpdater, UpdateStrategy
 from deepspeed.zero.update.masters import MasterBucket, MasterRun, segment_table, split_state
 from deepspeed.zero.update.norm import norm_from_squares
 
-if TYPE_CHECKING:
-    from deepspeed.zero.onebit.momentum import MomentumExchange
-
 _FLAGS_PER_NUMBER = 48  # bits of an exact integer in fp64
 _NAME = 240  # bytes of a parameter's name that travel
-_CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
 @dataclass
@@ -71,6 +68,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         before_update: Frees what must not be gathered while parameters change.
         backward: The engine's backward, for ``optimizer.backward(loss)``.
         strategies: How masters of every home in use are updated.
+        driver: Exchanges what the update needs of other ranks; None: the one for the optimizer.
     """
 
     def __init__(
@@ -91,8 +89,10 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         before_update: Callable[[], None],
         backward: Callable[..., Any],
         strategies: Mapping[Home, UpdateStrategy],
+        driver: UpdateDriver | None = None,
     ) -> None:
         self.optimizer = optimizer
+        self.driver = driver_of(optimizer) if driver is None else driver
         self.clip_grad = clip_grad
         self.overflow = False
         self.loss_scaler = loss_scaler
@@ -102,7 +102,6 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         self.told: torch.Tensor | None = None
         self._masters = masters
         self._reducer = reducer
-        self._placement = placement
         self._groups = groups
         self._agreement = agreement
         self._ledger = ledger
@@ -117,12 +116,10 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         self._cut_for: set[tuple[int, tuple[bool, ...]]] = set()
         self._flat: FlatUpdate | None = flat_updater(optimizer)
         self._updater = None if self._flat is None else PieceUpdater(self._flat, optimizer, strategies)
-        self.momentum: MomentumExchange | None = None
-        if isinstance(optimizer, ExchangesMomentum):
-            from deepspeed.zero.onebit.local_steps import exchange_for  # few train with it
-
-            self.momentum = exchange_for(optimizer, masters, groups, ledger)
-        self._announce_update()
+        self.driver.open(
+            UpdateParts(masters, reducer, groups, ledger, self.carry_user_writes, self.publish_masters),
+        )
+        self.driver.begin_update(self._steps)
         self._needs_segments = callable(getattr(optimizer, "attach_segments", None))
         self._attach_segments()
 
@@ -143,15 +140,8 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
     @steps.setter
     def steps(self, count: int) -> None:
         self._steps = count
-        if self.momentum is not None:
-            self.momentum.forget()
-        self._announce_update()
-
-    def _announce_update(self) -> None:
-        """Decides in which phase the next update is, from the number of those before it, which all ranks agree on."""
-        self._reducer.begin_update(self._steps)
-        if self.momentum is not None:
-            self._reducer.holds_back = self.momentum.begin_update(self._steps)
+        self.driver.restart()
+        self.driver.begin_update(count)
 
     @property
     def dynamic_loss_scale(self) -> bool:
@@ -279,8 +269,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         """Frees the gradients and takes the gradient hooks from the model."""
         self._reducer.clear()
         self._reducer.remove()
-        if self.momentum is not None:
-            self.momentum.end()
+        self.driver.end()
 
     # -- the update --------------------------------------------------------------------------------------------------
 
@@ -318,21 +307,18 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         self.last_report = StepReport(norm, self.overflow)
         if self.overflow:
             self._skip(scale)
-            self._reducer.end_update(self.steps)
-            self._announce_update()
-            return loss
-        self._skipped_in_a_row = 0
-        if self.momentum is not None and self._reducer.holds_back:
-            norm, used = self.momentum.run(self._reducer.buckets, used, scale, self.clip_grad, _CLIP_EPSILON)
-            self.last_report = StepReport(norm, overflow=False)
-            self._apply(None, used)
         else:
-            self._apply(self._factor(norm, scale), used)
-        self._reducer.commit()
-        self._reducer.clear()
+            self._skipped_in_a_row = 0
+            exchanged = self.driver.exchange(norm, used, scale=scale, clip_grad=self.clip_grad)
+            self.last_report = StepReport(exchanged.norm, overflow=False)
+            self._apply(exchanged.factor, exchanged.used)
+            self._reducer.commit()
+            self._reducer.clear()
         self._reducer.end_update(self.steps)
-        self._announce_update()
-        self._update_scale(overflow=False)
+        self.driver.begin_update(self.steps)
+        if not self.overflow:
+            self._update_scale(overflow=False)
+        self.driver.end_update()
         return loss
 
     def _update_scale(self, *, overflow: bool) -> None:
@@ -341,13 +327,6 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
             self.loss_scaler.update_scale(overflow)
             if self.loss_scale != before:
                 self._reducer.scale_feedback(self.loss_scale / before)
-
-    def _factor(self, norm: float, scale: float) -> float | None:
-        """The one multiplier of the gradient; None for exactly 1."""
-        factor = 1.0 / scale
-        if self.clip_grad > 0:
-            factor *= min(1.0, self.clip_grad / (norm + _CLIP_EPSILON))
-        return None if factor == 1.0 else factor
 
     def _carry_user_writes(self) -> None:
         for master in self._masters:
@@ -415,7 +394,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         squares, accepted = [0.0, 0.0], self._groups.job.small_device
         on_device: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
         for master, gradients in zip(self._masters, self._reducer.buckets, strict=True):
-            found = gradients.own_squares() if self._reducer.holds_back else gradients.sum_of_squares()
+            found = gradients.sum_of_squares()
             column = 0 if master.counts else 1
             if found is None:
                 continue
@@ -447,7 +426,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
                 merged[group.name] = _unpack_flags(rows if members is None else rows[members], count)
             stop = position + len(gradients.used)
             # Copies in other parts of the model are summed whole, whichever of them was used.
-            whole = group.spans_parts and (self._reducer.holds_back or gradients.result is not None)
+            whole = group.spans_parts and (self._reducer.keeps_own or gradients.result is not None)
             used.append([True] * len(gradients.used) if whole else merged[group.name][position:stop])
             position = stop
         return used
@@ -499,7 +478,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         for master, gradients in zip(self._masters, self._reducer.buckets, strict=True):
             names += [tile.name for tile in master.layout.tiles]
             result = gradients.result
-            if mine == 0 and (result is not None or self._reducer.holds_back):
+            if mine == 0:
                 tile = gradients.first_not_finite() if result is None else master.first_non_finite(result)
                 if tile is not None:
                     mine = first + tile + 1

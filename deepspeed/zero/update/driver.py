@@ -1,0 +1,215 @@
+"""What an update exchanges between the ranks, behind one interface.
+
+:class:`MeanGradient` is what nearly every optimizer gets. ``zero.onebit`` has the drivers of the 1-bit family, which
+exchange momenta or what ranks have moved by themselves, and ``zero.update.outer_step`` that of islands, which wraps
+any of them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from typing_extensions import override
+
+from deepspeed.comm.codecs.codec import Codec
+from deepspeed.config.sections.root import Root
+from deepspeed.zero.gradient.error_feedback import feedback_numel
+from deepspeed.zero.gradient.gradients import GradientReducer
+from deepspeed.zero.group import Groups
+from deepspeed.zero.placement import Placement
+from deepspeed.zero.storage import Ledger
+from deepspeed.zero.tiling.formula import MemoryFormula
+from deepspeed.zero.tiling.layout import BucketLayout
+from deepspeed.zero.update.masters import MasterBucket
+
+_CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
+
+ERROR_FEEDBACK = "error feedback of what travels in fewer bits"
+"""What private states of codecs are called in messages."""
+
+
+@dataclass(frozen=True)
+class UpdateParts:
+    """What a driver works on.
+
+    Attributes:
+        masters: Master weights of this rank, by trainable bucket; the list may grow.
+        reducer: The gradients, in the same order.
+        groups: The ranks that share masters, and those that decide together.
+        ledger: Books of the memory.
+        carry_user_writes: Takes what a program wrote into parameters into the masters.
+        publish_masters: Makes the compute parameters follow masters that were written; a collective.
+    """
+
+    masters: list[MasterBucket]
+    reducer: GradientReducer
+    groups: Groups
+    ledger: Ledger
+    carry_user_writes: Callable[[], None]
+    publish_masters: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """What the ranks agree on once they have exchanged.
+
+    Attributes:
+        norm: Of the mean gradient, unscaled, before clipping.
+        factor: Multiplier of what the update reads in each bucket; None for exactly 1.
+        used: By bucket and parameter, whether it is updated.
+    """
+
+    norm: float
+    factor: float | None
+    used: list[list[bool]]
+
+
+@dataclass(frozen=True)
+class PrivateState:
+    """State that a rank keeps for itself, for checkpoints.
+
+    Attributes:
+        kind: Its name in a checkpoint, or the beginning of it where it belongs to a bucket.
+        layout: Of the bucket; None where it belongs to the rank's place alone.
+        tensor: The live tensor.
+        what: What it is, for messages.
+    """
+
+    kind: str
+    layout: BucketLayout | None
+    tensor: torch.Tensor
+    what: str
+
+
+def clip_factor(norm: float, limit: float) -> float:
+    """Returns the factor on gradients of norm ``norm`` that leaves a norm of at most ``limit`` (0: any)."""
+    return min(1.0, limit / (norm + _CLIP_EPSILON)) if limit > 0 else 1.0
+
+
+class UpdateDriver(ABC):
+    """Exchanges what an update needs of other ranks.
+
+    Made before the model is sharded, from the torch optimizer; :meth:`open` gives it what it works on.
+
+    Attributes:
+        codec: How what travels instead of gradients is coded; None where gradients travel.
+        has_warm_up: Gradients travel in the first updates only.
+    """
+
+    codec: Codec | None = None
+    has_warm_up = False
+
+    @abstractmethod
+    def refuse(self, root: Root, placement: Placement) -> None:
+        """Raises DeepSpeedConfigError for settings that this exchange cannot be combined with."""
+
+    @abstractmethod
+    def open(self, parts: UpdateParts) -> None:
+        """Takes what it works on; the next call is :meth:`begin_update`."""
+
+    @abstractmethod
+    def begin_update(self, before: int) -> None:
+        """Prepares the reducer for the gradients of the next update. Every rank must call it.
+
+        Args:
+            before: Updates so far, skipped ones included; equal on all ranks, also after a checkpoint was loaded.
+        """
+
+    @abstractmethod
+    def exchange(self, norm: float, used: list[list[bool]], *, scale: float, clip_grad: float) -> Exchanged:
+        """Puts what the update reads where the reducer keeps gradients. Every rank must call it.
+
+        Args:
+            norm: Unscaled norm over all ranks of what gradients each of them has now.
+            used: By bucket and parameter, whether any rank has a gradient of it.
+            scale: Factor on the loss, and so on the gradients.
+            clip_grad: Largest norm; 0 for no clipping.
+        """
+
+    @abstractmethod
+    def end_update(self) -> None:
+        """Follows an update, also one that was skipped. Every rank must call it."""
+
+    @abstractmethod
+    def synchronise(self) -> None:
+        """Brings ranks together whose weights differ, so that they can be saved. Every rank must call it."""
+
+    @abstractmethod
+    def restart(self) -> None:
+        """Forgets what follows from weights and optimizer states, which have been replaced."""
+
+    @abstractmethod
+    def private_states(self) -> Sequence[PrivateState]:
+        """Returns what this rank keeps for itself and a checkpoint should hold."""
+
+    @abstractmethod
+    def private_formula(self, formula: MemoryFormula) -> Sequence[tuple[int, str]]:
+        """Returns ``(bytes on this rank, formula)`` for each kind of state that a rank keeps for itself."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """The run is over."""
+
+
+class MeanGradient(UpdateDriver):
+    """The mean of the ranks' gradients, which the reducer has made by the time of the update."""
+
+    @override
+    def refuse(self, root: Root, placement: Placement) -> None:
+        pass
+
+    @override
+    def open(self, parts: UpdateParts) -> None:
+        self._masters = parts.masters
+        self._reducer = parts.reducer
+        self._groups = parts.groups
+        self._ledger = parts.ledger
+
+    @override
+    def begin_update(self, before: int) -> None:
+        self._reducer.begin_update(before)
+
+    @override
+    def exchange(self, norm: float, used: list[list[bool]], *, scale: float, clip_grad: float) -> Exchanged:
+        factor = 1.0 / scale * clip_factor(norm, clip_grad)
+        return Exchanged(norm, None if factor == 1.0 else factor, used)
+
+    @override
+    def end_update(self) -> None:
+        pass
+
+    @override
+    def synchronise(self) -> None:
+        pass
+
+    @override
+    def restart(self) -> None:
+        pass
+
+    @override
+    def private_states(self) -> Sequence[PrivateState]:
+        return [
+            PrivateState("error", gradients.bucket.layout, gradients.feedback.tensor, ERROR_FEEDBACK)
+            for gradients in self._reducer.buckets
+            if gradients.feedback is not None
+        ]
+
+    @override
+    def private_formula(self, formula: MemoryFormula) -> Sequence[tuple[int, str]]:
+        if not any(group.feeds_back for group in self._groups):
+            return []
+        placement = formula.placement
+        wide = 8 if self._reducer.policy.may_skip else 4
+        to_owner, spread = placement.shard_master, placement.spread_master
+        shared = [bucket for bucket in formula.trained_buckets if bucket.num_slices > 1]
+        total = sum(wide * feedback_numel(bucket, to_owner=to_owner, spread=spread) for bucket in shared)
+        if formula.has_copies:  # neighbours, then the ranks with the same slices
+            return [(total, f"{wide} x (Psi + Psi / S)" if spread else f"{wide} x (Psi + Psi / S + Psi / N)")]
+        return [(total, f"{wide} x Psi" if to_owner else f"{wide} x (Psi + Psi / N)")]
+
+    @override
+    def end(self) -> None:
+        pass

@@ -1,0 +1,179 @@
+"""The outer step of seldom synchronised training (DiLoCo, arXiv 2311.08105): islands of ranks agree every H updates.
+
+Inside an island updates are those of any engine. Ranks with the same place on their islands hold the same slices of the
+masters. The mean over islands of how far the masters have moved is the gradient of an outer step of SGD with Nesterov's
+momentum,
+
+    d = anchor - mean(master);  b <- mu b + d;  anchor <- anchor - lr (d + mu b);  master <- anchor,
+
+whose anchor is where the masters were after the one before. The inner optimizers keep their states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from typing_extensions import override
+
+from deepspeed.comm.codecs.codec import Codec, bits_of
+from deepspeed.comm.codecs.coded import coded
+from deepspeed.comm.codecs.table import CODECS
+from deepspeed.comm.transports.transport import Reduction, Transport, transfer_key
+from deepspeed.config.sections.communication_compression import Islands
+from deepspeed.config.sections.root import Root
+from deepspeed.zero.placement import Placement
+from deepspeed.zero.storage import FlatBuffer, Kind
+from deepspeed.zero.tiling.formula import MemoryFormula, itemsize
+from deepspeed.zero.update.driver import Exchanged, PrivateState, UpdateDriver, UpdateParts
+from deepspeed.zero.update.masters import MasterBucket
+
+
+@dataclass
+class OuterState:
+    """The outer state of one master.
+
+    Attributes:
+        master: Whose.
+        anchor: Its values after the last outer step.
+        momentum: Of the outer steps.
+    """
+
+    master: MasterBucket
+    anchor: FlatBuffer
+    momentum: FlatBuffer
+
+
+class OuterStep(UpdateDriver):
+    """Adds the outer step of islands to the exchange inside an island.
+
+    Attributes:
+        inner: Exchanges inside this rank's island.
+        states: One for each master.
+
+    Args:
+        inner: See the attribute.
+        section: ``communication_compression.islands``.
+        across: The ranks with the same place on their islands.
+    """
+
+    def __init__(self, inner: UpdateDriver, section: Islands, across: Transport) -> None:
+        self.inner = inner
+        self.states: list[OuterState] = []
+        self.codec, self.has_warm_up = inner.codec, inner.has_warm_up
+        self._section = section
+        self._across = across
+        self._wire = coded(across, _codec_of(section.wire))
+        self._steps = 0  # outer ones so far
+        self._since = 0  # updates since the last one
+
+    @override
+    def refuse(self, root: Root, placement: Placement) -> None:
+        self.inner.refuse(root, placement)
+
+    @override
+    def open(self, parts: UpdateParts) -> None:
+        """Also takes the masters as they are for the first anchor."""
+        self.inner.open(parts)
+        self._parts = parts
+        for master in parts.masters:
+            flat = master.flat
+            anchor, momentum = (
+                FlatBuffer(flat.numel(), flat.dtype, flat.device, kind=Kind.PRIVATE, ledger=parts.ledger)
+                for _ in range(2)
+            )
+            momentum.tensor.zero_()
+            self.states.append(OuterState(master, anchor, momentum))
+        self._take_anchors()
+
+    @torch.no_grad()
+    def _take_anchors(self) -> None:
+        self._since = 0
+        for state in self.states:
+            state.anchor.tensor.copy_(state.master.flat)
+
+    @override
+    def begin_update(self, before: int) -> None:
+        self.inner.begin_update(before)
+
+    @override
+    def exchange(self, norm: float, used: list[list[bool]], *, scale: float, clip_grad: float) -> Exchanged:
+        return self.inner.exchange(norm, used, scale=scale, clip_grad=clip_grad)
+
+    @override
+    def end_update(self) -> None:
+        """Makes the outer step if it is time. Every rank of the job must call it."""
+        self.inner.end_update()
+        self._since += 1
+        if self._since >= self._section.sync_every:
+            self.step()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Makes the outer step, if there was an update since the last one. Every rank of the job must call it."""
+        if self._since == 0:
+            return
+        self._since = 0
+        self._steps += 1
+        section, size = self._section, self._across.size
+        self._parts.carry_user_writes()
+        for number, state in enumerate(self.states):
+            anchor, momentum = state.anchor.tensor, state.momentum.tensor
+            moved = anchor - state.master.flat
+            whole = -(-moved.numel() // (64 * size)) * 64 * size
+            sent = torch.zeros(whole, dtype=_dtype_of(section.wire), device=moved.device)
+            sent[: moved.numel()].copy_(moved)
+            mean = torch.empty(whole, dtype=torch.float32, device=moved.device)
+            key = transfer_key(self._across.owner, number, 1, self._steps)
+            how = Reduction(1.0 / size, key, "the outer step of the islands", max(whole, 1))
+            self._wire.all_reduce(sent, mean, how).wait()
+            step = mean[: moved.numel()].to(anchor.dtype)
+            momentum.mul_(section.outer_momentum).add_(step)
+            anchor.sub_(step.add(momentum, alpha=section.outer_momentum), alpha=section.outer_lr)
+            state.master.flat.copy_(anchor)
+        self._parts.publish_masters()
+
+    @override
+    def synchronise(self) -> None:
+        self.inner.synchronise()
+
+    @override
+    def restart(self) -> None:
+        """Also takes the masters for those after an outer step, as a checkpoint has them."""
+        self.inner.restart()
+        self._take_anchors()
+
+    @override
+    def private_states(self) -> Sequence[PrivateState]:
+        what = "the momentum of the outer steps of islands"
+        return [
+            *self.inner.private_states(),
+            *(PrivateState(f"outer:{n}", None, state.momentum.tensor, what) for n, state in enumerate(self.states)),
+        ]
+
+    @override
+    def private_formula(self, formula: MemoryFormula) -> Sequence[tuple[int, str]]:
+        total = sum(2 * max(itemsize(b.dtype), 4) * formula.owned_numel(b) for b in formula.trained_buckets)
+        text = f"8 x Psi / {formula.owners}" if formula.placement.shard_master else "8 x Psi"
+        return [*self.inner.private_formula(formula), (total, text)]
+
+    @override
+    def end(self) -> None:
+        self.inner.end()
+
+
+def bits_on_wire(wire: str) -> float:
+    """Returns the bits of an element that travels as the key ``communication_compression.islands.wire`` says."""
+    codec = _codec_of(wire)
+    return 8.0 * _dtype_of(wire).itemsize if codec is None else bits_of(codec)
+
+
+def _codec_of(wire: str) -> Codec | None:
+    """Returns the codec that the key ``wire`` names; None where values travel as floating-point numbers."""
+    return CODECS[wire].codec(feeds_back=False) if wire in CODECS else None
+
+
+def _dtype_of(wire: str) -> torch.dtype:
+    """Returns the dtype of what travels, or of what the codec gets."""
+    return torch.bfloat16 if wire == "bf16" else torch.float32
