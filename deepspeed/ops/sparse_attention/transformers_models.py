@@ -6,7 +6,6 @@ library passes no mask at all, and padding would be seen.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -15,7 +14,9 @@ from torch.nn import functional
 
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.models import configurations
+from deepspeed.models.attention import own_configurations, takes_attention_by_name, use_attention
 from deepspeed.models.configurations import attends_across_sequences, is_library_config
+from deepspeed.models.masks import is_plain_mask, whole_mask
 from deepspeed.ops.sparse_attention.attention import attend
 from deepspeed.ops.sparse_attention.layouts import Layouts
 from deepspeed.ops.sparse_attention.sparsity_config import SparsityConfig
@@ -53,18 +54,8 @@ def use_sparse_attention(model: nn.Module, sparsity_config: SparsityConfig, *, s
             f"{what}: the pattern is for {sparsity_config.num_heads} heads and the model has {heads}; make it with "
             f"num_heads={heads}"
         )
-    from transformers import AttentionInterface, AttentionMaskInterface
-
     own_configurations(model)
-    AttentionInterface.register(NAME, _attention)
-    AttentionMaskInterface.register(NAME, _mask)
-    set_implementation: Any = model.set_attn_implementation
-    set_implementation(NAME)
-    if model.config._attn_implementation != NAME:  # type: ignore[union-attr]
-        raise DeepSpeedConfigError(
-            f"{what}: the class does not take its attention from transformers' AttentionInterface, so it cannot be "
-            "exchanged; use a model class that does"
-        )
+    use_attention(model, NAME, _attention, _mask, what)
     layouts = Layouts(sparsity_config, seed)
     for module in model.modules():
         module.__dict__[_MARK] = layouts
@@ -77,7 +68,7 @@ def heads_of(model: nn.Module) -> int:
         DeepSpeedConfigError: It is none, or its configuration does not tell.
     """
     config: Any = getattr(model, "config", None)
-    if not hasattr(model, "set_attn_implementation") or not is_library_config(config):
+    if not takes_attention_by_name(model) or not is_library_config(config):
         raise DeepSpeedConfigError(
             f"{_what(model)}: expected a Transformers model; build SparseSelfAttention into a model of one's own"
         )
@@ -85,15 +76,6 @@ def heads_of(model: nn.Module) -> int:
     if heads is None:
         raise DeepSpeedConfigError(f"{_what(model)}: its configuration has no num_attention_heads for all layers")
     return heads
-
-
-def own_configurations(model: nn.Module) -> None:
-    """Copies the configuration that the model's modules share: another model may have been made from the same one."""
-    copies: dict[int, Any] = {}
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if hasattr(config, "_attn_implementation"):
-            module.config = copies.setdefault(id(config), copy.deepcopy(config))  # type: ignore[assignment]
 
 
 def _what(model: nn.Module) -> str:
@@ -104,14 +86,11 @@ def _mask(
     *, attention_mask: torch.Tensor | None = None, mask_function: Any = None, **kwargs: Any
 ) -> torch.Tensor | None:
     """The mask for :func:`_attention`: what is padding, 2-D, where nothing else is masked; else the whole, 4-D."""
-    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
-
-    if mask_function in (bidirectional_mask_function, causal_mask_function):
+    if is_plain_mask(mask_function):
         if attention_mask is None or bool(attention_mask.all()):
             return None
         return attention_mask
-    kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
-    return sdpa_mask(attention_mask=attention_mask, mask_function=mask_function, **kwargs)
+    return whole_mask(attention_mask=attention_mask, mask_function=mask_function, **kwargs)
 
 
 def _attention(

@@ -20,6 +20,7 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist_once
 from deepspeed.models.anatomy import is_causal_lm, unwrapped
 from deepspeed.models.configurations import model_type_of
+from deepspeed.models.head import causal_output
 from deepspeed.parallel.sequence.batches import BatchDescription, check, describe_batch, exchange_batches
 from deepspeed.parallel.sequence.loss import IGNORED
 from deepspeed.parallel.sequence.sharing import Sharing
@@ -111,10 +112,7 @@ def _shared(
         comm.all_reduce(summed, group=group)
         total, count = summed[comm.get_rank(group)]
         loss = (total / count if more.get("num_items_in_batch") is None else total).to(dtype)
-    from transformers.modeling_outputs import CausalLMOutputWithPast
-
-    answer = CausalLMOutputWithPast(loss=loss, logits=logits)  # type: ignore[arg-type]
-    return answer.to_tuple() if given.get("return_dict") is False else answer
+    return causal_output(given.get("return_dict"), loss=loss, logits=logits)
 
 
 def _taken(given: dict[str, Any], model: Any) -> tuple[str, dict[str, torch.Tensor], dict[str, Any]]:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.models.attention import call_attention
 from deepspeed.parallel.sequence.attend import attend
 from deepspeed.parallel.sequence.ring import ring_attention
 from deepspeed.parallel.sequence.sharing import Sharing
@@ -106,7 +107,7 @@ def _by_core(call: AttentionCall) -> torch.Tensor:
     more = {"scaling": call.scale, "dropout": call.dropout, **call.more, "is_causal": call.seen.is_causal}
 
     def core(*args: Any, position_ids: torch.Tensor | None) -> torch.Tensor:
-        return call_core(sharing.core, call.module, *args, position_ids=position_ids, **more)[0]  # type: ignore[no-any-return]
+        return call_attention(sharing.core, call.module, *args, position_ids=position_ids, **more)[0]  # type: ignore[no-any-return]
 
     if (parts := sharing.parts(positions, padding)) > 1:
         assert positions is not None and padding is not None
@@ -127,26 +128,6 @@ def _by_core(call: AttentionCall) -> torch.Tensor:
     assert positions is not None
     rows = zip(*(tensor.split(1) for tensor in tensors), positions.expand(batch, -1).split(1), strict=True)
     return torch.cat([core(*row, None, position_ids=at) for *row, at in rows])
-
-
-def call_core(name: str, module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls the attention implementation ``name`` of transformers for a layer that has another one set."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    groups = args[0].size(1) // args[1].size(1)
-    config = _Changed(module.config, _attn_implementation=name)
-    layer = _Changed(module, config=config, num_key_value_groups=groups)
-    return ALL_ATTENTION_FUNCTIONS[name](layer, *args, **kwargs)
-
-
-class _Changed:
-    """An object with some attributes changed, for attention functions that read them from the layer."""
-
-    def __init__(self, original: Any, **changed: Any) -> None:
-        self.__dict__.update(changed, _original=original)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._original, name)
 
 
 def _refuse_sinks(call: AttentionCall) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from deepspeed.comm.job.world import size_of
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.models.attention import configured_modules
 from deepspeed.parallel.sequence.documents import (
     Documents,
     document_numbers,
@@ -160,9 +161,8 @@ def remember(model: nn.Module, sharing: Sharing) -> None:
     """Makes every module of a model, and every configuration in it, findable."""
     for module in model.modules():
         _by_module[module] = sharing
-        own = getattr(module, "config", None)
-        if hasattr(own, "_attn_implementation"):
-            _by_config[id(own)] = own, sharing
+    for configured in configured_modules(model):
+        _by_config[id(configured.config)] = configured.config, sharing
 
 
 def sharing_of(model: nn.Module) -> Sharing | None:

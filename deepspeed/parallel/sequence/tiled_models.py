@@ -11,14 +11,10 @@ from torch import nn
 
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
-from deepspeed.models.anatomy import is_causal_lm, output_head, unwrapped
-from deepspeed.models.configurations import counts_routers, text_config
-from deepspeed.parallel.sequence.loss import IGNORED
+from deepspeed.models.anatomy import output_head, unwrapped
+from deepspeed.models.head import changes_behind_head, forward_by_losses, has_plain_head
 from deepspeed.parallel.sequence.tiled import tiled
 from deepspeed.parallel.sequence.vocabulary import chunked_cross_entropy
-
-_AFTER_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling", "logits_scale", "lm_head_multiplier")
-"""What some models do to their logits behind the head; a loss of hidden states would leave it out."""
 
 
 def tile_model(model: nn.Module, *, mlp: bool, loss: bool, tokens: int, in_evaluation: bool = False) -> None:
@@ -71,20 +67,22 @@ def _is_mlp(module: nn.Module) -> bool:
 
 def _tile_loss(model: Any, tokens: int, in_evaluation: bool) -> None:
     what = f"sequence_parallel.tiled_loss: {type(model).__name__}"
-    if output_head(model) is None or not is_causal_lm(model) or not hasattr(model, "get_decoder"):
+    if not has_plain_head(model):
         raise DeepSpeedConfigError(
             f"{what} is no causal language model of transformers; call deepspeed.sequence.chunked_cross_entropy in the "
             "model's own code, or set it to false"
         )
-    text = text_config(model.config)
-    behind = [name for name in _AFTER_HEAD if getattr(text, name, None) not in (None, 1, 1.0)]
-    if behind or counts_routers(model.config):
-        named = ", ".join(behind) or "output_router_logits"
+    behind = changes_behind_head(model.config)
+    if behind:
         raise DeepSpeedConfigError(
-            f"{what} changes its logits or its loss behind the head ({named}), which a loss of hidden states would "
-            "leave out; set tiled_loss to false"
+            f"{what} changes its logits or its loss behind the head ({', '.join(behind)}), which a loss of hidden "
+            "states would leave out; set tiled_loss to false"
         )
     whole = model.forward
+
+    def losses_of(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = _head_with_losses(output_head(model), tokens)(hidden, labels=labels)
+        return found
 
     @functools.wraps(whole)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -95,44 +93,13 @@ def _tile_loss(model: Any, tokens: int, in_evaluation: bool) -> None:
             kwargs.get("labels") is None and kwargs.get("shift_labels") is None
         ):
             return whole(**kwargs)
-        return _with_loss(model, tokens, **kwargs)
+        return forward_by_losses(model, losses_of, **kwargs)
 
     model.forward = forward
     log_dist(
         f"{what} computes its loss {tokens:,} tokens at a time; outputs with labels have no logits "
         f"in training{' and evaluation' * in_evaluation}"
     )
-
-
-def _with_loss(
-    model: Any,
-    tokens: int,
-    labels: torch.Tensor | None = None,
-    shift_labels: torch.Tensor | None = None,
-    num_items_in_batch: Any = None,
-    logits_to_keep: Any = 0,
-    return_dict: bool | None = None,
-    **kwargs: Any,
-) -> Any:
-    """What the model's forward returns for labels, as its own loss function has it."""
-    from transformers.modeling_outputs import CausalLMOutputWithPast
-
-    outputs = model.get_decoder()(**kwargs)
-    if shift_labels is None:
-        assert labels is not None
-        shift_labels = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
-    losses = _head_with_losses(output_head(model), tokens)(outputs[0], labels=shift_labels)
-    counted: Any = num_items_in_batch
-    if counted is None:
-        counted = (shift_labels != IGNORED).sum().clamp(min=1).to(losses.device)
-    loss = losses.sum() / counted
-    found = CausalLMOutputWithPast(
-        loss=loss,
-        past_key_values=getattr(outputs, "past_key_values", None),
-        hidden_states=getattr(outputs, "hidden_states", None),
-        attentions=getattr(outputs, "attentions", None),
-    )
-    return found.to_tuple() if return_dict is False else found
 
 
 def _head_with_losses(head: Any, tokens: int) -> Any:

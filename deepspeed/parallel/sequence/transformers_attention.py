@@ -15,8 +15,10 @@ from torch import nn
 
 from deepspeed.comm.job.world import rank_in, size_of
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.models.attention import call_attention
+from deepspeed.models.masks import mask_of_implementation
 from deepspeed.parallel.sequence.exchange import exchange
-from deepspeed.parallel.sequence.implementations import AttentionCall, attend_by_ring, call_core, implementation_of
+from deepspeed.parallel.sequence.implementations import AttentionCall, attend_by_ring, implementation_of
 from deepspeed.parallel.sequence.kept_once import KeptOnce
 from deepspeed.parallel.sequence.shares import shares_of_heads
 from deepspeed.parallel.sequence.sharing import Sharing, registered, registered_by
@@ -34,10 +36,8 @@ def mask(
     """Returns what the layers get as their mask: a :class:`Visible`, or None (causal, without padding)."""
     sharing = registered_by(config)
     if not sharing.is_on:
-        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-
-        make = ALL_MASK_ATTENTION_FUNCTIONS[sharing.core]
-        return make(attention_mask=attention_mask, mask_function=mask_function, config=config, **kwargs)
+        kwargs.update(attention_mask=attention_mask, mask_function=mask_function, config=config)
+        return mask_of_implementation(sharing.core, **kwargs)
     seen = visible_by(mask_function)
     if attention_mask is not None:
         seen = replace(seen, padding=checked_padding(attention_mask, kwargs["q_length"]))
@@ -92,7 +92,7 @@ def attention(
         more = {"scaling": scaling, "dropout": dropout, "position_ids": position_ids, **kwargs}
         if is_causal is not None:
             more["is_causal"] = is_causal
-        return call_core(sharing.core, module, query, key, value, attention_mask, **more)  # type: ignore[no-any-return]
+        return call_attention(sharing.core, module, query, key, value, attention_mask, **more)  # type: ignore[no-any-return]
     _refuse_unsupported(module, query, key, kwargs)
     seen = _seen_by(attention_mask, query.size(2), module, is_causal)
     position_ids = _two_axes(seen.positions if position_ids is None else position_ids, module)

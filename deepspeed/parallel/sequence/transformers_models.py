@@ -6,7 +6,6 @@ left as they are.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import weakref
 from collections.abc import Iterable
@@ -16,8 +15,19 @@ from torch import nn
 
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.models.anatomy import base_of, is_causal_lm, unwrapped
+from deepspeed.models.attention import (
+    NEEDS_WHOLE_MASKS,
+    attention_name,
+    check_use_of_attention,
+    known_attention_names,
+    knows_attention,
+    name_attention,
+    names_attention,
+    own_configurations,
+    takes_attention_by_name,
+    use_attention,
+)
 from deepspeed.models.configurations import attends_across_sequences, is_library_config
-from deepspeed.ops.sparse_attention.transformers_models import own_configurations
 from deepspeed.parallel.sequence.mixing import refuse_mixing_layers
 from deepspeed.parallel.sequence.rotary import know_whole_sequences
 from deepspeed.parallel.sequence.sharing import NAME, Sharing, registered, remember, sharing_of
@@ -41,14 +51,14 @@ def share_sequences(model: nn.Module, group: Any, *, core: str | None = None, di
     """
     what = f"sequence parallel for {type(model).__name__}"
     config: Any = getattr(model, "config", None)
-    if not hasattr(model, "set_attn_implementation") or not is_library_config(config):
+    if not takes_attention_by_name(model) or not is_library_config(config):
         raise DeepSpeedConfigError(
             f"{what}: expected a Transformers model; build deepspeed.sequence.layer.DistributedAttention into a model "
             "of one's own"
         )
     core = _checked_core(model, core, what)
     own_configurations(model)
-    _switch(model, what)
+    use_attention(model, NAME, attention, mask, what)
     inner = unwrapped(model)
     entered = dict.fromkeys((model, inner, base_of(inner)))  # programs call each of them
     _join(model, Sharing(weakref.ref(model), group, core, disable_in_eval, heads_group=group), entered)
@@ -71,15 +81,10 @@ def share_layers(
     """
     what = f"sequence parallel for a pipeline of {type(whole).__name__}"
     core = _checked_core(whole, core, what)
-    probe: Any = copy.copy(whole)
-    probe._modules, probe.config = {}, copy.deepcopy(whole.config)
-    _switch(probe, what)
+    check_use_of_attention(whole, NAME, attention, mask, what)
     own_configurations(pipeline)
-    for module in pipeline.modules():
-        config: Any = getattr(module, "config", None)
-        if hasattr(config, "_attn_implementation"):
-            config._attn_implementation = NAME
-    entered = [module for module in pipeline.modules() if hasattr(module, "set_attn_implementation")]
+    name_attention(pipeline, NAME)
+    entered = [module for module in pipeline.modules() if takes_attention_by_name(module)]
     _join(pipeline, Sharing(weakref.ref(pipeline), group, core, disable_in_eval, heads_group=group), entered)
 
 
@@ -93,19 +98,6 @@ def _checked_core(model: Any, core: str | None, what: str) -> str:
         )
     refuse_mixing_layers(model)
     return core_of(config, core, what)
-
-
-def _switch(model: Any, what: str) -> None:
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, mask)
-    model.set_attn_implementation(NAME)
-    if model.config._attn_implementation != NAME:
-        raise DeepSpeedConfigError(
-            f"{what}: the class does not take its attention from transformers' AttentionInterface, so it cannot be "
-            "exchanged; use a model class that does"
-        )
 
 
 def _join(model: nn.Module, sharing: Sharing, entered: Iterable[nn.Module]) -> None:
@@ -124,7 +116,7 @@ def sequence_model_in(model: nn.Module) -> nn.Module:
         DeepSpeedConfigError: There are several and none was registered, or there are Transformers layers without the
             model that they are from. Left alone, they would attend to this rank's tokens only.
     """
-    if sharing_of(model) is not None or hasattr(model, "set_attn_implementation"):
+    if sharing_of(model) is not None or takes_attention_by_name(model):
         return model
     inside: dict[str, nn.Module] = {}
     loose: list[str] = []
@@ -133,9 +125,9 @@ def sequence_model_in(model: nn.Module) -> nn.Module:
             continue
         if sharing_of(module) is not None:
             return module
-        if hasattr(module, "set_attn_implementation"):
+        if takes_attention_by_name(module):
             inside[name] = module
-        elif hasattr(getattr(module, "config", None), "_attn_implementation"):
+        elif names_attention(getattr(module, "config", None)):
             loose.append(f"{name!r} ({type(module).__name__})")
     what = f"sequence parallel for {type(model).__name__}"
     if loose:
@@ -159,23 +151,18 @@ def core_of(config: Any, core: str | None, what: str) -> str:
     Raises:
         DeepSpeedConfigError: It is unknown, or needs masks of tokens by tokens.
     """
-    own = getattr(config, "_attn_implementation", None)
+    own = attention_name(config)
     core = core or (own if own not in (None, NAME) else "sdpa")
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    if "/" in core and core not in ALL_ATTENTION_FUNCTIONS:
-        from transformers.integrations.hub_kernels import load_and_register_attn_kernel
-
-        load_and_register_attn_kernel(core)
-    if core in ("eager", "paged|eager", "flex_attention"):
+    is_known = knows_attention(core)
+    if core in NEEDS_WHOLE_MASKS:
         raise DeepSpeedConfigError(
             f'{what}: the attention implementation "{core}" works on masks of tokens by tokens, whose size grows with '
             'the square of the length; use attn_implementation="sdpa" or a flash attention'
         )
-    if core not in ALL_ATTENTION_FUNCTIONS:
+    if not is_known:
         raise DeepSpeedConfigError(
             f'{what}: transformers knows no attention implementation "{core}"; known are '
-            f"{', '.join(sorted(ALL_ATTENTION_FUNCTIONS.valid_keys()))}"
+            f"{', '.join(known_attention_names())}"
         )
     return core
 

@@ -16,6 +16,7 @@ from deepspeed.comm.start.process_group import default_timeout
 from deepspeed.config.batch import ACCUMULATION, MICRO, TOTAL
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
+from deepspeed.models.attention import takes_attention_by_name
 from deepspeed.models.configurations import heads_of, kv_heads_of
 from deepspeed.parallel.sequence import state
 from deepspeed.parallel.sequence.evaluation import share_evaluation
@@ -179,7 +180,7 @@ def adopt_model(
         )
     if whole is None:
         model = whole = sequence_model_in(model)
-    if sharing_of(model) is None and not hasattr(whole, "set_attn_implementation"):
+    if sharing_of(model) is None and not takes_attention_by_name(whole):
         if mode != "ulysses":
             raise DeepSpeedConfigError(
                 f'sequence_parallel.mode "{mode}": {type(model).__name__} is no Transformers model, so its own code '

@@ -6,7 +6,6 @@ so they are recognised instead, and those that are not are refused.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.models.masks import UnknownMaskError, mask_kind
 
 
 @dataclass(frozen=True)
@@ -34,41 +34,21 @@ class Visible:
     positions: torch.Tensor | None = None
 
 
-_NEUTRAL = ("packed_sequence_mask_function", "padding_mask_function")  # position ids and the padding mask say the same
-
-
 def visible_by(mask_function: Callable[..., Any]) -> Visible:
-    """Recognises one of ``transformers.masking_utils``'s functions.
+    """Returns what one of the library's mask functions lets tokens see.
 
     Raises:
-        DeepSpeedConfigError: It is another one.
+        DeepSpeedConfigError: It cannot be had on a part of a sequence.
     """
-    from transformers import masking_utils
-
-    if mask_function is masking_utils.causal_mask_function:
-        return Visible()
-    if mask_function is masking_utils.bidirectional_mask_function:
-        return Visible(is_causal=False)
-    maker, _, inner = getattr(mask_function, "__qualname__", "").partition(".<locals>.")
-    known = inspect.getclosurevars(mask_function).nonlocals if inner else {}
-    if maker == "and_masks":
-        found = [part for part in map(_part, known["mask_functions"]) if part is not None]
-        windows = [part.window for part in found if part.window is not None]
-        return Visible(all(part.is_causal for part in found), min(windows, default=None))
-    if maker == "remap_positions_for_packed_sequence":
-        return visible_by(known["mask_function"])
-    if maker == "sliding_window_overlay":
-        return Visible(window=int(known["sliding_window"]))
-    raise DeepSpeedConfigError(
-        f"sequence parallel: the model masks attention by {maker or mask_function}, which cannot be had on a part of "
-        "a sequence; expected causal or full attention, a causal sliding window, packed documents or padding. Train "
-        "this model without sequence_parallel_size"
-    )
-
-
-def _part(function: Callable[..., Any]) -> Visible | None:
-    maker = getattr(function, "__qualname__", "").partition(".<locals>.")[0]
-    return None if maker in _NEUTRAL else visible_by(function)
+    try:
+        kind = mask_kind(mask_function)
+    except UnknownMaskError as error:
+        raise DeepSpeedConfigError(
+            f"sequence parallel: the model masks attention by {error}, which cannot be had on a part of "
+            "a sequence; expected causal or full attention, a causal sliding window, packed documents or padding. "
+            "Train this model without sequence_parallel_size"
+        ) from None
+    return Visible(kind.is_causal, kind.window)
 
 
 def given_mask(attention_mask: Any, tokens: int) -> Visible | None:

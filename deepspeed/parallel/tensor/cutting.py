@@ -23,6 +23,7 @@ from deepspeed.config.sections.tensor_parallel import TensorParallel
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 from deepspeed.models.anatomy import output_head
+from deepspeed.models.head import takes_loss_function, use_loss_function
 from deepspeed.parallel.expert.auto import spread_modules
 from deepspeed.parallel.stages import raise_for_all_stages, told_by_stages
 from deepspeed.parallel.tensor import rules as rules_module
@@ -177,12 +178,12 @@ def _use_parallel_loss(model: nn.Module, section: TensorParallel, layout: Layout
         return
     head = output_head(model)
     by_module = {id(model.get_submodule(layer.name)): layer for layer in layout.layers if layer.way is Way.COLUMN}
-    if head is None or id(head) not in by_module or getattr(model, "loss_type", None) != "ForCausalLM":
+    if head is None or id(head) not in by_module or not takes_loss_function(model):
         raise DeepSpeedConfigError(
             f"tensor_parallel.vocab_parallel_lm_head: {type(model).__name__} has no output layer that is cut over the "
             "vocabulary and computes a causal language model's loss; leave the key out"
         )
-    model.loss_function = causal_loss(channel)  # type: ignore[assignment]
+    use_loss_function(model, causal_loss(channel))
     log_dist("tensor_parallel.vocab_parallel_lm_head: every rank's logits are those of its part of the vocabulary")
 
 

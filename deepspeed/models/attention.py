@@ -1,0 +1,131 @@
+"""Attention implementations of the Transformers library: registers them, gives them to models, calls them.
+
+A model names its implementation in its configuration. The library looks the name up in two registries at each call: one
+of attention functions, one of functions that make the masks for them. Without a function for masks no mask is passed at
+all, and padding would be seen; so both are registered together here, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from deepspeed.errors import DeepSpeedConfigError
+
+NEEDS_WHOLE_MASKS = ("eager", "paged|eager", "flex_attention")
+"""Implementations that need masks of tokens by tokens, whose size grows with the square of the length."""
+
+
+def takes_attention_by_name(model: Any) -> bool:
+    """Returns whether an object is a model of the library, whose attention implementation can be set."""
+    return hasattr(model, "set_attn_implementation")
+
+
+def attention_name(config: Any) -> str | None:
+    """Returns the name of the implementation that a configuration has; None where it has none."""
+    found: str | None = getattr(config, "_attn_implementation", None)
+    return found
+
+
+def names_attention(config: Any) -> bool:
+    """Returns whether a configuration has a place for the name of an implementation, as those of the library do."""
+    return hasattr(config, "_attn_implementation")
+
+
+def use_attention(model: Any, name: str, attention: Callable[..., Any], mask: Callable[..., Any], what: str) -> None:
+    """Registers an implementation and gives it to a model, in place.
+
+    Args:
+        model: A model of the library. Its configuration is changed; see :func:`own_configurations`.
+        name: Of the implementation.
+        attention: Gets ``(layer, query, key, value, mask, **more)``; returns the result and probabilities or None.
+        mask: Gets keyword arguments; returns what ``attention`` gets as its mask.
+        what: Says in messages for what.
+
+    Raises:
+        DeepSpeedConfigError: The model's class does not use the registries.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, mask)
+    model.set_attn_implementation(name)
+    if attention_name(model.config) != name:
+        raise DeepSpeedConfigError(
+            f"{what}: the class does not take its attention from transformers' AttentionInterface, so it cannot be "
+            "exchanged; use a model class that does"
+        )
+
+
+def check_use_of_attention(model: Any, name: str, attention: Any, mask: Any, what: str) -> None:
+    """Raises what :func:`use_attention` raises, and leaves the model as it is."""
+    probe: Any = copy.copy(model)
+    probe._modules, probe.config = {}, copy.deepcopy(model.config)
+    use_attention(probe, name, attention, mask, what)
+
+
+def name_attention(layers: nn.Module, name: str) -> None:
+    """Gives a registered implementation to layers that were taken out of a model, in place."""
+    for module in configured_modules(layers):
+        module.config._attn_implementation = name
+
+
+def configured_modules(model: nn.Module) -> Iterator[Any]:
+    """Yields the modules whose configuration names their attention implementation."""
+    for module in model.modules():
+        if names_attention(getattr(module, "config", None)):
+            yield module
+
+
+def own_configurations(model: nn.Module) -> None:
+    """Copies the configuration that the model's modules share: another model may have been made from the same one."""
+    copies: dict[int, Any] = {}
+    for module in configured_modules(model):
+        module.config = copies.setdefault(id(module.config), copy.deepcopy(module.config))
+
+
+def knows_attention(name: str) -> bool:
+    """Returns whether the library has an implementation of that name; one of the hub is loaded first."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if "/" in name and name not in ALL_ATTENTION_FUNCTIONS:
+        from transformers.integrations.hub_kernels import load_and_register_attn_kernel
+
+        load_and_register_attn_kernel(name)
+    return name in ALL_ATTENTION_FUNCTIONS
+
+
+def known_attention_names() -> list[str]:
+    """Returns the names of all implementations, sorted."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    return sorted(ALL_ATTENTION_FUNCTIONS.valid_keys())
+
+
+def call_attention(name: str, layer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls the implementation ``name`` for a layer that has another one set.
+
+    Args:
+        name: Of the implementation.
+        layer: The attention module; the number of groups of key/value heads is that of the tensors given here.
+        *args: Query, key, value ``[batch, heads, tokens, width]``, mask.
+        **kwargs: Further arguments.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    groups = args[0].size(1) // args[1].size(1)
+    config = _Changed(layer.config, _attn_implementation=name)
+    return ALL_ATTENTION_FUNCTIONS[name](_Changed(layer, config=config, num_key_value_groups=groups), *args, **kwargs)
+
+
+class _Changed:
+    """An object with some attributes changed, for attention functions that read them from the layer."""
+
+    def __init__(self, original: Any, **changed: Any) -> None:
+        self.__dict__.update(changed, _original=original)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)

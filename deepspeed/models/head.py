@@ -1,0 +1,90 @@
+"""The head of causal language models and their loss: what follows the decoder in their forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.models.anatomy import is_causal_lm, output_head
+from deepspeed.models.configurations import counts_routers, text_config
+
+IGNORED = -100
+"""The label of tokens that do not count in the loss."""
+
+_AFTER_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling", "logits_scale", "lm_head_multiplier")
+"""What some models do to their logits behind the head."""
+
+Losses = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""From the decoder's output and each token's next label to one loss for every label."""
+
+
+def has_plain_head(model: Any) -> bool:
+    """Returns whether a model is a causal language model whose decoder and head can be called one after the other."""
+    return output_head(model) is not None and is_causal_lm(model) and hasattr(model, "get_decoder")
+
+
+def changes_behind_head(config: Any) -> list[str]:
+    """Returns the fields of a configuration that change logits or loss behind the head; empty: there are none."""
+    text = text_config(config)
+    found = [name for name in _AFTER_HEAD if getattr(text, name, None) not in (None, 1, 1.0)]
+    return found or (["output_router_logits"] if counts_routers(config) else [])
+
+
+def forward_by_losses(
+    model: Any,
+    losses_of: Losses,
+    labels: torch.Tensor | None = None,
+    shift_labels: torch.Tensor | None = None,
+    num_items_in_batch: Any = None,
+    logits_to_keep: Any = 0,
+    return_dict: bool | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Returns what a causal language model's forward returns for labels, without logits.
+
+    Args:
+        model: See :func:`has_plain_head`; one that :func:`changes_behind_head` computes something else.
+        losses_of: Computes the losses from hidden states.
+        labels: ``[batch, tokens]``; shifted here. Or ``shift_labels``.
+        shift_labels: Of each token's next one.
+        num_items_in_batch: What the sum of losses is divided by; None: the labels that count.
+        logits_to_keep: Not used, as there are no logits.
+        return_dict: False: a tuple is returned.
+        **kwargs: For the decoder.
+    """
+    outputs = model.get_decoder()(**kwargs)
+    if shift_labels is None:
+        assert labels is not None
+        shift_labels = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+    losses = losses_of(outputs[0], shift_labels)
+    counted: Any = num_items_in_batch
+    if counted is None:
+        counted = (shift_labels != IGNORED).sum().clamp(min=1).to(losses.device)
+    kept = {name: getattr(outputs, name, None) for name in ("past_key_values", "hidden_states", "attentions")}
+    return causal_output(return_dict, loss=losses.sum() / counted, **kept)
+
+
+def causal_output(return_dict: bool | None, **fields: Any) -> Any:
+    """Returns the output object of causal language models, or a tuple of what it holds.
+
+    Args:
+        return_dict: False: a tuple.
+        **fields: ``loss``, ``logits``, ``past_key_values``, ``hidden_states``, ``attentions``.
+    """
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    found = CausalLMOutputWithPast(**fields)
+    return found.to_tuple() if return_dict is False else found
+
+
+def takes_loss_function(model: Any) -> bool:
+    """Returns whether a model computes the loss of causal language models by a function that can be exchanged."""
+    return getattr(model, "loss_type", None) == "ForCausalLM"
+
+
+def use_loss_function(model: Any, loss_function: Callable[..., torch.Tensor]) -> None:
+    """Makes a model compute its loss by ``loss_function(logits, labels, vocab_size, **more)``, in place."""
+    model.loss_function = loss_function

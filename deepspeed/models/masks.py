@@ -1,0 +1,83 @@
+"""Recognises and makes the attention masks of Transformers models.
+
+The library builds masks from functions of two positions, which it composes from parts.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_SAID_ELSEWHERE = ("packed_sequence_mask_function", "padding_mask_function")
+"""Makers of parts that say the same as position ids and the padding mask."""
+
+
+@dataclass(frozen=True)
+class MaskKind:
+    """What a mask function lets tokens see.
+
+    Attributes:
+        is_causal: Tokens see none that come later.
+        window: With ``is_causal``: tokens see themselves and the ``window - 1`` before them; None: all.
+    """
+
+    is_causal: bool = True
+    window: int | None = None
+
+
+class UnknownMaskError(ValueError):
+    """A mask function is none of those that can be recognised; its text is what made it."""
+
+
+def mask_kind(mask_function: Callable[..., Any]) -> MaskKind:
+    """Returns what one of the library's mask functions lets tokens see.
+
+    Raises:
+        UnknownMaskError: It is neither causal, full, a causal window, nor made of these.
+    """
+    if is_plain_mask(mask_function):
+        from transformers.masking_utils import causal_mask_function
+
+        return MaskKind(is_causal=mask_function is causal_mask_function)
+    maker, _, inner = getattr(mask_function, "__qualname__", "").partition(".<locals>.")
+    known = inspect.getclosurevars(mask_function).nonlocals if inner else {}
+    if maker == "and_masks":
+        found = [mask_kind(part) for part in known["mask_functions"] if _maker_of(part) not in _SAID_ELSEWHERE]
+        windows = [part.window for part in found if part.window is not None]
+        return MaskKind(all(part.is_causal for part in found), min(windows, default=None))
+    if maker == "remap_positions_for_packed_sequence":
+        return mask_kind(known["mask_function"])
+    if maker == "sliding_window_overlay":
+        return MaskKind(window=int(known["sliding_window"]))
+    raise UnknownMaskError(maker or str(mask_function))
+
+
+def _maker_of(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__qualname__", "").partition(".<locals>.")[0])
+
+
+def is_plain_mask(mask_function: Any) -> bool:
+    """Returns whether a mask function is causal or full, without anything else."""
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+    return mask_function in (bidirectional_mask_function, causal_mask_function)
+
+
+def whole_mask(*, attention_mask: torch.Tensor | None, mask_function: Any, **kwargs: Any) -> torch.Tensor | None:
+    """Returns the mask of tokens by tokens, ``[batch, 1 or heads, queries, keys]`` of bool, True for what is seen."""
+    from transformers.masking_utils import sdpa_mask
+
+    kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+    found: torch.Tensor | None = sdpa_mask(attention_mask=attention_mask, mask_function=mask_function, **kwargs)
+    return found
+
+
+def mask_of_implementation(name: str, **kwargs: Any) -> Any:
+    """Returns the mask that the attention implementation ``name`` wants."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    return ALL_MASK_ATTENTION_FUNCTIONS[name](**kwargs)
