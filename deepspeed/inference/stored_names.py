@@ -16,7 +16,7 @@ from torch import nn
 
 from deepspeed.errors import CheckpointError
 from deepspeed.inference.weight_files import Stored
-from deepspeed.models.configurations import model_type_of
+from deepspeed.models.stored import conversions_of_family
 from deepspeed.zero.tiling.tiles import Box, Tile, TilePart
 
 Shape = tuple[int, ...]
@@ -35,7 +35,7 @@ class StoredNames:
         self._renamings: list[tuple[str, str]] = []
         self._pieces: list[tuple[re.Pattern[str], str, int, int]] = []  # pattern, target, place, places
         self._found: Counter[str] = Counter()  # elements of pieces, by the name of the whole
-        for rule in _rules_of(model):
+        for rule in conversions_of_family(model):
             self._take(rule)
 
     def _take(self, rule: Any) -> None:
@@ -99,14 +99,3 @@ class StoredNames:
                 f"init_inference: of {name!r} pieces with {numel:,} of its {total:,} elements are in the files"
             )
         return True
-
-
-def _rules_of(model: nn.Module) -> list[Any]:
-    kind = model_type_of(model)
-    if kind is None:
-        return []
-    try:
-        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-    except ImportError:  # before version 5 files had the names that models have
-        return []
-    return list(get_checkpoint_conversion_mapping(kind) or [])

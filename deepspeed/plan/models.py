@@ -17,6 +17,8 @@ import torch
 from torch import nn
 
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
+from deepspeed.models import building
+from deepspeed.models.checkpointing import switch_of
 from deepspeed.parallel.pipe import transformers_models
 from deepspeed.plan.decoder import Decoder, DecoderShape, layers_of, token_loss
 from deepspeed.plan.memory import META, tensors_of
@@ -103,9 +105,9 @@ def model_source(given: Any, inputs: Any = None) -> ModelSource:
         return _decoder_source(given, inputs)
     if isinstance(given, nn.Module):
         made = _built(type(given).__name__, lambda: without_values(given), inputs)
-        is_known = inputs is None and hasattr(getattr(given, "config", None), "to_diff_dict")
+        is_known = inputs is None and building.is_configuration(getattr(given, "config", None))
         return replace(made, row=_row_of_transformers(lambda: without_values(given))) if is_known else made
-    if hasattr(given, "to_diff_dict") or (isinstance(given, (str, Path)) and _is_configuration(given)):
+    if building.is_configuration(given) or (isinstance(given, (str, Path)) and _is_configuration(given)):
         return _from_transformers(given, inputs)
     if isinstance(given, str) and ":" in given:
         make = _find_callable(given)
@@ -232,27 +234,24 @@ def _is_configuration(path: str | Path) -> bool:
 
 
 def _from_transformers(given: Any, inputs: Any) -> ModelSource:
-    try:
-        import transformers
-    except ImportError as error:
+    if not building.has_library():
         raise DeepSpeedConfigError(
             "a transformers configuration needs the package transformers; install it, or give the sizes instead "
             "(--layers, --hidden, --heads, --vocab)"
-        ) from error
-    config = given if hasattr(given, "to_diff_dict") else _read_transformers(Path(given), transformers.AutoConfig)
+        )
+    config = given if building.is_configuration(given) else _read_transformers(Path(given))
     architecture = next(iter(getattr(config, "architectures", None) or []), None)
-    cls = getattr(transformers, architecture, None) if architecture else None
+    cls = building.class_named(architecture) if architecture else None
     if architecture and cls is None:
         raise DeepSpeedConfigError(
             f"{config.model_type} configuration: architectures names {architecture}, which transformers "
-            f"{transformers.__version__} does not have; correct the name, install the version that has it, or give "
+            f"{building.library_version()} does not have; correct the name, install the version that has it, or give "
             "module:callable that makes the model"
         )
 
     def make() -> nn.Module:
-        if cls is not None:
-            return cls._from_config(copy.deepcopy(config))
-        return transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config))
+        made: nn.Module = building.build(copy.deepcopy(config), cls)
+        return made
 
     made = _built(f"{config.model_type} configuration", make, inputs)
     return made if inputs is not None else replace(made, row=_row_of_transformers(lambda: copy.deepcopy(config)))
@@ -264,13 +263,13 @@ def _row_of_transformers(make: Callable[[], Any]) -> Row:
     return Row(lambda: transformers_models.layers_of(make()), loss_fn, _tokens_and_labels)
 
 
-def _read_transformers(path: Path, auto: Any) -> Any:
+def _read_transformers(path: Path) -> Any:
     path = path / "config.json" if path.is_dir() else path
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(facts, dict):
             raise ValueError(f"a {type(facts).__name__}")
-        return auto.for_model(facts.pop("model_type"), **facts)
+        return building.described_configuration(facts.pop("model_type"), **facts)
     except (OSError, ValueError, KeyError) as error:
         said = str(error)
         said = said if len(said) <= 200 else said[:200] + "..."  # an unknown model_type is answered with all there are
@@ -366,7 +365,7 @@ class BlockCheckpointing:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._blocks: list[nn.Module] = []
-        if self._own("enable") is not None:
+        if switch_of(model, "enable") is not None:
             return
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
         self._blocks = [block for blocks in lists for block in blocks if next(block.parameters(), None) is not None]
@@ -382,7 +381,7 @@ class BlockCheckpointing:
         Raises:
             DeepSpeedConfigError: The model refuses.
         """
-        if self._own("enable") is not None:
+        if switch_of(self._model, "enable") is not None:
             self._model.train()
             self._call_own("enable")
             return
@@ -398,19 +397,14 @@ class BlockCheckpointing:
         Raises:
             DeepSpeedConfigError: The model cannot do that.
         """
-        if self._own("enable") is not None:
+        if switch_of(self._model, "enable") is not None:
             self._call_own("disable")
             return
         for block in self._blocks:
             block.forward = block.forward.args[0]  # type: ignore[method-assign, attr-defined]
 
-    def _own(self, verb: str) -> Any:
-        """The model's own method: transformers' new name or old."""
-        names = (f"activation_checkpointing_{verb}", f"gradient_checkpointing_{verb}")
-        return next((found for name in names if callable(found := getattr(self._model, name, None))), None)
-
     def _call_own(self, verb: str) -> None:
-        method = self._own(verb)
+        method = switch_of(self._model, verb)
         try:
             if method is None:
                 raise AttributeError(f"it has no gradient_checkpointing_{verb}")

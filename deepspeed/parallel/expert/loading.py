@@ -7,7 +7,6 @@ those of the model is asked of the Transformers library. At ZeRO stage 3 a modul
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -24,7 +23,8 @@ from deepspeed.comm.job.world import rank_in, size_of
 from deepspeed.comm.transports.transport import LocalTransport
 from deepspeed.config import parse
 from deepspeed.errors import CheckpointError, DeepSpeedConfigError
-from deepspeed.models.anatomy import base_prefix_of
+from deepspeed.models.building import build_without_values, read_configuration
+from deepspeed.models.stored import StoredTensors
 from deepspeed.parallel.expert.auto import spread_experts
 from deepspeed.parallel.expert.spread import spread_of
 from deepspeed.zero.construction.init import Init
@@ -53,8 +53,6 @@ def from_pretrained(
         DeepSpeedConfigError: The section is not enabled, or the model's experts cannot be spread so.
         CheckpointError: Files are missing, damaged, or leave weights without a value.
     """
-    import transformers
-
     if not comm.is_initialized():
         comm.init_distributed()
     root = parse(config, dp_world_size=size_of()).root
@@ -65,10 +63,9 @@ def from_pretrained(
             "from_pretrained"
         )
     files = _files(Path(folder))
-    described = transformers.AutoConfig.from_pretrained(folder)
+    described = read_configuration(folder)
     dtype = dtype or getattr(described, "dtype", None) or torch.get_default_dtype()
-    with torch.device("meta"):
-        model = (model_class or transformers.AutoModelForCausalLM).from_config(described, dtype=dtype)
+    model: nn.Module = build_without_values(described, model_class, dtype=dtype)
     data_first = root.use_data_before_expert_parallelism
     spread_experts(model, section, LocalTransport(), torch.device("cpu"), data_first=data_first)
     stage_3 = functools.partial(Init, config_dict_or_path=config)
@@ -145,32 +142,17 @@ class _Filling:
 
     def _targets(self) -> Iterator[_Target]:
         """What is made of which tensors, in the order of the model, which is that of the modules too."""
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import (
-            WeightConverter,
-            WeightRenaming,
-            dot_natural_key,
-            rename_source_key,
-        )
-
-        mapping = get_model_conversion_mapping(self._model)
-        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-        by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+        stored = StoredTensors(self._model)
         places = [(key, path) for path in self._files for key in self._open(path).keys()]  # noqa: SIM118
-        known = self._model.state_dict()
         targets: dict[str, _Target] = {}
-        for key, path in sorted(places, key=lambda place: dot_natural_key(place[0])):
-            prefix = base_prefix_of(self._model)
-            name, pattern = rename_source_key(key, renamings, converters, prefix, known)
-            if name not in known and key in known:
-                name, pattern = key, None
-            if name not in known:
+        for key, path in sorted(places, key=lambda place: stored.order(place[0])):
+            found = stored.target(key)
+            if found is None:
                 self._unknown.append(key)
                 continue
+            name, pattern = found
             if name not in targets:
-                made = copy.deepcopy(by_pattern[pattern]) if pattern else WeightRenaming(key, name)
-                targets[name] = _Target(name, made)
+                targets[name] = _Target(name, stored.conversion(key, name, pattern))
             targets[name].sources.setdefault(pattern or key, []).append((path, key))
         order = {name: number for number, name in enumerate(self._empty)}
         yield from sorted(targets.values(), key=lambda target: order[target.name])

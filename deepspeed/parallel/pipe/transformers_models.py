@@ -14,9 +14,6 @@ and the model's own forward makes its balance loss of it at the head; its gradie
 
 from __future__ import annotations
 
-import copy
-import functools
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,11 +21,14 @@ import torch
 from torch import nn
 
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
-from deepspeed.models.anatomy import anatomy, base_prefix_of
+from deepspeed.models.anatomy import anatomy
+from deepspeed.models.building import build_without_values
 from deepspeed.models.configurations import counts_routers, longest_sequence_of
+from deepspeed.models.head import IGNORED
+from deepspeed.models.parts import ModelPart
+from deepspeed.models.recorded import Recording, Routers, record_routers, recorded_routers
+from deepspeed.models.shell import Heard, Shell
 from deepspeed.parallel.pipe.spec import LayerSpec, TiedLayerSpec
-
-_IGNORED = -100  # labels that do not count
 
 
 def layers_of(model_or_config: Any) -> list[Any]:
@@ -44,7 +44,7 @@ def layers_of(model_or_config: Any) -> list[Any]:
     if isinstance(model_or_config, nn.Module):
         plan = _Plan(model_or_config, model_or_config)
     elif hasattr(model_or_config, "model_type"):
-        plan = _Plan(_skeleton(model_or_config), None)
+        plan = _Plan(build_without_values(model_or_config), None)
     else:
         raise DeepSpeedConfigError(
             f"from_transformers: expected a causal language model of Transformers or its configuration, found "
@@ -69,7 +69,7 @@ def next_token_loss(outputs: Any, labels: Any) -> Any:
         following = labels["shift_labels"]
     else:
         logits, following = logits[:, :-1], labels[:, 1:]
-    loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), following.flatten(), ignore_index=_IGNORED)
+    loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), following.flatten(), ignore_index=IGNORED)
     if balance is None:
         return loss
     return loss + balance, {"lm_loss": loss.detach(), "router_loss": balance.detach()}
@@ -96,7 +96,7 @@ def next_token_loss_of_parts(logits: torch.Tensor, labels: Any, *, own_share: bo
         )
     following = labels["shift_labels"]
     each = nn.functional.cross_entropy(
-        logits.float().flatten(0, 1), following.flatten(), ignore_index=_IGNORED, reduction="none"
+        logits.float().flatten(0, 1), following.flatten(), ignore_index=IGNORED, reduction="none"
     )
     return mean_loss(each, following, own_share=own_share)
 
@@ -105,7 +105,7 @@ def whole_model_of(layers: list[Any]) -> Any:
     """The model of which :func:`layers_of` made layers, with values or without; None for other layers."""
     for spec in layers:
         part = spec.module_args[0] if isinstance(spec, LayerSpec) and spec.module_args else None
-        if isinstance(part, _Part):
+        if isinstance(part, ModelPart):
             return part.skeleton
     return None
 
@@ -169,47 +169,6 @@ def transformers_state_dict(state: Mapping[str, Any], model_or_config: Any) -> d
     return found
 
 
-def _skeleton(config: Any) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
-
-
-class _Part:
-    """Where a layer's module lies in the model, and how to get it: as it is, or built by itself."""
-
-    def __init__(self, skeleton: Any, model: Any, path: str) -> None:
-        self.skeleton, self.model, self.path = skeleton, model, path
-        self.name = f"{path}." if path else ""
-
-    def get(self) -> Any:
-        """The module."""
-        if self.model is not None:
-            return self.model.get_submodule(self.path)
-        if torch.get_default_device().type == "meta":  # only shapes are asked for
-            return copy.deepcopy(self.skeleton.get_submodule(self.path))
-        module = copy.deepcopy(self.skeleton.get_submodule(self.path)).to_empty(device="cpu")
-        for owner in module.modules():  # what is computed and not learned is made by the constructors
-            if getattr(owner, "config", None) is not None and any(True for _ in owner.buffers(recurse=False)):
-                made = type(owner)(owner.config)
-                for name, value in made.named_buffers(recurse=False):
-                    getattr(owner, name).copy_(value)
-        for inner in module.modules():
-            self.skeleton._init_weights(inner)
-        return module
-
-    def tp_plan(self) -> dict[str, str]:
-        """What the model's plan for tensor parallelism says of this part, by names that begin with ``part``."""
-        found = {}
-        steps = self.path.split(".")
-        for key, style in (getattr(self.skeleton, "_tp_plan", None) or {}).items():
-            above, below = key.split(".")[: len(steps)], key.split(".")[len(steps) :]
-            if len(above) == len(steps) and all(a in (step, "*") for a, step in zip(above, steps, strict=True)):
-                found[".".join(("part", *below))] = style
-        return found
-
-
 class _Plan:
     """What is where in a model."""
 
@@ -225,8 +184,8 @@ class _Plan:
             )
         self._tail = (*found.norms, *found.after_norm)
 
-    def _part(self, *path: str) -> _Part:
-        return _Part(self._skeleton, self._model, ".".join(path))
+    def _part(self, *path: str) -> ModelPart:
+        return ModelPart(self._skeleton, self._model, ".".join(path))
 
     def layers(self) -> list[Any]:
         """The row."""
@@ -236,14 +195,14 @@ class _Plan:
         row: list[Any] = [LayerSpec(_Embed, embedding)]
         elsewhere = (found.embedding_path.removeprefix(f"{base}."), *self._tail)
         row.append(LayerSpec(_Begin, self._part(base), blocks, elsewhere, hears_routers=hears_routers))
-        routers = _recorded_routers(found.decoder) if hears_routers else None
+        routers = recorded_routers(found.decoder) if hears_routers else None
         for i in range(len(found.blocks)):
             row.append(LayerSpec(_Block, self._part(base, blocks, str(i)), i, routers))
         row += [LayerSpec(_Norm, self._part(base, name)) for name in self._tail]
-        shell = _shell(self._skeleton, base_prefix_of(self._skeleton), found.head_path)
+        shell = Shell(found)
         if found.is_tied:
             row[0] = TiedLayerSpec("embedding", _Embed, embedding, tied_weight_attr="part.weight")
-            finish = _TiedHead(shell, found.head_path)
+            finish = _TiedHead(shell)
             head: LayerSpec = TiedLayerSpec(
                 "embedding", _Embed, embedding, tied_weight_attr="part.weight", forward_fn=finish
             )
@@ -252,92 +211,20 @@ class _Plan:
         return [*row, head]
 
 
-Heard = dict[str, Any] | None
-"""What the routers said so far, block after block, and which tokens count; None where the loss does not ask."""
-
-
-def _recorded_routers(base: Any) -> list[tuple[type[nn.Module], int]]:
-    """Classes of the routers that a model records, and which of their outputs; empty where it records none."""
-    entries = (getattr(base, "_can_record_outputs", None) or {}).get("router_logits", [])
-    found = []
-    for entry in entries if isinstance(entries, list) else [entries]:
-        target = getattr(entry, "target_class", entry)
-        if isinstance(target, type):
-            found.append((target, int(getattr(entry, "index", 1))))
-    return found
-
-
-def _shell(skeleton: Any, prefix: str, head: str) -> Any:
-    """The causal model without its parts: its forward, around a decoder that is given what it returns."""
-    shell = copy.copy(skeleton)
-    shell._modules = {**skeleton._modules, prefix: _HandsOver(), head: nn.Identity()}
-    return shell
-
-
-class _HandsOver(nn.Module):
-    """In the place of the decoder."""
-
-    given: Any
-    heard: Heard = None
-
-    @property
-    def decoder(self) -> _HandsOver:
-        """Itself: some models call the decoder of what is in its place."""
-        return self
-
-    def forward(self, *_arguments: Any, **_named: Any) -> Any:
-        from transformers.modeling_outputs import MoeModelOutputWithPast
-
-        found = MoeModelOutputWithPast(last_hidden_state=self.given)
-        if self.heard is not None:
-            found.router_logits = tuple(self.heard["router_logits"])
-        found.cross_attentions = None  # some models pass it on
-        return found
-
-
-class _HeadCall(nn.Module):
-    """In the place of the head."""
-
-    weight_and_bias: tuple[torch.Tensor, torch.Tensor | None]
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        super().__init__()
-        self.__dict__["weight_and_bias"] = (weight, bias)  # they belong to the layer
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(hidden, *self.weight_and_bias)
-
-
-def _finished(shell: Any, value: Any, weight: Any, bias: Any) -> Any:
-    """The causal model's forward from the decoder's output on: logits, and the weighted balance loss if it has one."""
-    hidden, heard = value if isinstance(value, tuple) else (value, None)
-    running = copy.copy(shell)
-    running._modules = dict(shell._modules)
-    for name, module in running._modules.items():
-        if isinstance(module, _HandsOver):
-            running._modules[name] = handing = _HandsOver()
-            handing.given, handing.heard = hidden, heard
-        elif isinstance(module, nn.Identity):
-            running._modules[name] = _HeadCall(weight, bias)
-    if heard is None:
-        return running(input_ids=None, use_cache=False).logits
-    asked = {"attention_mask": heard["attention_mask"], "output_router_logits": True}
-    found = running(input_ids=None, use_cache=False, **asked)
-    balance = getattr(found, "aux_loss", None)
-    if not isinstance(balance, torch.Tensor):
-        return found.logits
-    return found.logits, float(running.router_aux_loss_coef) * balance
-
-
 class _TiedHead:
     """The head whose weight is the embedding's."""
 
-    def __init__(self, shell: Any, name: str) -> None:
+    def __init__(self, shell: Shell) -> None:
         self._shell = shell
-        self.name = name
+        self.name = shell.head_path
 
     def __call__(self, module: Any, value: Any) -> Any:
-        return _finished(self._shell, value, module.part.weight, None)
+        return self._shell.finish(*_with_routers(value), module.part.weight, None)
+
+
+def _with_routers(value: Any) -> tuple[torch.Tensor, Heard]:
+    """Returns hidden states and what routers said, as they come from the layer before."""
+    return value if isinstance(value, tuple) else (value, None)
 
 
 class _Embed(nn.Module):
@@ -345,7 +232,7 @@ class _Embed(nn.Module):
 
     part: Any
 
-    def __init__(self, part: _Part) -> None:
+    def __init__(self, part: ModelPart) -> None:
         super().__init__()
         self.part = part.get()
 
@@ -358,77 +245,31 @@ class _Embed(nn.Module):
         return {**given, "inputs_embeds": self.part(tokens)}
 
 
-class _Result(torch.Tensor):
-    """What stands for a block's result: models take it as it is, or as the first of a tuple."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    def __getitem__(self, index: Any) -> Any:
-        plain = self.as_subclass(torch.Tensor)
-        return plain.as_subclass(_Result) if isinstance(index, int) and index == 0 else plain[index]
-
-
-class _Recorder(nn.Module):
-    """In the place of a block: notes what it is called with."""
-
-    calls: list[Any]
-
-    def __init__(self, block: nn.Module, calls: list[Any]) -> None:
-        super().__init__()
-        plain = {name: value for name, value in vars(block).items() if not name.startswith("_")}
-        self.__dict__.update({name: value for name, value in plain.items() if name not in self.__dict__})
-        self.__dict__["calls"] = calls
-
-    def forward(self, hidden: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
-        self.calls.append((hidden, arguments, named))
-        return hidden.as_subclass(_Result)
-
-
 Travelling = tuple[torch.Tensor, list[Any], list[Any], Heard]
 """Between blocks: hidden states, what blocks are called with, which of it each takes, and what routers said."""
-
-
-def _note(said: list[torch.Tensor], index: int, _module: Any, _arguments: Any, made: Any) -> None:
-    said.append(made[index] if isinstance(made, tuple) else made)
 
 
 class _Begin(nn.Module):
     """Everything that the decoder computes before its first block."""
 
     part: Any
-    _calls: list[Any]
+    _recording: Recording
 
-    def __init__(self, part: _Part, blocks: str, elsewhere: tuple[str, ...], *, hears_routers: bool = False) -> None:
+    def __init__(
+        self, part: ModelPart, blocks: str, elsewhere: tuple[str, ...], *, hears_routers: bool = False
+    ) -> None:
         super().__init__()
         self._hears_routers = hears_routers
-        whole: Any = copy.copy((part.model or part.skeleton).get_submodule(part.path))
-        for name, held in vars(whole).items():  # hooks on the copy are none of the model's
-            if isinstance(held, OrderedDict):
-                vars(whole)[name] = held.copy()
-        self.__dict__["_calls"] = []
-        modules: dict[str, Any] = {}
-        for name, child in whole._modules.items():
-            if name == blocks:
-                modules[name] = nn.ModuleList(_Recorder(block, self._calls) for block in child)
-            elif name in elsewhere:
-                modules[name] = nn.Identity()
-            else:
-                path = f"{part.path}.{name}"
-                modules[name] = _Part(part.skeleton, part.model, path).get() if child is not None else None
-        whole._modules = modules
-        self.part = whole
-        self._count = len(modules[blocks])
+
+        def child(name: str) -> nn.Module:
+            made: nn.Module = nn.Identity() if name in elsewhere else part.inside(name).get()
+            return made
+
+        self.__dict__["_recording"] = recording = Recording(part.original(), blocks, child)
+        self.part = recording.decoder
 
     def forward(self, value: dict[str, Any]) -> Travelling:
-        self._calls.clear()
-        self.part(**value, use_cache=False)
-        calls = list(self._calls)
-        self._calls.clear()
-        if len(calls) != self._count:
-            raise NotYetSupportedError(
-                f"from_transformers: {type(self.part).__name__} calls {len(calls)} of its {self._count} blocks; a "
-                "pipeline needs every block once in each forward, so switch off what skips or repeats them (layerdrop)"
-            )
+        calls = self._recording.calls(**value)
         values: list[Any] = []
         places: dict[int, int] = {}
 
@@ -454,16 +295,13 @@ class _Block(nn.Module):
     part: Any
     _tp_plan: Mapping[str, str] = {}  # where tensor parallelism looks for what the model says of its cut
 
-    def __init__(self, part: _Part, number: int, routers: list[tuple[type[nn.Module], int]] | None = None) -> None:
+    def __init__(self, part: ModelPart, number: int, routers: Routers | None = None) -> None:
         super().__init__()
         self.part = part.get()
-        self._tp_plan = part.tp_plan()
+        self._tp_plan = part.tensor_plan("part")
         self.number = number
         self._said: list[torch.Tensor] = []
-        for module in self.part.modules():
-            for target, index in routers or ():
-                if isinstance(module, target):
-                    module.register_forward_hook(functools.partial(_note, self._said, index))
+        record_routers(self.part, routers or [], self._said)
 
     def forward(self, value: Travelling) -> Travelling:
         hidden, values, told, heard = value
@@ -481,7 +319,7 @@ class _Norm(nn.Module):
 
     part: Any
 
-    def __init__(self, part: _Part) -> None:
+    def __init__(self, part: ModelPart) -> None:
         super().__init__()
         self.part = part.get()
 
@@ -495,12 +333,12 @@ class _Head(nn.Module):
     """A head with a weight of its own."""
 
     part: Any
-    _shell: Any
+    _shell: Shell
 
-    def __init__(self, part: _Part, shell: nn.Module) -> None:
+    def __init__(self, part: ModelPart, shell: Shell) -> None:
         super().__init__()
         self.part = part.get()
         self.__dict__["_shell"] = shell
 
     def forward(self, value: Any) -> Any:
-        return _finished(self._shell, value, self.part.weight, getattr(self.part, "bias", None))
+        return self._shell.finish(*_with_routers(value), self.part.weight, getattr(self.part, "bias", None))

@@ -14,9 +14,8 @@ from torch import nn
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 from deepspeed.models.anatomy import unwrapped
+from deepspeed.models.checkpointing import checkpoint_layers, replace_checkpoint_functions
 from deepspeed.parallel.sequence.host_chunks import HostChunks
-
-_FUNCTION = "_gradient_checkpointing_func"
 
 
 def offload_checkpoints(model: nn.Module) -> None:
@@ -29,24 +28,19 @@ def offload_checkpoints(model: nn.Module) -> None:
         DeepSpeedConfigError: The model knows no checkpointed layers.
     """
     inner = unwrapped(model)
-    if not getattr(inner, "supports_gradient_checkpointing", False):
+    if not checkpoint_layers(inner):
         raise DeepSpeedConfigError(
             f"sequence_parallel.offload_checkpoints: {type(inner).__name__} is no Transformers model with checkpointed "
             "layers; call deepspeed.checkpointing.checkpoint with activation_checkpointing.cpu_checkpointing in the "
             "model's own code, or set it to false"
         )
-    if not inner.is_gradient_checkpointing:
-        inner.gradient_checkpointing_enable({"use_reentrant": False})
     # At every pass, as a program may switch checkpointing on again, with functions of its own.
     model.register_forward_pre_hook(_keep_on_host)
     log_dist(f"sequence_parallel.offload_checkpoints: the inputs of {type(inner).__name__}'s layers wait on the host")
 
 
 def _keep_on_host(model: nn.Module, _args: Any) -> None:
-    for module in model.modules():
-        function = module.__dict__.get(_FUNCTION)
-        if function is not None and not isinstance(function, _OnHost):
-            setattr(module, _FUNCTION, _OnHost(function))
+    replace_checkpoint_functions(model, lambda one: one if isinstance(one, _OnHost) else _OnHost(one))
 
 
 class _OnHost:

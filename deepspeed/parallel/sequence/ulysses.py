@@ -17,6 +17,7 @@ from deepspeed.config.batch import ACCUMULATION, MICRO, TOTAL
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 from deepspeed.models.attention import takes_attention_by_name
+from deepspeed.models.building import read_configuration
 from deepspeed.models.configurations import heads_of, kv_heads_of
 from deepspeed.parallel.sequence import state
 from deepspeed.parallel.sequence.evaluation import share_evaluation
@@ -136,9 +137,7 @@ def _settings_of(model: Any) -> tuple[str | None, bool]:
 
 
 def _check_by_name(name: Any, core: str | None, ranks: int) -> None:
-    from transformers import AutoConfig
-
-    config: Any = AutoConfig.from_pretrained(name)
+    config = read_configuration(name)
     core_of(config, core, f"sequence parallel for {name}")
     heads, kv_heads = heads_of(config), kv_heads_of(config)
     if heads is not None and kv_heads is not None:

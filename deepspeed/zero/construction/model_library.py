@@ -17,78 +17,22 @@ Only these passes are served. Other code that touches a sharded weight is refuse
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
+from deepspeed.models.construction import stage_3_unmentioned, wrap_passes
 from deepspeed.zero.construction.modules import serving_all_ranks
-from deepspeed.zero.construction.patches import Patch
-
-_INITIALISERS = "transformers.initialization"
-_MODELS = "transformers.modeling_utils"
-_ZERO = "transformers.integrations.deepspeed"
-
-
-def is_building() -> bool:
-    """Whether transformers itself builds a model under ``zero.Init`` at the moment.
-
-    Tables of positions are meant to keep the precision that they are computed in then. Newer versions of transformers
-    see to it by replacing the wrapper of ``torch.arange``; with the others, this is how to know.
-    """
-    return bool(getattr(sys.modules.get(_MODELS), "_is_ds_init_called", False))
-
-
-def is_building_from_config() -> bool:
-    """Whether it builds one that no values are loaded into; otherwise it switches the tying of weights off."""
-    if not is_building():
-        return False
-    return bool(sys.modules[_MODELS].PreTrainedModel.tie_weights.__module__ != _INITIALISERS)
-
-
-def recorded_initialiser(name: str) -> Callable[..., Any] | None:
-    """The function of ``torch.nn.init`` that transformers recorded before it ever replaced it; None without it."""
-    recorded: dict[str, Callable[..., Any]] = getattr(sys.modules.get(_INITIALISERS), "TORCH_INIT_FUNCTIONS", {})
-    return recorded.get(name)
 
 
 def serve_passes() -> None:
     """Makes the passes find full weights from now on, if transformers has been imported; may be called again."""
-    kind: Any = getattr(sys.modules.get(_MODELS), "PreTrainedModel", None)
-    integration: Any = sys.modules.get(_ZERO)
-    if not hasattr(kind, "initialize_weights") or hasattr(kind, _SERVED):
-        return
-    for name in ("initialize_weights", "_adjust_bias"):
-        if hasattr(kind, name):
-            setattr(kind, name, _served(getattr(kind, name)))
-    setattr(kind, _SERVED, True)
-    if hasattr(integration, "initialize_weights_zero3"):
-        integration.initialize_weights_zero3 = _initialize_weights
-
-
-_SERVED = "_ds_served"
+    wrap_passes(_served)
 
 
 def _served(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def serve(*args: Any, **kwargs: Any) -> Any:
-        with serving_all_ranks(), _stage_3_unmentioned():
+        with serving_all_ranks(), stage_3_unmentioned():
             return original(*args, **kwargs)
 
     return serve
-
-
-@contextmanager
-def _stage_3_unmentioned() -> Iterator[None]:
-    """Inside, models find stage 3 off: where it is on, some let rank 0 alone compute a table."""
-    patch = Patch(sys.modules[_ZERO], "_hf_deepspeed_config_weak_ref", None)
-    patch.apply()
-    try:
-        yield
-    finally:
-        patch.revert()
-
-
-def _initialize_weights(model: Any) -> None:
-    """In the place of the variant for ZeRO stage 3."""
-    model.initialize_weights()

@@ -1,0 +1,48 @@
+"""Switches a Transformers model's own activation checkpointing on and off, by the library's new names and old."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+_FUNCTION = "_gradient_checkpointing_func"
+
+
+def switch_of(model: nn.Module, verb: str) -> Callable[..., Any] | None:
+    """Returns the model's method that switches checkpointing; None where it has none.
+
+    Args:
+        model: Any module.
+        verb: "enable" or "disable".
+    """
+    names = (f"activation_checkpointing_{verb}", f"gradient_checkpointing_{verb}")
+    return next((found for name in names if callable(found := getattr(model, name, None))), None)
+
+
+def checkpoint_layers(model: Any) -> bool:
+    """Makes a model checkpoint its layers, without reentrant backward, if it does not yet; in place.
+
+    Returns:
+        False for a model that knows no checkpointed layers, which is left as it is.
+    """
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        return False
+    is_on = getattr(model, "is_activation_checkpointing", None)
+    if not (model.is_gradient_checkpointing if is_on is None else is_on):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return True
+
+
+def replace_checkpoint_functions(model: nn.Module, make: Callable[[Any], Any]) -> None:
+    """Replaces the functions by which layers checkpoint, in place.
+
+    Args:
+        model: The model, or what wraps it.
+        make: From the present function to the new one, or the same.
+    """
+    for module in model.modules():
+        function = module.__dict__.get(_FUNCTION)
+        if function is not None:
+            setattr(module, _FUNCTION, make(function))

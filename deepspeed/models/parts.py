@@ -1,0 +1,63 @@
+"""Takes single modules out of a Transformers model, or builds them alone from its configuration."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+
+class ModelPart:
+    """Where a module lies in a model, and how to get it.
+
+    Args:
+        skeleton: The model, with values or without.
+        model: The model whose modules are used as they are; None: they are built one by one.
+        path: Qualified name of the module.
+
+    Attributes:
+        skeleton: As given.
+        path: As given.
+        name: The path as names of parameters begin with it.
+    """
+
+    def __init__(self, skeleton: Any, model: Any, path: str) -> None:
+        self.skeleton, self.path = skeleton, path
+        self.name = f"{path}." if path else ""
+        self._model = model
+
+    def inside(self, name: str) -> ModelPart:
+        """Returns the part that is called ``name`` in this one."""
+        return ModelPart(self.skeleton, self._model, f"{self.name}{name}")
+
+    def original(self) -> Any:
+        """Returns the module in the model, with values or without."""
+        return (self._model if self._model is not None else self.skeleton).get_submodule(self.path)
+
+    def get(self) -> Any:
+        """Returns the module: the model's own, or a new one with first values; without on torch's ``meta`` device."""
+        if self._model is not None:
+            return self._model.get_submodule(self.path)
+        module: Any = copy.deepcopy(self.skeleton.get_submodule(self.path))
+        if torch.get_default_device().type == "meta":
+            return module
+        module = module.to_empty(device="cpu")
+        for owner in module.modules():  # what is computed and not learned is made by the constructors
+            if getattr(owner, "config", None) is not None and any(True for _ in owner.buffers(recurse=False)):
+                made = type(owner)(owner.config)
+                for name, value in made.named_buffers(recurse=False):
+                    getattr(owner, name).copy_(value)
+        for inner in module.modules():
+            self.skeleton._init_weights(inner)
+        return module
+
+    def tensor_plan(self, prefix: str) -> dict[str, str]:
+        """Returns what the model's tensor-parallel plan says of this part, by names that begin with ``prefix``."""
+        found = {}
+        steps = self.path.split(".")
+        for key, style in (getattr(self.skeleton, "_tp_plan", None) or {}).items():
+            above, below = key.split(".")[: len(steps)], key.split(".")[len(steps) :]
+            if len(above) == len(steps) and all(a in (step, "*") for a, step in zip(above, steps, strict=True)):
+                found[".".join((prefix, *below))] = style
+        return found

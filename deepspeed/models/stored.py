@@ -1,0 +1,69 @@
+"""What files call the tensors of a Transformers model, and how what is in them becomes the model's tensors."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import nn
+
+from deepspeed.models.anatomy import base_prefix_of
+from deepspeed.models.configurations import model_type_of
+
+
+def conversions_of_family(model: nn.Module) -> list[Any]:
+    """Returns the library's rules for the family of a model; none for models of others.
+
+    Each has ``source_patterns``, ``target_patterns`` and, where tensors are merged, ``operations``.
+    """
+    kind = model_type_of(model)
+    if kind is None:
+        return []
+    try:
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    except ImportError:  # before version 5 files had the names that models have
+        return []
+    return list(get_checkpoint_conversion_mapping(kind) or [])
+
+
+class StoredTensors:
+    """The library's way from tensors in files to those of one model.
+
+    Args:
+        model: A model of the library, with values or without.
+    """
+
+    def __init__(self, model: Any) -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+        mapping = get_model_conversion_mapping(model)
+        self._renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        self._converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        self._by_pattern = {pattern: one for one in self._converters for pattern in one.source_patterns}
+        self._prefix = base_prefix_of(model)
+        self._known = model.state_dict()
+
+    def order(self, key: str) -> Any:
+        """Returns what tensors in files are sorted by, so that pieces are put together in their order."""
+        from transformers.core_model_loading import dot_natural_key
+
+        return dot_natural_key(key)
+
+    def target(self, key: str) -> tuple[str, str | None] | None:
+        """Returns the tensor of the model that one in a file is for, and by which pattern; None: the model has none."""
+        from transformers.core_model_loading import rename_source_key
+
+        name, pattern = rename_source_key(key, self._renamings, self._converters, self._prefix, self._known)
+        if name not in self._known and key in self._known:
+            return key, None
+        return (name, pattern) if name in self._known else None
+
+    def conversion(self, key: str, name: str, pattern: str | None) -> Any:
+        """Returns a new conversion of tensors in files, the first of which is ``key``, to the tensor ``name``.
+
+        It takes them by ``add_tensor`` and gives what they become by ``convert``.
+        """
+        from transformers.core_model_loading import WeightRenaming
+
+        return copy.deepcopy(self._by_pattern[pattern]) if pattern else WeightRenaming(key, name)
