@@ -104,6 +104,7 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAtt
         self._row_check = RowCheck()
         self._in_forward = False  # of this engine; a whole training step may be part of it
         self._step_applied = False
+        self._extra: Sequence[float] = ()  # for all ranks, beside the norm of the gradients
         self._is_destroyed = False
         self.monitor = parts.monitor
         self._progress = ProgressLog(self._root, self.monitor, self.global_rank == 0)
@@ -365,7 +366,7 @@ class DeepSpeedEngine(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAtt
             if self._pacing is not None and self._batches.has_run_backward:
                 self._pacing.before_update(self.global_steps, self.compression_scheduler.training_steps)
             self.compression_scheduler.before_update()
-        self._updater.step()
+        self._updater.update(self._extra)
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
         self._efficiency.at(self.global_steps)

@@ -498,11 +498,11 @@ class PipelineEngine(Interpreter, DeepSpeedEngine):
         found = self._found if self._is_last_chunk_here else None
         if found is not None:
             self.total_loss = found.mean
-        self._updater.tells = losses.row_of(found, self.micro_batches)
+        self._extra = losses.row_of(found, self.micro_batches)
         super()._update(lr_kwargs)
-        assert self._updater.told is not None
+        assert self._updater.last_report is not None
         _, mean, self._metrics = losses.read_rows(
-            self._parts.groups.job, self.grid.mesh, self.global_rank, self._updater.told, found
+            self._parts.groups.job, self.grid.mesh, self.global_rank, self._updater.last_report.extra, found
         )
         self.agg_train_loss = torch.tensor(mean, device=self.device)
         if found is None:

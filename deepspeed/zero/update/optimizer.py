@@ -43,10 +43,12 @@ class StepReport:
     Attributes:
         norm: Unscaled gradient norm before clipping.
         overflow: Whether a gradient was not finite; then nothing was changed.
+        extra: What each rank of the job gave to :meth:`DeepSpeedZeroOptimizer.update`, by rank: 2-D, fp64.
     """
 
     norm: float
     overflow: bool
+    extra: torch.Tensor
 
 
 class DeepSpeedZeroOptimizer(ZeROOptimizer):
@@ -98,8 +100,6 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         self.loss_scaler = loss_scaler
         self.parameter_offload: Any = None
         self.last_report: StepReport | None = None
-        self.tells: Sequence[float] = ()
-        self.told: torch.Tensor | None = None
         self._masters = masters
         self._reducer = reducer
         self._groups = groups
@@ -275,7 +275,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The whole update; every rank must call it. A non-finite gradient skips it everywhere.
+        """Makes the whole update; every rank must call it. A non-finite gradient skips it everywhere.
 
         Args:
             closure: Recomputes the loss (it must call the engine's backward); evaluated once, before the update.
@@ -284,33 +284,52 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
             What ``closure`` returned, or None.
 
         Raises:
-            CallOrderError: A backward is still open, or a parameter got no gradient and must have one.
-            DivergenceError: Ranks kept different orders of collectives.
-            NonFiniteError: Too many skipped steps in a row, or an overflow at the minimum loss scale.
+            CallOrderError: See :meth:`update`.
+            DivergenceError: See there.
+            NonFiniteError: See there.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.update()
+        return loss
+
+    @torch.no_grad()
+    def update(self, extra: Sequence[float] = ()) -> StepReport:
+        """Makes the whole update; every rank must call it. A non-finite gradient skips it everywhere.
+
+        Args:
+            extra: Numbers for all ranks of the job; they are gathered together with the gradient's norm. Every rank
+                must give as many.
+
+        Returns:
+            The norm, whether the update was skipped, and the ``extra`` numbers of all ranks.
+
+        Raises:
+            CallOrderError: A backward is still open, or a parameter got no gradient and must have one.
+            DivergenceError: Ranks kept different orders of collectives.
+            NonFiniteError: Too many skipped steps in a row, or an overflow at the minimum loss scale.
+        """
         self._leave_backward("optimizer.step")
         refuse_changed_groups(self.optimizer, sum(len(master.runs) for master in self._masters))
         self._reducer.settle()
         self._before_update()
         self._carry_user_writes()
-        total, used = self._agree()
+        total, used, rows = self._agree(extra)
         if not self._reducer.policy.allow_unused:
             self._refuse_unused(used)
         self._steps += 1
         scale = self.loss_scale
         norm = norm_from_squares(total) / scale
         self.overflow = not math.isfinite(total) and (self._skip_non_finite or self.loss_scaler is not None)
-        self.last_report = StepReport(norm, self.overflow)
+        self.last_report = report = StepReport(norm, self.overflow, rows)
         if self.overflow:
             self._skip(scale)
         else:
             self._skipped_in_a_row = 0
             exchanged = self.driver.exchange(norm, used, scale=scale, clip_grad=self.clip_grad)
-            self.last_report = StepReport(exchanged.norm, overflow=False)
+            self.last_report = report = StepReport(exchanged.norm, overflow=False, extra=rows)
             self._apply(exchanged.factor, exchanged.used)
             self._reducer.commit()
             self._reducer.clear()
@@ -319,7 +338,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         if not self.overflow:
             self._update_scale(overflow=False)
         self.driver.end_update()
-        return loss
+        return report
 
     def _update_scale(self, *, overflow: bool) -> None:
         if self.loss_scaler is not None:
@@ -333,12 +352,16 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
             for index in master.bucket.take_back_changes():
                 master.refresh(index)
 
-    def _agree(self) -> tuple[float, list[list[bool]]]:
-        """Sum of squares of the whole gradient, and which parameters got a gradient on any rank that shares them.
+    def _agree(self, extra: Sequence[float]) -> tuple[float, list[list[bool]], torch.Tensor]:
+        """Exchanges the numbers that the update needs.
 
-        The host waits for the device once, to read what all ranks have told. One small exchange over the job also
+        The host waits for the device once, to read what all ranks have sent. One small exchange over the job also
         compares the checksums of the gathers' order. The flags are a matter of the peers; where these are not all
         ranks, others have other parameters, and the flags travel by themselves.
+
+        Returns:
+            Sum of squares of the whole gradient; per bucket and parameter, whether it got a gradient on any rank that
+            shares it; the ``extra`` numbers of each rank of the job, 2-D, fp64.
         """
         groups = self._groups
         flags = [
@@ -346,7 +369,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
             self._digest_of_writes(),
         ]
         squares, on_device = self._own_squares()
-        numbers = [*squares, float(self._agreement.digest), float(_number_of_order(groups)), *self.tells]
+        numbers = [*squares, float(self._agreement.digest), float(_number_of_order(groups)), *extra]
         together = groups.job is groups.peers
         mine = torch.tensor(numbers + flags if together else numbers, dtype=torch.float64)
         if on_device is not None:
@@ -358,7 +381,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
             label="the update (optimizer.step)",
         )
         _check_order(rows)
-        self.told = rows[:, len(numbers) - len(self.tells) : len(numbers)]
+        received = rows[:, len(numbers) - len(extra) : len(numbers)]
         flag_rows = rows[:, len(numbers) :]
         if not together:
             flag_rows = groups.peers.gather_small(
@@ -371,7 +394,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         counted, copies = rows[:, 0].sum().item(), rows[:, 1].sum().item()
         # A rank that plays all the others (the planner's) may count nothing; elsewhere both are 0 then.
         total = (counted or copies) if math.isfinite(copies) else counted + copies
-        return total, self._merge_flags(flag_rows)
+        return total, self._merge_flags(flag_rows), received
 
     def _digest_of_writes(self) -> float:
         """Checksum of which gradients the program has set of parameters that all peers share; 0 for none."""
