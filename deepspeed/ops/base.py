@@ -8,36 +8,64 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
+from deepspeed.ops.checks import check_hyperparameters
 from deepspeed.ops.chunks import run_in_chunks
 from deepspeed.ops.flat import RuleUpdate, current_step, init_state
 from deepspeed.ops.rules import Rule
 from deepspeed.uncompiled import torchs
 
 
-class ElementwiseOptimizer(torch.optim.Optimizer):
+class KeepsStateDtypes(torch.optim.Optimizer):
+    """A torch optimizer whose state may have other dtypes than the parameters."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads like torch, but keeps the dtype of saved fp32 state, which torch casts to the parameter's."""
+        torchs(super().load_state_dict)(state_dict)
+        keep_saved_dtypes(self, state_dict)
+
+
+class ElementwiseOptimizer(KeepsStateDtypes):
     """A torch optimizer whose update is a :class:`~deepspeed.ops.rules.Rule`.
 
-    Subclasses say which rule, and whether the state of 16-bit parameters is kept in fp32.
+    A subclass is a signature with defaults, a rule, and the names of its attributes that are pickled.
 
     Invariant: per-element state has the shape of its parameter; ``step`` is one number per parameter.
+
+    Args:
+        params: Parameters or group dictionaries.
+        defaults: Hyperparameters of groups that have none of their own; sequences become tuples.
+        amsgrad: Not available.
+        **attributes: Set on the optimizer before its groups are made.
+
+    Raises:
+        ValueError: ``amsgrad`` is asked for, or a number is out of range.
     """
+
+    _rule: Rule
+    _kept_attributes: tuple[str, ...] = ("fp32_optimizer_states",)
 
     #: Keep state in fp32 also where the parameter has 16 bit.
     fp32_optimizer_states: bool = False
 
+    def __init__(self, params: ParamsT, defaults: dict[str, Any], *, amsgrad: bool = False, **attributes: Any) -> None:
+        checked = {name: defaults[name] for name in ("lr", "betas", "eps", "weight_decay") if name in defaults}
+        check_hyperparameters(self, **checked, amsgrad=amsgrad)
+        vars(self).update(attributes)
+        if "betas" in defaults:
+            defaults["betas"] = tuple(defaults["betas"])
+        super().__init__(params, defaults)
+
     @property
     def rule(self) -> Rule:
         """The arithmetic of one step."""
-        raise NotImplementedError
+        return self._rule
 
     def __getstate__(self) -> dict[str, Any]:
         """Torch's optimizers pickle and copy only their groups and state; attributes that choose the rule go along."""
-        kept = {name: value for name, value in vars(self).items() if name in self._kept_attributes()}
+        kept = {name: value for name, value in vars(self).items() if name in self._kept_attributes}
         return {**super().__getstate__(), **kept}
-
-    def _kept_attributes(self) -> tuple[str, ...]:
-        return ("fp32_optimizer_states",)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group; keys of other optimizers (``foreach``, ``fused``, ...) are kept and without effect.
@@ -79,10 +107,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         Returns:
             What ``closure`` returned, or None.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluate(closure)
         for group in self.param_groups:
             self._update_group(group)
         return loss
@@ -90,10 +115,24 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
     def _update_group(self, group: dict[str, Any]) -> None:
         update_group(self, self.rule, group, fp32_states=self.fp32_optimizer_states)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads like torch, but keeps the dtype of saved fp32 state, which torch casts to the parameter's."""
-        torchs(super().load_state_dict)(state_dict)
-        keep_saved_dtypes(self, state_dict)
+
+class ClearsGradients(ElementwiseOptimizer):
+    """An elementwise optimizer whose constructor says what ``zero_grad`` does."""
+
+    _kept_attributes = (*ElementwiseOptimizer._kept_attributes, "set_grad_none")
+    set_grad_none: bool
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clears gradients; None does what ``set_grad_none`` said at construction."""
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+
+def evaluate(closure: Callable[[], Any] | None) -> Any:
+    """Returns what the closure of a ``step`` returns, called with gradients enabled; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def update_group(

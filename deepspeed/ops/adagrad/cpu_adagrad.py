@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch.optim.optimizer import ParamsT
 
 from deepspeed.ops.base import ElementwiseOptimizer
-from deepspeed.ops.checks import check_hyperparameters
-from deepspeed.ops.rules import AdagradRule, Rule
+from deepspeed.ops.rules import AdagradRule
 
 
 class DeepSpeedCPUAdagrad(ElementwiseOptimizer):
@@ -27,6 +26,8 @@ class DeepSpeedCPUAdagrad(ElementwiseOptimizer):
         ValueError: ``amsgrad`` is asked for, or a number is out of range.
     """
 
+    _rule = AdagradRule()
+
     def __init__(
         self,
         model_params: ParamsT,
@@ -37,11 +38,5 @@ class DeepSpeedCPUAdagrad(ElementwiseOptimizer):
         fp32_optimizer_states: bool = True,
         adamw_mode: bool | None = None,
     ) -> None:
-        check_hyperparameters(self, lr=lr, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
-        self.fp32_optimizer_states = fp32_optimizer_states
-        super().__init__(model_params, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
-
-    @property
-    def rule(self) -> Rule:
-        """Adagrad's arithmetic."""
-        return AdagradRule()
+        numbers = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(model_params, numbers, amsgrad=amsgrad, fp32_optimizer_states=fp32_optimizer_states)

@@ -15,15 +15,13 @@ class AdamOptimizer(ElementwiseOptimizer):
     our state dictionaries; a group or state dictionary that brings another answer does not change ours.
     """
 
+    _kept_attributes = (*ElementwiseOptimizer._kept_attributes, "adam_w_mode")
     adam_w_mode: bool = True
 
     @property
     def rule(self) -> Rule:
         """Adam's arithmetic with this optimizer's kind of weight decay."""
         return AdamRule(decoupled=bool(self.adam_w_mode))
-
-    def _kept_attributes(self) -> tuple[str, ...]:
-        return (*super()._kept_attributes(), "adam_w_mode")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group; keys of other optimizers (``foreach``, ``fused``, ...) are kept and without effect.

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from deepspeed.ops.adam.base import AdamOptimizer
-from deepspeed.ops.checks import check_hyperparameters
+from deepspeed.ops.base import evaluate
 
 
 class DeepSpeedCPUAdam(AdamOptimizer):
@@ -43,25 +43,19 @@ class DeepSpeedCPUAdam(AdamOptimizer):
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        check_hyperparameters(self, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
-        self.adam_w_mode = adamw_mode
-        self.fp32_optimizer_states = fp32_optimizer_states
-        defaults = {
-            "lr": lr,
-            "betas": tuple(betas),
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "bias_correction": bias_correction,
-        }
-        super().__init__(model_params, defaults)
+        numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(
+            model_params,
+            {**numbers, "bias_correction": bias_correction},
+            amsgrad=amsgrad,
+            adam_w_mode=adamw_mode,
+            fp32_optimizer_states=fp32_optimizer_states,
+        )
 
     @torch.no_grad()
     def step_subgroup(self, subgroup_id: int, closure: Callable[[], Any] | None = None) -> Any:
         """Like ``step`` for the param group number ``subgroup_id`` alone."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluate(closure)
         self._update_group(self._group(subgroup_id))
         return loss
 
@@ -75,10 +69,7 @@ class DeepSpeedCPUAdam(AdamOptimizer):
         Raises:
             RuntimeError: No step has been taken, or a beta of 0 erased the previous moment.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluate(closure)
         group = self._group(subgroup_id)
         if 0 in group["betas"]:
             raise RuntimeError(

@@ -8,10 +8,10 @@ from typing import Any
 from torch.optim.optimizer import ParamsT
 
 from deepspeed.ops.adam.base import AdamOptimizer
-from deepspeed.ops.checks import check_hyperparameters
+from deepspeed.ops.base import ClearsGradients
 
 
-class FusedAdam(AdamOptimizer):
+class FusedAdam(AdamOptimizer, ClearsGradients):
     """Adam or AdamW, one kernel per list of parameters, on any device for which torch has the kernel.
 
     State (``exp_avg``, ``exp_avg_sq``, ``step``) has the names and meaning of ``torch.optim.AdamW``, so that state
@@ -32,6 +32,8 @@ class FusedAdam(AdamOptimizer):
         ValueError: ``amsgrad`` is asked for, or a number is out of range.
     """
 
+    _kept_attributes = (*AdamOptimizer._kept_attributes, "set_grad_none")
+
     def __init__(
         self,
         params: ParamsT,
@@ -44,24 +46,14 @@ class FusedAdam(AdamOptimizer):
         amsgrad: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        check_hyperparameters(self, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
-        self.adam_w_mode = adam_w_mode
-        self.set_grad_none = set_grad_none
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": tuple(betas),
-            "eps": eps,
-            "weight_decay": weight_decay,
-        }
-        super().__init__(params, defaults)
-
-    def _kept_attributes(self) -> tuple[str, ...]:
-        return (*super()._kept_attributes(), "set_grad_none")
-
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clears gradients; None does what ``set_grad_none`` said at construction."""
-        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+        numbers = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(
+            params,
+            {"lr": lr, "bias_correction": bias_correction, **numbers},
+            amsgrad=amsgrad,
+            adam_w_mode=adam_w_mode,
+            set_grad_none=set_grad_none,
+        )
 
     def step(
         self,

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from deepspeed.errors import NotYetSupportedError
-from deepspeed.ops.base import check_supported, keep_saved_dtypes
+from deepspeed.ops.base import KeepsStateDtypes, check_supported, evaluate
 from deepspeed.ops.checks import check_hyperparameters
 from deepspeed.ops.chunks import default_chunk_numel, scratch
 from deepspeed.ops.exchange import add_over_ranks, exchange_device
@@ -20,7 +20,7 @@ from deepspeed.ops.segments import Segment, SegmentTable
 from deepspeed.uncompiled import torchs
 
 
-class FusedLamb(torch.optim.Optimizer):
+class FusedLamb(KeepsStateDtypes):
     """Adam whose step is rescaled per tensor by the ratio of weight norm to update norm.
 
     `Large Batch Optimization for Deep Learning <https://arxiv.org/abs/1904.00962>`_, algorithm 2, with the ratio kept
@@ -123,11 +123,6 @@ class FusedLamb(torch.optim.Optimizer):
         """The ratios of the latest step: one per tensor, in the numbering of the table or the order of parameters."""
         return [] if self._coeffs is None else self._coeffs.tolist()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads like torch, but keeps fp32 state of 16-bit parameters."""
-        torchs(super().load_state_dict)(state_dict)
-        keep_saved_dtypes(self, state_dict)
-
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates every parameter that has a gradient. A collective when the tensors are cut over a group.
@@ -138,10 +133,7 @@ class FusedLamb(torch.optim.Optimizer):
         Returns:
             What ``closure`` returned, or None.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluate(closure)
         num_tensors = self._table.num_tensors if self._table else sum(len(g["params"]) for g in self.param_groups)
         updates = list(self._updates(num_tensors))
         group = self._table.group if self._table is not None else None

@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch.optim.optimizer import ParamsT
 
 from deepspeed.ops.base import ElementwiseOptimizer
-from deepspeed.ops.checks import check_hyperparameters
-from deepspeed.ops.rules import LionRule, Rule
+from deepspeed.ops.rules import LionRule
 
 
 class DeepSpeedCPULion(ElementwiseOptimizer):
@@ -23,6 +22,8 @@ class DeepSpeedCPULion(ElementwiseOptimizer):
         ValueError: A number is out of range.
     """
 
+    _rule = LionRule()
+
     def __init__(
         self,
         model_params: ParamsT,
@@ -31,11 +32,5 @@ class DeepSpeedCPULion(ElementwiseOptimizer):
         weight_decay: float = 0,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        check_hyperparameters(self, lr=lr, betas=betas, weight_decay=weight_decay)
-        self.fp32_optimizer_states = fp32_optimizer_states
-        super().__init__(model_params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
-
-    @property
-    def rule(self) -> Rule:
-        """Lion's arithmetic."""
-        return LionRule()
+        numbers = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        super().__init__(model_params, numbers, fp32_optimizer_states=fp32_optimizer_states)

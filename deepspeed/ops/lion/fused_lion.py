@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from torch.optim.optimizer import ParamsT
 
-from deepspeed.ops.base import ElementwiseOptimizer
-from deepspeed.ops.checks import check_hyperparameters
-from deepspeed.ops.rules import LionRule, Rule
+from deepspeed.ops.base import ClearsGradients
+from deepspeed.ops.rules import LionRule
 
 
-class FusedLion(ElementwiseOptimizer):
+class FusedLion(ClearsGradients):
     """Lion: the sign of an interpolated momentum, with decoupled weight decay.
 
     One momentum per element (``exp_avg``) is all the state there is. From `Symbolic Discovery of Optimization
@@ -26,6 +25,8 @@ class FusedLion(ElementwiseOptimizer):
         ValueError: A number is out of range.
     """
 
+    _rule = LionRule()
+
     def __init__(
         self,
         params: ParamsT,
@@ -34,18 +35,5 @@ class FusedLion(ElementwiseOptimizer):
         weight_decay: float = 0.0,
         set_grad_none: bool = True,
     ) -> None:
-        check_hyperparameters(self, lr=lr, betas=betas, weight_decay=weight_decay)
-        self.set_grad_none = set_grad_none
-        super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
-
-    def _kept_attributes(self) -> tuple[str, ...]:
-        return (*super()._kept_attributes(), "set_grad_none")
-
-    @property
-    def rule(self) -> Rule:
-        """Lion's arithmetic."""
-        return LionRule()
-
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clears gradients; None does what ``set_grad_none`` said at construction."""
-        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+        numbers = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        super().__init__(params, numbers, set_grad_none=set_grad_none)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from deepspeed.ops.base import check_supported, keep_saved_dtypes, update_group
+from deepspeed.ops.base import KeepsStateDtypes, check_supported, evaluate, update_group
 from deepspeed.ops.checks import check_hyperparameters
 from deepspeed.ops.muon.fragments import FragmentExchange
 from deepspeed.ops.muon.newton_schulz import METHODS, orthogonalize
@@ -22,7 +22,7 @@ _MATRIX_LR = 0.02
 _ADAM_LR = 3e-4
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(KeepsStateDtypes):
     """Momentum whose update is orthogonalised, for matrices; AdamW for every other parameter.
 
     See `K. Jordan et al. <https://kellerjordan.github.io/posts/muon/>`_. The update of an m x n matrix (further
@@ -142,11 +142,6 @@ class Muon(torch.optim.Optimizer):
         """The rank in the group of the segment table that needs most memory for a step; None if all are alike."""
         return None if self._exchange is None else self._exchange.heaviest_rank
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads like torch, but keeps fp32 state of 16-bit parameters."""
-        torchs(super().load_state_dict)(state_dict)
-        keep_saved_dtypes(self, state_dict)
-
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates every parameter that has a gradient. A collective when matrices are cut over a group.
@@ -157,10 +152,7 @@ class Muon(torch.optim.Optimizer):
         Returns:
             What ``closure`` returned, or None.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluate(closure)
         matrix_groups = [group for group in self.param_groups if group["use_muon"]]
         if self._exchange is None:
             self._step_whole(matrix_groups)

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from deepspeed.ops.base import ElementwiseOptimizer
-from deepspeed.ops.checks import check_hyperparameters
 from deepspeed.ops.chunks import Kernel, scratch
 from deepspeed.ops.onebit.phases import Phase, Reminder, frozen_root, refuse_step
 from deepspeed.ops.rules import AdamRule, Rule
@@ -96,6 +95,11 @@ class OneBitAdam(ElementwiseOptimizer):
         ValueError: A number is out of range, or something is asked for that does not exist.
     """
 
+    _kept_attributes = (*ElementwiseOptimizer._kept_attributes, "freeze_step", "precondition", "phase")
+    freeze_step: int
+    precondition: bool
+    phase: Phase
+
     def __init__(
         self,
         params: ParamsT,
@@ -113,23 +117,17 @@ class OneBitAdam(ElementwiseOptimizer):
         comm_backend_name: str = "nccl",
         precondition: bool = True,
     ) -> None:
-        check_hyperparameters(self, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
         check_family(self, eps_inside_sqrt=eps_inside_sqrt, max_grad_norm=max_grad_norm, freeze_step=freeze_step)
-        self.freeze_step = freeze_step
-        self.precondition = precondition
-        self.phase = Phase.WARM_UP
         self.reminder = Reminder(self, "1-bit Adam", freeze_step)
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": tuple(betas),
-            "eps": eps,
-            "weight_decay": weight_decay,
-        }
-        super().__init__(params, defaults)
-
-    def _kept_attributes(self) -> tuple[str, ...]:
-        return (*super()._kept_attributes(), "freeze_step", "precondition", "phase")
+        numbers = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(
+            params,
+            {"lr": lr, "bias_correction": bias_correction, **numbers},
+            amsgrad=amsgrad,
+            freeze_step=freeze_step,
+            precondition=precondition,
+            phase=Phase.WARM_UP,
+        )
 
     @property
     def rule(self) -> Rule:

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from deepspeed.ops.base import ElementwiseOptimizer
-from deepspeed.ops.checks import check_hyperparameters
 from deepspeed.ops.chunks import Kernel, scratch
 from deepspeed.ops.onebit.adam import check_family
 from deepspeed.ops.onebit.phases import Phase, Reminder, frozen_root, largest_update, refuse_step
@@ -199,6 +198,12 @@ class ZeroOneAdam(ElementwiseOptimizer):
         ValueError: A number is out of range, or something is asked for that does not exist.
     """
 
+    _kept_attributes = (
+        *ElementwiseOptimizer._kept_attributes,
+        *("precondition", "var_freeze_step", "local_step_scaler", "local_step_clipper", "_variance"),
+        *("phase", "takes_mean", "comes_together", "_updates", "variance_updates"),
+    )
+
     def __init__(
         self,
         params: ParamsT,
@@ -219,7 +224,6 @@ class ZeroOneAdam(ElementwiseOptimizer):
         comm_backend_name: str = "nccl",
         precondition: bool = True,
     ) -> None:
-        check_hyperparameters(self, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
         check_family(self, eps_inside_sqrt=eps_inside_sqrt, max_grad_norm=max_grad_norm, freeze_step=var_freeze_step)
         for name, value in (
             ("var_update_scaler", var_update_scaler),
@@ -245,19 +249,8 @@ class ZeroOneAdam(ElementwiseOptimizer):
             "they are where the variance was updated. Ranks take steps of their own after %d. Lower var_freeze_step, "
             "usually to the end of the learning rate's warm-up",
         )
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": tuple(betas),
-            "eps": eps,
-            "weight_decay": weight_decay,
-        }
-        super().__init__(params, defaults)
-
-    def _kept_attributes(self) -> tuple[str, ...]:
-        own = ("precondition", "var_freeze_step", "local_step_scaler", "local_step_clipper", "_variance")
-        counts = ("_updates", "variance_updates")
-        return (*super()._kept_attributes(), *own, "phase", "takes_mean", "comes_together", *counts)
+        numbers = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {"lr": lr, "bias_correction": bias_correction, **numbers}, amsgrad=amsgrad)
 
     @property
     def rule(self) -> Rule:

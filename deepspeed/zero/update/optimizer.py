@@ -18,6 +18,7 @@ from deepspeed.comm.transports.transport import Work
 from deepspeed.comm.watch.agreement import Agreement
 from deepspeed.errors import CallOrderError, DivergenceError, NonFiniteError
 from deepspeed.logging import log_dist
+from deepspeed.ops.base import evaluate
 from deepspeed.ops.flat import FlatUpdate, flat_updater
 from deepspeed.ops.step_hooks import step_hooks
 from deepspeed.uncompiled import torchs
@@ -288,10 +289,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
             DivergenceError: See there.
             NonFiniteError: See there.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluate(closure)
         self.update()
         return loss
 
