@@ -7,6 +7,7 @@ import torch
 from deepspeed.comm.codecs.codec import Codec, bits_of
 from deepspeed.comm.codecs.coded import CodedTransport
 from deepspeed.comm.codecs.table import CODECS, Int8Codec
+from deepspeed.config.codec_names import PLAIN_CODECS
 from deepspeed.config.sections.communication_compression import CommunicationCompression
 from deepspeed.config.sections.root import Root
 from deepspeed.engine import probe
@@ -95,8 +96,8 @@ def _measured_codec(
     transport = max((group.reduce for group in groups), key=lambda one: one.size)
     if transport.size == 1 or device.type == "meta":
         return None, "there is no link to measure"
-    names = [name for name, row in CODECS.items() if row.is_plain]  # signs need more care than a trial of speed
-    codecs = [_codec(name, root.communication_compression) for name in names]
+    # Signs need more care than a trial of speed.
+    codecs = [_codec(name, root.communication_compression) for name in PLAIN_CODECS]
     dtype = precision.reduce_dtype(precision.compute_dtype or torch.float32)
     to_owner = root.zero_optimization.stage > 0
     plain, *others = probe.seconds(transport, codecs, dtype, device, to_owner=to_owner)

@@ -17,12 +17,13 @@ from typing import Any
 
 from deepspeed.comm.codecs.codec import Codec, bits_of
 from deepspeed.comm.codecs.table import CODECS
+from deepspeed.config.codec_names import GRADIENT_CODECS
 from deepspeed.engine.communication_compression import wire_bits
 from deepspeed.plan.codec_cost import codec_seconds, way_on
 from deepspeed.plan.devices import Machine
 from deepspeed.zero.gradient.error_feedback import feedback_numel
 
-NAMES = tuple(name for name, row in CODECS.items() if row.is_gradient_codec)
+NAMES = tuple(name for name in CODECS if name in GRADIENT_CODECS)
 """Codecs of gradients that are compared with what a configuration asks for."""
 
 

@@ -348,16 +348,12 @@ class CodecRow:
             lose what is small beside the largest of their block, so theirs are short.
         feeds_back: Whether gradients get error feedback.
         work: With these defaults.
-        is_gradient_codec: Whether ``communication_compression.gradients`` can name it, and ``ds_plan`` compares it.
-        is_plain: Whether it is good enough without error feedback, for ``warm_up`` and islands.
     """
 
     make: Callable[..., BlockCodec]
     block: int
     feeds_back: bool
     work: CodecWork
-    is_gradient_codec: bool = True
-    is_plain: bool = False
 
     def codec(self, *, block: int | None = None, feeds_back: bool | None = None) -> BlockCodec:
         """Returns the codec; None stands for the default."""
@@ -365,15 +361,14 @@ class CodecRow:
 
 
 CODECS: dict[str, CodecRow] = {
-    "int8": CodecRow(Int8Codec, BLOCK, False, CodecWork((1.9, 0.5), (18, 8), (62.0, 28.0)), is_plain=True),
-    "int4": CodecRow(Int4Codec, BLOCK, True, CodecWork((4.2, 1.2), (25, 12), (110.0, 32.0)), is_plain=True),
+    "int8": CodecRow(Int8Codec, BLOCK, False, CodecWork((1.9, 0.5), (18, 8), (62.0, 28.0))),
+    "int4": CodecRow(Int4Codec, BLOCK, True, CodecWork((4.2, 1.2), (25, 12), (110.0, 32.0))),
     "sign": CodecRow(SignCodec, 2048, True, CodecWork((3.2, 0.8), (25, 15), (77.0, 37.0))),
     "1-bit": CodecRow(
         lambda _block, **settings: WholeSignCodec(**settings),
         CHUNK,
         True,
         CodecWork((3.2, 0.8), (22, 15), (77.0, 37.0)),
-        is_gradient_codec=False,
     ),
 }
-"""By the name that configurations use and that codecs have."""
+"""By name; which of them a configuration can choose stands in ``config.codec_names``."""

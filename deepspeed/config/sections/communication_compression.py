@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
+from deepspeed.config.codec_names import GRADIENT_CODECS, PLAIN_CODECS
 from deepspeed.config.section import Section, key
 from deepspeed.config.types import AnyCase, Bool, Float, Int
+
+if TYPE_CHECKING:  # which knows no Literal of names that are listed elsewhere
+    Gradients: TypeAlias = str
+    WarmUp: TypeAlias = str
+    Wire: TypeAlias = str
+else:
+    Gradients = Literal[(*GRADIENT_CODECS, "auto")]
+    WarmUp = Literal[PLAIN_CODECS]
+    Wire = Literal[("fp32", "bf16", *PLAIN_CODECS)]
 
 
 class Islands(Section):
@@ -15,15 +25,13 @@ class Islands(Section):
     sync_every: Int = key(100, "Updates between two meetings, skipped ones included.", unit="updates", above=0)
     outer_lr: Float = key(0.7, "Learning rate of the outer step, SGD on the mean of what islands moved.", above=0)
     outer_momentum: Float = key(0.9, "Nesterov's momentum of the outer step.", minimum=0, below=1)
-    wire: Annotated[Literal["fp32", "bf16", "int8", "int4"], AnyCase] = key(
-        "fp32", "How that mean travels between islands."
-    )
+    wire: Annotated[Wire, AnyCase] = key("fp32", "How that mean travels between islands.")
 
 
 class CommunicationCompression(Section):
     """Codes of gradients and weights, for any optimizer; not upstream, where there is no such section."""
 
-    gradients: Annotated[Literal["sign", "int8", "int4", "auto"] | None, AnyCase] = key(
+    gradients: Annotated[Gradients | None, AnyCase] = key(
         None,
         'How gradients travel: "sign" (a bit for each, and a scale for each block), "int8" or "int4". Every rank gets '
         'the same sums. "auto" measures the link at initialize and takes int8, int4 or neither; what seems to pay is '
@@ -55,7 +63,7 @@ class CommunicationCompression(Section):
     start_step: Int = key(
         0, "Updates before gradients travel as codes; until then they travel as they are.", unit="steps", minimum=0
     )
-    warm_up: Annotated[Literal["int8", "int4"] | None, AnyCase] = key(
+    warm_up: Annotated[WarmUp | None, AnyCase] = key(
         None,
         "How gradients travel before start_step, and in the warm-up of OneBitAdam and OneBitLamb; without error "
         "feedback.",
