@@ -14,6 +14,7 @@ from deepspeed.compression.techniques import Kind
 from deepspeed.config import ParsedConfig, Root, parse
 from deepspeed.config.sections.compression import CompressionTraining, Group, PruningGroup
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.models.layers import is_conv1d
 
 SECTION = "compression_training"
 LINEAR = ("linear", "conv1d")
@@ -47,8 +48,7 @@ def kind_of_class(found: type) -> str | None:
     kinds = {nn.Linear: "linear", nn.Conv2d: "conv2d", nn.Embedding: "embedding", nn.BatchNorm2d: "batchnorm2d"}
     if (kind := kinds.get(found)) is not None:
         return kind
-    is_conv1d = found.__name__ == "Conv1D" and found.__module__ == "transformers.pytorch_utils"
-    return "conv1d" if is_conv1d else None
+    return "conv1d" if is_conv1d(found) else None
 
 
 class Match(NamedTuple):

@@ -15,6 +15,7 @@ from deepspeed.errors import CheckpointError
 from deepspeed.inference.stored_names import StoredNames
 from deepspeed.inference.weight_files import Stored, WeightFiles, find_files
 from deepspeed.models.anatomy import base_prefix_of
+from deepspeed.models.layers import initialiser_of
 from deepspeed.parallel.pipe.transformers_models import pipeline_names
 from deepspeed.zero.construction.reading import SlicesFromFiles
 from deepspeed.zero.holder import address_of, full_shape
@@ -184,7 +185,7 @@ def _make_buffers(model: nn.Module) -> None:
             buffer = module._buffers[leaf]
             assert buffer is not None
             module._buffers[leaf] = torch.full_like(buffer, float("nan"), device="cpu")
-        initialise = getattr(model, "_init_weights", None)
+        initialise = initialiser_of(model)
         if initialise is not None:
             with torch.no_grad():
                 initialise(module)

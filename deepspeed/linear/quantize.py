@@ -16,6 +16,7 @@ from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.linear.config import QuantizationConfig
 from deepspeed.linear.quantized_linear import QuantizedLinear
 from deepspeed.linear.sharded import whole_for_packing
+from deepspeed.models.layers import is_conv1d
 from deepspeed.ops.packed_linear import packed_format
 from deepspeed.parallel.tensor import regions
 from deepspeed.parallel.tensor.linear import ColumnLinear, CutLinear, RowLinear
@@ -172,7 +173,7 @@ def _weight_of(module: nn.Module) -> torch.Tensor | None:
         return module.weight
     if (part := weight_of_part(module)) is not None:
         return part
-    if type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils":
+    if is_conv1d(type(module)):
         weight = cast("nn.Parameter", module.weight)
         return weight.t() if weight.dim() == 2 else weight  # a sharded one is empty
     return None

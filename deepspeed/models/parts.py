@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from deepspeed.models.tensor_plan import part_of_plan
+
 
 class ModelPart:
     """Where a module lies in a model, and how to get it.
@@ -54,10 +56,4 @@ class ModelPart:
 
     def tensor_plan(self, prefix: str) -> dict[str, str]:
         """Returns what the model's tensor-parallel plan says of this part, by names that begin with ``prefix``."""
-        found = {}
-        steps = self.path.split(".")
-        for key, style in (getattr(self.skeleton, "_tp_plan", None) or {}).items():
-            above, below = key.split(".")[: len(steps)], key.split(".")[len(steps) :]
-            if len(above) == len(steps) and all(a in (step, "*") for a, step in zip(above, steps, strict=True)):
-                found[".".join((prefix, *below))] = style
-        return found
+        return part_of_plan(self.skeleton, self.path, prefix)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from deepspeed.models.layers import is_of_library
 from deepspeed.ops.sparse_attention.bert_sparse_self_attention import (
     BertSparseSelfAttention,
     BertSparseSelfAttentionInTransformers,
@@ -108,7 +109,7 @@ class SparseAttentionUtils:
         """
         for layer in layers:
             former = layer.attention.self
-            in_library = type(former).__module__.startswith("transformers.")
+            in_library = is_of_library(type(former))
             kind = BertSparseSelfAttentionInTransformers if in_library else BertSparseSelfAttention
             block = sparsity_config.block
             longest = -(-getattr(config, "max_position_embeddings", 2048) // block) * block

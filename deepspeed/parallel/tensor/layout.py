@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.parallel.tensor.attention import Attention, attention_of
+from deepspeed.models.attention_modules import AttentionHeads, attention_of
 from deepspeed.parallel.tensor.rules import Rule, Way, is_linear, is_transposed
 from deepspeed.parallel.tensor.split import Dealt, Heads, Split, Stretch
 from deepspeed.zero.holder import full_shape
@@ -82,7 +82,7 @@ class Layout:
 
     size: int
     layers: list[LayerCut] = field(default_factory=list)
-    heads: dict[str, tuple[Attention, Heads]] = field(default_factory=dict)
+    heads: dict[str, tuple[AttentionHeads, Heads]] = field(default_factory=dict)
 
     @property
     def parameters(self) -> dict[str, ParameterCut]:
@@ -113,7 +113,7 @@ class _Builder:
         self.grain = grain
         self.config = getattr(model, "config", None)
         self.modules = dict(model.named_modules())
-        self.attention: dict[str, Attention | None] = {}
+        self.attention: dict[str, AttentionHeads | None] = {}
         self.given: list[tuple[str, Split]] = []  # block and split of what column-parallel layers give
         self.layout = Layout(size)
 
@@ -233,7 +233,7 @@ class _Builder:
             raise self._error(name, f"has {extent} output features, which are no {_count(rule)} equal parts")
         return Split.evenly(extent, self.size, self.grain, _count(rule))
 
-    def _split_by_heads(self, name: str, extent: int, rule: Rule, found: tuple[str, Attention]) -> Split | None:
+    def _split_by_heads(self, name: str, extent: int, rule: Rule, found: tuple[str, AttentionHeads]) -> Split | None:
         _, attention = found
         query, keys, width = attention.query, attention.key_value, attention.width
         if not width and keys == query and extent % query == 0:
@@ -286,17 +286,17 @@ class _Builder:
             "many",
         )
 
-    def _attention_above(self, name: str) -> tuple[str, Attention] | None:
+    def _attention_above(self, name: str) -> tuple[str, AttentionHeads] | None:
         above, _, _ = name.rpartition(".")
         if above not in self.attention:
             self.attention[above] = attention_of(self.modules[above], self.config) if above in self.modules else None
         attention = self.attention[above]
         return None if attention is None else (above, attention)
 
-    def _of_heads(self, found: tuple[str, Attention], dealt: Dealt, unit: int, units: int | None = None) -> Split:
+    def _of_heads(self, found: tuple[str, AttentionHeads], dealt: Dealt, unit: int, units: int | None = None) -> Split:
         return self._of_stretches(found, (Stretch(0, found[1].query if units is None else units, unit, dealt),))
 
-    def _of_stretches(self, found: tuple[str, Attention], stretches: tuple[Stretch, ...]) -> Split:
+    def _of_stretches(self, found: tuple[str, AttentionHeads], stretches: tuple[Stretch, ...]) -> Split:
         name, attention = found
         heads = Heads(attention.query, attention.key_value, self.size)
         problem = heads.problem()

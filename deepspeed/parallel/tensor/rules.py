@@ -8,7 +8,7 @@ for every module or parameter that is not left whole, by its name.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -18,6 +18,7 @@ from torch import nn
 from deepspeed.config.sections.tensor_parallel import LayerSpec, TensorParallel
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.models.configurations import model_type_of
+from deepspeed.models.tensor_plan import plans_in
 from deepspeed.parallel.tensor import presets
 
 
@@ -137,7 +138,8 @@ def of_plan(model: nn.Module) -> dict[str, Rule]:
         DeepSpeedConfigError: The plan has a style that nobody knows.
     """
     found: dict[str, Rule] = {}
-    for prefix, plan in _plans(model):
+    for place, plan in plans_in(model):
+        prefix = re.escape(f"{place}." if place else "")
         if not any(style in ("colwise", "rowwise", "rowwise_split_input") for style in plan.values()):
             continue  # the head alone: a head that is cut without a model that is
         patterns = [(key, re.compile(prefix + key.replace(".", r"\.").replace("*", r"[^.]+"))) for key in plan]
@@ -155,18 +157,6 @@ def of_plan(model: nn.Module) -> dict[str, Rule]:
             parts = (2,) if style.startswith("packed_") else ()
             found[name] = Rule(_STYLES[style], f"the model's plan ({key}: {style})", parts)
     return found
-
-
-def _plans(model: nn.Module) -> Iterator[tuple[str, Mapping[str, str]]]:
-    """``(prefix of names as a regular expression, plan)`` of every outermost module that has one."""
-    taken: list[str] = []
-    for name, module in model.named_modules():
-        if any(name == other or name.startswith(f"{other}.") for other in taken):
-            continue
-        plan = getattr(module, "_tp_plan", None) if hasattr(type(module), "_tp_plan") else None
-        if plan:
-            taken.append(name)
-            yield re.escape(f"{name}." if name else ""), plan
 
 
 def _names(model: nn.Module) -> Iterator[str]:

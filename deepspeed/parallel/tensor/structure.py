@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed.models.anatomy import input_embedding, output_head
-from deepspeed.parallel.tensor.attention import attention_of
+from deepspeed.models.attention_modules import attention_of
 from deepspeed.parallel.tensor.layout import block_of
 from deepspeed.parallel.tensor.rules import Rule, Way, is_linear
 from deepspeed.uncompiled import without_compiling

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.models.layers import initialiser_of
 
 
 class Materializer:
@@ -88,8 +89,8 @@ class Materializer:
                 method()
                 break
         for above in reversed(self._above[module]):
-            method = getattr(above, "_init_weights", None)
-            if callable(method) and _accepts(method, 1):
+            method = initialiser_of(above)
+            if method is not None and _accepts(method, 1):
                 method(module)
                 break
 

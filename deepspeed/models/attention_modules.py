@@ -1,0 +1,111 @@
+"""Reads the numbers of heads off an attention module, whatever its family calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+QUERY_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_query_heads", "attention_heads", "nhead")
+KEY_VALUE_HEADS = (
+    "num_key_value_heads",
+    "num_kv_heads",
+    "n_kv_heads",
+    "n_head_kv",
+    "multi_query_group_num",
+    "kv_n_heads",
+    "num_multi_query_groups_per_partition",
+)
+HEAD_WIDTH = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "d_kv")
+WIDTH_OF_ALL_HEADS = (
+    "all_head_size", "split_size", "embed_dim", "hidden_size", "inner_dim", "d_model", "dim", "q_size",
+)  # fmt: skip
+"""What modules call the width of all query heads together."""
+
+
+@dataclass(frozen=True)
+class AttentionHeads:
+    """The heads of an attention module, as a whole.
+
+    Attributes:
+        query: Query heads.
+        key_value: Key/value heads.
+        width: Of one head, or 0 where the module does not say.
+    """
+
+    query: int
+    key_value: int
+    width: int
+
+
+def attention_of(module: nn.Module, config: Any) -> AttentionHeads | None:
+    """Returns the heads of a module that computes attention; None for any other.
+
+    Args:
+        module: It counts as one if it has a number of heads, or is called so and has a configuration that does.
+        config: Of the model, or None.
+    """
+    own = _first(module, QUERY_HEADS)
+    if own is None and "attention" not in type(module).__name__.lower():
+        return None
+    sources = [module, *_configurations(getattr(module, "config", None)), *_configurations(config)]
+    query = own or next((found for source in sources if (found := _first(source, QUERY_HEADS)) is not None), None)
+    if query is None:
+        return None
+    groups = getattr(module, "num_key_value_groups", None)
+    key_value = _first(module, KEY_VALUE_HEADS)
+    if key_value is None and isinstance(groups, int) and groups > 0 and query % groups == 0:
+        key_value = query // groups
+    if key_value is None:
+        key_value = next((found for source in sources if (found := _first(source, KEY_VALUE_HEADS)) is not None), query)
+    width = next((found for source in sources if (found := _first(source, HEAD_WIDTH)) is not None), 0)
+    return AttentionHeads(query, key_value, width)
+
+
+def change_heads(module: nn.Module, whole: AttentionHeads, query: int, key_value: int) -> dict[str, tuple[int, int]]:
+    """Sets the numbers of an attention module to those of a part of its heads, in place.
+
+    Args:
+        module: The module.
+        whole: What it had.
+        query: Query heads of the part.
+        key_value: Key/value heads of the part.
+
+    Returns:
+        By attribute: the number before and after.
+    """
+    wanted = dict.fromkeys(QUERY_HEADS, (whole.query, query)) | dict.fromkeys(
+        KEY_VALUE_HEADS, (whole.key_value, key_value)
+    )
+    wanted["num_key_value_groups"] = (whole.query // whole.key_value, query // key_value)
+    wanted |= dict.fromkeys(WIDTH_OF_ALL_HEADS, (whole.query * whole.width, query * whole.width))
+    changed = {}
+    for name, (before, after) in wanted.items():
+        if before and before != after and _own_number(module, name) == before:
+            setattr(module, name, after)
+            changed[name] = before, after
+    return changed
+
+
+def _configurations(config: Any) -> Iterable[Any]:
+    if config is None:
+        return
+    inner = getattr(config, "text_config", None)
+    if inner is not None:
+        yield inner
+    yield config
+
+
+def _first(source: Any, names: tuple[str, ...]) -> int | None:
+    for name in names:
+        found = _own_number(source, name)
+        if found:
+            return found
+    return None
+
+
+def _own_number(source: Any, name: str) -> int | None:
+    found = getattr(source, name, None)
+    return found if isinstance(found, int) and not isinstance(found, bool) else None

@@ -1,0 +1,35 @@
+"""Reads the tensor-parallel plans that Transformers models bring: patterns of names, each with a style."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+
+def plans_in(model: nn.Module) -> Iterator[tuple[str, Mapping[str, str]]]:
+    """Yields ``(name, plan)`` of every outermost module that brings one; ``*`` in a plan stands for any one step."""
+    taken: list[str] = []
+    for name, module in model.named_modules():
+        if any(name == other or name.startswith(f"{other}.") for other in taken):
+            continue
+        plan = _plan_of(module) if hasattr(type(module), "_tp_plan") else {}
+        if plan:
+            taken.append(name)
+            yield name, plan
+
+
+def part_of_plan(model: Any, path: str, prefix: str) -> dict[str, str]:
+    """Returns what a model's plan says of the module at ``path``, by names that begin with ``prefix`` instead."""
+    found = {}
+    steps = path.split(".")
+    for key, style in _plan_of(model).items():
+        above, below = key.split(".")[: len(steps)], key.split(".")[len(steps) :]
+        if len(above) == len(steps) and all(a in (step, "*") for a, step in zip(above, steps, strict=True)):
+            found[".".join((prefix, *below))] = style
+    return found
+
+
+def _plan_of(model: Any) -> Mapping[str, str]:
+    return getattr(model, "_tp_plan", None) or {}
