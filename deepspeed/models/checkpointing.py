@@ -31,7 +31,9 @@ def checkpoint_layers(model: Any) -> bool:
         return False
     is_on = getattr(model, "is_activation_checkpointing", None)
     if not (model.is_gradient_checkpointing if is_on is None else is_on):
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        enable = switch_of(model, "enable")
+        assert enable is not None
+        enable({"use_reentrant": False})
     return True
 
 

@@ -29,7 +29,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": GROUPED,
     "persimmon": SIZES,
     "mixtral": {**GROUPED, "num_local_experts": 4},
-    "qwen3_moe": {**GROUPED, "num_experts": 4, "head_dim": 4, "moe_intermediate_size": 8},
+    "qwen3_moe": {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 4, "moe_intermediate_size": 8},
     "gpt_oss": {**GROUPED, "num_local_experts": 4, "head_dim": 4},
     "gpt2": GPT,
     "gpt_neo": {
