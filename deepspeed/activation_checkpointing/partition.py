@@ -18,7 +18,7 @@ from deepspeed.comm.transports.along import channel_along
 
 
 @dataclass(frozen=True)
-class Part:
+class ActivationShard:
     """One rank's part of a saved tensor.
 
     Attributes:
@@ -48,7 +48,7 @@ class Partition:
         self._size = comm.get_world_size(group)
         self._on_host = on_host
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | Part:
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | ActivationShard:
         """Keeps this rank's part of a floating activation; anything else stays whole.
 
         A parameter stays whole too: it is in memory anyway.
@@ -62,11 +62,11 @@ class Partition:
         home = torch.device("cpu") if self._on_host else tensor.device
         values = torch.zeros(length, dtype=tensor.dtype, device=home, pin_memory=_may_pin(tensor, home))
         values[: flat.numel()].copy_(flat)
-        return Part(values, tensor.shape, tensor.device)
+        return ActivationShard(values, tensor.shape, tensor.device)
 
-    def unpack(self, packed: torch.Tensor | Part) -> torch.Tensor:
+    def unpack(self, packed: torch.Tensor | ActivationShard) -> torch.Tensor:
         """The whole tensor. Every rank of the group must call it for the same tensor."""
-        if not isinstance(packed, Part):
+        if not isinstance(packed, ActivationShard):
             return packed
         mine = packed.values.to(packed.device)
         channel = channel_along(self._group, mine.device, TENSOR)

@@ -52,7 +52,7 @@ class _Global:
 
 
 @dataclass(frozen=True)
-class _Made:
+class _PickledObject:
     """What a call or a container opcode makes; ``by`` is the name of what was called, or the type."""
 
     by: str
@@ -111,7 +111,7 @@ def _follow(stream: IO[bytes]) -> None:
             full = _OLD_NAMES.get(full, full.replace("__builtin__.", "builtins.", 1))
             stack.append(_Global(full))
         elif name in _EMPTY:
-            stack.append(_Made(_EMPTY[name].__name__))
+            stack.append(_PickledObject(_EMPTY[name].__name__))
         elif name in _TUPLES:
             count = _TUPLES[name]
             stack[len(stack) - count :] = [tuple(stack[len(stack) - count :])]
@@ -127,9 +127,9 @@ def _follow(stream: IO[bytes]) -> None:
             del stack[-2:]
         elif name in ("REDUCE", "NEWOBJ"):
             arguments, called = stack.pop(), stack.pop()
-            stack.append(_Made(_check_call(called, arguments)))
+            stack.append(_PickledObject(_check_call(called, arguments)))
         elif name == "BINPERSID":
-            stack[-1] = _Made("storage")
+            stack[-1] = _PickledObject("storage")
         elif name in ("PUT", "BINPUT", "LONG_BINPUT"):
             memo[int(argument or 0)] = stack[-1]
         elif name in ("GET", "BINGET", "LONG_BINGET"):
@@ -150,7 +150,7 @@ def _check_call(called: Any, arguments: Any) -> str:
     if not isinstance(called, _Global) or not isinstance(arguments, tuple):
         raise pickle.UnpicklingError("a call of what is no global, or with arguments that are no tuple")
     name = called.name
-    if any(isinstance(argument, _Made) and argument.by == "builtins.range" for argument in arguments):
+    if any(isinstance(argument, _PickledObject) and argument.by == "builtins.range" for argument in arguments):
         _refuse(name, "a range")
     if name.startswith("builtins."):
         if name not in _BUILTINS:
@@ -182,7 +182,9 @@ def _check_rebuilt(arguments: Sequence[Any]) -> None:
 
 
 def _is_text(argument: Any) -> bool:
-    return isinstance(argument, str | bytes) or (isinstance(argument, _Made) and argument.by == "_codecs.encode")
+    return isinstance(argument, str | bytes) or (
+        isinstance(argument, _PickledObject) and argument.by == "_codecs.encode"
+    )
 
 
 def _refuse(name: str, given: str) -> NoReturn:

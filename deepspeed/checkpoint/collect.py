@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from deepspeed.checkpoint.format import COMPUTE, MASTER, optimizer_kind
-from deepspeed.checkpoint.writer import Stretch
+from deepspeed.checkpoint.writer import BucketRun
 from deepspeed.errors import CheckpointError
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.runtime import ZeroRuntime
@@ -25,7 +25,7 @@ _COMPARED_NUMEL = 1 << 18  # stays in the cache
 
 
 @dataclass
-class Collected:
+class RankCheckpoint:
     """This rank's part of a checkpoint, as views of live tensors.
 
     Attributes:
@@ -34,7 +34,7 @@ class Collected:
             has the same.
     """
 
-    stretches: dict[str, list[Stretch]] = field(default_factory=lambda: defaultdict(list))
+    stretches: dict[str, list[BucketRun]] = field(default_factory=lambda: defaultdict(list))
     scalars: list[tuple[tuple[str, ...], dict[str, Any]]] = field(default_factory=list)
 
 
@@ -44,7 +44,7 @@ def collect(
     numbers: Mapping[int, int],
     *,
     exclude_frozen: bool,
-) -> Collected:
+) -> RankCheckpoint:
     """Gathers references; copies nothing.
 
     Args:
@@ -53,7 +53,7 @@ def collect(
         numbers: Index of each bucket that this rank writes of, to its number in the checkpoint.
         exclude_frozen: Leave out parameters that have no gradient and no master.
     """
-    found = Collected()
+    found = RankCheckpoint()
     masters = {master.bucket.index: master for master in runtime.masters}
     for bucket in runtime.buckets:
         number = numbers.get(bucket.index)
@@ -72,17 +72,17 @@ def collect(
     return found
 
 
-def _collect_master(found: Collected, bucket: Bucket, number: int, master: MasterBucket) -> None:
+def _collect_master(found: RankCheckpoint, bucket: Bucket, number: int, master: MasterBucket) -> None:
     lower, upper = bucket.share
     base, _ = master.layout.slice_bounds(master.rank)
     flat = master.flat[lower - base : upper - base]
     if lower == upper:
         return
-    found.stretches[MASTER].append(Stretch(number, lower, upper, (flat,)))
+    found.stretches[MASTER].append(BucketRun(number, lower, upper, (flat,)))
     if master.out is not None:
         out = master.out[lower - base : upper - base]
         if not _is_rounded(out, flat):
-            found.stretches[COMPUTE].append(Stretch(number, lower, upper, (out,)))
+            found.stretches[COMPUTE].append(BucketRun(number, lower, upper, (out,)))
 
 
 def _is_rounded(out: torch.Tensor, flat: torch.Tensor) -> bool:
@@ -96,7 +96,7 @@ def _is_rounded(out: torch.Tensor, flat: torch.Tensor) -> bool:
     return True
 
 
-def _collect_compute(found: Collected, bucket: Bucket, number: int, kept: list[bool]) -> None:
+def _collect_compute(found: RankCheckpoint, bucket: Bucket, number: int, kept: list[bool]) -> None:
     lower, upper = bucket.share
     values = bucket.shared_values
     if all(kept):
@@ -106,11 +106,11 @@ def _collect_compute(found: Collected, bucket: Bucket, number: int, kept: list[b
         wanted = [(max(start, lower), min(start + tile.numel, upper)) for tile, start, keep in spans if keep]
         intervals = [(first, last) for first, last in wanted if first < last]
     for first, last in intervals:
-        found.stretches[COMPUTE].append(Stretch(number, first, last, (values[first - lower : last - lower],)))
+        found.stretches[COMPUTE].append(BucketRun(number, first, last, (values[first - lower : last - lower],)))
 
 
 def _collect_state(
-    found: Collected, bucket: Bucket, number: int, master: MasterBucket, run: MasterRun, state: dict[str, Any]
+    found: RankCheckpoint, bucket: Bucket, number: int, master: MasterBucket, run: MasterRun, state: dict[str, Any]
 ) -> None:
     """The optimizer state of one run: what falls to this rank of per-element tensors, and everything else by name."""
     if not state:
@@ -126,7 +126,7 @@ def _collect_state(
             first, last = max(start, lower), min(start + flat.numel(), upper)
             if first < last:
                 part = flat[first - start : last - start]
-                found.stretches[optimizer_kind(key)].append(Stretch(number, first, last, (part,)))
+                found.stretches[optimizer_kind(key)].append(BucketRun(number, first, last, (part,)))
         elif isinstance(value, torch.Tensor) and value.numel() > 1 and len(names) > 1:
             raise CheckpointError(
                 f"the optimizer keeps a state {key!r} of shape {tuple(value.shape)} for {len(names)} parameters "
@@ -144,12 +144,12 @@ def is_per_element(value: Any, param: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == param.shape
 
 
-def _joined(stretches: Iterable[Stretch]) -> Iterable[Stretch]:
+def _joined(stretches: Iterable[BucketRun]) -> Iterable[BucketRun]:
     """Neighbours of one bucket and dtype as one."""
-    last: Stretch | None = None
+    last: BucketRun | None = None
     for part in stretches:
         if last is not None and (last.bucket, last.stop, last.dtype) == (part.bucket, part.start, part.dtype):
-            last = Stretch(last.bucket, last.start, part.stop, (*last.values, *part.values))
+            last = BucketRun(last.bucket, last.start, part.stop, (*last.values, *part.values))
             continue
         if last is not None:
             yield last

@@ -17,8 +17,8 @@ import torch
 from deepspeed.checkpoint.directory import Format, find, format_of, what_exists
 from deepspeed.checkpoint.format import COMPUTE, MASTER
 from deepspeed.checkpoint.reader import CheckpointReader
-from deepspeed.checkpoint.source import Source, Wanted
-from deepspeed.checkpoint.weights_file import Entry, WeightsWriter, parse_size
+from deepspeed.checkpoint.source import CheckpointSource, Wanted
+from deepspeed.checkpoint.weights_file import TensorEntry, WeightsWriter, parse_size
 from deepspeed.errors import CheckpointError
 
 _PART_NUMEL = 1 << 22
@@ -41,7 +41,7 @@ class FullTensor:
         dtype: Dtype that it will have.
     """
 
-    def __init__(self, source: Source, name: str, dtype: torch.dtype | None) -> None:
+    def __init__(self, source: CheckpointSource, name: str, dtype: torch.dtype | None) -> None:
         self._source = source
         self.name = name
         parameter = source.parameters.get(name)
@@ -82,7 +82,7 @@ class FullTensor:
         return f"FullTensor({self.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
-def open_source(checkpoint_dir: str | Path, tag: str | None = None) -> Source:
+def open_source(checkpoint_dir: str | Path, tag: str | None = None) -> CheckpointSource:
     """Opens a checkpoint of any format.
 
     Args:
@@ -110,7 +110,9 @@ def open_source(checkpoint_dir: str | Path, tag: str | None = None) -> Source:
     return open_upstream(folder, kind)
 
 
-def _entries(source: Source, dtype: torch.dtype | None, exclude_frozen: bool) -> list[tuple[Entry, FullTensor]]:
+def _entries(
+    source: CheckpointSource, dtype: torch.dtype | None, exclude_frozen: bool
+) -> list[tuple[TensorEntry, FullTensor]]:
     """Everything that a full state dict holds; tied tensors follow the one that holds their values."""
     names = [n for n, parameter in source.parameters.items() if not (exclude_frozen and parameter.is_frozen)]
     names += list(source.buffers)
@@ -120,13 +122,13 @@ def _entries(source: Source, dtype: torch.dtype | None, exclude_frozen: bool) ->
     found = []
     for name in names:
         full = FullTensor(source, name, dtype)
-        found.append((Entry(name, full.dtype, tuple(full.shape)), full))
+        found.append((TensorEntry(name, full.dtype, tuple(full.shape)), full))
         for alias in tied.get(name, ()):
-            found.append((Entry(alias, full.dtype, tuple(full.shape), same_as=name), full))
+            found.append((TensorEntry(alias, full.dtype, tuple(full.shape), same_as=name), full))
     return found
 
 
-def full_tensors(source: Source) -> dict[str, torch.Tensor]:
+def full_tensors(source: CheckpointSource) -> dict[str, torch.Tensor]:
     """The full state dict of an open checkpoint, in the best values that it has; tied names share one tensor."""
     state: dict[str, torch.Tensor] = {}
     for entry, full in _entries(source, None, exclude_frozen=False):

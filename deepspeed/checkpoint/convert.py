@@ -15,7 +15,7 @@ import torch
 from deepspeed.checkpoint import names, restricted
 from deepspeed.checkpoint.commit import SaveFolder
 from deepspeed.checkpoint.format import BUFFERS, TORCH, Manifest, SavedFile
-from deepspeed.checkpoint.source import Source, TrainingState, Wanted
+from deepspeed.checkpoint.source import CheckpointSource, TrainingState, Wanted
 from deepspeed.checkpoint.writer import FileWriter
 from deepspeed.zero.tiling.layout import BucketLayout, bucket_layout
 from deepspeed.zero.tiling.tiles import Tile
@@ -30,7 +30,7 @@ _DROPPED = ("module", "frozen_param_fragments", "optimizer")
 class _Parameter:
     """One parameter's values of one kind, read while they are written."""
 
-    source: Source
+    source: CheckpointSource
     kind: str
     name: str
     bucket: int
@@ -49,7 +49,7 @@ class _Parameter:
             yield part
 
 
-def convert(source: Source, state: TrainingState, root: Path, tag: str, version: str) -> Path:
+def convert(source: CheckpointSource, state: TrainingState, root: Path, tag: str, version: str) -> Path:
     """Writes ``source`` as a checkpoint of our own format.
 
     Args:
@@ -92,12 +92,12 @@ def convert(source: Source, state: TrainingState, root: Path, tag: str, version:
         raise
 
 
-def _precision(source: Source) -> str:
+def _precision(source: CheckpointSource) -> str:
     dtypes = {parameter.compute_dtype for parameter in source.parameters.values()}
     return "bf16" if torch.bfloat16 in dtypes else "fp16" if torch.float16 in dtypes else "fp32"
 
 
-def _layout(source: Source, state: TrainingState) -> tuple[BucketLayout, ...]:
+def _layout(source: CheckpointSource, state: TrainingState) -> tuple[BucketLayout, ...]:
     """Parameters of one dtype side by side, as many as fit a bucket."""
     group_of = {name: number for number, group in enumerate(state.param_groups) for name in group["params"]}
     waiting: dict[tuple[str, bool], list[Tile]] = {}
@@ -117,7 +117,9 @@ def _layout(source: Source, state: TrainingState) -> tuple[BucketLayout, ...]:
     return tuple(buckets)
 
 
-def _write(source: Source, state: TrainingState, folder: Path, buckets: tuple[BucketLayout, ...]) -> list[SavedFile]:
+def _write(
+    source: CheckpointSource, state: TrainingState, folder: Path, buckets: tuple[BucketLayout, ...]
+) -> list[SavedFile]:
     by_kind: dict[str, list[_Parameter]] = {}
     for bucket in buckets:
         for tile, start in zip(bucket.tiles, bucket.starts, strict=True):

@@ -12,7 +12,7 @@ from deepspeed.checkpoint.exchange import Exchange
 from deepspeed.checkpoint.roster import Roster, roster
 from deepspeed.checkpoint.subject import Subject
 from deepspeed.checkpoint.walk import rounds, walk_job
-from deepspeed.checkpoint.weights_file import Entry, WeightsWriter
+from deepspeed.checkpoint.weights_file import TensorEntry, WeightsWriter
 from deepspeed.zero.access.whole_buckets import walk_full
 
 
@@ -115,14 +115,14 @@ def _tied(listed: Roster) -> dict[str, list[str]]:
     return tied
 
 
-def _entries(subject: Subject, listed: Roster, exclude_frozen: bool) -> list[Entry]:
+def _entries(subject: Subject, listed: Roster, exclude_frozen: bool) -> list[TensorEntry]:
     """What :func:`_walk` will yield, one entry per name."""
     tied = _tied(listed)
-    found: list[Entry] = []
+    found: list[TensorEntry] = []
 
     def add(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        found.append(Entry(name, dtype, shape))
-        found.extend(Entry(alias, dtype, shape, same_as=name) for alias in tied.get(name, ()))
+        found.append(TensorEntry(name, dtype, shape))
+        found.extend(TensorEntry(alias, dtype, shape, same_as=name) for alias in tied.get(name, ()))
 
     for steps in rounds(listed, exclude_frozen=exclude_frozen):
         for step in steps:

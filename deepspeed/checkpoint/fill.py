@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 
 from deepspeed.checkpoint.format import COMPUTE, MASTER
-from deepspeed.checkpoint.plan import Fill, Match, fills, wanted_of
-from deepspeed.checkpoint.source import Source, Wanted
+from deepspeed.checkpoint.plan import Fill, ParameterMatch, fills, wanted_of
+from deepspeed.checkpoint.source import CheckpointSource, Wanted
 from deepspeed.errors import CheckpointError
 from deepspeed.zero.bucket import Bucket, State
 from deepspeed.zero.runtime import ZeroRuntime
@@ -32,8 +32,8 @@ class WeightFiller:
     def __init__(
         self,
         runtime: ZeroRuntime,
-        source: Source,
-        matches: Mapping[str, Match],
+        source: CheckpointSource,
+        matches: Mapping[str, ParameterMatch],
         *,
         use_masters: bool = True,
     ) -> None:
@@ -109,7 +109,7 @@ class WeightFiller:
 
 
 @torch.no_grad()
-def load_buffers(source: Source, names: Mapping[str, str], buffers: Mapping[str, torch.Tensor]) -> None:
+def load_buffers(source: CheckpointSource, names: Mapping[str, str], buffers: Mapping[str, torch.Tensor]) -> None:
     """Copies buffers in place.
 
     Args:

@@ -16,7 +16,7 @@ from rich.table import Table
 from deepspeed.checkpoint.consolidate import open_source
 from deepspeed.checkpoint.directory import LATEST, Format, find, format_of, read_pointer, tags, what_exists
 from deepspeed.checkpoint.reader import CheckpointReader
-from deepspeed.checkpoint.source import SavedParameter, Source
+from deepspeed.checkpoint.source import CheckpointSource, SavedParameter
 from deepspeed.checkpoint.upstream import UpstreamSource
 from deepspeed.errors import CheckpointError
 
@@ -24,7 +24,7 @@ _SHOWN_TILES = 4
 
 
 @dataclass
-class Kind:
+class KindTotals:
     """Tensors of one kind and dtype.
 
     Attributes:
@@ -54,8 +54,8 @@ class Summary:
     folder: Path
     format: Format
     facts: dict[str, str]
-    kinds: dict[tuple[str, str], Kind] = field(default_factory=lambda: defaultdict(Kind))
-    source: Source | None = None
+    kinds: dict[tuple[str, str], KindTotals] = field(default_factory=lambda: defaultdict(KindTotals))
+    source: CheckpointSource | None = None
     problems: list[str] = field(default_factory=list)
 
 
@@ -184,7 +184,7 @@ def show(summary: Summary, console: Console, *, parameters: bool, verified: bool
         console.print(escape(problem), style="red", soft_wrap=True)
 
 
-def _parameter_table(source: Source) -> Table:
+def _parameter_table(source: CheckpointSource) -> Table:
     table = Table("parameter", "shape", "saved as", "")
     for name, entry in source.parameters.items():
         kinds = ", ".join(f"{kind} {str(dtype).removeprefix('torch.')}" for kind, dtype in sorted(entry.kinds.items()))

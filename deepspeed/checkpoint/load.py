@@ -17,19 +17,19 @@ from deepspeed.checkpoint.fill import WeightFiller, load_buffers
 from deepspeed.checkpoint.native import read_training_state
 from deepspeed.checkpoint.optimizer_state import OptimizerFiller
 from deepspeed.checkpoint.param_groups import choose_groups, schedule_for
-from deepspeed.checkpoint.plan import Match, Mismatch, match
+from deepspeed.checkpoint.plan import Mismatch, ParameterMatch, match
 from deepspeed.checkpoint.private import PrivateFiller
 from deepspeed.checkpoint.random_state import restore_random_state
 from deepspeed.checkpoint.reader import CheckpointReader
 from deepspeed.checkpoint.renaming import kind_of_names, renamed
 from deepspeed.checkpoint.roster import names_elsewhere
-from deepspeed.checkpoint.source import Source, StateDictSource, TrainingState
+from deepspeed.checkpoint.source import CheckpointSource, StateDictSource, TrainingState
 from deepspeed.checkpoint.states import ENGINE_KEYS
 from deepspeed.checkpoint.subject import COUNTERS, Subject
 from deepspeed.checkpoint.upstream import open_upstream
 from deepspeed.errors import CheckpointError
 from deepspeed.logging import log_dist
-from deepspeed.schedulers.base import Schedule
+from deepspeed.schedulers.base import LrSchedule
 from deepspeed.zero.access.whole_buckets import full_parameters, publish
 
 T = TypeVar("T")
@@ -85,7 +85,7 @@ class Loaded:
 class _Prepared:
     """A checkpoint that fits and is whole, and what will be copied out of it."""
 
-    source: Source
+    source: CheckpointSource
     state: TrainingState
     weights: WeightFiller
     optimizer: OptimizerFiller | None
@@ -225,7 +225,7 @@ def _trained_names(subject: Subject, exchange: Exchange, doing: str) -> list[lis
 
 def _open(
     found: Found, subject: Subject, options: LoadOptions, rank: int, trained: list[list[str]], stack: ExitStack
-) -> tuple[Source, TrainingState]:
+) -> tuple[CheckpointSource, TrainingState]:
     if found.format is not Format.OURS:
         upstream = open_upstream(
             found.folder,
@@ -291,7 +291,7 @@ def _prepare(
     return _Prepared(source, state, weights, optimizer, buffers, private, _schedule(subject, state, matches), notes)
 
 
-def _schedule(subject: Subject, state: TrainingState, matches: Mapping[str, Match]) -> dict[str, Any] | None:
+def _schedule(subject: Subject, state: TrainingState, matches: Mapping[str, ParameterMatch]) -> dict[str, Any] | None:
     """Returns the saved state of the learning-rate schedule, with one entry per param group of this rank."""
     present = subject.schedule_state()
     if state.lr_scheduler is None or present is None:
@@ -300,7 +300,7 @@ def _schedule(subject: Subject, state: TrainingState, matches: Mapping[str, Matc
     return schedule_for(state.lr_scheduler, present, len(state.param_groups), choices)
 
 
-def _of_another_kind(subject: Subject, found: Found, options: LoadOptions, source: Source) -> str:
+def _of_another_kind(subject: Subject, found: Found, options: LoadOptions, source: CheckpointSource) -> str:
     """Returns the message for a checkpoint that has no name in common with the model."""
     tag = "" if options.tag is None else f" -t {options.tag}"
     expected, there = kind_of_names(subject.shapes()), kind_of_names(source.parameters)
@@ -355,7 +355,7 @@ def _apply(subject: Subject, options: LoadOptions, found: Found, prepared: _Prep
         subject.lr_scheduler.load_state_dict(prepared.schedule)
         has_rates = prepared.optimizer is not None and any("lr" in group for group in state.param_groups)
         if (
-            isinstance(subject.lr_scheduler, Schedule)
+            isinstance(subject.lr_scheduler, LrSchedule)
             and not has_rates
             and subject.lr_scheduler.last_batch_iteration >= 0
         ):

@@ -13,8 +13,8 @@ import torch
 
 from deepspeed.checkpoint.collect import is_per_element
 from deepspeed.checkpoint.param_groups import NOT_HYPERPARAMETERS, choose_groups, comparable
-from deepspeed.checkpoint.plan import Fill, Match, state_fills
-from deepspeed.checkpoint.source import Source, TrainingState, Wanted
+from deepspeed.checkpoint.plan import Fill, ParameterMatch, state_fills
+from deepspeed.checkpoint.source import CheckpointSource, TrainingState, Wanted
 from deepspeed.errors import CheckpointError
 from deepspeed.zero.placement import Home
 from deepspeed.zero.update.loop import first_state
@@ -38,9 +38,9 @@ class OptimizerFiller:
         self,
         optimizer: DeepSpeedZeroOptimizer,
         masters: list[MasterBucket],
-        source: Source,
+        source: CheckpointSource,
         state: TrainingState,
-        matches: Mapping[str, Match],
+        matches: Mapping[str, ParameterMatch],
         group_names: list[list[str]],
     ) -> None:
         self._zero = optimizer

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deepspeed.checkpoint.plan import Match
+from deepspeed.checkpoint.plan import ParameterMatch
 from deepspeed.logging import logger
 
 Group = dict[str, Any]
@@ -192,7 +192,7 @@ class GroupChoice(NamedTuple):
 
 
 def choose_groups(
-    saved: Sequence[Group], matches: Mapping[str, Match], group_names: Sequence[Sequence[str]]
+    saved: Sequence[Group], matches: Mapping[str, ParameterMatch], group_names: Sequence[Sequence[str]]
 ) -> list[GroupChoice]:
     """Returns for each of the model's param groups the saved one that it goes on from.
 

@@ -13,7 +13,7 @@ import torch
 
 from deepspeed.checkpoint.format import COMPUTE, MASTER, optimizer_kind, state_of_kind
 from deepspeed.checkpoint.renaming import SavedNames
-from deepspeed.checkpoint.source import SavedParameter, Source, Wanted
+from deepspeed.checkpoint.source import CheckpointSource, SavedParameter, Wanted
 from deepspeed.zero.tiling.layout import BucketLayout
 from deepspeed.zero.tiling.tiles import Tile
 
@@ -54,7 +54,7 @@ class Mismatch:
 
 
 @dataclass(frozen=True)
-class Match:
+class ParameterMatch:
     """A parameter of the model and the one of the checkpoint that fills it."""
 
     name: str
@@ -71,11 +71,11 @@ class Match:
 
 
 def match(
-    source: Source | SavedNames,
+    source: CheckpointSource | SavedNames,
     shapes: Mapping[str, tuple[int, ...]],
     aliases: Mapping[str, str],
     buffers: Mapping[str, torch.Tensor],
-) -> tuple[dict[str, Match], dict[str, str], Mismatch]:
+) -> tuple[dict[str, ParameterMatch], dict[str, str], Mismatch]:
     """Pairs the model's tensors with the checkpoint's, by name; a tied tensor answers to each of its names.
 
     Args:
@@ -89,7 +89,7 @@ def match(
     """
     difference = Mismatch()
     other_names = _other_names(aliases)
-    matches: dict[str, Match] = {}
+    matches: dict[str, ParameterMatch] = {}
     used: set[str] = set()
     for name, shape in shapes.items():
         found = _resolve(source, [name, *other_names.get(name, ())])
@@ -103,7 +103,7 @@ def match(
         if tuple(saved.shape) != tuple(shape):
             difference.shapes[name] = (tuple(shape), tuple(saved.shape))
             continue
-        matches[name] = Match(name, saved)
+        matches[name] = ParameterMatch(name, saved)
     buffer_names: dict[str, str] = {}
     used_buffers: set[str] = set()
     for name, buffer in buffers.items():
@@ -129,7 +129,7 @@ def _other_names(aliases: Mapping[str, str]) -> dict[str, list[str]]:
     return found
 
 
-def _resolve(source: Source | SavedNames, candidates: Iterable[str]) -> str | None:
+def _resolve(source: CheckpointSource | SavedNames, candidates: Iterable[str]) -> str | None:
     for name in candidates:
         kept = source.aliases.get(name, name)
         if kept in source.parameters:
@@ -146,7 +146,7 @@ class Fill:
     wanted: Wanted
 
 
-def fills(layout: BucketLayout, rank: int, matches: Mapping[str, Match], kind: str | None) -> list[Fill]:
+def fills(layout: BucketLayout, rank: int, matches: Mapping[str, ParameterMatch], kind: str | None) -> list[Fill]:
     """What ``rank``'s slice of a bucket takes from a checkpoint.
 
     Args:
@@ -176,7 +176,7 @@ def wanted_of(tile: Tile, kind: str, name: str, start: int, stop: int) -> Wanted
     return Wanted(kind, name, start, stop, None if tile.part is None else tile)
 
 
-def state_fills(layout: BucketLayout, rank: int, matches: Mapping[str, Match]) -> dict[str, list[Fill]]:
+def state_fills(layout: BucketLayout, rank: int, matches: Mapping[str, ParameterMatch]) -> dict[str, list[Fill]]:
     """For each per-element optimizer state, what ``rank``'s slice of a bucket takes from a checkpoint."""
     found = (matches[tile.logical] for tile in layout.tiles if tile.logical in matches)
     states = {state for entry in found for state in entry.states()}

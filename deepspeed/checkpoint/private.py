@@ -14,7 +14,7 @@ import torch
 
 from deepspeed.checkpoint import names
 from deepspeed.checkpoint.reader import CheckpointReader
-from deepspeed.checkpoint.source import Source, TrainingState
+from deepspeed.checkpoint.source import CheckpointSource, TrainingState
 from deepspeed.zero.access.gathered import checksum
 from deepspeed.zero.update.driver import PrivateState
 
@@ -50,7 +50,9 @@ class PrivateFiller:
         wanted: Whether optimizer states are restored at all.
     """
 
-    def __init__(self, subject: Subject, source: Source, state: TrainingState, rank: int, *, wanted: bool) -> None:
+    def __init__(
+        self, subject: Subject, source: CheckpointSource, state: TrainingState, rank: int, *, wanted: bool
+    ) -> None:
         self._targets = private_tensors(subject)
         self._found: dict[str, torch.Tensor] | None = None
         self.notes: list[str] = []

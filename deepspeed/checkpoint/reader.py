@@ -145,7 +145,7 @@ def _read_at(descriptor: int, out: memoryview, offset: int) -> int:
     return len(data)
 
 
-class _Run(NamedTuple):
+class _FileRun(NamedTuple):
     """Elements ``[start, stop)`` of a wanted tile that lie side by side in a file.
 
     Attributes:
@@ -305,7 +305,7 @@ class CheckpointReader:
         tile = saved[0].tile.whole() if wanted.tile is None else wanted.tile
         return next((entry for entry in saved if entry.tile.holds_same(tile)), None)
 
-    def _runs(self, wanted: Wanted, *, all_of_it: bool = False) -> Iterator[_Run]:
+    def _runs(self, wanted: Wanted, *, all_of_it: bool = False) -> Iterator[_FileRun]:
         """Each part of ``wanted`` that exists; ``all_of_it``: what does not is an error."""
         for entry, span in self._spans(wanted):
             low = entry.start + span.other_start
@@ -316,7 +316,7 @@ class CheckpointReader:
                     break
                 start = span.start + first - low
                 offset = piece.offset + (first - piece.start) * piece.dtype.itemsize
-                yield _Run(start, start + last - first, piece, reader, offset)
+                yield _FileRun(start, start + last - first, piece, reader, offset)
                 position = last
             if all_of_it and position < high:
                 raise CheckpointError(f"{self.folder}: {wanted.kind} of {wanted.name!r} is not complete")
@@ -424,9 +424,9 @@ class CheckpointReader:
         return reader.whole()
 
 
-def _windows(runs: Iterable[_Run]) -> Iterator[list[_Run]]:
+def _windows(runs: Iterable[_FileRun]) -> Iterator[list[_FileRun]]:
     """Runs that are read at once: of one piece, close together."""
-    window: list[_Run] = []
+    window: list[_FileRun] = []
     for run in runs:
         if window:
             last = window[-1]

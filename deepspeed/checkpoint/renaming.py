@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from deepspeed.checkpoint.source import SavedBuffer, SavedParameter, Source
+from deepspeed.checkpoint.source import CheckpointSource, SavedBuffer, SavedParameter
 
 _PIPELINE = re.compile(r"(\d+|tied_modules\.[^.]+)\..+")
 _SHOWN = 3
@@ -33,7 +33,7 @@ class SavedNames:
     left_out: Collection[str]
 
 
-def renamed(source: Source, beginnings: Mapping[str, str]) -> SavedNames | None:
+def renamed(source: CheckpointSource, beginnings: Mapping[str, str]) -> SavedNames | None:
     """Returns the names of a checkpoint with other beginnings; None where a parameter begins with none of them.
 
     Args:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from deepspeed.checkpoint import disk, names, states
-from deepspeed.checkpoint.collect import Collected, collect
+from deepspeed.checkpoint.collect import RankCheckpoint, collect
 from deepspeed.checkpoint.commit import SaveFolder, point_latest, prune
 from deepspeed.checkpoint.directory import check_tag
 from deepspeed.checkpoint.exchange import Exchange
@@ -25,7 +25,7 @@ from deepspeed.checkpoint.roster import Roster, roster
 from deepspeed.checkpoint.save_folders import make_folders
 from deepspeed.checkpoint.script import SCRIPT_NAME, script
 from deepspeed.checkpoint.subject import Subject
-from deepspeed.checkpoint.writer import FileWriter, Stretch
+from deepspeed.checkpoint.writer import BucketRun, FileWriter
 from deepspeed.errors import CheckpointError
 from deepspeed.logging import log_dist, log_dist_once, logger
 
@@ -66,7 +66,7 @@ class _Job:
     token: str
     rank: int
     apart_is_meant: bool
-    collected: Collected
+    collected: RankCheckpoint
     shared: dict[str, bytes]
     buffers: list[tuple[str, torch.Tensor]]
     private: list[tuple[str, torch.Tensor]]
@@ -150,7 +150,7 @@ class Saver:
         token, tag, now = _agree_on_tag(exchange, options, subject.settings.tag_validation)
         options = SaveOptions(**{**vars(options), "tag": tag})
         listed = roster(subject, exchange)
-        collected: Collected | None = None
+        collected: RankCheckpoint | None = None
 
         schedule = subject.schedule_state()
         has_own_groups = not subject.is_one_part  # else they are those of rank 0
@@ -249,7 +249,7 @@ def _copy_to_host(job: _Job, host: HostCopy) -> None:
     copies = iter(host.take([*parts, *named]))
     for kind, stretches in job.collected.stretches.items():
         job.collected.stretches[kind] = [
-            Stretch(s.bucket, s.start, s.stop, tuple(next(copies) for _ in s.values)) for s in stretches
+            BucketRun(s.bucket, s.start, s.stop, tuple(next(copies) for _ in s.values)) for s in stretches
         ]
     job.buffers = [(name, next(copies)) for name, _ in job.buffers]
     job.private = [(name, next(copies)) for name, _ in job.private]

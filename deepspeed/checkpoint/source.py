@@ -104,7 +104,7 @@ class TrainingState:
     withheld: list[str] = field(default_factory=list)
 
 
-class Source(Protocol):
+class CheckpointSource(Protocol):
     """A checkpoint that can be read."""
 
     @property
@@ -157,7 +157,7 @@ class Source(Protocol):
 
 
 def read_whole(wanted: Wanted, out: torch.Tensor, read: Callable[[int, int, torch.Tensor], object]) -> None:
-    """:meth:`Source.read` for a source that has every parameter whole.
+    """:meth:`CheckpointSource.read` for a source that has every parameter whole.
 
     Args:
         wanted: What goes into ``out``.
@@ -175,7 +175,7 @@ def read_whole(wanted: Wanted, out: torch.Tensor, read: Callable[[int, int, torc
 
 
 class StateDictSource:
-    """A full state dict in memory, as a :class:`Source`.
+    """A full state dict in memory, as a :class:`CheckpointSource`.
 
     Args:
         state_dict: Tensors by name; tied names may share one tensor.
@@ -202,17 +202,17 @@ class StateDictSource:
         self.left_out: frozenset[str] = frozenset()
 
     def check(self, wanted: Sequence[Wanted]) -> None:
-        """See :class:`Source`; what is in memory is whole."""
+        """See :class:`CheckpointSource`; what is in memory is whole."""
 
     def read(self, wanted: Wanted, out: torch.Tensor) -> None:
-        """See :class:`Source`."""
+        """See :class:`CheckpointSource`."""
         flat = self._tensors[wanted.name].reshape(-1)
         read_whole(wanted, out, lambda start, stop, place: place.copy_(flat[start:stop]))
 
     def covered(self, wanted: Wanted) -> list[tuple[int, int]]:
-        """See :class:`Source`."""
+        """See :class:`CheckpointSource`."""
         return [(wanted.start, wanted.stop)] if wanted.kind == COMPUTE else []
 
     def read_buffer(self, name: str) -> torch.Tensor:
-        """See :class:`Source`."""
+        """See :class:`CheckpointSource`."""
         return self._tensors[name]

@@ -41,7 +41,7 @@ def parse_size(size: int | str) -> int:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A tensor that will be written.
 
     Attributes:
@@ -62,9 +62,9 @@ class Entry:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def plan_shards(entries: Sequence[Entry], limit: int | None) -> list[list[Entry]]:
+def plan_shards(entries: Sequence[TensorEntry], limit: int | None) -> list[list[TensorEntry]]:
     """Cuts ``entries``, in order, so that no shard is larger than ``limit`` bytes unless one tensor is."""
-    shards: list[list[Entry]] = [[]]
+    shards: list[list[TensorEntry]] = [[]]
     size = 0
     for entry in entries:
         if limit is not None and shards[-1] and size + entry.nbytes > limit:
@@ -95,20 +95,20 @@ class WeightsWriter:
         limit: Largest shard in bytes; None for one file.
     """
 
-    def __init__(self, folder: Path, filename: str, entries: Sequence[Entry], limit: int | None) -> None:
+    def __init__(self, folder: Path, filename: str, entries: Sequence[TensorEntry], limit: int | None) -> None:
         self._folder = folder
         self._filename = filename
         self._is_safetensors = filename.endswith(".safetensors")
         self._shards = plan_shards(entries, limit)
         self._names = shard_names(filename, len(self._shards))
         self._current = -1
-        self._left: list[Entry] = []
+        self._left: list[TensorEntry] = []
         self._kept: dict[str, torch.Tensor] = {}
         self._descriptor: int | None = None
         disk.make_folder(folder)
         self._open_next()
 
-    def add(self, entry: Entry, parts: Iterable[torch.Tensor]) -> None:
+    def add(self, entry: TensorEntry, parts: Iterable[torch.Tensor]) -> None:
         """Writes the next entry.
 
         Args:
@@ -199,7 +199,7 @@ class WeightsWriter:
                 os.unlink(self._folder / name)
 
 
-def _whole(entry: Entry, parts: Iterable[torch.Tensor]) -> torch.Tensor:
+def _whole(entry: TensorEntry, parts: Iterable[torch.Tensor]) -> torch.Tensor:
     """One tensor that owns its storage."""
     out = torch.empty(prod(entry.shape), dtype=entry.dtype)
     position = 0

@@ -26,7 +26,7 @@ _STAGING_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
-class Stretch:
+class BucketRun:
     """Values of elements ``[start, stop)`` of the flat buffer of bucket ``bucket``.
 
     Attributes:
@@ -122,7 +122,7 @@ class _Staging:
 
 
 class Writable(Protocol):
-    """What can be written like a :class:`Stretch`, whose values need not be in memory before."""
+    """What can be written like a :class:`BucketRun`, whose values need not be in memory before."""
 
     @property
     def bucket(self) -> int:
@@ -151,7 +151,7 @@ class Writable(Protocol):
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _FileTensor:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -190,7 +190,7 @@ class FileWriter:
 
     def write_stretches(self, name: str, kind: str, stretches: Sequence[Writable]) -> SavedFile:
         """Writes stretches of buckets; each becomes a 1-D tensor named ``<bucket>:<start>``."""
-        entries = [_Entry(f"{s.bucket}:{s.start}", s.dtype, (s.stop - s.start,), s.values) for s in stretches]
+        entries = [_FileTensor(f"{s.bucket}:{s.start}", s.dtype, (s.stop - s.start,), s.values) for s in stretches]
         offsets, size, checksums = self._write(name, entries)
         pieces = tuple(
             SavedStretch(s.bucket, s.start, s.stop, s.dtype, offset)
@@ -200,7 +200,7 @@ class FileWriter:
 
     def write_tensors(self, name: str, kind: str, tensors: Sequence[tuple[str, torch.Tensor]]) -> SavedFile:
         """Writes whole tensors under their names."""
-        entries = [_Entry(key, t.dtype, tuple(t.shape), (t.detach().contiguous().view(-1),)) for key, t in tensors]
+        entries = [_FileTensor(key, t.dtype, tuple(t.shape), (t.detach().contiguous().view(-1),)) for key, t in tensors]
         offsets, size, checksums = self._write(name, entries)
         records = tuple(NamedTensor(e.name, e.shape, e.dtype, o) for e, o in zip(entries, offsets, strict=True))
         return SavedFile(name, kind, size, checksums, tensors=records)
@@ -214,7 +214,7 @@ class FileWriter:
         size, checksums = self._stream(name, fill)
         return SavedFile(name, kind, size, checksums)
 
-    def _write(self, name: str, entries: Sequence[_Entry]) -> tuple[list[int], int, tuple[int, ...]]:
+    def _write(self, name: str, entries: Sequence[_FileTensor]) -> tuple[list[int], int, tuple[int, ...]]:
         header = safetensors_header([(e.name, e.dtype, e.shape) for e in entries])
         offsets, position = [], len(header)
         for entry in entries:

@@ -47,7 +47,7 @@ class Usable:
 
 
 @dataclass(frozen=True)
-class Facts:
+class EnvironmentFacts:
     """Everything the report shows.
 
     Attributes:
@@ -65,7 +65,7 @@ class Facts:
     warnings: list[str] = field(default_factory=list)
 
 
-def collect() -> Facts:
+def collect() -> EnvironmentFacts:
     """Looks at everything; asks every device for its memory, which starts its context."""
     warnings = list(_machine_warnings())
     try:
@@ -74,7 +74,7 @@ def collect() -> Facts:
         warnings.insert(0, f"{error}. This report goes on with the CPU.")
         accelerator = CPUAccelerator()
     missing = [(feature.title, feature.instead) for feature in FEATURES]
-    return Facts(_versions(), _machine(accelerator), _usable(accelerator), missing, warnings)
+    return EnvironmentFacts(_versions(), _machine(accelerator), _usable(accelerator), missing, warnings)
 
 
 def _versions() -> list[tuple[str, str]]:

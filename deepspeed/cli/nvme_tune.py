@@ -17,7 +17,7 @@ from deepspeed.cli.command import run_command
 from deepspeed.cli.io_speed import count_of, size_of
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.offload.file_io import IoSettings
-from deepspeed.offload.tune import Trial, best_of, sweep
+from deepspeed.offload.tune import TuneTrial, best_of, sweep
 
 # Of queue_depth and intra_op_parallelism only the product counts, so one of them is enough.
 _SWEEP: dict[str, list[int]] = {
@@ -77,7 +77,7 @@ def _run(options: argparse.Namespace) -> None:
     choices = _choices(options.sweep_config)
     console = Console()
 
-    def report(trial: Trial) -> None:
+    def report(trial: TuneTrial) -> None:
         if options.flush_page_cache and not all(speed.is_direct for speed in trial.speeds):
             raise DeepSpeedConfigError(
                 "--flush_page_cache: a folder's file system gives no direct access, so its cache cannot be left out; "
@@ -140,7 +140,7 @@ def _number(path: Path, key: str, value: Any) -> int:
         raise DeepSpeedConfigError(f"--sweep_config {path}: {key}: {error}") from None
 
 
-def _row(trial: Trial, folders: Sequence[Path]) -> dict[str, Any]:
+def _row(trial: TuneTrial, folders: Sequence[Path]) -> dict[str, Any]:
     speeds = {
         f"{operation} {folder}": f"{speed / 1e9:.2f} GB/s"
         for folder, found in zip(folders, trial.speeds, strict=True)
@@ -149,7 +149,7 @@ def _row(trial: Trial, folders: Sequence[Path]) -> dict[str, Any]:
     return {**aio_section(trial.settings), **speeds}
 
 
-def _write_log(options: argparse.Namespace, trials: Sequence[Trial]) -> Path:
+def _write_log(options: argparse.Namespace, trials: Sequence[TuneTrial]) -> Path:
     path = options.log_dir / _LOG_NAME
     results = [
         {
@@ -168,7 +168,7 @@ def _write_log(options: argparse.Namespace, trials: Sequence[Trial]) -> Path:
     return path
 
 
-def _show(trials: Sequence[Trial], best: Trial, operations: tuple[str, ...], console: Console) -> None:
+def _show(trials: Sequence[TuneTrial], best: TuneTrial, operations: tuple[str, ...], console: Console) -> None:
     title = f"the fastest of {len(trials)} choices, GB/s (mean over the folders)"
     table = Table("", "block_size", "in flight", *operations, title=title, title_justify="left")
     for trial in sorted(trials, key=lambda trial: trial.seconds_per_byte)[:_SHOWN]:

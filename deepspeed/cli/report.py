@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from deepspeed.cli.facts import Facts, Usable, collect
+from deepspeed.cli.facts import EnvironmentFacts, Usable, collect
 
 # Wide enough for a path; a terminal's own width wins.
 _WIDTH_WITHOUT_TERMINAL = 120
@@ -36,7 +36,7 @@ def _parse_args(args: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(args)
 
 
-def show(facts: Facts, console: Console, *, features: bool = True, warnings: bool = True) -> None:
+def show(facts: EnvironmentFacts, console: Console, *, features: bool = True, warnings: bool = True) -> None:
     """Prints ``facts`` as tables.
 
     Args:

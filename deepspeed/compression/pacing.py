@@ -13,7 +13,7 @@ from deepspeed.compression.eigenvalue import Mean, PowerIteration, as_shares, bl
 from deepspeed.compression.report import compressed_layers
 from deepspeed.compression.techniques import WeightRounding
 from deepspeed.compression.widths import Width, WidthSchedule
-from deepspeed.config.sections.quantization import Eigenvalue
+from deepspeed.config.sections.quantization import EigenvalueSection
 from deepspeed.logging import log_dist
 
 ATTRIBUTE = "compression_pace"
@@ -72,7 +72,7 @@ class Pace:
         eigenvalues: Of the blocks in order, as measured last; empty before.
     """
 
-    def __init__(self, model: nn.Module, section: Eigenvalue) -> None:
+    def __init__(self, model: nn.Module, section: EigenvalueSection) -> None:
         self._power = PowerIteration(section.max_iter, section.tol, section.stability)
         self._resolution, self._verbose = section.gas_boundary_resolution, section.verbose
         self._blocks = blocks_of(model, section.layer_name, section.layer_num)
@@ -155,7 +155,7 @@ def pace_of(model: nn.Module) -> Pace | None:
     return found
 
 
-def set_pace(model: nn.Module, section: Eigenvalue | None) -> None:
+def set_pace(model: nn.Module, section: EigenvalueSection | None) -> None:
     """Lets eigenvalues pace the widths of a prepared model from now on, or (None) the step alone."""
     model.__dict__.pop(ATTRIBUTE, None)
     for _, techniques in compressed_layers(model):

@@ -51,7 +51,7 @@ def kind_of_class(found: type) -> str | None:
     return "conv1d" if is_conv1d(found) else None
 
 
-class Match(NamedTuple):
+class PatternMatch(NamedTuple):
     """One pattern of a group with what it fits.
 
     Attributes:
@@ -79,7 +79,7 @@ class Selection:
     group: str
     shared: Any
     params: Any
-    matches: list[Match] = field(default_factory=list)
+    matches: list[PatternMatch] = field(default_factory=list)
 
     @property
     def is_snip(self) -> bool:
@@ -163,14 +163,14 @@ def _groups_of(technique: str, settings: Any) -> dict[str, Any]:
     return groups or ({"all": PruningGroup()} if is_snip(technique, settings.shared_parameters) else {})
 
 
-def _without_excluded(selection: Selection) -> list[Match]:
+def _without_excluded(selection: Selection) -> list[PatternMatch]:
     """The matches without ``excluded_modules``, which are patterns too."""
     where = f"{SECTION}.{selection.technique}.shared_parameters.excluded_modules"
     excluded = [_compiled(pattern, where) for pattern in selection.shared.excluded_modules]
     names = [[name for name in match.names if not any(e.search(name) for e in excluded)] for match in selection.matches]
     if not any(names):
         raise DeepSpeedConfigError(f"{where}: leaves no layer of the group {selection.group!r}; name fewer")
-    return [Match(kept, []) for kept in names]
+    return [PatternMatch(kept, []) for kept in names]
 
 
 def _compiled(pattern: str, where: str) -> re.Pattern[str]:
@@ -180,7 +180,7 @@ def _compiled(pattern: str, where: str) -> re.Pattern[str]:
         raise DeepSpeedConfigError(f"{where}: {pattern!r} is no regular expression: {error}") from error
 
 
-def _matches(modules: dict[str, nn.Module], selection: Selection, group: Group) -> list[Match]:
+def _matches(modules: dict[str, nn.Module], selection: Selection, group: Group) -> list[PatternMatch]:
     related = cast("list[list[str]]", group.related_modules or [[] for _ in group.modules])
     if len(related) != len(group.modules):
         raise DeepSpeedConfigError(
@@ -190,7 +190,7 @@ def _matches(modules: dict[str, nn.Module], selection: Selection, group: Group) 
     matches = []
     for pattern, others in zip(group.modules, related, strict=True):
         names = _fitting(modules, pattern, selection.key("modules"), KINDS[selection.technique])
-        match = Match(names, [])
+        match = PatternMatch(names, [])
         for other in others:
             where = selection.key("related_modules")
             found = _fitting(modules, other, where, (*LINEAR, "conv2d", "batchnorm2d"))

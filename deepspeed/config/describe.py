@@ -69,7 +69,7 @@ def spellings(model: type[Section]) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Entry:
+class KeyEntry:
     """One declared key.
 
     Attributes:
@@ -90,11 +90,11 @@ class Entry:
         return nested_in(self.field.annotation)
 
 
-def entries(model: type[Section], path: Path = ()) -> Iterator[Entry]:
+def entries(model: type[Section], path: Path = ()) -> Iterator[KeyEntry]:
     """All keys of a section and of those inside it, in order of declaration."""
     for name, field in model.model_fields.items():
         here = (*path, name)
-        yield Entry(here, field, facts_of(field), model)
+        yield KeyEntry(here, field, facts_of(field), model)
         nested = nested_in(field.annotation)
         if nested is not None:
             step = {"section": (), "list": ("[]",), "map": ("<name>",)}[nested.kind]

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from functools import cache
 from os.path import commonprefix
 
-from deepspeed.config.describe import Entry, entries
+from deepspeed.config.describe import KeyEntry, entries
 from deepspeed.config.findings import Path, dotted
 from deepspeed.config.sections.root import Root
 from deepspeed.config.synonyms import meant_by
@@ -73,8 +73,8 @@ def _likeness(name: str, choice: str) -> float:
 
 
 @cache
-def _by_name() -> dict[str, tuple[Entry, ...]]:
-    table: dict[str, tuple[Entry, ...]] = {}
+def _by_name() -> dict[str, tuple[KeyEntry, ...]]:
+    table: dict[str, tuple[KeyEntry, ...]] = {}
     for entry in entries(Root):
         name = str(entry.path[-1])
         table[name] = (*table.get(name, ()), entry)

@@ -9,7 +9,7 @@ from torch import nn
 
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.config.sections.compression import CompressionTraining
-from deepspeed.config.sections.quantization import Eigenvalue, QuantizeTraining
+from deepspeed.config.sections.quantization import EigenvalueSection, QuantizeTraining
 from deepspeed.config.sections.root import Root
 from deepspeed.engine.rooms import COMPRESSION, is_loaded, is_pipeline
 from deepspeed.errors import DeepSpeedConfigError
@@ -62,13 +62,13 @@ def refuse_what_is_not_compressed(root: Root, model: nn.Module) -> None:
         _refuse_what_cannot_be_paced(root, section, model)
 
 
-def eigenvalue_of(root: Root) -> Eigenvalue | None:
+def eigenvalue_of(root: Root) -> EigenvalueSection | None:
     """The section ``eigenvalue`` that is on: inside ``quantize_training``, or that of the top level."""
     inside = None if root.quantize_training is None else root.quantize_training.eigenvalue
     return next((section for section in (inside, root.eigenvalue) if section is not None and section.enabled), None)
 
 
-def _refuse_what_cannot_be_paced(root: Root, section: Eigenvalue, model: nn.Module) -> None:
+def _refuse_what_cannot_be_paced(root: Root, section: EigenvalueSection, model: nn.Module) -> None:
     """Models without falling bits in the blocks, and ranks of which none has a whole block and the whole loss."""
     from deepspeed.compression.eigenvalue import blocks_of
     from deepspeed.compression.report import compressed_layers

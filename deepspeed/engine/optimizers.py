@@ -16,7 +16,7 @@ from deepspeed.config.sections.root import Root
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 from deepspeed.ops.build import build_optimizer
-from deepspeed.ops.elementwise import Kind, is_elementwise
+from deepspeed.ops.elementwise import OptimizerKind, is_elementwise
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.update.masters import MasterBucket, MasterRun
 
@@ -147,21 +147,21 @@ def needs_whole_tensors(optimizer: torch.optim.Optimizer, placement: Placement, 
         DeepSpeedConfigError: It needs shapes and the ZeRO stage cuts parameters.
     """
     verdict = is_elementwise(optimizer)
-    if verdict.kind in (Kind.ELEMENTWISE, Kind.SEGMENTS):
+    if verdict.kind in (OptimizerKind.ELEMENTWISE, OptimizerKind.SEGMENTS):
         return False
     name = type(optimizer).__name__
     if isinstance(optimizer, _UNUSABLE):
         raise DeepSpeedConfigError(f"optimizer {name}: it {verdict.reason}; no engine step can do that. Use AdamW")
     if not placement.shard_master:
         return True
-    if verdict.kind is Kind.UNKNOWN and root.zero_allow_untested_optimizer:
+    if verdict.kind is OptimizerKind.UNKNOWN and root.zero_allow_untested_optimizer:
         log_dist(
             f"optimizer {name} {verdict.reason}; zero_allow_untested_optimizer lets it work on flat fragments, which "
             "is right only if it treats every element by itself"
         )
         return False
     remedy = "use ZeRO stage 0, where it gets whole parameters, or an elementwise optimizer such as AdamW"
-    if verdict.kind is Kind.UNKNOWN:
+    if verdict.kind is OptimizerKind.UNKNOWN:
         remedy += "; if it is elementwise, say so with zero_allow_untested_optimizer: true"
     raise DeepSpeedConfigError(
         f"optimizer {name} with zero_optimization.stage {placement.stage}: it {verdict.reason}, but this stage cuts "

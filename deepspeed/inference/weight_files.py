@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from deepspeed.checkpoint.consolidate import open_source
 from deepspeed.checkpoint.directory import LATEST, format_of
 from deepspeed.checkpoint.format import COMPUTE, MASTER
-from deepspeed.checkpoint.source import Source, Wanted
+from deepspeed.checkpoint.source import CheckpointSource, Wanted
 from deepspeed.errors import CheckpointError
 from deepspeed.zero.tiling.tiles import Box, Tile, TilePart, in_common
 
@@ -239,7 +239,7 @@ def _pickled(path: Path) -> Iterator[Stored]:
             yield Stored(Tile(name, tuple(values.shape)), False, values.__getitem__)
 
 
-def _trained(source: Source) -> Iterator[Stored]:
+def _trained(source: CheckpointSource) -> Iterator[Stored]:
     """What a checkpoint of training has, under the names of the model that it was saved from."""
     for name, parameter in source.parameters.items():
         kind = MASTER if MASTER in parameter.kinds else COMPUTE
@@ -253,7 +253,7 @@ def _trained(source: Source) -> Iterator[Stored]:
 
 
 def _read_rows(
-    source: Source, kind: str, name: str, shape: tuple[int, ...], dtype: torch.dtype, where: tuple[slice, ...]
+    source: CheckpointSource, kind: str, name: str, shape: tuple[int, ...], dtype: torch.dtype, where: tuple[slice, ...]
 ) -> torch.Tensor:
     """Reads the rows that ``where`` touches (all for ``()``), verified, and returns what it asks for of them."""
     width = prod(shape[1:])

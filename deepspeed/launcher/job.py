@@ -2,7 +2,7 @@
 
 The front (the process the user started) reads what the ranks write and decides who failed first; the supervisor, a
 fork of it, owns the ranks. See the package docstring for who watches whom. Where the run has other machines, their
-launchers are heard through a :class:`~.link.Link`, and the first failure is that of the whole run.
+launchers are heard through a :class:`~.link.LauncherLink`, and the first failure is that of the whole run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 from deepspeed.launcher import processes
 from deepspeed.launcher.failures import ErrorStream, Failure, RankState, first_failure, signal_cause
-from deepspeed.launcher.link import Link
+from deepspeed.launcher.link import LauncherLink
 from deepspeed.launcher.screen import Output, RankStream, Screen
 from deepspeed.launcher.supervisor import GRACE_AFTER_FAILURE, GRACE_AFTER_SIGNAL, Supervisor, Worker
 
@@ -60,7 +60,7 @@ class Job:
         workers: Sequence[Worker],
         host: str,
         logs: Sequence[Path] | None = None,
-        link: Link | None = None,
+        link: LauncherLink | None = None,
         labelled: bool | None = None,
         shares_screen: bool = False,
     ) -> None:

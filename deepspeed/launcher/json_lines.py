@@ -17,7 +17,7 @@ _ANYWHERE: list[list[_Place]] = [[(socket.AF_INET6, ("::",))], [(socket.AF_INET,
 _LOOPBACK: list[list[_Place]] = [[(socket.AF_INET, ("127.0.0.1",))]]
 
 
-class Connection:
+class JsonConnection:
     """One connected socket.
 
     Attributes:

@@ -24,7 +24,7 @@ from deepspeed.launcher.devices import LocalDevices, find_devices, usable_cores
 from deepspeed.launcher.elastic import Elastic, agent_command
 from deepspeed.launcher.environment import (
     SECRET,
-    World,
+    LaunchWorld,
     environment_file_name,
     new_run_id,
     read_environment_files,
@@ -137,11 +137,11 @@ def _claim(args: argparse.Namespace, hosts: list[list[int | str]]) -> PortClaim:
     return agreed_port(wish, holds_rank_0=first == 0, is_claimed=bool(args.run_id))
 
 
-def _run(args: argparse.Namespace, world: World, hosts: list[list[int | str]]) -> int:
+def _run(args: argparse.Namespace, world: LaunchWorld, hosts: list[list[int | str]]) -> int:
     """Starts the ranks of this machine and waits for them."""
     from deepspeed.launcher.greeting import Introduction
     from deepspeed.launcher.job import Job
-    from deepspeed.launcher.link import Link
+    from deepspeed.launcher.link import LauncherLink
 
     host = socket.gethostname()
     secret = os.environ.pop(SECRET, "")  # not for the ranks
@@ -149,7 +149,7 @@ def _run(args: argparse.Namespace, world: World, hosts: list[list[int | str]]) -
     link = None
     if len(world.sizes) > 1 and not args.enable_elastic_training:  # torch's agents have their own ways
         me = Introduction(world.launcher, host, world.sizes, world.master_port, VERSION, world.run_id, secret)
-        link = Link(me, world.master_addr)
+        link = LauncherLink(me, world.master_addr)
     return Job(
         workers,
         host,
@@ -160,7 +160,7 @@ def _run(args: argparse.Namespace, world: World, hosts: list[list[int | str]]) -
     ).run()
 
 
-def _workers(args: argparse.Namespace, world: World, hosts: list[list[int | str]]) -> list[Worker]:
+def _workers(args: argparse.Namespace, world: LaunchWorld, hosts: list[list[int | str]]) -> list[Worker]:
     from deepspeed.launcher.supervisor import Worker
 
     devices = find_devices(os.environ)
@@ -189,7 +189,7 @@ def _workers(args: argparse.Namespace, world: World, hosts: list[list[int | str]
     ]
 
 
-def _elastic_workers(args: argparse.Namespace, world: World, hosts: list[list[int | str]]) -> list[Worker]:
+def _elastic_workers(args: argparse.Namespace, world: LaunchWorld, hosts: list[list[int | str]]) -> list[Worker]:
     """Torch's elastic agent instead of the ranks, which it starts itself."""
     from deepspeed.launcher.supervisor import Worker
 
@@ -244,7 +244,7 @@ def _hosts(args: argparse.Namespace) -> list[list[int | str]]:
     return hosts
 
 
-def _world(args: argparse.Namespace, hosts: list[list[int | str]], port: int) -> World:
+def _world(args: argparse.Namespace, hosts: list[list[int | str]], port: int) -> LaunchWorld:
     """The place among all launchers of the run."""
     per_host = tuple(len(slots) for slots in hosts)
     if args.placed_by is None:
@@ -266,7 +266,7 @@ def _world(args: argparse.Namespace, hosts: list[list[int | str]], port: int) ->
                 "--launcher_args"
             )
         sizes, launcher = (1,) * total, placed.rank
-    return World(
+    return LaunchWorld(
         sizes=sizes,
         launcher=launcher,
         first_local_rank=local,
@@ -279,7 +279,7 @@ def _world(args: argparse.Namespace, hosts: list[list[int | str]], port: int) ->
     )
 
 
-def _common_environment(world: World, on_cpu: bool, bound_cores: int | None) -> dict[str, str]:
+def _common_environment(world: LaunchWorld, on_cpu: bool, bound_cores: int | None) -> dict[str, str]:
     """What all ranks of this machine find, before their own place.
 
     Args:

@@ -10,7 +10,7 @@ The system probes silent connections (TCP keep-alive), so a machine that lost it
 Whoever connects must answer the hub's challenge (:mod:`.greeting`) before anything it sends counts. Until then it can
 neither make the hub wait nor end the run: it is read without blocking, and dropped after a few seconds.
 
-A thread serves the sockets; :class:`Link` hands its messages over to the launcher's own loop.
+A thread serves the sockets; :class:`LauncherLink` hands its messages over to the launcher's own loop.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 from deepspeed.launcher.failures import Failure
 from deepspeed.launcher.greeting import Hello, Introduction, challenge, new_nonce, nonce_of
-from deepspeed.launcher.json_lines import ANSWER_SECONDS, Connection, listen
+from deepspeed.launcher.json_lines import ANSWER_SECONDS, JsonConnection, listen
 from deepspeed.launcher.resources import LauncherError
 from deepspeed.printable import printable
 
@@ -58,7 +58,7 @@ def link_ports(master_port: int) -> list[int]:
     return [first + number for number in range(_CANDIDATES)]
 
 
-class Link:
+class LauncherLink:
     """The launcher's side of the connection to the others: what it says and what it hears.
 
     Events are dicts with ``event``: ``failed`` (to the hub: a :class:`~.failures.Failure` as a message), ``verdict``
@@ -81,9 +81,9 @@ class Link:
         for end in (self._event_reader, self._event_writer, self._wake_reader, self._wake_writer):
             os.set_blocking(end, False)
         self._is_closing = threading.Event()
-        self._connections: dict[int, Connection] = {}
+        self._connections: dict[int, JsonConnection] = {}
         self._gone: set[int] = set()  # those who said good-bye
-        self._unnamed: dict[Connection, float] = {}  # who has not answered the challenge, until when it may
+        self._unnamed: dict[JsonConnection, float] = {}  # who has not answered the challenge, until when it may
         self._has_warned = False
         self._thread: threading.Thread | None = None
 
@@ -183,7 +183,7 @@ class Link:
                         self._accept(key.data, selector)
                     elif key.data in self._unnamed:
                         self._greet(key.data, selector, sent)
-                    elif isinstance(key.data, Connection) and self._connections.get(key.data.index) is key.data:
+                    elif isinstance(key.data, JsonConnection) and self._connections.get(key.data.index) is key.data:
                         self._hear(key.data, selector)
                 now = time.monotonic()
                 for connection in [each for each, deadline in self._unnamed.items() if deadline < now]:
@@ -211,14 +211,14 @@ class Link:
             return
         if len(self._unnamed) >= _MOST_UNNAMED:
             self._drop(next(iter(self._unnamed)), selector)
-        connection = Connection(peer)
+        connection = JsonConnection(peer)
         connection.nonce = new_nonce()
         connection.send(challenge(connection.nonce))
         self._unnamed[connection] = time.monotonic() + ANSWER_SECONDS
         selector.register(peer, selectors.EVENT_READ, connection)
 
     def _drop(
-        self, connection: Connection, selector: selectors.BaseSelector, answer: dict[str, Any] | None = None
+        self, connection: JsonConnection, selector: selectors.BaseSelector, answer: dict[str, Any] | None = None
     ) -> None:
         """Closes a connection that does not belong to the run."""
         del self._unnamed[connection]
@@ -226,7 +226,7 @@ class Link:
         connection.send({"event": "refused"} if answer is None else answer)
         connection.close()
 
-    def _greet(self, connection: Connection, selector: selectors.BaseSelector, sent: list[dict[str, Any]]) -> None:
+    def _greet(self, connection: JsonConnection, selector: selectors.BaseSelector, sent: list[dict[str, Any]]) -> None:
         """Reads the answer to the challenge. Takes in a launcher of this run, and drops everybody else."""
         messages, is_open = connection.receive()
         if not messages:
@@ -288,7 +288,7 @@ class Link:
             )
         return None
 
-    def _hear(self, connection: Connection, selector: selectors.BaseSelector) -> bool:
+    def _hear(self, connection: JsonConnection, selector: selectors.BaseSelector) -> bool:
         """Passes on what a launcher says; False at its end."""
         messages, is_open = connection.receive()
         self._pass_on(connection, messages)
@@ -296,7 +296,7 @@ class Link:
             self._end(connection, selector)
         return is_open
 
-    def _end(self, connection: Connection, selector: selectors.BaseSelector) -> None:
+    def _end(self, connection: JsonConnection, selector: selectors.BaseSelector) -> None:
         selector.unregister(connection.peer)
         connection.close()
         del self._connections[connection.index]
@@ -304,7 +304,7 @@ class Link:
             self._gone.add(connection.index)
             self._post(event="lost", who=connection.name)
 
-    def _pass_on(self, connection: Connection, messages: list[dict[str, Any]]) -> None:
+    def _pass_on(self, connection: JsonConnection, messages: list[dict[str, Any]]) -> None:
         for message in messages:
             if message["event"] == "bye":
                 self._gone.add(connection.index)
@@ -334,7 +334,7 @@ class Link:
             while is_open and not self._outgoing.empty():
                 connection.send(self._outgoing.get_nowait())
 
-    def _find_hub(self) -> Connection | None:
+    def _find_hub(self) -> JsonConnection | None:
         """Connects to the hub of this run; None when told to stop meanwhile, or that we do not belong to it."""
         impatient_at = time.monotonic() + _IMPATIENT_SECONDS
         while not self._is_closing.is_set():
@@ -360,7 +360,7 @@ class Link:
             self._is_closing.wait(_RETRY_SECONDS)
         return None
 
-    def _try(self, port: int) -> tuple[Connection | None, dict[str, Any] | None]:
+    def _try(self, port: int) -> tuple[JsonConnection | None, dict[str, Any] | None]:
         """Connects to whoever listens on ``port``: (the connection, its answer); None for what there is not."""
         try:
             peer = socket.create_connection((self._address, port), timeout=_CONNECT_SECONDS)
@@ -369,7 +369,7 @@ class Link:
         if peer.getsockname() == peer.getpeername():  # both ends at once: TCP allows it on one machine
             peer.close()
             return None, None
-        connection = Connection(peer)
+        connection = JsonConnection(peer)
         hub_nonce = nonce_of(connection.receive_one(ANSWER_SECONDS))
         if hub_nonce is None:
             return connection, None

@@ -13,7 +13,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, ClassVar
 
 from deepspeed.launcher.environment import new_run_id, new_secret
-from deepspeed.launcher.remote import BUILDERS, LAUNCHER_PROGRAMS, Command, Run
+from deepspeed.launcher.remote import BUILDERS, LAUNCHER_PROGRAMS, Command, RemoteRun
 from deepspeed.launcher.resources import LauncherError, decode_world_info
 from deepspeed.launcher.runner import rank_options
 from deepspeed.ports import DEFAULT_PORT
@@ -74,23 +74,23 @@ class MultiNodeRunner:
         """
         return self._words(self._run(active_resources), environment)
 
-    def _words(self, run: Run, environment: MutableMapping[str, str]) -> list[str]:
+    def _words(self, run: RemoteRun, environment: MutableMapping[str, str]) -> list[str]:
         command = self._command(run)
         environment.update(command.variables)
         return list(command.program)
 
-    def _command(self, run: Run) -> Command:
+    def _command(self, run: RemoteRun) -> Command:
         (command,) = BUILDERS[self.launcher](run)
         return command
 
-    def _run(self, resources: Resources) -> Run:
+    def _run(self, resources: Resources) -> RemoteRun:
         hosts: dict[str, list[int | str]] = {
             host: list(range(slots)) if isinstance(slots, int) else list(slots) for host, slots in resources.items()
         }
         if not hosts:
             raise LauncherError(f"{type(self).__name__}: there are no machines; give at least one with its slots")
         address = self.args.master_addr or ("" if self.launcher == "slurm" else next(iter(hosts)))
-        return Run(
+        return RemoteRun(
             hosts=hosts,
             master_addr=address,
             master_port=self.args.master_port or DEFAULT_PORT,

@@ -1,16 +1,16 @@
 """The commands that start a run on several machines, one builder per program.
 
-Everything here is pure: a :class:`Run` goes in, the commands come out, so that ``--dry_run`` can show and tests can
+Everything here is pure: a :class:`RemoteRun` goes in and the commands come out. ``--dry_run`` shows them and tests
 compare them. There are two ways:
 
 - pdsh and ssh start one launcher per machine (``--node_rank``), which starts the ranks there;
 - MPI and Slurm start one launcher per rank (``--placed_by``), so that a rank may use MPI itself.
 
-In both, the launchers hear of each other (:mod:`.link`) and report a failure once, as on one machine.
+In both, the launchers are connected (:mod:`.link`) and report a failure once, as on one machine.
 
-Every user of a machine may read the command lines of its processes, so values of variables and the secret of the run
-are handed on otherwise: ssh gets its script by standard input, MPI and Slurm hand on their own environment. Only pdsh
-has no such way.
+Every user of a machine can read the command lines of its processes. The values of variables and the run's secret must
+not appear there: ssh gets its script by standard input, and MPI and Slurm pass on their own environment. pdsh can do
+neither.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HYDRA_ENVIRONMENT = ("-genvall", "-genvnone", "-genvlist")
 
 
 @dataclass(frozen=True)
-class Run:
+class RemoteRun:
     """A run on several machines, decided in all its parts.
 
     Attributes:
@@ -130,7 +130,7 @@ def is_variable(name: str) -> bool:
     return _VARIABLE.fullmatch(name) is not None
 
 
-def pdsh(run: Run) -> list[Command]:
+def pdsh(run: RemoteRun) -> list[Command]:
     """One pdsh, which replaces ``%n`` by the number of the machine."""
     variables = {"PDSH_RCMD_TYPE": "ssh"}
     if run.ssh_port is not None:
@@ -141,7 +141,7 @@ def pdsh(run: Run) -> list[Command]:
     return [Command(("pdsh", "-S", *fan_out, *run.launcher_args, line), variables)]
 
 
-def ssh(run: Run) -> list[Command]:
+def ssh(run: RemoteRun) -> list[Command]:
     """One ssh per machine. The user's shell there reads the script from standard input."""
     port = ("-p", str(run.ssh_port)) if run.ssh_port is not None else ()
     return [
@@ -154,7 +154,7 @@ def ssh(run: Run) -> list[Command]:
     ]
 
 
-def openmpi(run: Run) -> list[Command]:
+def openmpi(run: RemoteRun) -> list[Command]:
     """Open MPI's mpirun. It would bind each rank to one core; torch wants threads, so binding is left to the user."""
     defaults = _unless_given(run, ("--map-by", "slot"), ("--bind-to", "none"))
     exports = [word for name in run.variables for word in ("-x", name)]  # with the values that mpirun itself has
@@ -163,24 +163,24 @@ def openmpi(run: Run) -> list[Command]:
     return [Command(words, run.variables)]
 
 
-def mpich(run: Run) -> list[Command]:
+def mpich(run: RemoteRun) -> list[Command]:
     """MPICH's mpirun (Hydra)."""
     return [_hydra(run, "mpich", "-hosts", _host_slots(run))]
 
 
-def impi(run: Run) -> list[Command]:
+def impi(run: RemoteRun) -> list[Command]:
     """Intel MPI's mpirun, a Hydra that takes an even number of ranks per machine."""
     return [_hydra(run, "impi", "-hosts", ",".join(run.hosts), "-ppn", str(_even_slots(run, "impi")))]
 
 
-def mvapich(run: Run) -> list[Command]:
+def mvapich(run: RemoteRun) -> list[Command]:
     """MVAPICH's mpirun (Hydra), with what its library needs under Python."""
     # Loading the library late, and no binding of all ranks to the first cores.
     needed = {"MV2_SUPPORT_DL": "1", "MV2_ENABLE_AFFINITY": "0"}
     return [_hydra(run, "mvapich", "-hosts", _host_slots(run), needed=needed)]
 
 
-def slurm(run: Run) -> list[Command]:
+def slurm(run: RemoteRun) -> list[Command]:
     """Slurm's srun, which hands its own environment on."""
     per_node = _even_slots(run, "slurm")
     head = (
@@ -190,18 +190,18 @@ def slurm(run: Run) -> list[Command]:
     return [Command((*head, *run.launcher_args, *run.node_launcher("--placed_by=slurm")), run.variables)]
 
 
-def _hydra(run: Run, name: str, *where: str, needed: dict[str, str] | None = None) -> Command:
+def _hydra(run: RemoteRun, name: str, *where: str, needed: dict[str, str] | None = None) -> Command:
     words = [word for key, value in (needed or {}).items() for word in ("-genv", key, value)]
     everything = () if set(_HYDRA_ENVIRONMENT) & set(run.launcher_args) else ("-genvall",)
     head = ("mpirun", "-n", str(run.world_size), *where, *everything, *words)
     return Command((*head, *run.launcher_args, *run.node_launcher(f"--placed_by={name}")), run.variables)
 
 
-def _host_slots(run: Run) -> str:
+def _host_slots(run: RemoteRun) -> str:
     return ",".join(f"{host}:{len(slots)}" for host, slots in run.hosts.items())
 
 
-def _even_slots(run: Run, name: str) -> int:
+def _even_slots(run: RemoteRun, name: str) -> int:
     counts = {host: len(slots) for host, slots in run.hosts.items()}
     if len(set(counts.values())) > 1:
         raise LauncherError(
@@ -211,7 +211,7 @@ def _even_slots(run: Run, name: str) -> int:
     return next(iter(counts.values()))
 
 
-def _unless_given(run: Run, *options: tuple[str, str]) -> list[str]:
+def _unless_given(run: RemoteRun, *options: tuple[str, str]) -> list[str]:
     """Default options that the user's arguments do not mention."""
     given = {word.partition("=")[0].replace("--", "-") for word in run.launcher_args}
     return [word for option in options if option[0].replace("--", "-") not in given for word in option]
@@ -227,7 +227,7 @@ LAUNCHER_PROGRAMS = {
     "slurm": "srun",
     "ssh": "ssh",
 }
-BUILDERS: dict[str, Callable[[Run], list[Command]]] = {
+BUILDERS: dict[str, Callable[[RemoteRun], list[Command]]] = {
     "pdsh": pdsh,
     "openmpi": openmpi,
     "mpich": mpich,

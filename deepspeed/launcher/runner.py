@@ -19,7 +19,7 @@ from deepspeed.errors import NotYetSupportedError
 from deepspeed.launcher import launch
 from deepspeed.launcher.environment import SECRET, environment_file_name, new_run_id, new_secret, read_environment_files
 from deepspeed.launcher.ports import Wish, claim_port
-from deepspeed.launcher.remote import BUILDERS, LAUNCHER_PROGRAMS, Command, Run, is_variable
+from deepspeed.launcher.remote import BUILDERS, LAUNCHER_PROGRAMS, Command, RemoteRun, is_variable
 from deepspeed.launcher.resources import (
     DLTS_HOSTFILE,
     LauncherError,
@@ -206,7 +206,7 @@ def _run_on_machines(args: argparse.Namespace, selected: Selected) -> int:
             front.check_reachable(list(hosts), args.ssh_port)
     address = args.master_addr or _find_address(args, list(hosts))
     with claim_port(address, Wish.of(args.master_port), is_shared=len(hosts) > 1) as claim:
-        run = Run(
+        run = RemoteRun(
             hosts=hosts,
             master_addr=address,
             master_port=claim.port,

@@ -1,4 +1,4 @@
-"""``Init``: models that are built inside get frozen bases with adapters in the place of their linear layers."""
+"""``LoRAInit``: models that are built inside get frozen bases with adapters in the place of their linear layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deepspeed.linear.quantize import quantize_model
 from deepspeed.logging import log_dist
 
 
-class Init:
+class LoRAInit:
     """A context for building a model to be fine-tuned, from its class, ``from_config`` or ``from_pretrained``.
 
     ::
@@ -37,7 +37,7 @@ class Init:
         self._built: list[weakref.ref[nn.Module]] = []
         self._plain: Any = None
 
-    def __enter__(self) -> Init:
+    def __enter__(self) -> LoRAInit:
         if self._plain is not None:
             raise CallOrderError("deepspeed.linear.Init: the context is open already")
         plain, built = nn.Module.__init__, self._built
@@ -64,10 +64,13 @@ class Init:
                     optimize_model(module, self._lora, self._quant)
 
 
+Init = LoRAInit  # the public name, ``deepspeed.linear.Init``
+
+
 def optimize_model(
     model: nn.Module, lora_config: LoRAConfig | None = None, quant_config: QuantizationConfig | None = None
 ) -> nn.Module:
-    """What :class:`Init` does, to a model that exists, in place.
+    """What :class:`LoRAInit` does, to a model that exists, in place.
 
     Args:
         model: With ``torch.nn.Linear`` layers below it. Tied layers stay as they are.

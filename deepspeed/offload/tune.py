@@ -14,7 +14,7 @@ _AS_GOOD = 0.97
 
 
 @dataclass(frozen=True)
-class Trial:
+class TuneTrial:
     """One choice of settings.
 
     Attributes:
@@ -43,8 +43,8 @@ def sweep(
     *,
     loops: int = 3,
     operations: tuple[str, ...] = ("write", "read"),
-    on_trial: Callable[[Trial], None] = lambda trial: None,
-) -> list[Trial]:
+    on_trial: Callable[[TuneTrial], None] = lambda trial: None,
+) -> list[TuneTrial]:
     """Measures every choice in every folder, one after the other.
 
     Args:
@@ -64,12 +64,12 @@ def sweep(
             measure_files(folder, nbytes, settings, loops=loops, operations=operations, with_fio=False)
             for folder in folders
         )
-        trials.append(Trial(settings, speeds))
+        trials.append(TuneTrial(settings, speeds))
         on_trial(trials[-1])
     return trials
 
 
-def best_of(trials: Sequence[Trial]) -> Trial:
+def best_of(trials: Sequence[TuneTrial]) -> TuneTrial:
     """The fastest; of those as good as it, the one with the fewest requests in flight and the smallest of them."""
     limit = min(trial.seconds_per_byte for trial in trials) / _AS_GOOD
     near = [trial for trial in trials if trial.seconds_per_byte <= limit]

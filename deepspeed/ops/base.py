@@ -13,7 +13,7 @@ from torch.optim.optimizer import ParamsT
 from deepspeed.ops.checks import check_hyperparameters
 from deepspeed.ops.chunks import run_in_chunks
 from deepspeed.ops.flat import RuleUpdate, current_step, init_state
-from deepspeed.ops.rules import Rule
+from deepspeed.ops.rules import UpdateRule
 from deepspeed.uncompiled import torchs
 
 
@@ -27,7 +27,7 @@ class KeepsStateDtypes(torch.optim.Optimizer):
 
 
 class ElementwiseOptimizer(KeepsStateDtypes):
-    """A torch optimizer whose update is a :class:`~deepspeed.ops.rules.Rule`.
+    """A torch optimizer whose update is a :class:`~deepspeed.ops.rules.UpdateRule`.
 
     A subclass is a signature with defaults, a rule, and the names of its attributes that are pickled.
 
@@ -43,7 +43,7 @@ class ElementwiseOptimizer(KeepsStateDtypes):
         ValueError: ``amsgrad`` is asked for, or a number is out of range.
     """
 
-    _rule: Rule
+    _rule: UpdateRule
     _kept_attributes: tuple[str, ...] = ("fp32_optimizer_states",)
 
     #: Keep state in fp32 also where the parameter has 16 bit.
@@ -58,7 +58,7 @@ class ElementwiseOptimizer(KeepsStateDtypes):
         super().__init__(params, defaults)
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> UpdateRule:
         """The arithmetic of one step."""
         return self._rule
 
@@ -136,7 +136,7 @@ def evaluate(closure: Callable[[], Any] | None) -> Any:
 
 
 def update_group(
-    optimizer: torch.optim.Optimizer, rule: Rule, group: dict[str, Any], *, fp32_states: bool = False
+    optimizer: torch.optim.Optimizer, rule: UpdateRule, group: dict[str, Any], *, fp32_states: bool = False
 ) -> None:
     """One step of ``rule`` for the parameters of ``group`` that have a gradient, of any shape, layout and dtype.
 

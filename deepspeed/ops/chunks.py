@@ -35,14 +35,14 @@ _MAX_THREAD_FACTOR = 4
 DEVICE_CHUNK_NUMEL = 1 << 24
 
 
-class _Buffers(threading.local):
+class _Scratch(threading.local):
     """Scratch of one thread. Host updates may run on several threads at once."""
 
     def __init__(self) -> None:
         self.by_key: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
 
 
-_buffers = _Buffers()
+_buffers = _Scratch()
 
 
 def scratch(role: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

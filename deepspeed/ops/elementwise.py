@@ -16,7 +16,7 @@ from deepspeed.ops.base import ElementwiseOptimizer
 from deepspeed.ops.flat import same_update
 
 
-class Kind(Enum):
+class OptimizerKind(Enum):
     """How an optimizer relates to the shape of its parameters."""
 
     ELEMENTWISE = "elementwise"  #: each element by itself: fragments are right
@@ -34,12 +34,12 @@ class Verdict:
         reason: Why, as the rest of a sentence that starts with the optimizer's name; empty where it is elementwise.
     """
 
-    kind: Kind
+    kind: OptimizerKind
     reason: str = ""
 
     def __bool__(self) -> bool:
         """True if fragments are right with nothing more than themselves."""
-        return self.kind is Kind.ELEMENTWISE
+        return self.kind is OptimizerKind.ELEMENTWISE
 
 
 _ELEMENTWISE_NAMES = (
@@ -73,17 +73,17 @@ def is_elementwise(optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer
     """
     cls = optimizer if isinstance(optimizer, type) else type(optimizer)
     if callable(getattr(cls, "attach_segments", None)):
-        return Verdict(Kind.SEGMENTS, "needs the table of tensors; call attach_segments before the first step")
+        return Verdict(OptimizerKind.SEGMENTS, "needs the table of tensors; call attach_segments before the first step")
     known = (*_torch_classes(_ELEMENTWISE_NAMES), ElementwiseOptimizer)
     whole = _torch_classes(tuple(_WHOLE_NAMES))
     parent = next((base for base in cls.__mro__ if base in whole or _is_known(base, known)), None)
     if parent is None:
-        return Verdict(Kind.UNKNOWN, "is not a class known to treat every element by itself")
+        return Verdict(OptimizerKind.UNKNOWN, "is not a class known to treat every element by itself")
     if parent in whole:
-        return Verdict(Kind.WHOLE, _WHOLE_NAMES[parent.__name__])
+        return Verdict(OptimizerKind.WHOLE, _WHOLE_NAMES[parent.__name__])
     if not same_update(cls, parent):
-        return Verdict(Kind.UNKNOWN, f"overrides the step of {parent.__name__}, so what it does is unknown")
-    return Verdict(Kind.ELEMENTWISE)
+        return Verdict(OptimizerKind.UNKNOWN, f"overrides the step of {parent.__name__}, so what it does is unknown")
+    return Verdict(OptimizerKind.ELEMENTWISE)
 
 
 def _is_known(base: type, known: tuple[type, ...]) -> bool:

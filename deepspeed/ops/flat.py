@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.ops.chunks import run_in_chunks
-from deepspeed.ops.rules import AdagradRule, AdamRule, Rule, SGDRule
+from deepspeed.ops.rules import AdagradRule, AdamRule, SGDRule, UpdateRule
 
 
 @runtime_checkable
@@ -52,9 +52,9 @@ class FlatUpdate(Protocol):
 
 
 class RuleUpdate:
-    """:class:`FlatUpdate` by a :class:`~deepspeed.ops.rules.Rule`."""
+    """:class:`FlatUpdate` by a :class:`~deepspeed.ops.rules.UpdateRule`."""
 
-    def __init__(self, rule: Rule) -> None:
+    def __init__(self, rule: UpdateRule) -> None:
         self._rule = rule
 
     def init_flat_state(self, param_group: dict[str, Any], master: Tensor, state: dict[str, Any]) -> None:
@@ -88,7 +88,9 @@ class RuleUpdate:
         )
 
 
-def init_state(rule: Rule, group: dict[str, Any], param: Tensor, state: dict[str, Any], dtype: torch.dtype) -> None:
+def init_state(
+    rule: UpdateRule, group: dict[str, Any], param: Tensor, state: dict[str, Any], dtype: torch.dtype
+) -> None:
     """Adds the state that ``rule`` needs and ``state`` lacks; per-element tensors are shaped like ``param``."""
     if rule.counts_steps and "step" not in state:
         state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
@@ -97,7 +99,7 @@ def init_state(rule: Rule, group: dict[str, Any], param: Tensor, state: dict[str
             state[name] = torch.full_like(param, value, dtype=dtype, requires_grad=False)
 
 
-def current_step(rule: Rule, state: dict[str, Any], *, advance: bool) -> float | Tensor:
+def current_step(rule: UpdateRule, state: dict[str, Any], *, advance: bool) -> float | Tensor:
     """The number of the step being taken, after counting it if ``advance``.
 
     A counter on an accelerator stays a tensor; reading it would wait for the device.
@@ -113,7 +115,7 @@ def current_step(rule: Rule, state: dict[str, Any], *, advance: bool) -> float |
     return step if step.device.type != "cpu" else float(step)
 
 
-_TORCH_RULES: dict[type[torch.optim.Optimizer], Rule] = {
+_TORCH_RULES: dict[type[torch.optim.Optimizer], UpdateRule] = {
     torch.optim.Adam: AdamRule(),
     torch.optim.AdamW: AdamRule(decoupled=True),
     torch.optim.Adagrad: AdagradRule(),

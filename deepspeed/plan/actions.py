@@ -22,7 +22,7 @@ class Act(Enum):
 
 
 @dataclass(frozen=True)
-class Action:
+class SimulatedAction:
     """One act of a step.
 
     Attributes:
@@ -34,9 +34,9 @@ class Action:
     micro_batch: int
 
 
-def actions_of_step(micro_batches: int) -> list[Action]:
+def actions_of_step(micro_batches: int) -> list[SimulatedAction]:
     """What a rank without stages does: each micro-batch forward and backward, and the engine is told of it."""
-    return [Action(act, number) for number in range(micro_batches) for act in Act]
+    return [SimulatedAction(act, number) for number in range(micro_batches) for act in Act]
 
 
 def loss_of(outputs: Any) -> torch.Tensor:

@@ -19,7 +19,7 @@ LAUNCH = 5e-6
 
 
 @dataclass(frozen=True)
-class Link:
+class NetworkLink:
     """What connects a rank to the others.
 
     Attributes:
@@ -32,7 +32,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Way:
+class CodecCost:
     """How elements travel.
 
     Attributes:
@@ -51,7 +51,7 @@ class Way:
 
 
 def plain_bits_on_the_wire(bits: int, ranks: int, *, whole: bool, native: bool = False) -> float:
-    """Bits of an element that travels as it is, as :attr:`Way.bits` counts them.
+    """Bits of an element that travels as it is, as :attr:`CodecCost.bits` counts them.
 
     Args:
         bits: Of a gradient.
@@ -66,13 +66,13 @@ def plain_bits_on_the_wire(bits: int, ranks: int, *, whole: bool, native: bool =
     return (bits + 32) / 2
 
 
-def sent_bytes(numel: int, ranks: int, way: Way, *, whole: bool) -> float:
+def sent_bytes(numel: int, ranks: int, way: CodecCost, *, whole: bool) -> float:
     """Bytes that a rank sends for one reduction."""
     halves = 2 if whole else 1
     return halves * (ranks - 1) / ranks * numel * way.bits / 8
 
 
-def exchange_seconds(numel: int, ranks: int, link: Link, way: Way, *, whole: bool) -> float:
+def exchange_seconds(numel: int, ranks: int, link: NetworkLink, way: CodecCost, *, whole: bool) -> float:
     """Seconds of one reduction, nothing hidden.
 
     Args:
@@ -87,7 +87,7 @@ def exchange_seconds(numel: int, ranks: int, link: Link, way: Way, *, whole: boo
     return sent_bytes(numel, ranks, way, whole=whole) / link.rate + halves * (ranks - 1) * link.delay + processor
 
 
-def way_on(codec: Codec, work: CodecWork, memory_bandwidth: float | None) -> Way:
+def way_on(codec: Codec, work: CodecWork, memory_bandwidth: float | None) -> CodecCost:
     """How elements travel as codes, and how long making them takes.
 
     Args:
@@ -97,12 +97,12 @@ def way_on(codec: Codec, work: CodecWork, memory_bandwidth: float | None) -> Way
             estimate: kernels begin one after the other, and each reads and writes its operands.
     """
     if memory_bandwidth is None:
-        return Way(codec.name, bits_of(codec), *work.nanoseconds)
+        return CodecCost(codec.name, bits_of(codec), *work.nanoseconds)
     each = [1e9 * nbytes / memory_bandwidth if memory_bandwidth else 0.0 for nbytes in work.nbytes]
-    return Way(codec.name, bits_of(codec), each[0], each[1], sum(work.kernels) * LAUNCH)
+    return CodecCost(codec.name, bits_of(codec), each[0], each[1], sum(work.kernels) * LAUNCH)
 
 
-def codec_seconds(numel: int, ranks: int, way: Way, *, whole: bool) -> float:
+def codec_seconds(numel: int, ranks: int, way: CodecCost, *, whole: bool) -> float:
     """Seconds that a rank encodes and decodes for one reduction; see :func:`exchange_seconds`."""
     halves = 2 if whole else 1
     encoded = numel * (1 + (1 / ranks if whole else 0))

@@ -28,7 +28,7 @@ NAMES = tuple(name for name in CODECS if name in GRADIENT_CODECS)
 
 
 @dataclass(frozen=True)
-class GradientSum:
+class PlannedSum:
     """Sums over ranks that a step makes of some of a rank's gradients.
 
     Attributes:
@@ -76,7 +76,7 @@ class CodedCost:
         return self.link_seconds + self.codec_seconds
 
 
-def gradient_sums(engine: Any, rank: int, ranks: int, micro_batches: int) -> list[GradientSum]:
+def gradient_sums(engine: Any, rank: int, ranks: int, micro_batches: int) -> list[PlannedSum]:
     """The sums that an engine makes of gradients in a step, those of alike buckets together.
 
     Args:
@@ -99,7 +99,7 @@ def gradient_sums(engine: Any, rank: int, ranks: int, micro_batches: int) -> lis
         if group.copies > 1:
             # Sums of slices, in fp32.
             found[group.combine.ranks, not group.is_spread, 32, times if group.is_spread else 1] += layout.slice_numel
-    return [GradientSum(found[key], key[0], rank, *key[1:], kept[key]) for key in found]
+    return [PlannedSum(found[key], key[0], rank, *key[1:], kept[key]) for key in found]
 
 
 def gradient_codec(engine: Any) -> Codec | None:
@@ -110,7 +110,7 @@ def gradient_codec(engine: Any) -> Codec | None:
 
 
 def coded_costs(
-    sums: Sequence[GradientSum], machine: Machine, *, native: bool, may_skip: bool, codecs: Sequence[Codec]
+    sums: Sequence[PlannedSum], machine: Machine, *, native: bool, may_skip: bool, codecs: Sequence[Codec]
 ) -> list[CodedCost]:
     """What each way costs a rank in a step, plain first; empty where nothing travels, or over links of unknown speed.
 
@@ -138,7 +138,7 @@ def coded_costs(
     return rows
 
 
-def _plain(one: GradientSum, machine: Machine, *, native: bool) -> tuple[int, float]:
+def _plain(one: PlannedSum, machine: Machine, *, native: bool) -> tuple[int, float]:
     """Bytes and seconds of a sum of elements as they are."""
     if native:
         halves = [_by_ring(one, one.bits, machine)] * (2 if one.whole else 1)
@@ -149,7 +149,7 @@ def _plain(one: GradientSum, machine: Machine, *, native: bool) -> tuple[int, fl
     return _total(one, halves)
 
 
-def _coded(one: GradientSum, bits: float, machine: Machine, *, native: bool) -> tuple[int, float]:
+def _coded(one: PlannedSum, bits: float, machine: Machine, *, native: bool) -> tuple[int, float]:
     """The same as codes."""
     halves = [_to_all(one, bits, machine)]
     if one.whole:
@@ -157,11 +157,11 @@ def _coded(one: GradientSum, bits: float, machine: Machine, *, native: bool) -> 
     return _total(one, halves)
 
 
-def _total(one: GradientSum, halves: Sequence[tuple[float, float]]) -> tuple[int, float]:
+def _total(one: PlannedSum, halves: Sequence[tuple[float, float]]) -> tuple[int, float]:
     return round(one.times * sum(nbytes for nbytes, _ in halves)), one.times * sum(seconds for _, seconds in halves)
 
 
-def _to_all(one: GradientSum, bits: float, machine: Machine) -> tuple[float, float]:
+def _to_all(one: PlannedSum, bits: float, machine: Machine) -> tuple[float, float]:
     """Each rank sends every other one its slice: bytes, seconds on the slower of the links."""
     each = one.numel * bits / 8 / len(one.members)
     node = one.rank // machine.devices_per_node
@@ -170,7 +170,7 @@ def _to_all(one: GradientSum, bits: float, machine: Machine) -> tuple[float, flo
     return each * (near + far), _longest(each * near, each * far, machine)
 
 
-def _by_ring(one: GradientSum, bits: float, machine: Machine) -> tuple[float, float]:
+def _by_ring(one: PlannedSum, bits: float, machine: Machine) -> tuple[float, float]:
     """Half of an all-reduce by the backend, which crosses the network once for all devices of a node."""
     on_node = Counter(member // machine.devices_per_node for member in one.members)
     nodes, devices = len(on_node), max(on_node.values())
@@ -184,6 +184,6 @@ def _longest(inside: float, between: float, machine: Machine) -> float:
     return max(inside / link if inside else 0.0, between / network if between else 0.0)
 
 
-def _knows_links(one: GradientSum, machine: Machine) -> bool:
+def _knows_links(one: PlannedSum, machine: Machine) -> bool:
     on_node = Counter(member // machine.devices_per_node for member in one.members)
     return machine.network > 0 and (max(on_node.values()) == 1 or machine.device.link > 0)

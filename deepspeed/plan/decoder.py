@@ -84,7 +84,7 @@ _HEAD_PLAN = {"head": "colwise_gather_output"}
 """How tensor parallelism cuts the layers, as Transformers' plans say it."""
 
 
-class _Attention(nn.Module):
+class _DecoderAttention(nn.Module):
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads = shape.heads, shape.kv_heads or shape.heads
@@ -125,13 +125,13 @@ class _FeedForward(nn.Module):
         return self.fall(functional.silu(self.gate(y)) * self.rise(y))
 
 
-class _Block(nn.Module):
+class _DecoderBlock(nn.Module):
     _tp_plan = _BLOCK_PLAN
 
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(shape.hidden)
-        self.attention = _Attention(shape)
+        self.attention = _DecoderAttention(shape)
         self.norm = nn.RMSNorm(shape.hidden)
         self.gate = nn.Linear(shape.hidden, shape.width, bias=False)
         self.rise = nn.Linear(shape.hidden, shape.width, bias=False)
@@ -151,7 +151,7 @@ class _ExpertBlock(nn.Module):
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(shape.hidden)
-        self.attention = _Attention(shape)
+        self.attention = _DecoderAttention(shape)
         self.norm = nn.RMSNorm(shape.hidden)
         self.experts = MoE(
             shape.hidden,
@@ -168,7 +168,7 @@ class _ExpertBlock(nn.Module):
 
 
 def _block(shape: DecoderShape) -> nn.Module:
-    return _ExpertBlock(shape) if shape.experts else _Block(shape)
+    return _ExpertBlock(shape) if shape.experts else _DecoderBlock(shape)
 
 
 class Decoder(nn.Module):
@@ -222,6 +222,6 @@ def token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 def layers_of(shape: DecoderShape) -> list[LayerSpec]:
     """The decoder as a row of layers: embedding, blocks, norm and head together."""
-    block = _ExpertBlock if shape.experts else _Block
+    block = _ExpertBlock if shape.experts else _DecoderBlock
     blocks = [LayerSpec(block, shape) for _ in range(shape.layers)]
     return [LayerSpec(nn.Embedding, shape.vocab, shape.hidden), *blocks, LayerSpec(_End, shape)]

@@ -70,11 +70,11 @@ class _Storage(weakref.ref[Any]):
     __slots__ = ("books", "key", "nbytes", "pinned")
     key: int
     nbytes: int
-    books: _Books
+    books: _MemoryTracker
     pinned: int
 
 
-class _Books:
+class _MemoryTracker:
     """What is alive in one home, and the most there was, at all and by moment."""
 
     __slots__ = ("booked", "home", "kinds", "other", "peak", "tops")
@@ -106,7 +106,7 @@ class MemoryCount(TorchDispatchMode):
         self._device_type = device_type
         self._alive: dict[int, _Storage] = {}
         self._off_device = 0  # storages that are alive elsewhere
-        self._books = {home: _Books(home) for home in Home}
+        self._books = {home: _MemoryTracker(home) for home in Home}
         self._on_device = self._books[Home.DEVICE]
         self._compared = (self._books[Home.DEVICE], self._books[Home.HOST])
         self.moment = Moment()
@@ -252,7 +252,7 @@ class MemoryCount(TorchDispatchMode):
         key = storage_key(tensor)
         return key not in self._alive and not any(_is_over(key, other) for other in tensors_of((args, kwargs)))
 
-    def _books_of_result(self, args: tuple[Any, ...]) -> _Books:
+    def _books_of_result(self, args: tuple[Any, ...]) -> _MemoryTracker:
         if not self._off_device:
             return self._on_device
         homes = {self.home_of(t) for t in tensors_of(args) if t.dim() and t.layout is torch.strided}
@@ -266,7 +266,7 @@ class MemoryCount(TorchDispatchMode):
         elif origin is Home.HOST and to is Home.DEVICE:
             self.copied_up += nbytes
 
-    def _register(self, storage: Any, books: _Books, nbytes: int) -> _Storage:
+    def _register(self, storage: Any, books: _MemoryTracker, nbytes: int) -> _Storage:
         made = _Storage(storage, self._died)
         made.key, made.nbytes, made.books, made.pinned = storage._cdata, nbytes, books, 0
         self._alive[made.key] = made

@@ -42,7 +42,7 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Row:
+class LayerRow:
     """A model as a row of layers, which can be cut into the stages of a pipeline.
 
     Attributes:
@@ -70,10 +70,10 @@ class ModelSource:
 
     name: str
     build: Callable[[], Workload]
-    row: Row | None = None
+    row: LayerRow | None = None
     spread: Callable[[int], ModelSource] | None = None
 
-    def in_row(self) -> Row:
+    def in_row(self) -> LayerRow:
         """The model as a row of layers.
 
         Raises:
@@ -211,7 +211,7 @@ def _decoder_source(shape: DecoderShape, inputs: Any) -> ModelSource:
     made = _built(_name_of_decoder(shape), lambda: Decoder(shape), inputs)
     if shape.experts:
         made = replace(made, spread=lambda ep: _decoder_source(replace(shape, expert_ranks=ep), inputs))
-    row = Row(functools.partial(layers_of, shape), token_loss, _tokens_and_labels)
+    row = LayerRow(functools.partial(layers_of, shape), token_loss, _tokens_and_labels)
     return made if inputs is not None else replace(made, row=row)
 
 
@@ -257,10 +257,10 @@ def _from_transformers(given: Any, inputs: Any) -> ModelSource:
     return made if inputs is not None else replace(made, row=_row_of_transformers(lambda: copy.deepcopy(config)))
 
 
-def _row_of_transformers(make: Callable[[], Any]) -> Row:
+def _row_of_transformers(make: Callable[[], Any]) -> LayerRow:
     """The layers of a decoder-only model, as ``PipelineModule.from_transformers`` has them."""
     loss_fn = transformers_models.next_token_loss
-    return Row(lambda: transformers_models.layers_of(make()), loss_fn, _tokens_and_labels)
+    return LayerRow(lambda: transformers_models.layers_of(make()), loss_fn, _tokens_and_labels)
 
 
 def _read_transformers(path: Path) -> Any:

@@ -83,7 +83,7 @@ def pipeline_of(
 
 
 @dataclass(frozen=True)
-class Cut:
+class PlannedCut:
     """The layers of a model, divided among the chunks of a pipeline.
 
     Attributes:
@@ -95,7 +95,7 @@ class Cut:
     contents: tuple[Any, ...]
 
 
-def cut_of(layers: Sequence[Entry], pipeline: Pipeline) -> Cut:
+def cut_of(layers: Sequence[Entry], pipeline: Pipeline) -> PlannedCut:
     """As many trained elements for each chunk, as ``PipelineModule`` cuts where nothing else is asked for.
 
     Args:
@@ -115,7 +115,7 @@ def cut_of(layers: Sequence[Entry], pipeline: Pipeline) -> Cut:
     names = [class_name(entry) for entry in layers]
     bounds = chunk_bounds("parameters", [trainable_numel(entry) for entry in layers], names, parts)
     whats = [_content_of(entry) for entry in layers]
-    return Cut(tuple(bounds), tuple(tuple(whats[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)))
+    return PlannedCut(tuple(bounds), tuple(tuple(whats[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)))
 
 
 def _content_of(entry: Entry) -> Any:

@@ -30,7 +30,7 @@ from deepspeed.plan.pipeline import cut_of
 from deepspeed.plan.played_stage import Stage
 from deepspeed.plan.rehearsal import heaviest_rank, rehearse
 from deepspeed.plan.result import Plan, PlannedPart, Request
-from deepspeed.plan.scene import Part
+from deepspeed.plan.scene import SimulatedPart
 
 
 def make_plan(request: Request, *, compare: bool = True) -> Plan:
@@ -62,7 +62,7 @@ def make_plan(request: Request, *, compare: bool = True) -> Plan:
             "bytes, fewer of them between nodes, and need room for one part of a bucket more"
         )
     mesh = mesh_of(parsed.root, ranks, pipeline.stages)
-    part = Part(
+    part = SimulatedPart(
         config=rehearsed_config,
         accumulation_steps=parsed.batch.accumulation_steps,
         micro_batch=parsed.batch.micro_batch_size,
@@ -85,7 +85,7 @@ def make_plan(request: Request, *, compare: bool = True) -> Plan:
     )
 
 
-def _plan_kinds(request: Request, part: Part, notices: list[str], *, compare: bool) -> list[PlannedPart]:
+def _plan_kinds(request: Request, part: SimulatedPart, notices: list[str], *, compare: bool) -> list[PlannedPart]:
     """One rank of each kind, as far as others may be heavier than it."""
     pipeline, micro_batches = request.pipeline, part.accumulation_steps
     if pipeline.stages == 1:
@@ -111,7 +111,9 @@ def _plan_kinds(request: Request, part: Part, notices: list[str], *, compare: bo
     return found
 
 
-def _plan_kind(request: Request, part: Part, kind: RankKind, notices: list[str], *, compare: bool) -> PlannedPart:
+def _plan_kind(
+    request: Request, part: SimulatedPart, kind: RankKind, notices: list[str], *, compare: bool
+) -> PlannedPart:
     named = (part.config.get("optimizer") or {}).get("type")
     if named == "Muon" and request.rank is None and part.mesh.world_size > kind.stages and stage_of(part.config) > 0:
         part = replace(part, rank=heaviest_rank(_workload(request, part), part))
@@ -148,7 +150,7 @@ def mesh_of(root: Root, ranks: int, stages: int = 1) -> Mesh:
     return Mesh(axes) if len(axes) > 1 else data_mesh(ranks) if not axes or axes[0][0] == DATA else Mesh(axes)
 
 
-def _workload(request: Request, part: Part) -> Workload | None:
+def _workload(request: Request, part: SimulatedPart) -> Workload | None:
     """The model and its inputs; None for a stage of a pipeline, which is built where it runs."""
     if part.stage is not None:
         return None

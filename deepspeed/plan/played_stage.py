@@ -25,7 +25,7 @@ from deepspeed.parallel.pipe.spec import LayerSpec, TiedLayerSpec
 from deepspeed.parallel.pipe.values import map_tensors, put_together, slots_of, taken_apart
 from deepspeed.plan.flow import Flow
 from deepspeed.plan.memory import META
-from deepspeed.plan.models import Row
+from deepspeed.plan.models import LayerRow
 from deepspeed.plan.pipeline import Pipeline
 
 _KINDS = {instruction: kind for kind, instruction in PASSES.items()}
@@ -55,7 +55,7 @@ class Stage:
 
     stage: int
     pipeline: Pipeline
-    row: Row
+    row: LayerRow
     bounds: tuple[int, ...]
     micro_batches: int
     checkpointing: bool = False

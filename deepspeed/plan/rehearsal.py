@@ -28,7 +28,7 @@ from deepspeed.plan.flow import Flow
 from deepspeed.plan.models import Inputs, Workload
 from deepspeed.plan.played_stage import PlayedStage, Seen
 from deepspeed.plan.rehearsed import Rehearsed
-from deepspeed.plan.scene import Part, scene
+from deepspeed.plan.scene import SimulatedPart, scene
 from deepspeed.plan.stage_set import PlayedDisk
 from deepspeed.plan.values import Rehearsal
 from deepspeed.plan.whereabouts import Whereabouts
@@ -38,7 +38,9 @@ from deepspeed.zero.storage import Kind
 _MOST_MICRO_BATCHES = 2  # of a step: the first, which all but the last are like, and the last
 
 
-def rehearse(workload: Workload | None, part: Part, other_setting: Callable[[Any], None] | None = None) -> Rehearsed:
+def rehearse(
+    workload: Workload | None, part: SimulatedPart, other_setting: Callable[[Any], None] | None = None
+) -> Rehearsed:
     """Builds the engine and runs it; raises what the engine raises.
 
     Args:
@@ -47,19 +49,19 @@ def rehearse(workload: Workload | None, part: Part, other_setting: Callable[[Any
         other_setting: Given the engine, changes whether the model checkpoints its activations, for more at the end.
     """
     with scene(part) as (count, disk, world):
-        found = _Run(workload, part, count, disk).result(other_setting)
+        found = _SimulatedRun(workload, part, count, disk).result(other_setting)
         found.members = {**{t.axis: t.ranks for t in reversed(world.transports)}, **found.members}
         return found
 
 
-def heaviest_rank(workload: Workload | None, part: Part) -> int:
+def heaviest_rank(workload: Workload | None, part: SimulatedPart) -> int:
     """The rank that needs most memory, as far as its optimizer says so; else the one of ``part``."""
     with scene(part) as (count, disk, _):
-        return _Run(workload, part, count, disk).heaviest_rank()
+        return _SimulatedRun(workload, part, count, disk).heaviest_rank()
 
 
-class _Run:
-    def __init__(self, workload: Workload | None, part: Part, count: Rehearsal, disk: PlayedDisk) -> None:
+class _SimulatedRun:
+    def __init__(self, workload: Workload | None, part: SimulatedPart, count: Rehearsal, disk: PlayedDisk) -> None:
         self._workload = workload
         with count.overlooking():
             self._model = workload.model if workload is not None else _module_of(part)
@@ -286,7 +288,7 @@ class _Run:
         )
 
 
-def _module_of(part: Part) -> nn.Module:
+def _module_of(part: SimulatedPart) -> nn.Module:
     """The module of the stage of ``part``."""
     assert part.stage is not None
     return part.stage.module()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from deepspeed.comm.codecs.codec import Codec
 from deepspeed.parallel.pipe.schedule.actions import Kind as Computation
-from deepspeed.plan.codes import GradientSum
+from deepspeed.plan.codes import PlannedSum
 from deepspeed.plan.flow import Flow
 from deepspeed.plan.memory import Moment, Peak
 from deepspeed.zero.placement import Home
@@ -56,7 +56,7 @@ class Rehearsed:
     chunk_flops: dict[int, dict[Computation, int]] = field(default_factory=dict)
     chunk_activations: dict[int, int] = field(default_factory=dict)
     members: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    sums: list[GradientSum] = field(default_factory=list)
+    sums: list[PlannedSum] = field(default_factory=list)
     codec: Codec | None = None
     is_codec_fixed: bool = False
     may_skip: bool = False

@@ -29,7 +29,7 @@ from deepspeed.plan.values import Rehearsal
 
 
 @dataclass(frozen=True)
-class Part:
+class SimulatedPart:
     """What is rehearsed.
 
     Attributes:
@@ -56,7 +56,7 @@ class Part:
 
 
 @contextmanager
-def scene(part: Part) -> Iterator[tuple[Rehearsal, PlayedDisk, PlayedWorld]]:
+def scene(part: SimulatedPart) -> Iterator[tuple[Rehearsal, PlayedDisk, PlayedWorld]]:
     """Everything that the engine must not notice; undone at the end. Gives what counts: operations, disk, ranks."""
     count = Rehearsal(part.kind)
     disk = PlayedDisk(count.note)

@@ -10,7 +10,8 @@ from deepspeed.schedulers.arguments import (
     override_warmupLR_params,
     parse_arguments,
 )
-from deepspeed.schedulers.base import Schedule, get_torch_optimizer, update_lr
+from deepspeed.schedulers.base import LrSchedule as Schedule
+from deepspeed.schedulers.base import get_torch_optimizer, update_lr
 from deepspeed.schedulers.build import SCHEDULES, VALID_LR_SCHEDULES, build_scheduler
 from deepspeed.schedulers.one_cycle import OneCycle
 from deepspeed.schedulers.range_test import LRRangeTest

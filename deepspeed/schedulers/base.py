@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 
-class Schedule:
+class LrSchedule:
     """A learning rate as a function of the number of optimizer steps.
 
     A plain object, not one of torch's schedulers: its whole state is ``last_batch_iteration``. The engine calls

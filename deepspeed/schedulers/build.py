@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.schedulers.base import Schedule, get_torch_optimizer
+from deepspeed.schedulers.base import LrSchedule, get_torch_optimizer
 from deepspeed.schedulers.one_cycle import OneCycle
 from deepspeed.schedulers.range_test import LRRangeTest
 from deepspeed.schedulers.warmup import WarmupCosineLR, WarmupDecayLR, WarmupLR
 
-SCHEDULES: dict[str, type[Schedule]] = {
+SCHEDULES: dict[str, type[LrSchedule]] = {
     cls.__name__: cls for cls in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from deepspeed.logging import logger
-from deepspeed.schedulers.base import Schedule
+from deepspeed.schedulers.base import LrSchedule
 
 #: The second beta while the first one cycles.
 _SECOND_BETA = 0.99
 
 
-class OneCycle(Schedule):
+class OneCycle(LrSchedule):
     """One cycle of rate and momentum (`Smith <https://arxiv.org/abs/1803.09820>`_).
 
     The rate rises linearly from least to greatest over the first half of the cycle and falls back over the second.

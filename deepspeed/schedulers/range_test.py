@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from deepspeed.schedulers.base import Schedule
+from deepspeed.schedulers.base import LrSchedule
 
 
-class LRRangeTest(Schedule):
+class LRRangeTest(LrSchedule):
     """min * (1 + rate * k) with k = (i + 1) / step size (`Smith <https://arxiv.org/abs/1803.09820>`_).
 
     Args:

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from deepspeed.logging import logger
-from deepspeed.schedulers.base import Schedule
+from deepspeed.schedulers.base import LrSchedule
 
 WARMUP_LOG_RATE = "log"
 WARMUP_LINEAR_RATE = "linear"
 
 
-class _Rising(Schedule):
+class _Rising(LrSchedule):
     """The common rise."""
 
     def __init__(self, optimizer: Any, warmup_num_steps: int, warmup_type: str, last_batch_iteration: int) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.activation_checkpointing import settings as settings_module
-from deepspeed.activation_checkpointing.partition import Part, Partition
+from deepspeed.activation_checkpointing.partition import ActivationShard, Partition
 from tests.engine.support import SHARDED, adamw
 from tests.harness import run_ranks
 
@@ -151,7 +151,7 @@ def _kept():
     hooks = Partition(mpu.get_model_parallel_group(), on_host=True)
     whole = torch.arange(7.0)
     part = hooks.pack(whole)
-    assert isinstance(part, Part) and part.values.numel() == 4
+    assert isinstance(part, ActivationShard) and part.values.numel() == 4
     assert part.values.tolist() == [[0, 1, 2, 3], [4, 5, 6, 0]][dist.get_rank()]
     assert torch.equal(hooks.unpack(part), whole)
     parameter, numbers = nn.Parameter(torch.ones(8)), torch.arange(8)

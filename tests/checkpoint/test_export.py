@@ -195,7 +195,7 @@ def test_memory_stays_within_two_tensors_or_a_shard(kind, shard, tmp_path):
     """40 tensors of 8 MB: 320 MB, with far less in memory at any time."""
     from deepspeed.checkpoint.directory import LATEST
     from deepspeed.checkpoint.format import MANIFEST, MASTER, Manifest
-    from deepspeed.checkpoint.writer import FileWriter, Stretch
+    from deepspeed.checkpoint.writer import BucketRun, FileWriter
     from deepspeed.zero.tiling.layout import bucket_layout
     from deepspeed.zero.tiling.tiles import Tile
 
@@ -207,7 +207,7 @@ def test_memory_stays_within_two_tensors_or_a_shard(kind, shard, tmp_path):
     values = torch.ones(numel)
     with FileWriter(folder) as writer:
         record = writer.write_stretches(
-            "rank00000-master.safetensors", MASTER, [Stretch(0, 0, layout.numel, (values,) * count)]
+            "rank00000-master.safetensors", MASTER, [BucketRun(0, 0, layout.numel, (values,) * count)]
         )
     (folder / MANIFEST).write_bytes(Manifest((layout,), (record,), {"tag": "big"}).encode())
     (tmp_path / LATEST).write_text("big")

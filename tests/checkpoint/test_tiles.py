@@ -17,7 +17,7 @@ from deepspeed.checkpoint.format import COMPUTE, MASTER, Manifest
 from deepspeed.checkpoint.plan import fills, match
 from deepspeed.checkpoint.reader import CheckpointReader
 from deepspeed.checkpoint.source import StateDictSource, Wanted
-from deepspeed.checkpoint.writer import FileWriter, Stretch
+from deepspeed.checkpoint.writer import BucketRun, FileWriter
 from deepspeed.errors import CheckpointError
 from deepspeed.zero.tiling.layout import bucket_layout
 from deepspeed.zero.tiling.tiles import Tile, TilePart
@@ -49,7 +49,7 @@ def write(folder: Path, coordinates: list[list[Tile]], wholes: dict[str, torch.T
             for rank in range(ranks if layout.numel else 0):
                 low, high = layout.slice_bounds(rank)
                 name = f"rank{number:05d}-{rank}.safetensors"
-                files.append(writer.write_stretches(name, MASTER, [Stretch(number, low, high, (flat[low:high],))]))
+                files.append(writer.write_stretches(name, MASTER, [BucketRun(number, low, high, (flat[low:high],))]))
     (folder / "manifest.json").write_bytes(Manifest(tuple(buckets), tuple(files), facts or {}).encode())
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from deepspeed.checkpoint.format import COMPUTE, MASTER
-from deepspeed.checkpoint.source import Source, Wanted
+from deepspeed.checkpoint.source import CheckpointSource, Wanted
 
 
-def read_whole(source: Source, name: str) -> torch.Tensor:
+def read_whole(source: CheckpointSource, name: str) -> torch.Tensor:
     """The parameter ``name`` in its shape: its master if that was saved, else its compute values."""
     parameter = source.parameters[name]
     kind = next(kind for kind in (MASTER, COMPUTE) if kind in parameter.kinds)

@@ -11,11 +11,11 @@ from deepspeed.config import parse
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.offload.file_io import IoSettings
 from deepspeed.offload.speed import FileSpeed
-from deepspeed.offload.tune import Trial, best_of
+from deepspeed.offload.tune import TuneTrial, best_of
 
 
 def trial(block, depth, write, read):
-    return Trial(IoSettings(block, depth, 1), (FileSpeed(4096, True, {"write": write, "read": read}, {}),))
+    return TuneTrial(IoSettings(block, depth, 1), (FileSpeed(4096, True, {"write": write, "read": read}, {}),))
 
 
 def test_the_fastest_with_the_fewest_requests_is_taken():

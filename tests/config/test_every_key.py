@@ -12,7 +12,7 @@ import pytest
 
 from deepspeed.config import parse
 from deepspeed.config.deprecated import OLD_KEYS
-from deepspeed.config.describe import Entry, _members, entries, spellings
+from deepspeed.config.describe import KeyEntry, _members, entries, spellings
 from deepspeed.config.findings import Findings
 from deepspeed.config.reader import BATCH_KEYS, build, clean
 from deepspeed.config.section import Section, facts_of
@@ -144,18 +144,18 @@ def leaves(annotation: Any) -> set[Any]:
     return found
 
 
-def is_number(entry: Entry) -> bool:
+def is_number(entry: KeyEntry) -> bool:
     kinds = leaves(entry.field.annotation)
     return bool(kinds & {int, float}) and not kinds & {str, Any}
 
 
-def is_closed(entry: Entry) -> bool:
+def is_closed(entry: KeyEntry) -> bool:
     """Whether the key takes only numbers, switches or listed words."""
     kinds = leaves(entry.field.annotation)
     return entry.nested is None and not any(kind in (str, Any) or get_origin(kind) is dict for kind in kinds)
 
 
-def all_entries() -> Iterator[tuple[type[Section], Entry]]:
+def all_entries() -> Iterator[tuple[type[Section], KeyEntry]]:
     for model in (Root, Inference, RaggedInference, *PARAMETERS.values()):
         for entry in entries(model):
             yield model, entry
@@ -163,7 +163,7 @@ def all_entries() -> Iterator[tuple[type[Section], Entry]]:
 
 def refused_values(value: Any, wanted: Any) -> tuple[int, set[str]]:
     """Gives ``value`` to every wanted key, one configuration per section; returns count and keys that let it pass."""
-    groups: dict[tuple[type[Section], tuple[Any, ...]], list[Entry]] = defaultdict(list)
+    groups: dict[tuple[type[Section], tuple[Any, ...]], list[KeyEntry]] = defaultdict(list)
     for model, entry in all_entries():
         if wanted(entry):
             groups[model, entry.path[:-1]].append(entry)

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import deepspeed
 from deepspeed.config import parse
-from deepspeed.config.describe import Entry, default_of, entries
+from deepspeed.config.describe import KeyEntry, default_of, entries
 from deepspeed.config.sections.root import Root
 from deepspeed.errors import DeepSpeedConfigError
 from tests.config.support import nest, written
@@ -36,7 +36,7 @@ def words_of_the_code() -> set[str]:
     return {word for pair in found for word in pair if word}
 
 
-def other_values(entry: Entry) -> Iterator[Any]:
+def other_values(entry: KeyEntry) -> Iterator[Any]:
     """Values to try, none of them the default."""
     default, found = default_of(entry.field), []
     for kind in leaves(entry.field.annotation):
@@ -51,7 +51,7 @@ def other_values(entry: Entry) -> Iterator[Any]:
             yield value
 
 
-def says_something(entry: Entry) -> bool | None:
+def says_something(entry: KeyEntry) -> bool | None:
     """Whether another value alone is refused as unavailable or gets a line; None if none is accepted."""
     for value in other_values(entry):
         try:

@@ -8,7 +8,7 @@ import pytest
 
 from deepspeed.launcher import devices, launch, ports
 from deepspeed.launcher.devices import find_devices, visible_ids
-from deepspeed.launcher.environment import World, read_environment_files, threads_per_rank
+from deepspeed.launcher.environment import LaunchWorld, read_environment_files, threads_per_rank
 from deepspeed.launcher.ports import Wish, agreed_port, claim_port
 from deepspeed.launcher.resources import LauncherError
 from deepspeed.ports import free_port
@@ -23,7 +23,7 @@ def taken_port():
 
 
 def test_world_variables():
-    world = World(
+    world = LaunchWorld(
         sizes=(4, 2),
         launcher=1,
         first_local_rank=0,

@@ -12,8 +12,8 @@ import pytest
 from deepspeed.launcher import json_lines, link
 from deepspeed.launcher.failures import Failure
 from deepspeed.launcher.greeting import Introduction
-from deepspeed.launcher.json_lines import Connection, listen
-from deepspeed.launcher.link import Link
+from deepspeed.launcher.json_lines import JsonConnection, listen
+from deepspeed.launcher.link import LauncherLink
 from deepspeed.ports import free_port
 
 ME = Introduction(0, "hub", (1, 1, 1), 29500, "1.0", "run x", "the secret")
@@ -25,10 +25,10 @@ class Hub:
 
     def __init__(self, me: Introduction = ME) -> None:
         self.me = me
-        self.link = Link(me, "127.0.0.1")
+        self.link = LauncherLink(me, "127.0.0.1")
         self.link._ports = [free_port()]
         self.link.start()
-        self._kept: list[Connection] = []
+        self._kept: list[JsonConnection] = []
 
     def dial(self) -> socket.socket:
         """Connects, as soon as the hub listens."""
@@ -39,9 +39,9 @@ class Hub:
                 time.sleep(0.01)
         raise AssertionError("the hub does not listen")
 
-    def greet(self, who: Introduction, **changes: object) -> tuple[Connection, dict | None]:
+    def greet(self, who: Introduction, **changes: object) -> tuple[JsonConnection, dict | None]:
         """Answers the challenge as ``who``, with ``changes`` to the hello; returns the hub's answer."""
-        connection = Connection(self.dial())
+        connection = JsonConnection(self.dial())
         hello = who.hello(connection.receive_one(5)["nonce"], "mine")
         connection.send({**hello, **changes})
         return connection, connection.receive_one(5)
@@ -55,7 +55,7 @@ class Hub:
             time.sleep(0.005)
         return found
 
-    def serves(self, index: int) -> Connection:
+    def serves(self, index: int) -> JsonConnection:
         """Takes in a launcher of the run: the hub is there, waits for nobody and has not ended the run."""
         started = time.monotonic()
         connection, answer = self.greet(replace(self.me, index=index))
@@ -100,7 +100,7 @@ def test_a_hello_with_a_wrong_value_is_refused_and_ends_nothing(hub, name):
         assert answer == {"event": "refused"}, value
     missing = replace(ME, index=1).hello("", "mine")
     del missing[name]
-    connection = Connection(hub.dial())
+    connection = JsonConnection(hub.dial())
     connection.receive_one(5)
     connection.send(missing)
     assert connection.receive_one(5) == {"event": "refused"}
@@ -140,7 +140,7 @@ def test_who_does_not_know_the_secret_or_is_of_another_run_is_refused(hub, who):
 
 def test_a_proof_of_another_challenge_is_worth_nothing(hub):
     heard = replace(ME, index=1).hello("an earlier challenge", "mine")
-    connection = Connection(hub.dial())
+    connection = JsonConnection(hub.dial())
     connection.receive_one(5)
     connection.send(heard)
     assert connection.receive_one(5) == {"event": "refused"}
@@ -193,7 +193,7 @@ def test_what_others_say_cannot_write_to_the_terminal():
 def test_launchers_of_one_run_hear_of_each_other_and_not_of_an_impostor():
     """The ports are tried in order; on the first one listens somebody who does not know the secret."""
     impostor, hub = Hub(replace(ME, secret="guessed")), Hub()
-    other = Link(replace(ME, index=1), "127.0.0.1")
+    other = LauncherLink(replace(ME, index=1), "127.0.0.1")
     other._ports = [*impostor.link._ports, *hub.link._ports]
     other.start()
     deadline = time.monotonic() + 5

@@ -14,7 +14,7 @@ from deepspeed.launcher.multinode_runner import (
     PDSHRunner,
     SlurmRunner,
 )
-from deepspeed.launcher.remote import BUILDERS, Run
+from deepspeed.launcher.remote import BUILDERS, RemoteRun
 from deepspeed.launcher.resources import LauncherError, decode_world_info
 
 SCRIPT = ("train.py", "--lr", "1e-3", "two words", "100%")
@@ -164,7 +164,9 @@ def test_variables_for_other_machines(capsys, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("launcher", [name for name in BUILDERS if name != "pdsh"])
 def test_no_value_and_no_secret_stands_in_a_command_line(launcher, tmp_path):
-    run = Run({"a": [0], "b": [0]}, "a", 1, {"HF_TOKEN": "hf-value"}, "/", (), ("x.py",), "name", secret="of the run")
+    run = RemoteRun(
+        {"a": [0], "b": [0]}, "a", 1, {"HF_TOKEN": "hf-value"}, "/", (), ("x.py",), "name", secret="of the run"
+    )
     for command in BUILDERS[launcher](run):
         assert not any(hidden in word for word in command.program for hidden in ("hf-value", "of the run"))
         handed = command.script if launcher == "ssh" else str(command.variables)
@@ -185,7 +187,7 @@ def test_pdsh_names_the_values_that_it_shows(capsys, monkeypatch, tmp_path):
 @pytest.mark.parametrize("host", ["-oProxyCommand=x", "-F/tmp/x", "a;b", "a b", "$(x)", "^file", ""])
 def test_a_host_that_is_no_name_is_refused(host):
     with pytest.raises(LauncherError, match="expected the name of a machine"):
-        Run({host: [0]}, "a", 1, {}, "/", (), ("x.py",), "name")
+        RemoteRun({host: [0]}, "a", 1, {}, "/", (), ("x.py",), "name")
 
 
 @pytest.mark.parametrize("name", ["A B", "A;x", "1A", "", "A-B", "\u00c4"])

@@ -5,7 +5,7 @@ import torch
 
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from deepspeed.ops.elementwise import Kind, is_elementwise
+from deepspeed.ops.elementwise import OptimizerKind, is_elementwise
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.ops.muon import Muon
@@ -42,12 +42,12 @@ def test_shape_needing_is_named_with_a_reason(name):
     if not hasattr(torch.optim, name):
         pytest.skip(f"this torch has no {name}")
     verdict = is_elementwise(getattr(torch.optim, name))
-    assert not verdict and verdict.kind is Kind.WHOLE and len(verdict.reason) > 20
+    assert not verdict and verdict.kind is OptimizerKind.WHOLE and len(verdict.reason) > 20
 
 
 @pytest.mark.parametrize("cls", [FusedLamb, Muon])
 def test_ours_with_segments(cls):
-    assert is_elementwise(cls).kind is Kind.SEGMENTS
+    assert is_elementwise(cls).kind is OptimizerKind.SEGMENTS
 
 
 class Tuned(torch.optim.AdamW):
@@ -81,15 +81,15 @@ class Own(torch.optim.Optimizer):
 @pytest.mark.parametrize(
     ("cls", "kind"),
     [
-        (Tuned, Kind.ELEMENTWISE),
-        (Rewritten, Kind.UNKNOWN),
-        (BelowRewritten, Kind.UNKNOWN),
-        (RewrittenOurs, Kind.UNKNOWN),
-        (RewrittenHalf, Kind.UNKNOWN),
-        (Own, Kind.UNKNOWN),
+        (Tuned, OptimizerKind.ELEMENTWISE),
+        (Rewritten, OptimizerKind.UNKNOWN),
+        (BelowRewritten, OptimizerKind.UNKNOWN),
+        (RewrittenOurs, OptimizerKind.UNKNOWN),
+        (RewrittenHalf, OptimizerKind.UNKNOWN),
+        (Own, OptimizerKind.UNKNOWN),
     ],
 )
 def test_subclasses(cls, kind):
     verdict = is_elementwise(cls)
     assert verdict.kind is kind
-    assert (kind is Kind.ELEMENTWISE) == (not verdict.reason)
+    assert (kind is OptimizerKind.ELEMENTWISE) == (not verdict.reason)

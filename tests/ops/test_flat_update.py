@@ -217,7 +217,7 @@ def test_misfits_are_refused(grad, out, message):
 
 
 def test_scratch_made_in_inference_mode_is_usable_later(monkeypatch):
-    monkeypatch.setattr(chunks, "_buffers", chunks._Buffers())
+    monkeypatch.setattr(chunks, "_buffers", chunks._Scratch())
     with torch.inference_mode():
         chunks.scratch("grad", 64, torch.float32, torch.device("cpu"))
     chunks.scratch("grad", 64, torch.float32, torch.device("cpu")).fill_(1.0)

@@ -11,7 +11,7 @@ from deepspeed.comm.codecs.table import BlockCodec, Int4Codec, Int8Codec, SignCo
 from deepspeed.comm.transports.connect import create_transport
 from deepspeed.comm.transports.counters import counted
 from deepspeed.comm.transports.transport import Reduction
-from deepspeed.plan.codec_cost import Link, Way, exchange_seconds, plain_bits_on_the_wire, sent_bytes
+from deepspeed.plan.codec_cost import CodecCost, NetworkLink, exchange_seconds, plain_bits_on_the_wire, sent_bytes
 from tests.harness import run_ranks
 
 CODECS: tuple[BlockCodec, ...] = (SignCodec(2048), Int8Codec(256), Int4Codec(256))
@@ -19,8 +19,8 @@ CODECS: tuple[BlockCodec, ...] = (SignCodec(2048), Int8Codec(256), Int4Codec(256
 TIMES = {"sign": (3.2, 0.8), "int8": (1.9, 0.5), "int4": (4.2, 1.2)}
 
 
-def way_of(codec: BlockCodec) -> Way:
-    return Way(codec.name, 8 * coded_nbytes(codec, CHUNK) / CHUNK, *TIMES[codec.name])
+def way_of(codec: BlockCodec) -> CodecCost:
+    return CodecCost(codec.name, 8 * coded_nbytes(codec, CHUNK) / CHUNK, *TIMES[codec.name])
 
 
 def books() -> None:
@@ -35,7 +35,7 @@ def books() -> None:
                 (transport.all_reduce if whole else transport.reduce_scatter)(flat, out, how).wait()
                 moved = traffic.ran["send"].nbytes
             bits = plain_bits_on_the_wire(16, plain.size, whole=whole)
-            way = Way("plain", bits, 0.0, 0.0) if codec is None else way_of(codec)
+            way = CodecCost("plain", bits, 0.0, 0.0) if codec is None else way_of(codec)
             assert moved == pytest.approx(sent_bytes(numel, plain.size, way, whole=whole), rel=1e-3), (way, whole)
 
 
@@ -45,10 +45,10 @@ def test_bytes_by_formula_are_those_of_the_books(ranks: int) -> None:
 
 
 def test_when_codes_pay() -> None:
-    plain = Way("plain", plain_bits_on_the_wire(16, 4, whole=True), 0.0, 0.0)
+    plain = CodecCost("plain", plain_bits_on_the_wire(16, 4, whole=True), 0.0, 0.0)
     pays = {
-        (speed, codec.name): exchange_seconds(20_000_000, 4, Link(speed / 8), way_of(codec), whole=True)
-        < exchange_seconds(20_000_000, 4, Link(speed / 8), plain, whole=True)
+        (speed, codec.name): exchange_seconds(20_000_000, 4, NetworkLink(speed / 8), way_of(codec), whole=True)
+        < exchange_seconds(20_000_000, 4, NetworkLink(speed / 8), plain, whole=True)
         for speed in (1e8, 1e9, 1e10, 1e12)
         for codec in CODECS
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed.parallel.tensor.split import Dealt, Heads, Split, Stretch, even
+from deepspeed.parallel.tensor.split import Dealt, Heads, Split, UnitRun, even
 
 
 @given(st.integers(0, 60), st.integers(1, 9))
@@ -62,9 +62,9 @@ def test_packed_parts_are_dealt_one_by_one(each, size, parts, grain):
 def test_packed_query_key_value():
     heads = Heads(6, 2, 2)
     stretches = (
-        Stretch(0, 6, 4, Dealt.AS_QUERIES),
-        Stretch(24, 2, 4, Dealt.AS_KEYS),
-        Stretch(32, 2, 4, Dealt.AS_KEYS),
+        UnitRun(0, 6, 4, Dealt.AS_QUERIES),
+        UnitRun(24, 2, 4, Dealt.AS_KEYS),
+        UnitRun(32, 2, 4, Dealt.AS_KEYS),
     )
     split = Split(stretches, 2, heads)
     assert split.intervals(0) == [(0, 12), (24, 28), (32, 36)] and split.intervals(1) == [(12, 24), (28, 32), (36, 40)]

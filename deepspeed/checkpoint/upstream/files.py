@@ -33,11 +33,11 @@ class StandIn:
         self.values = values
 
 
-class LossScaler(StandIn):
+class LossScalerStandIn(StandIn):
     """Of ``runtime.fp16.loss_scaler``."""
 
 
-class DynamicLossScaler(StandIn):
+class DynamicLossScalerStandIn(StandIn):
     """Of ``runtime.fp16.loss_scaler``."""
 
 
@@ -59,9 +59,9 @@ class SubparamShape(StandIn):
 
 
 _STAND_INS: list[tuple[Any, str]] = [
-    (LossScaler, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
-    (LossScaler, "deepspeed.runtime.fp16.loss_scaler.LossScalerBase"),
-    (DynamicLossScaler, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
+    (LossScalerStandIn, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
+    (LossScalerStandIn, "deepspeed.runtime.fp16.loss_scaler.LossScalerBase"),
+    (DynamicLossScalerStandIn, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
     (ZeroStage, "deepspeed.runtime.zero.config.ZeroStageEnum"),
     (FragmentAddress, "deepspeed.utils.tensor_fragment.fragment_address"),
     (SubparamShape, "deepspeed.checkpoint.universal_checkpoint.SubparamShape"),

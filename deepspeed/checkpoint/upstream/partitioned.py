@@ -12,7 +12,7 @@ from deepspeed.checkpoint.format import COMPUTE, MASTER
 from deepspeed.checkpoint.source import TrainingState
 from deepspeed.checkpoint.upstream.content import Content, Values
 from deepspeed.checkpoint.upstream.experts import expert_weights, numbered_among_all, sharing_ranks
-from deepspeed.checkpoint.upstream.files import DynamicLossScaler, Files, ZeroStage, find_files, load
+from deepspeed.checkpoint.upstream.files import DynamicLossScalerStandIn, Files, ZeroStage, find_files, load
 from deepspeed.checkpoint.upstream.slices import INFO, join_slices
 from deepspeed.checkpoint.upstream.stacks import by_place, put_together
 from deepspeed.checkpoint.upstream.walks import Shapes, stage_1_and_2, stage_3
@@ -94,7 +94,7 @@ def check_ranks(folder: Path, files: Files, optim: list[dict[str, Any]]) -> None
 def scaler_state(optim: Mapping[str, Any]) -> dict[str, Any] | None:
     """The position of a dynamic loss scaler, or None for a fixed scale."""
     scaler = optim.get("loss_scaler")
-    if not isinstance(scaler, DynamicLossScaler):
+    if not isinstance(scaler, DynamicLossScalerStandIn):
         return None
     return {key: getattr(scaler, key) for key in _SCALER_KEYS}
 

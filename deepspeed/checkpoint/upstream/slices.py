@@ -23,7 +23,7 @@ INFO = "universal_checkpoint_info"
 
 
 @dataclass(frozen=True)
-class Piece:
+class StridedRun:
     """Elements of a slice that lie evenly apart in the whole.
 
     Attributes:
@@ -60,7 +60,7 @@ class Whole:
     """
 
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[StridedRun, ...] = ()
     is_mean: bool = False
 
 
@@ -202,7 +202,7 @@ def _by_map(name: str, shapes: Sequence[Sequence[int]], described: Mapping[str, 
             if min(piece["locations"]) == rank:  # others hold copies
                 (start, strides), (slice_start, slice_strides) = piece["source"], piece["dest"]
                 extents = tuple(int(extent) for extent in piece["shape"])
-                pieces.append(Piece(rank, extents, start, tuple(strides), slice_start, tuple(slice_strides)))
+                pieces.append(StridedRun(rank, extents, start, tuple(strides), slice_start, tuple(slice_strides)))
     shape = tuple(int(extent) for extent in entry["logical_shape"])
     if {piece.rank for piece in pieces} == {0} and all(tuple(each) == shape for each in shapes):
         return Whole(shape)
@@ -247,7 +247,7 @@ def _packed(shapes: Sequence[Sequence[int]], dim: int, widths: Sequence[Sequence
             own = _strides(shapes[rank])
             extents = (*shape[:dim], of_rank[tensor], *shape[dim + 1 :])
             before = sum(of_rank[:tensor])
-            pieces.append(Piece(rank, extents, low * strides[dim], strides, before * own[dim], own))
+            pieces.append(StridedRun(rank, extents, low * strides[dim], strides, before * own[dim], own))
             low += of_rank[tensor]
     return Whole(shape, tuple(pieces))
 
@@ -273,7 +273,9 @@ def _first_rows(whole: Whole, rows: int) -> Whole:
         kept = min(piece.shape[0], rows - low)
         if kept > 0:
             shape = (kept, *piece.shape[1:])
-            pieces.append(Piece(piece.rank, shape, piece.start, piece.strides, piece.slice_start, piece.slice_strides))
+            pieces.append(
+                StridedRun(piece.rank, shape, piece.start, piece.strides, piece.slice_start, piece.slice_strides)
+            )
     return Whole((min(rows, whole.shape[0]), *whole.shape[1:]), tuple(pieces))
 
 

@@ -19,14 +19,14 @@ class LayerReduction(Section):
     other_module_name: TextList | None = key(None, "Other modules that are copied.")
 
 
-class Shared(Section):
+class TechniqueShared(Section):
     """What all groups of a technique share."""
 
     enabled: Bool = key(False, "Use the technique.", removed="0.19.8")
     schedule_offset: Int = key(1000, "First step.", unit="steps", minimum=0)
 
 
-class WeightQuantizationShared(Shared):
+class WeightQuantizationShared(TechniqueShared):
     """Shared settings of weight quantization."""
 
     schedule_offset: Int = key(0, "First step.", unit="steps", minimum=0)
@@ -47,7 +47,7 @@ class WeightQuantizationShared(Shared):
     fp16_mixed_quantize: MixedQuantize = key(None, "Mixing.", factory=MixedQuantize)
 
 
-class ActivationQuantizationShared(Shared):
+class ActivationQuantizationShared(TechniqueShared):
     """Shared settings of activation quantization."""
 
     quantization_type: QuantType = key("symmetric", "Scale around zero, or from least to largest.")
@@ -56,7 +56,7 @@ class ActivationQuantizationShared(Shared):
     )
 
 
-class SparsePruningShared(Shared):
+class SparsePruningShared(TechniqueShared):
     """Shared settings of sparse pruning."""
 
     method: Annotated[Literal["l1", "topk", "snip_momentum"], AnyCase] = key(
@@ -80,13 +80,13 @@ class SparsePruningShared(Shared):
     )
 
 
-class StructuredPruningShared(Shared):
+class StructuredPruningShared(TechniqueShared):
     """Shared settings of row and channel pruning."""
 
     method: Annotated[Literal["l1", "topk"], AnyCase] = key("l1", "As in sparse_pruning, by rows or channels.")
 
 
-class HeadPruningShared(Shared):
+class HeadPruningShared(TechniqueShared):
     """Shared settings of head pruning."""
 
     method: Annotated[Literal["topk", "l1"], AnyCase] = key("topk", "As in sparse_pruning, by heads.")

@@ -153,7 +153,7 @@ class CurriculumLearning(Section):
     schedule_config: CurriculumSchedule = key(None, "How it grows.", factory=CurriculumSchedule)
 
 
-class ProgressiveLayerDrop(Section):
+class ProgressiveLayerDropSection(Section):
     """Layers dropped at random, more of them as training goes on (removed upstream in 0.19.8)."""
 
     enabled: Bool = key(False, "Drop layers.", removed="0.19.8")

@@ -45,11 +45,11 @@ def decay(default: float = 0.0) -> Any:
     return key(default, "Weight decay.", minimum=0)
 
 
-class Parameters(Section):
+class OptimizerParams(Section):
     """Base of the parameter tables."""
 
 
-class TorchFlags(Parameters):
+class TorchFlags(OptimizerParams):
     """What the classes of torch.optim share."""
 
     foreach: Bool | None = key(None, "torch's multi-tensor path.", null_means="torch decides")
@@ -63,7 +63,7 @@ class Capturable(TorchFlags):
     capturable: Bool = key(False, "Capture the step in a CUDA graph.")
 
 
-class AdamParams(Parameters):
+class AdamParams(OptimizerParams):
     """Adam and AdamW of this package. Adam decouples weight decay too unless adam_w_mode is false."""
 
     lr: Float = lr(1e-3)
@@ -111,7 +111,7 @@ class AdagradParams(TorchFlags):
     fp32_optimizer_states: Bool = key(True, "State in fp32 (with optimizer offload).")
 
 
-class LionParams(Parameters):
+class LionParams(OptimizerParams):
     """Lion."""
 
     lr: Float = lr(1e-3)
@@ -121,7 +121,7 @@ class LionParams(Parameters):
     fp32_optimizer_states: Bool = key(True, "State in fp32 (with optimizer offload).")
 
 
-class LambParams(Parameters):
+class LambParams(OptimizerParams):
     """LAMB. Under fp16 it needs the dynamic loss scale."""
 
     lr: Float = lr(1e-3)
@@ -135,7 +135,7 @@ class LambParams(Parameters):
     amsgrad: Bool = key(False, "Not possible.")
 
 
-class OneBitParams(Parameters):
+class OneBitParams(OptimizerParams):
     """What the 1-bit family shares."""
 
     lr: Float = lr(1e-3)
@@ -206,7 +206,7 @@ class ZeroOneAdamParams(OneBitParams):
     local_step_clipper: Int = key(16, "Largest gap between exchanges.", unit="updates", minimum=1)
 
 
-class MuonParams(Parameters):
+class MuonParams(OptimizerParams):
     """Muon for matrices (two dimensions or more, name without embed and lm_head), Adam for the rest."""
 
     lr: Float = key(
@@ -301,7 +301,7 @@ class RpropParams(Capturable):
 
 
 # In any case, as upstream takes them; the rest of torch.optim must be spelt as there.
-OWN_OPTIMIZERS: dict[str, type[Parameters]] = {
+OWN_OPTIMIZERS: dict[str, type[OptimizerParams]] = {
     "Adam": AdamParams,
     "AdamW": AdamParams,
     "Adagrad": AdagradParams,
@@ -313,7 +313,7 @@ OWN_OPTIMIZERS: dict[str, type[Parameters]] = {
     "SGD": SGDParams,
     "ZeroOneAdam": ZeroOneAdamParams,
 }
-TORCH_OPTIMIZERS: dict[str, type[Parameters]] = {
+TORCH_OPTIMIZERS: dict[str, type[OptimizerParams]] = {
     "Adadelta": AdadeltaParams,
     "Adamax": AdamaxParams,
     "ASGD": ASGDParams,
@@ -334,7 +334,7 @@ MISSING_OPTIMIZERS = {
 }
 
 
-def parameter_model(name: str, torch_adam: bool, adam_w_mode: bool) -> type[Parameters]:
+def parameter_model(name: str, torch_adam: bool, adam_w_mode: bool) -> type[OptimizerParams]:
     """The table of parameters for a known optimizer; ``torch_adam`` picks torch's classes for Adam and AdamW."""
     if torch_adam and name in ("Adam", "AdamW"):
         return TorchAdamWParams if name == "AdamW" or adam_w_mode else TorchAdamParams

@@ -9,7 +9,7 @@ _MODULE = "the pipeline module is told this when it is built"
 _OWN_PEER = "each tensor-parallel rank sends what it has to its own peer on the next stage"
 
 
-class Pipeline(Section):
+class PipelineSection(Section):
     """Settings of pipeline modules (``deepspeed.pipe.PipelineModule``); other models do not read them."""
 
     schedule: str | None = key(

@@ -8,7 +8,7 @@ from deepspeed.config.types import Bool, FilePath, Float, Int, TextList
 _ONE_STEP = "one step is profiled; profile_step says which"
 
 
-class FlopsProfiler(Section):
+class FlopsProfilerSection(Section):
     """Counts operations, parameters and time of one step, module by module."""
 
     enabled: Bool = key(False, "Profile one step; turns wall_clock_breakdown on.")
@@ -34,7 +34,7 @@ class CommsLogger(Section):
     debug: Bool = key(False, "Add the name of the calling function.")
 
 
-class ThroughputTimer(Section):
+class ThroughputTimerSection(Section):
     """The throughput line of the engine."""
 
     enabled: Bool = key(True, "Measure samples per second.")
@@ -44,4 +44,4 @@ class ThroughputTimer(Section):
 class Timers(Section):
     """Timers that run all the time."""
 
-    throughput: ThroughputTimer = key(None, "The throughput line of the engine.", factory=ThroughputTimer)
+    throughput: ThroughputTimerSection = key(None, "The throughput line of the engine.", factory=ThroughputTimerSection)

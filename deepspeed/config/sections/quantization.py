@@ -12,7 +12,7 @@ from deepspeed.config.types import AnyCase, Bool, Float, Int, to_int
 QuantType = Annotated[Literal["symmetric", "asymmetric"], AnyCase]
 
 
-class WeightGroup(Section):
+class QuantizedWeightGroup(Section):
     """Quantization of one set of weights."""
 
     num_bits: Annotated[Literal[4, 8], BeforeValidator(to_int)] | None = key(None, "Width.", unit="bits")
@@ -25,13 +25,15 @@ class WeightQuantization(Section):
     """Weight-only quantization. The section's presence turns it on unless enabled is false."""
 
     enabled: Bool = key(True, "Quantize weights.")
-    quantized_initialization: WeightGroup = key(
+    quantized_initialization: QuantizedWeightGroup = key(
         None,
         "Quantize all linear layers as initialize takes the model; embeddings stay whole. At 4 bits scales and offsets "
         "are rounded to bfloat16.",
-        factory=WeightGroup,
+        factory=QuantizedWeightGroup,
     )
-    post_init_quant: dict[str, WeightGroup] = key(None, "Quantize layers afterwards, by part of name.", factory=dict)
+    post_init_quant: dict[str, QuantizedWeightGroup] = key(
+        None, "Quantize layers afterwards, by part of name.", factory=dict
+    )
     num_bits: Int = key(8, "Width.", unit="bits", above=0)
     q_type: QuantType = key("symmetric", "Quantizer.")
     q_groups: Int = key(1, "Number of groups.", above=0)
@@ -67,7 +69,7 @@ class QuantizeAlgo(Section):
     rounding: Annotated[Literal["nearest", "stochastic"], AnyCase] = key("nearest", "Rounding.")
 
 
-class Eigenvalue(Section):
+class EigenvalueSection(Section):
     """Eigenvalues of blocks' Hessians, which pace widths that fall (removed upstream in 0.19.8)."""
 
     enabled: Bool = key(False, "Stretch a block's period by 1 + floor(4 eigenvalue / largest).", removed="0.19.8")
@@ -92,6 +94,6 @@ class QuantizeTraining(Section):
     quantize_algo: QuantizeAlgo = key(None, "Kind of quantizer.", factory=QuantizeAlgo)
     quantizer_kernel: Bool = key(False, "Use the kernel.", no_effect="rounding is torch's own arithmetic")
     quantize_verbose: Bool = key(False, "Say more.", no_effect="each change of bits is always said")
-    eigenvalue: Eigenvalue | None = key(None, "Pace by eigenvalues.")
+    eigenvalue: EigenvalueSection | None = key(None, "Pace by eigenvalues.")
     quantize_type: QuantType | None = key(None, "Seen in files; quantize_algo.q_type.", no_effect="nothing reads it")
     quantize_eigenvalue: Bool | None = key(None, "Seen in files; eigenvalue.enabled.", no_effect="nothing reads it")

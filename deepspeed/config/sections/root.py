@@ -13,17 +13,17 @@ from deepspeed.config.sections.checkpoint import Checkpoint, DataStates, Nebula
 from deepspeed.config.sections.communication_compression import CommunicationCompression
 from deepspeed.config.sections.compile import Compile
 from deepspeed.config.sections.compression import CompressionTraining
-from deepspeed.config.sections.data_efficiency import CurriculumLearning, DataEfficiency, ProgressiveLayerDrop
+from deepspeed.config.sections.data_efficiency import CurriculumLearning, DataEfficiency, ProgressiveLayerDropSection
 from deepspeed.config.sections.elasticity import Elasticity
 from deepspeed.config.sections.expert_parallel import ExpertParallel
 from deepspeed.config.sections.hybrid_engine import HybridEngine
 from deepspeed.config.sections.io import Aio
 from deepspeed.config.sections.monitor import Comet, CsvMonitor, TensorBoard, Wandb
 from deepspeed.config.sections.optimizer import Optimizer
-from deepspeed.config.sections.pipeline import Pipeline
+from deepspeed.config.sections.pipeline import PipelineSection
 from deepspeed.config.sections.precision import Amp, Bf16, DataTypes, Fp16, MsAmp, TorchAutocast
-from deepspeed.config.sections.profiling import CommsLogger, FlopsProfiler, Timers
-from deepspeed.config.sections.quantization import Eigenvalue, QuantizeTraining, WeightQuantization
+from deepspeed.config.sections.profiling import CommsLogger, FlopsProfilerSection, Timers
+from deepspeed.config.sections.quantization import EigenvalueSection, QuantizeTraining, WeightQuantization
 from deepspeed.config.sections.scheduler import Scheduler
 from deepspeed.config.sections.sequence_parallel import SequenceParallel
 from deepspeed.config.sections.sparse_attention import SparseAttention
@@ -179,10 +179,10 @@ class Root(Section):
     wandb: Wandb = key(None, "Weights & Biases.", factory=Wandb)
     comet: Comet = key(None, "Comet.", factory=Comet)
     comms_logger: CommsLogger = key(None, "Log of collectives.", factory=CommsLogger)
-    flops_profiler: FlopsProfiler = key(None, "Profile of one step.", factory=FlopsProfiler)
+    flops_profiler: FlopsProfilerSection = key(None, "Profile of one step.", factory=FlopsProfilerSection)
     autotuning: Autotuning | None = key(None, "Search for a fast configuration.")
     elasticity: Elasticity | None = key(None, "Elastic batch sizes.", removed="0.19.8")
-    pipeline: Pipeline = key(None, "Pipeline modules.", factory=Pipeline)
+    pipeline: PipelineSection = key(None, "Pipeline modules.", factory=PipelineSection)
     tensor_parallel: TensorParallel = key(None, "AutoTP.", factory=TensorParallel)
     expert_parallel: ExpertParallel | None = key(None, "AutoEP.")
     sequence_parallel: SequenceParallel = key(
@@ -197,12 +197,12 @@ class Root(Section):
     hybrid_engine: HybridEngine = key(None, "Training and generation.", factory=HybridEngine)
     data_efficiency: DataEfficiency | None = key(None, "Curriculum and token dropping.")
     curriculum_learning: CurriculumLearning | None = key(None, "Older curriculum.", removed="0.19.8")
-    progressive_layer_drop: ProgressiveLayerDrop | None = key(None, "Layer drop.", removed="0.19.8")
+    progressive_layer_drop: ProgressiveLayerDropSection | None = key(None, "Layer drop.", removed="0.19.8")
     compression_training: CompressionTraining | None = key(None, "Compression.", removed="0.19.8")
     weight_quantization: WeightQuantization | None = key(None, "Weight-only quantization.")
     sparse_attention: SparseAttention | None = key(None, "Block-sparse attention: the pattern.", removed="0.19.8")
     quantize_training: QuantizeTraining | None = key(None, "Older quantized training.", removed="0.6.8")
-    eigenvalue: Eigenvalue | None = key(
+    eigenvalue: EigenvalueSection | None = key(
         None, "Pace by eigenvalues, where quantize_training has no such section.", removed="0.19.8"
     )
     msamp: MsAmp | None = key(None, "MS-AMP; written by accelerate.")

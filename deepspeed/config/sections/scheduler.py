@@ -19,11 +19,11 @@ class Scheduler(Section):
     params: dict[str, Any] = key(None, "Arguments of the schedule, listed per schedule below.", factory=dict)
 
 
-class Parameters(Section):
+class SchedulerParams(Section):
     """Base of the parameter tables; a rate may be a list with one entry per parameter group."""
 
 
-class OwnParameters(Parameters):
+class OwnParameters(SchedulerParams):
     """What the schedules of this package share."""
 
     last_batch_iteration: Int = key(-1, "Step to go on from; -1 is the start.", unit="steps", minimum=-1)
@@ -96,7 +96,7 @@ class LRRangeTestParams(OwnParameters):
     lr_range_test_staircase: Bool = key(False, "Grow in stairs.")
 
 
-class TorchParameters(Parameters):
+class TorchParameters(SchedulerParams):
     """What the classes of torch.optim.lr_scheduler share."""
 
     last_epoch: Int = key(-1, "Step to go on from; -1 is the start.", unit="steps", minimum=-1)
@@ -204,14 +204,14 @@ class StepLRParams(TorchParameters):
     gamma: Float = key(0.1, "Factor at each.", minimum=0)
 
 
-OWN_SCHEDULERS: dict[str, type[Parameters]] = {
+OWN_SCHEDULERS: dict[str, type[SchedulerParams]] = {
     "LRRangeTest": LRRangeTestParams,
     "OneCycle": OneCycleParams,
     "WarmupLR": WarmupLRParams,
     "WarmupDecayLR": WarmupDecayLRParams,
     "WarmupCosineLR": WarmupCosineLRParams,
 }
-TORCH_SCHEDULERS: dict[str, type[Parameters]] = {
+TORCH_SCHEDULERS: dict[str, type[SchedulerParams]] = {
     "ConstantLR": ConstantLRParams,
     "CosineAnnealingLR": CosineAnnealingLRParams,
     "CosineAnnealingWarmRestarts": CosineAnnealingWarmRestartsParams,

@@ -17,7 +17,7 @@ class TpGroup(Section):
     tp_group: Any = key(None, "Process group; only from a program, and not with mpu.")
 
 
-class LayerSpec(Section):
+class LayerPartition(Section):
     """How one kind of layer is split."""
 
     patterns: TextList = key(None, "Regular expressions for parameter names.", factory=list)
@@ -39,7 +39,7 @@ class PartitionConfig(Section):
         1, "Axis of embeddings.", minimum=0, no_effect="embeddings are cut over the vocabulary, or stay whole"
     )
     lm_head_patterns: TextList = key(None, "Names of output layers.", factory=lambda: ["lm_head", "embed_out"])
-    layer_specs: list[LayerSpec] = key(None, "Rules, in order.", factory=list)
+    layer_specs: list[LayerPartition] = key(None, "Rules, in order.", factory=list)
 
 
 class TensorParallel(Section):

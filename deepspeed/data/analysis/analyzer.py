@@ -11,7 +11,7 @@ import numpy
 
 from deepspeed import comm
 from deepspeed.data.analysis.metrics import write_metric
-from deepspeed.data.analysis.walk import Metrics, Source, walk
+from deepspeed.data.analysis.walk import Metrics, SampleSource, walk
 from deepspeed.errors import NotYetSupportedError
 
 _PART = "collected.npz"
@@ -78,7 +78,7 @@ class DataAnalyzer:
                 "DataAnalyzer(custom_map_..., custom_reduce): functions that replace the steps of the analysis are not "
                 "supported; write a metric function, which sees every batch"
             )
-        self._source = Source(dataset, batch_size, collate_fn, sample_indices)
+        self._source = SampleSource(dataset, batch_size, collate_fn, sample_indices)
         self._metrics = Metrics(metric_names, metric_functions, metric_types)
         self._num_workers, self._worker, self._num_threads = num_workers, worker_id, num_threads
         self._num_threads_reduce = num_threads_reduce

@@ -8,7 +8,7 @@ from typing import Any
 
 from deepspeed import comm
 from deepspeed.data.analysis.metrics import write_metric
-from deepspeed.data.analysis.walk import Metrics, Source, walk
+from deepspeed.data.analysis.walk import Metrics, SampleSource, walk
 
 
 class DistributedDataAnalyzer:
@@ -46,7 +46,7 @@ class DistributedDataAnalyzer:
         comm_group: Any = None,
         sample_indices: Sequence[int] | None = None,
     ) -> None:
-        self._source = Source(dataset, batch_size, collate_fn, sample_indices)
+        self._source = SampleSource(dataset, batch_size, collate_fn, sample_indices)
         self._metrics = Metrics(metric_names, metric_functions, metric_types)
         self._group, self._folder = comm_group, Path(save_path)
         there = comm.is_initialized()

@@ -16,7 +16,7 @@ SINGLE, SUM = "single_value_per_sample", "accumulate_value_over_samples"
 KINDS = (SINGLE, SUM)
 
 
-class Collected:
+class MetricValues:
     """The values of one metric for the samples that one part of an analysis has seen.
 
     Args:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 from torch.utils.data import DataLoader, Subset
 
-from deepspeed.data.analysis.metrics import KINDS, SINGLE, Collected
+from deepspeed.data.analysis.metrics import KINDS, SINGLE, MetricValues
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Metrics:
 
 
 @dataclass(frozen=True)
-class Source:
+class SampleSource:
     """What is gone through.
 
     Attributes:
@@ -59,13 +59,13 @@ class Source:
         return range(count * number // of, count * (number + 1) // of)
 
 
-def walk(source: Source, share: range, metrics: Metrics) -> list[Collected]:
+def walk(source: SampleSource, share: range, metrics: Metrics) -> list[MetricValues]:
     """Asks every metric about the samples of a share.
 
     Samples count by the rows that come of them, never by the fields of a batch. A batch that is a mapping with
     ``index`` says by itself which samples it has.
     """
-    found = [Collected(kind) for kind in metrics.kinds]
+    found = [MetricValues(kind) for kind in metrics.kinds]
     part = Subset(source.dataset, share)
     start = share.start
     for batch in DataLoader(part, batch_size=source.batch_size, collate_fn=source.collate_fn):
@@ -78,7 +78,7 @@ def walk(source: Source, share: range, metrics: Metrics) -> list[Collected]:
     return found
 
 
-def _numbers(source: Source, batch: Any, start: int, count: int) -> numpy.typing.NDArray[numpy.int64]:
+def _numbers(source: SampleSource, batch: Any, start: int, count: int) -> numpy.typing.NDArray[numpy.int64]:
     if isinstance(batch, Mapping) and "index" in batch:
         return numpy.asarray(batch["index"], dtype=numpy.int64).reshape(count, -1)[:, 0]
     if source.sample_indices is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from deepspeed.ops.base import ElementwiseOptimizer
-from deepspeed.ops.rules import AdamRule, Rule
+from deepspeed.ops.rules import AdamRule, UpdateRule
 
 
 class AdamOptimizer(ElementwiseOptimizer):
@@ -19,7 +19,7 @@ class AdamOptimizer(ElementwiseOptimizer):
     adam_w_mode: bool = True
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> UpdateRule:
         """Adam's arithmetic with this optimizer's kind of weight decay."""
         return AdamRule(decoupled=bool(self.adam_w_mode))
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.ops.exchange import exchange_device, exchange_parts
-from deepspeed.ops.muon.plan import MatrixPart, Round, heaviest_position, plan_rounds
+from deepspeed.ops.muon.plan import MatrixPart, MuonRound, heaviest_position, plan_rounds
 from deepspeed.ops.segments import Segment, SegmentTable
 
 #: Elements per rank and round: bounds each of the two exchange buffers at 256 MiB of fp32.
@@ -39,7 +39,7 @@ class _Tour:
         receive_numels: Elements from each rank.
     """
 
-    def __init__(self, planned: Round, table: SegmentTable) -> None:
+    def __init__(self, planned: MuonRound, table: SegmentTable) -> None:
         def by_rank(piece: MatrixPart) -> tuple[int, int]:
             return table.ranks[piece.peer], piece.tensor.index
 

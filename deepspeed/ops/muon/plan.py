@@ -34,7 +34,7 @@ class MatrixPart:
 
 
 @dataclass(frozen=True)
-class Round:
+class MuonRound:
     """Matrices handled together.
 
     Attributes:
@@ -65,7 +65,7 @@ class Round:
         ]
 
 
-def plan_rounds(tensors: Iterable[SharedTensor], world_size: int, round_numel: int) -> list[Round]:
+def plan_rounds(tensors: Iterable[SharedTensor], world_size: int, round_numel: int) -> list[MuonRound]:
     """Plans the exchange.
 
     Args:
@@ -86,7 +86,7 @@ def plan_rounds(tensors: Iterable[SharedTensor], world_size: int, round_numel: i
     return [_with_owners(together, world_size) for together in _rounds_of(members, round_numel)]
 
 
-def heaviest_position(rounds: Iterable[Round]) -> int | None:
+def heaviest_position(rounds: Iterable[MuonRound]) -> int | None:
     """Whose buffers are largest: the owner of the largest matrix, of several the one with most beside it in the round.
 
     Returns:
@@ -116,7 +116,7 @@ def _rounds_of(tensors: list[SharedTensor], round_numel: int) -> list[list[Share
     return rounds
 
 
-def _with_owners(members: list[SharedTensor], world_size: int) -> Round:
+def _with_owners(members: list[SharedTensor], world_size: int) -> MuonRound:
     """The rank with the largest part, unless that would give it more than its share; then the least loaded."""
     loads = _Loads(world_size)
     fair = sum(tensor.numel for tensor in members) / world_size
@@ -133,7 +133,7 @@ def _with_owners(members: list[SharedTensor], world_size: int) -> Round:
             _, _, owner = min(candidates)
         loads.add(owner, tensor.numel)
         owners.append((tensor, owner))
-    return Round(tuple(sorted(owners, key=lambda entry: entry[0].index)))
+    return MuonRound(tuple(sorted(owners, key=lambda entry: entry[0].index)))
 
 
 class _Loads:

@@ -12,7 +12,7 @@ from torch.optim.optimizer import ParamsT
 from deepspeed.ops.base import ElementwiseOptimizer
 from deepspeed.ops.chunks import Kernel, scratch
 from deepspeed.ops.onebit.phases import Phase, Reminder, frozen_root, refuse_step
-from deepspeed.ops.rules import AdamRule, Rule
+from deepspeed.ops.rules import AdamRule, UpdateRule
 
 
 class FrozenAdamRule:
@@ -36,7 +36,7 @@ class FrozenAdamRule:
         return False
 
     def kernel(self, group: dict[str, Any], step: float | Tensor, device: torch.device) -> Kernel:
-        """See :class:`~deepspeed.ops.rules.Rule`."""
+        """See :class:`~deepspeed.ops.rules.UpdateRule`."""
         lr = float(group["lr"])
         eps, weight_decay = float(group["eps"]), float(group["weight_decay"])
         first, second = 1.0, 1.0
@@ -130,7 +130,7 @@ class OneBitAdam(ElementwiseOptimizer):
         )
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> UpdateRule:
         """AdamW's arithmetic, or that of the second phase."""
         return AdamRule(decoupled=True) if self.phase is Phase.WARM_UP else FrozenAdamRule(self.freeze_step)
 

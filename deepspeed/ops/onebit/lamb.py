@@ -22,7 +22,7 @@ _MEMORY = "onebit_lamb"
 
 
 @dataclass
-class _Tensor:
+class _LambTensorState:
     """What 1-bit LAMB remembers of one tensor."""
 
     scaling: float = 0.0
@@ -126,7 +126,7 @@ class OneBitLamb(FusedLamb):
 
     def coefficient(self, name: str) -> float:
         """See :class:`~deepspeed.ops.onebit.phases.ExchangesMomentum`."""
-        return self._remembered().get(name, _Tensor()).scaling or 1.0
+        return self._remembered().get(name, _LambTensorState()).scaling or 1.0
 
     def __getstate__(self) -> dict[str, Any]:
         """Attributes that decide what a step does go along."""
@@ -135,14 +135,14 @@ class OneBitLamb(FusedLamb):
 
     # -- what is remembered of tensors ---------------------------------------------------------------------------------
 
-    def _remembered(self) -> dict[str, _Tensor]:
+    def _remembered(self) -> dict[str, _LambTensorState]:
         """Of every tensor that was updated, the same on all ranks; kept with the groups, which checkpoints have."""
-        found: dict[str, _Tensor] = {}
+        found: dict[str, _LambTensorState] = {}
         for group in self.param_groups:
-            found.update({name: _Tensor(*numbers) for name, numbers in group.get(_MEMORY, {}).items()})
+            found.update({name: _LambTensorState(*numbers) for name, numbers in group.get(_MEMORY, {}).items()})
         return found
 
-    def _remember(self, tensors: dict[str, _Tensor]) -> None:
+    def _remember(self, tensors: dict[str, _LambTensorState]) -> None:
         numbers = {name: (one.scaling, one.average, one.last_factor) for name, one in tensors.items()}
         for group in self.param_groups:
             group[_MEMORY] = dict(numbers)
@@ -174,7 +174,7 @@ class OneBitLamb(FusedLamb):
         roots = (sums[0] / sums[1].clamp(min=1)).sqrt()
         remembered = self._remembered()
         for index, name in self._names().items():
-            one = remembered.setdefault(name, _Tensor())
+            one = remembered.setdefault(name, _LambTensorState())
             root = roots[index].item()
             one.scaling = 1.0 / root if root > 0 else 1.0
         self._remember(remembered)
@@ -213,7 +213,7 @@ class OneBitLamb(FusedLamb):
         remembered = self._remembered()
         ratios = self._coeffs.tolist()
         for index, name in self._names().items():
-            one = remembered.setdefault(name, _Tensor())
+            one = remembered.setdefault(name, _LambTensorState())
             if ratios[index] != 1.0:
                 one.average = self.coeff_beta * one.average + (1 - self.coeff_beta) * ratios[index]
         self._remember(remembered)
@@ -248,7 +248,7 @@ class OneBitLamb(FusedLamb):
         for index, name in self._names().items():
             if found[index] == 0:
                 continue  # of no rank's gradients
-            one = remembered.setdefault(name, _Tensor())
+            one = remembered.setdefault(name, _LambTensorState())
             factor = found[index]
             if whole[index] > 0:
                 share = min(1.0, plain[index] / whole[index])

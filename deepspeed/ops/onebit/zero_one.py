@@ -15,7 +15,7 @@ from deepspeed.ops.chunks import Kernel, scratch
 from deepspeed.ops.onebit.adam import check_family
 from deepspeed.ops.onebit.phases import Phase, Reminder, frozen_root, largest_update, refuse_step
 from deepspeed.ops.onebit.schedule import updates_of_variance
-from deepspeed.ops.rules import AdamRule, Rule
+from deepspeed.ops.rules import AdamRule, UpdateRule
 
 TRAVELLED, LR_SUM, LR_OWED = "lr_travelled", "lr_since_exchange", "lr_owed"
 """Keys of the param groups: by what the sum that has just come is to be divided, that sum as it grows, and that of the
@@ -68,7 +68,7 @@ class ZeroOneRule:
         return False
 
     def kernel(self, group: dict[str, Any], step: float | Tensor, device: torch.device) -> Kernel:
-        """See :class:`~deepspeed.ops.rules.Rule`."""
+        """See :class:`~deepspeed.ops.rules.UpdateRule`."""
         if self._takes_mean:
             return self._mean_kernel(group, device)
         lr = float(group["lr"])
@@ -253,7 +253,7 @@ class ZeroOneAdam(ElementwiseOptimizer):
         super().__init__(params, {"lr": lr, "bias_correction": bias_correction, **numbers}, amsgrad=amsgrad)
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> UpdateRule:
         """The arithmetic of the announced update."""
         return ZeroOneRule(
             self.phase,

@@ -16,14 +16,14 @@ import torch
 from torch.nn import functional
 
 from deepspeed.ops.sparse_attention.bias import Bias, split_dead
-from deepspeed.ops.sparse_attention.plan import STACK_TOKENS, HeadPlan, Plan, Stack
+from deepspeed.ops.sparse_attention.plan import STACK_TOKENS, HeadPlan, LayoutPlan, TileStack
 
 
 def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    plan: Plan,
+    plan: LayoutPlan,
     *,
     scale: float | None = None,
     key_bias: torch.Tensor | None = None,
@@ -64,7 +64,7 @@ def attend(
     return _recorded(query, key, value, plan, added, scale, dropout)
 
 
-def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: Plan) -> None:
+def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: LayoutPlan) -> None:
     shapes = [tuple(tensor.shape) for tensor in (query, key, value)]
     if query.dim() != 4 or len(set(shapes)) > 1:
         raise ValueError(f"sparse attention: expected query, key and value of one shape [B, H, S, D]; found {shapes}")
@@ -85,7 +85,7 @@ def _fits_kernel(query: torch.Tensor, bias: torch.Tensor | None, key_bias: torch
     return query.device.type == "cpu" and is_known and not wants_gradient and dropout == 0 and _HAS_KERNEL
 
 
-def _heads_of(part: HeadPlan, plan: Plan, heads: int) -> Iterator[slice]:
+def _heads_of(part: HeadPlan, plan: LayoutPlan, heads: int) -> Iterator[slice]:
     """The heads of a part as slices: all at once, or one by one."""
     if plan.num_heads == 1 or len(part.heads) == heads:
         yield slice(0, heads)
@@ -94,7 +94,7 @@ def _heads_of(part: HeadPlan, plan: Plan, heads: int) -> Iterator[slice]:
             yield slice(head, head + 1)
 
 
-def _blocks(tensor: torch.Tensor, batch: slice, heads: slice, plan: Plan) -> torch.Tensor:
+def _blocks(tensor: torch.Tensor, batch: slice, heads: slice, plan: LayoutPlan) -> torch.Tensor:
     """``[n, blocks, block * width]`` of some heads of some samples: a view where one sample or all heads are asked."""
     part = tensor[batch, heads]
     return part.reshape(part.size(0) * part.size(1), plan.blocks, plan.block * tensor.size(-1))
@@ -128,7 +128,7 @@ _HAS_KERNEL = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_c
 )
 
 
-def _pieces(plan: Plan, batch: int, heads: int) -> Iterator[tuple[Stack, slice, slice]]:
+def _pieces(plan: LayoutPlan, batch: int, heads: int) -> Iterator[tuple[TileStack, slice, slice]]:
     """``(stack, samples, heads)``: as many heads of as many samples at once as fill the cache."""
     for part in plan.by_heads:
         for group in _heads_of(part, plan, heads):
@@ -152,7 +152,7 @@ class _Fused(torch.autograd.Function):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        plan: Plan,
+        plan: LayoutPlan,
         added: Bias,
         scale: float,
     ) -> torch.Tensor:
@@ -183,7 +183,7 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         query, key, value, output, *sums = ctx.saved_tensors
-        plan: Plan = ctx.plan
+        plan: LayoutPlan = ctx.plan
         gradient = gradient.contiguous()
         width = query.size(-1)
         to_query, to_key, to_value = (torch.zeros_like(tensor) for tensor in (query, key, value))
@@ -213,7 +213,7 @@ class _Fused(torch.autograd.Function):
 
 
 def _masks(
-    added: Bias, stack: Stack, batch: slice, heads: slice, taken: torch.Tensor
+    added: Bias, stack: TileStack, batch: slice, heads: slice, taken: torch.Tensor
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The kernel's mask and the rows that see nothing, both for ``taken``: ``[n, tiles, queries, ...]``."""
     bias = added.of_stack(stack, batch, heads)
@@ -224,13 +224,17 @@ def _masks(
     return _spread(bias, *sizes), None if dead is None else _spread(dead, *sizes)
 
 
-def _put(target: torch.Tensor, tiles: torch.Tensor, stack: Stack, batch: slice, heads: slice, plan: Plan) -> None:
+def _put(
+    target: torch.Tensor, tiles: torch.Tensor, stack: TileStack, batch: slice, heads: slice, plan: LayoutPlan
+) -> None:
     """Writes the rows of a stack; ``target`` is contiguous and ``batch, heads`` a stretch of it, or whole samples."""
     part = target[batch, heads].view(-1, plan.blocks, plan.block * target.size(-1))
     part.index_copy_(1, stack.rows, tiles.reshape(part.size(0), -1, part.size(2)))
 
 
-def _add(target: torch.Tensor, tiles: torch.Tensor, stack: Stack, batch: slice, heads: slice, plan: Plan) -> None:
+def _add(
+    target: torch.Tensor, tiles: torch.Tensor, stack: TileStack, batch: slice, heads: slice, plan: LayoutPlan
+) -> None:
     """Adds to the columns of a stack, as :func:`_put` writes rows."""
     part = target[batch, heads].view(-1, plan.blocks, plan.block * target.size(-1))
     part.index_add_(1, stack.columns, tiles.reshape(part.size(0), -1, part.size(2)))
@@ -243,7 +247,7 @@ def _recorded(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    plan: Plan,
+    plan: LayoutPlan,
     added: Bias,
     scale: float,
     dropout: float,

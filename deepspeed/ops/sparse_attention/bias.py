@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from deepspeed.logging import warn_once
-from deepspeed.ops.sparse_attention.plan import Stack
+from deepspeed.ops.sparse_attention.plan import TileStack
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Bias:
     block: int
     dtype: torch.dtype
 
-    def of_stack(self, stack: Stack, batch: slice, heads: slice) -> torch.Tensor | None:
+    def of_stack(self, stack: TileStack, batch: slice, heads: slice) -> torch.Tensor | None:
         """``[batch, heads, tiles, queries, keys]`` for a stack, any of the first three possibly 1; None for nothing."""
         found: torch.Tensor | None = None
         if self.of_scores is not None:
@@ -43,7 +43,7 @@ class Bias:
             found = causal if found is None else found + causal
         return found
 
-    def _scores(self, stack: Stack, scores: torch.Tensor) -> torch.Tensor:
+    def _scores(self, stack: TileStack, scores: torch.Tensor) -> torch.Tensor:
         batch, heads, length, _ = scores.shape
         blocks = length // self.block
         rows, columns = stack.rows.view(stack.tiles, -1, 1), stack.columns.view(stack.tiles, 1, -1)
@@ -53,12 +53,12 @@ class Bias:
             batch, heads, stack.tiles, rows.size(1) * self.block, columns.size(2) * self.block
         )
 
-    def _keys(self, stack: Stack, keys: torch.Tensor) -> torch.Tensor:
+    def _keys(self, stack: TileStack, keys: torch.Tensor) -> torch.Tensor:
         batch = keys.size(0)
         found = keys.reshape(batch, -1, self.block).index_select(1, stack.columns)
         return found.view(batch, 1, stack.tiles, 1, -1)
 
-    def _causal(self, stack: Stack) -> torch.Tensor:
+    def _causal(self, stack: TileStack) -> torch.Tensor:
         within = torch.arange(self.block, device=stack.rows.device)
         queries = (stack.rows.view(stack.tiles, -1, 1) * self.block + within).view(stack.tiles, -1, 1)
         keys = (stack.columns.view(stack.tiles, -1, 1) * self.block + within).view(stack.tiles, 1, -1)

@@ -8,7 +8,7 @@ import torch
 
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
-from deepspeed.ops.sparse_attention.plan import Plan, compile_layout
+from deepspeed.ops.sparse_attention.plan import LayoutPlan, compile_layout
 from deepspeed.ops.sparse_attention.sparsity_config import SparsityConfig
 
 #: Lengths whose layouts are kept; a model that generates sees a new one every few tokens.
@@ -28,7 +28,7 @@ class Layouts:
         self.config = config
         self._seed = seed
         self._layouts: dict[int, torch.Tensor] = {}
-        self._plans: dict[tuple[int, torch.device], Plan] = {}
+        self._plans: dict[tuple[int, torch.device], LayoutPlan] = {}
 
     def layout(self, length: int) -> torch.Tensor:
         """The pattern's layout for ``length`` tokens, the same on all ranks; without a seed all must ask for it."""
@@ -40,7 +40,7 @@ class Layouts:
             self._layouts[length] = self._make(length)
         return self._layouts[length]
 
-    def plan(self, length: int, device: torch.device) -> Plan:
+    def plan(self, length: int, device: torch.device) -> LayoutPlan:
         """The compiled layout for ``length`` tokens with its indices on ``device``."""
         layout = self.layout(length)
         key = (length, device)

@@ -19,7 +19,7 @@ STACK_TOKENS = 4096
 
 
 @dataclass(frozen=True)
-class Stack:
+class TileStack:
     """Equal tiles of one layout.
 
     Attributes:
@@ -35,9 +35,9 @@ class Stack:
     tiles: int
     looks_ahead: bool
 
-    def to(self, device: torch.device) -> Stack:
+    def to(self, device: torch.device) -> TileStack:
         """The same with its indices on ``device``."""
-        return Stack(self.rows.to(device), self.columns.to(device), self.tiles, self.looks_ahead)
+        return TileStack(self.rows.to(device), self.columns.to(device), self.tiles, self.looks_ahead)
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class HeadPlan:
     """
 
     heads: tuple[int, ...]
-    stacks: tuple[Stack, ...]
+    stacks: tuple[TileStack, ...]
     empty_rows: torch.Tensor
 
 
 @dataclass(frozen=True)
-class Plan:
+class LayoutPlan:
     """A compiled layout.
 
     Attributes:
@@ -76,16 +76,16 @@ class Plan:
         """Tokens of the sequence."""
         return self.block * self.blocks
 
-    def to(self, device: torch.device) -> Plan:
+    def to(self, device: torch.device) -> LayoutPlan:
         """The same plan with its indices on ``device``."""
         moved = tuple(
             HeadPlan(part.heads, tuple(stack.to(device) for stack in part.stacks), part.empty_rows.to(device))
             for part in self.by_heads
         )
-        return Plan(self.block, self.blocks, self.num_heads, moved)
+        return LayoutPlan(self.block, self.blocks, self.num_heads, moved)
 
 
-def compile_layout(layout: torch.Tensor, block: int) -> Plan:
+def compile_layout(layout: torch.Tensor, block: int) -> LayoutPlan:
     """Compiles a layout.
 
     Args:
@@ -104,7 +104,7 @@ def compile_layout(layout: torch.Tensor, block: int) -> Plan:
     for head in range(visible.size(0)):
         alike[visible[head].numpy().tobytes()].append(head)
     parts = tuple(_plan_heads(tuple(heads), visible[heads[0]], block) for heads in alike.values())
-    return Plan(block, visible.size(1), visible.size(0), parts)
+    return LayoutPlan(block, visible.size(1), visible.size(0), parts)
 
 
 def _plan_heads(heads: tuple[int, ...], visible: torch.Tensor, block: int) -> HeadPlan:
@@ -125,8 +125,8 @@ def _plan_heads(heads: tuple[int, ...], visible: torch.Tensor, block: int) -> He
     return HeadPlan(heads, tuple(stacks), torch.tensor(empty, dtype=torch.int64))
 
 
-def _stack(tiles: list[tuple[list[int], tuple[int, ...]]]) -> Stack:
+def _stack(tiles: list[tuple[list[int], tuple[int, ...]]]) -> TileStack:
     rows = torch.tensor([row for tile, _ in tiles for row in tile], dtype=torch.int64)
     columns = torch.tensor([column for _, tile in tiles for column in tile], dtype=torch.int64)
     looks_ahead = any(max(columns_of) >= min(rows_of) for rows_of, columns_of in tiles)
-    return Stack(rows, columns, len(tiles), looks_ahead)
+    return TileStack(rows, columns, len(tiles), looks_ahead)

@@ -10,7 +10,7 @@ from torch import nn
 from deepspeed.ops.sparse_attention.attention import attend
 from deepspeed.ops.sparse_attention.bias import additive, position_bias
 from deepspeed.ops.sparse_attention.layouts import Layouts, same_on_all_ranks
-from deepspeed.ops.sparse_attention.plan import Plan, compile_layout
+from deepspeed.ops.sparse_attention.plan import LayoutPlan, compile_layout
 from deepspeed.ops.sparse_attention.sparsity_config import SparsityConfig
 
 _MODES = ("add", "mul")
@@ -64,7 +64,7 @@ class SparseSelfAttention(nn.Module):
         self.register_buffer("master_layout", sparsity_config.make_layout(max_seq_length))
         self._is_agreed = False
         self._longer = Layouts(sparsity_config)
-        self._plans: dict[tuple[int, torch.device], Plan] = {}
+        self._plans: dict[tuple[int, torch.device], LayoutPlan] = {}
         self._planned_version = -1
 
     def get_layout(self, length: int) -> torch.Tensor:
@@ -87,7 +87,7 @@ class SparseSelfAttention(nn.Module):
         blocks = length // block
         return self.master_layout[:, :blocks, :blocks]
 
-    def _plan(self, length: int, device: torch.device) -> Plan:
+    def _plan(self, length: int, device: torch.device) -> LayoutPlan:
         if length > self.max_seq_length:
             return self._longer.plan(length, device)
         layout = self.get_layout(length)

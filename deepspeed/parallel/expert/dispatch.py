@@ -38,7 +38,7 @@ from deepspeed.uncompiled import uncompiled
 
 
 @dataclass(frozen=True)
-class Plan:
+class RoutePlan:
     """How the routes of one forward travel.
 
     Attributes:
@@ -110,7 +110,7 @@ class Plan:
 
 
 @uncompiled
-def plan_routes(indices: torch.Tensor, num_experts: int, transport: Transport | None = None) -> Plan:
+def plan_routes(indices: torch.Tensor, num_experts: int, transport: Transport | None = None) -> RoutePlan:
     """Sorts routes by expert, and learns how many rows come. Every rank of ``transport`` must call it.
 
     The host waits for the device once, as the sizes of what travels must be known to it.
@@ -127,7 +127,9 @@ def plan_routes(indices: torch.Tensor, num_experts: int, transport: Transport | 
     if transport.size == 1:
         order = flat.argsort(stable=True)
         dropped, *mine = counts.tolist() if not counts.is_meta else (0, *_evenly(flat.numel(), num_experts))
-        return Plan(order[dropped:], choices, tokens, tuple(mine), (0,), (0,), (tuple(mine),), counts[1:], transport)
+        return RoutePlan(
+            order[dropped:], choices, tokens, tuple(mine), (0,), (0,), (tuple(mine),), counts[1:], transport
+        )
     # The counts of this rank and those that come, in one wait of the host.
     told = torch.empty_like(counts[1:])
     local = num_experts // transport.size
@@ -149,7 +151,7 @@ def plan_routes(indices: torch.Tensor, num_experts: int, transport: Transport | 
     received = [sum(of_rank) for of_rank in arrived]
     sent[transport.rank] = received[transport.rank] = 0
     load = told.view(transport.size, local).sum(0)
-    return Plan(order, choices, tokens, tuple(mine), tuple(sent), tuple(received), arrived, load, transport)
+    return RoutePlan(order, choices, tokens, tuple(mine), tuple(sent), tuple(received), arrived, load, transport)
 
 
 def _evenly(routes: int, num_experts: int) -> list[int]:
@@ -166,7 +168,7 @@ expert."""
 def dispatch(
     x: torch.Tensor,
     weights: torch.Tensor | None,
-    plan: Plan,
+    plan: RoutePlan,
     run: Run,
     needed: Sequence[torch.Tensor] = (),
     *,
@@ -218,7 +220,7 @@ class _ToExperts(torch.autograd.Function):
     """The row of every kept route, at its expert; backward adds up, for each token, the gradients of its routes."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, plan: Plan, talker: nn.Module, in_pieces: bool) -> Any:
+    def forward(ctx: Any, x: torch.Tensor, plan: RoutePlan, talker: nn.Module, in_pieces: bool) -> Any:
         talks = ctx.needs_input_grad[0] and plan.transport.size > 1
         ctx.plan, ctx.talk = plan, backward_comm.note(talker, uneven=True) if talks else None
 
@@ -242,7 +244,7 @@ class _FromExperts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        plan: Plan,
+        plan: RoutePlan,
         dtype: torch.dtype,
         weights: torch.Tensor | None,
         anchor: torch.Tensor,
@@ -260,7 +262,7 @@ class _FromExperts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        plan: Plan = ctx.plan
+        plan: RoutePlan = ctx.plan
         weights, results, *_ = ctx.saved_tensors  # gathers what is needed, if it is sharded
         factors = None if weights is None else weights.reshape(-1)[plan.order, None]
         products = []
@@ -288,7 +290,7 @@ class _FromExperts(torch.autograd.Function):
 # -- the pieces: rows in the order of routes and of experts ------------------------------------------------------------
 
 
-def _there(plan: Plan, x: torch.Tensor, fill: Callable[[slice, torch.Tensor], None]) -> torch.Tensor:
+def _there(plan: RoutePlan, x: torch.Tensor, fill: Callable[[slice, torch.Tensor], None]) -> torch.Tensor:
     """Takes rows in the order of ``plan`` to their experts.
 
     Args:
@@ -319,7 +321,7 @@ def _there(plan: Plan, x: torch.Tensor, fill: Callable[[slice, torch.Tensor], No
     return rows
 
 
-def _back(plan: Plan, results: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+def _back(plan: RoutePlan, results: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """Takes rows of this rank's experts, sorted as they came, to the routes they belong to.
 
     Args:
@@ -350,7 +352,7 @@ def _joined(pieces: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     return filled[0].contiguous() if len(filled) == 1 else torch.cat(filled)
 
 
-def _summed(rows: torch.Tensor, weights: torch.Tensor | None, plan: Plan) -> torch.Tensor:
+def _summed(rows: torch.Tensor, weights: torch.Tensor | None, plan: RoutePlan) -> torch.Tensor:
     """``[S, M]``: the rows of each token, times the weights of its routes, in one pass and always in one order."""
     if not len(rows):
         return rows.new_zeros(plan.num_tokens, rows.shape[1])

@@ -16,8 +16,8 @@ from torch import nn
 
 from deepspeed.comm.job.expert_groups import connect_experts
 from deepspeed.parallel.expert.balance import Balance
-from deepspeed.parallel.expert.dispatch import Plan, dispatch, plan_routes
-from deepspeed.parallel.expert.stacked import Stack, StackedExperts
+from deepspeed.parallel.expert.dispatch import RoutePlan, dispatch, plan_routes
+from deepspeed.parallel.expert.stacked import ExpertStack, StackedExperts
 from deepspeed.uncompiled import uncompiled
 from deepspeed.zero.holder import full_shape
 
@@ -112,14 +112,14 @@ def _forward_all(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
     return _dispatch(self, x, None, _plan(state, index[None], x))
 
 
-def _plan(state: Spread, indices: torch.Tensor, x: torch.Tensor) -> Plan:
+def _plan(state: Spread, indices: torch.Tensor, x: torch.Tensor) -> RoutePlan:
     transport = connect_experts(state.ep_size, x.device) if state.ep_size > 1 else None
     plan = plan_routes(indices, state.num_experts, transport)
     state.balance = Balance.of(plan)
     return plan
 
 
-def _dispatch(module: Any, x: torch.Tensor, weights: torch.Tensor | None, plan: Plan) -> torch.Tensor:
+def _dispatch(module: Any, x: torch.Tensor, weights: torch.Tensor | None, plan: RoutePlan) -> torch.Tensor:
     experts, needed = _experts_of(module), list(module.parameters())
     if module.__dict__[_STATE].grouped and experts.uses_grouped:
 
@@ -134,8 +134,8 @@ def _experts_of(module: Any) -> StackedExperts:
     own = module._parameters
     is_transposed = bool(getattr(module, "is_transposed", True))
     first = "gate_up_proj" if own.get("gate_up_proj") is not None else "up_proj"
-    up = Stack(getattr(module, first), getattr(module, f"{first}_bias", None), is_transposed)
-    down = Stack(module.down_proj, getattr(module, "down_proj_bias", None), is_transposed)
+    up = ExpertStack(getattr(module, first), getattr(module, f"{first}_bias", None), is_transposed)
+    down = ExpertStack(module.down_proj, getattr(module, "down_proj_bias", None), is_transposed)
     after = module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
     return StackedExperts(up, _between(module, first == "gate_up_proj"), down, after)
 

@@ -18,7 +18,7 @@ Rowwise = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Stack:
+class ExpertStack:
     """A product with a weight and maybe a bias per expert.
 
     Attributes:
@@ -70,9 +70,9 @@ class StackedExperts:
         after: What follows it; None: nothing.
     """
 
-    up: Stack
+    up: ExpertStack
     between: Rowwise
-    down: Stack
+    down: ExpertStack
     after: Rowwise | None = None
 
     def run_each(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:

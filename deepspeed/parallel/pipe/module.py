@@ -15,7 +15,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.activation_checkpointing.checkpointing import checkpoint, non_reentrant_checkpoint
 from deepspeed.comm.job.mesh import PIPE, Mesh
 from deepspeed.comm.job.world import is_initialized, size_of
-from deepspeed.config.sections.pipeline import Pipeline
+from deepspeed.config.sections.pipeline import PipelineSection
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.logging import log_dist
 from deepspeed.models.configurations import counts_routers
@@ -200,7 +200,7 @@ class PipelineModule(PlainAttributes, nn.Module):
             )
         self.loss_fn = functools.partial(transformers_models.next_token_loss_of_parts, own_share=own_share)
 
-    def take_pipeline_config(self, section: Pipeline) -> None:
+    def take_pipeline_config(self, section: PipelineSection) -> None:
         """Takes what the configuration says; of the schedule, where the program said nothing. Layers may be built anew.
 
         Raises:

@@ -9,7 +9,7 @@ import torch
 
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.sequence.host_chunks import HostChunks, in_turn
-from deepspeed.parallel.sequence.online import Rows, Rule, Slopes, Tokens, grouped
+from deepspeed.parallel.sequence.online import MaskRule, Rows, Slopes, Tokens, grouped
 
 
 def chunked_attention(
@@ -46,7 +46,7 @@ def chunked_attention(
     """
     if chunk_size < 1:
         raise DeepSpeedConfigError(f"chunked_attention(chunk_size={chunk_size}): expected at least 1 token")
-    rule = Rule(is_causal, window, 1 / math.sqrt(query.size(-1)) if scale is None else scale)
+    rule = MaskRule(is_causal, window, 1 / math.sqrt(query.size(-1)) if scale is None else scale)
     out: torch.Tensor = _Chunked.apply(query, key, value, rule, chunk_size, offload)
     return out
 
@@ -58,7 +58,7 @@ class _Chunked(torch.autograd.Function):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        rule: Rule,
+        rule: MaskRule,
         chunk_size: int,
         offload: bool,
     ) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Row:
+class PackedRow:
     """The tokens of one sequence, document after document.
 
     Attributes:
@@ -26,7 +26,7 @@ class Row:
     order: torch.Tensor | None = None
 
 
-Documents = tuple[Row, ...]
+Documents = tuple[PackedRow, ...]
 """By sequence of the batch."""
 
 
@@ -66,7 +66,7 @@ def documents_of(positions: torch.Tensor | None, visible: torch.Tensor | None, p
     begins = torch.diff(positions, dim=-1) != 1
     if not bool(begins.any()):
         return None
-    return tuple(Row(_lengths(row)) for row in begins.cpu())
+    return tuple(PackedRow(_lengths(row)) for row in begins.cpu())
 
 
 def _lengths(begins: torch.Tensor) -> tuple[int, ...]:
@@ -75,9 +75,9 @@ def _lengths(begins: torch.Tensor) -> tuple[int, ...]:
     return tuple(end - start for start, end in zip(starts, starts[1:], strict=False))
 
 
-def _of_mask(visible: torch.Tensor, parts: int) -> Row:
+def _of_mask(visible: torch.Tensor, parts: int) -> PackedRow:
     counts = visible.unflatten(0, (parts, -1)).sum(-1).tolist()
-    return Row(tuple(count for count in counts if count), visible.nonzero().flatten())
+    return PackedRow(tuple(count for count in counts if count), visible.nonzero().flatten())
 
 
 def document_numbers(

@@ -23,7 +23,7 @@ from deepspeed.models.configurations import model_type_of
 from deepspeed.models.head import causal_output
 from deepspeed.parallel.sequence.batches import BatchDescription, check, describe_batch, exchange_batches
 from deepspeed.parallel.sequence.loss import IGNORED
-from deepspeed.parallel.sequence.sharing import Sharing
+from deepspeed.parallel.sequence.sharing import SequenceSharing
 
 _CUT = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "labels", "shift_labels")
 """Inputs with one value per token."""
@@ -32,7 +32,7 @@ _COUNTS_BY_MASK = ("opt",)
 _NEUTRAL = ("return_dict", "use_cache", "num_items_in_batch")
 
 
-def share_evaluation(model: nn.Module, sharing: Sharing, *, keeps_logits: bool) -> None:
+def share_evaluation(model: nn.Module, sharing: SequenceSharing, *, keeps_logits: bool) -> None:
     """Makes a registered model's evaluation shared, in place; nothing happens where its class is none for it.
 
     Passes without gradients in evaluation that ask for no cache are shared: all ranks of the group must make them
@@ -72,7 +72,7 @@ def _asks_for_no_cache(given: dict[str, Any], model: Any) -> bool:
 
 
 def _shared(
-    whole: Callable[..., Any], sharing: Sharing, model: nn.Module, given: dict[str, Any], keeps_logits: bool
+    whole: Callable[..., Any], sharing: SequenceSharing, model: nn.Module, given: dict[str, Any], keeps_logits: bool
 ) -> Any:
     """What the model returns for this rank's batch; None where some rank's batch cannot be shared."""
     group = sharing.group
@@ -152,7 +152,7 @@ def _sum_and_count(loss: torch.Tensor, labels: torch.Tensor, items: Any) -> torc
     return torch.stack((total, count.float()))
 
 
-def _gathered(part: torch.Tensor, owner: int, sharing: Sharing) -> torch.Tensor:
+def _gathered(part: torch.Tensor, owner: int, sharing: SequenceSharing) -> torch.Tensor:
     """``[batch, tokens, words]`` of the whole sequences on rank ``owner`` of the group; nothing on the others."""
     wire = sharing.wire(part.device)
     source = part.movedim(1, 0).contiguous()  # tokens first, so that what arrives is in place

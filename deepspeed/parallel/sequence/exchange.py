@@ -67,7 +67,7 @@ def exchange(
     _check(x, move)
     if wire.size == 1:
         return x
-    moved: torch.Tensor = _Exchange.apply(x, move)
+    moved: torch.Tensor = _AllToAll.apply(x, move)
     return moved
 
 
@@ -86,7 +86,7 @@ class _Move:
         return replace(self, back=not self.back)
 
 
-class _Exchange(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, move: _Move) -> torch.Tensor:
         ctx.move = move

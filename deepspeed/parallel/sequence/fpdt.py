@@ -19,7 +19,7 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.sequence.attention import rotated
 from deepspeed.parallel.sequence.exchange import exchange
 from deepspeed.parallel.sequence.host_chunks import HostChunks, attend_to_chunks
-from deepspeed.parallel.sequence.online import Rule
+from deepspeed.parallel.sequence.online import MaskRule
 from deepspeed.parallel.sequence.shares import shares_of_heads
 from deepspeed.parallel.sequence.tiled import run_again
 from deepspeed.parallel.sequence.vocabulary import chunked_cross_entropy, gather_tokens
@@ -175,7 +175,7 @@ class FPDT_Attention(nn.Module):  # noqa: N801
                 f"{ranks} ranks; expected chunks that divide the sequence and that the ranks divide"
             )
         shares = shares_of_heads(self.heads, self.key_heads, ranks)
-        rule = Rule(is_causal=True, window=None, scale=1 / math.sqrt(self.width))
+        rule = MaskRule(is_causal=True, window=None, scale=1 / math.sqrt(self.width))
         chunks, outputs, copies = [], [], HostChunks(layernorm_output.device)
         for number, part in enumerate(layernorm_output.split(tokens)):
             start = number * tokens * ranks

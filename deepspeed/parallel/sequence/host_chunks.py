@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from deepspeed.offload.streams import CopyDone, CopyStream
-from deepspeed.parallel.sequence.online import Rows, Rule, Slopes, Tokens, grouped
+from deepspeed.parallel.sequence.online import MaskRule, Rows, Slopes, Tokens, grouped
 
 
 class Coming:
@@ -86,7 +86,7 @@ def attend_to_chunks(
     query: torch.Tensor,
     start: int,
     chunks: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    rule: Rule,
+    rule: MaskRule,
     copies: HostChunks,
 ) -> torch.Tensor:
     """What a chunk of queries gets from keys and values, of which there is a chunk at a time on the device.
@@ -110,7 +110,7 @@ def attend_to_chunks(
 class _OfChunks(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, start: int, rule: Rule, copies: HostChunks, *parts: torch.Tensor
+        ctx: Any, query: torch.Tensor, start: int, rule: MaskRule, copies: HostChunks, *parts: torch.Tensor
     ) -> torch.Tensor:
         many = grouped(query, parts[0].size(1))
         rows = Rows.of(many, parts[1].size(-1))

@@ -17,7 +17,7 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.models.attention import call_attention
 from deepspeed.parallel.sequence.attend import attend
 from deepspeed.parallel.sequence.ring import ring_attention
-from deepspeed.parallel.sequence.sharing import Sharing
+from deepspeed.parallel.sequence.sharing import SequenceSharing
 from deepspeed.parallel.sequence.visible import Visible
 
 
@@ -39,7 +39,7 @@ class AttentionCall:
         more: Further keyword arguments of the layer.
     """
 
-    sharing: Sharing
+    sharing: SequenceSharing
     module: nn.Module
     query: torch.Tensor
     key: torch.Tensor
@@ -52,7 +52,7 @@ class AttentionCall:
     more: dict[str, Any]
 
 
-def implementation_of(sharing: Sharing) -> Callable[[AttentionCall], torch.Tensor]:
+def implementation_of(sharing: SequenceSharing) -> Callable[[AttentionCall], torch.Tensor]:
     """Returns what attends after the exchange of heads."""
     if sharing.ring_group is not None:
         return attend_by_ring

@@ -44,7 +44,7 @@ def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Rule:
+class MaskRule:
     """Who sees whom.
 
     Attributes:
@@ -101,7 +101,7 @@ class Rows:
         return cls(out, query.new_full(query.shape[:-1], float("-inf"), dtype=torch.float32))
 
     def see(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: Tokens, columns: Tokens, rule: Rule
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: Tokens, columns: Tokens, rule: MaskRule
     ) -> None:
         """Takes a block of keys and values ``[batch, key heads, keys, width]`` in."""
         for (a, b), (c, d), hidden in _tiles(rows, columns, rule, key.device):
@@ -141,7 +141,7 @@ class Slopes:
         of_value: torch.Tensor,
         rows: Tokens,
         columns: Tokens,
-        rule: Rule,
+        rule: MaskRule,
     ) -> None:
         """Adds what a block of keys and values gets to ``of_key`` and ``of_value`` (fp32)."""
         for (a, b), (c, d), hidden in _tiles(rows, columns, rule, key.device):
@@ -161,7 +161,7 @@ def grouped(query: torch.Tensor, key_heads: int) -> torch.Tensor:
 
 
 def _tiles(
-    rows: Tokens, columns: Tokens, rule: Rule, device: torch.device
+    rows: Tokens, columns: Tokens, rule: MaskRule, device: torch.device
 ) -> Iterator[tuple[tuple[int, int], tuple[int, int], torch.Tensor | None]]:
     """Yields the bounds of each tile in which something is seen, and what is hidden there; None: nothing.
 
@@ -180,7 +180,7 @@ def _tiles(
                 yield (a, b), (c, d), None
 
 
-def _scores(query: torch.Tensor, key: torch.Tensor, hidden: torch.Tensor | None, rule: Rule) -> torch.Tensor:
+def _scores(query: torch.Tensor, key: torch.Tensor, hidden: torch.Tensor | None, rule: MaskRule) -> torch.Tensor:
     scores = (query.float() @ key.float().unsqueeze(2).transpose(-1, -2)) * rule.scale
     return scores if hidden is None else scores.masked_fill(hidden, float("-inf"))
 

@@ -15,7 +15,7 @@ import torch
 from deepspeed.comm.transports.packing import Pieces
 from deepspeed.comm.transports.transport import Transport, Work
 from deepspeed.comm.watch import backward_comm
-from deepspeed.parallel.sequence.online import Rows, Rule, Slopes, Tokens, grouped
+from deepspeed.parallel.sequence.online import MaskRule, Rows, Slopes, Tokens, grouped
 from deepspeed.parallel.sequence.wire import wire_of
 from deepspeed.uncompiled import uncompiled
 
@@ -57,7 +57,7 @@ def ring_attention(
         As ``query``, with the width of ``value``.
     """
     wire = wire_of(group, query.device)
-    rule = Rule(is_causal, window, 1 / math.sqrt(query.size(-1)) if scale is None else scale)
+    rule = MaskRule(is_causal, window, 1 / math.sqrt(query.size(-1)) if scale is None else scale)
     deals = is_causal and wire.size > 1
     if deals:
         query, key, value = (_Dealt.apply(tensor, wire, False) for tensor in (query, key, value))
@@ -145,7 +145,7 @@ class _Ring(torch.autograd.Function):
         key: torch.Tensor,
         value: torch.Tensor,
         wire: Transport,
-        rule: Rule,
+        rule: MaskRule,
         deals: bool,
         documents: torch.Tensor | None,
     ) -> torch.Tensor:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.parallel.sequence.sharing import Sharing
+from deepspeed.parallel.sequence.sharing import SequenceSharing
 from deepspeed.uncompiled import uncompiled
 
 
-def know_whole_sequences(model: nn.Module, sharing: Sharing) -> None:
+def know_whole_sequences(model: nn.Module, sharing: SequenceSharing) -> None:
     """Makes a Transformers model's rotary embeddings choose their frequencies by whole sequences, in place.
 
     Those of the types "dynamic" and "longrope" look at the highest position that they are given. They are given that of
@@ -30,7 +30,7 @@ def know_whole_sequences(model: nn.Module, sharing: Sharing) -> None:
                 break
 
 
-def _extend(module: Any, sharing: Sharing) -> None:
+def _extend(module: Any, sharing: SequenceSharing) -> None:
     plain = module.forward
 
     @uncompiled

@@ -28,7 +28,7 @@ NAME = "deepspeed_sequence"
 
 
 @dataclass
-class Sharing:
+class SequenceSharing:
     """How one model's sequences are shared.
 
     Attributes:
@@ -153,11 +153,11 @@ class Sharing:
         return found
 
 
-_by_module: weakref.WeakKeyDictionary[nn.Module, Sharing] = weakref.WeakKeyDictionary()
-_by_config: dict[int, tuple[Any, Sharing]] = {}
+_by_module: weakref.WeakKeyDictionary[nn.Module, SequenceSharing] = weakref.WeakKeyDictionary()
+_by_config: dict[int, tuple[Any, SequenceSharing]] = {}
 
 
-def remember(model: nn.Module, sharing: Sharing) -> None:
+def remember(model: nn.Module, sharing: SequenceSharing) -> None:
     """Makes every module of a model, and every configuration in it, findable."""
     for module in model.modules():
         _by_module[module] = sharing
@@ -165,7 +165,7 @@ def remember(model: nn.Module, sharing: Sharing) -> None:
         _by_config[id(configured.config)] = configured.config, sharing
 
 
-def sharing_of(model: nn.Module) -> Sharing | None:
+def sharing_of(model: nn.Module) -> SequenceSharing | None:
     """How a model's sequences are shared; None if it was not registered."""
     return _by_module.get(model)
 
@@ -184,7 +184,7 @@ def left_alone(model: nn.Module) -> Iterator[None]:
         found._is_left_alone = False
 
 
-def registered(module: nn.Module) -> Sharing:
+def registered(module: nn.Module) -> SequenceSharing:
     """How the sequences of a registered model are shared, of which this is a module.
 
     Raises:
@@ -193,13 +193,13 @@ def registered(module: nn.Module) -> Sharing:
     return _there(_by_module.get(module))
 
 
-def registered_by(config: Any) -> Sharing:
+def registered_by(config: Any) -> SequenceSharing:
     """Likewise, of which this is a configuration."""
     known, found = _by_config.get(id(config), (None, None))
     return _there(found if known is config else None)
 
 
-def _there(found: Sharing | None) -> Sharing:
+def _there(found: SequenceSharing | None) -> SequenceSharing:
     if found is None:
         raise DeepSpeedConfigError(
             f'sequence parallel: a model has attn_implementation "{NAME}" and was not registered (a copy of one that '

@@ -21,7 +21,7 @@ from deepspeed.parallel.sequence.exchange import exchange
 from deepspeed.parallel.sequence.implementations import AttentionCall, attend_by_ring, implementation_of
 from deepspeed.parallel.sequence.kept_once import KeptOnce
 from deepspeed.parallel.sequence.shares import shares_of_heads
-from deepspeed.parallel.sequence.sharing import Sharing, registered, registered_by
+from deepspeed.parallel.sequence.sharing import SequenceSharing, registered, registered_by
 from deepspeed.parallel.sequence.visible import Visible, checked_padding, given_mask, visible_by
 from deepspeed.uncompiled import uncompiled
 
@@ -46,7 +46,7 @@ def mask(
     return None if seen == Visible() else seen
 
 
-def _has_documents(sharing: Sharing) -> bool:
+def _has_documents(sharing: SequenceSharing) -> bool:
     """Whether documents are packed into the sequences of this pass; the same on all ranks."""
     given = sharing.given_positions
     if given is None or given.dim() != 2:

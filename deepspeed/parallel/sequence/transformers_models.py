@@ -30,7 +30,7 @@ from deepspeed.models.attention import (
 from deepspeed.models.configurations import attends_across_sequences, is_library_config
 from deepspeed.parallel.sequence.mixing import refuse_mixing_layers
 from deepspeed.parallel.sequence.rotary import know_whole_sequences
-from deepspeed.parallel.sequence.sharing import NAME, Sharing, registered, remember, sharing_of
+from deepspeed.parallel.sequence.sharing import NAME, SequenceSharing, registered, remember, sharing_of
 from deepspeed.parallel.sequence.transformers_attention import attention, mask
 from deepspeed.uncompiled import uncompiled
 
@@ -44,7 +44,7 @@ def share_sequences(model: nn.Module, group: Any, *, core: str | None = None, di
         model: A ``PreTrainedModel``, or one wrapped by PEFT.
         group: Torch process group of the ranks that share a sequence.
         core: The implementation that attends to whole sequences; None: the model's own.
-        disable_in_eval: See :class:`Sharing`.
+        disable_in_eval: See :class:`SequenceSharing`.
 
     Raises:
         DeepSpeedConfigError: The model cannot be switched, mixes tokens elsewhere, or has too few heads.
@@ -61,7 +61,7 @@ def share_sequences(model: nn.Module, group: Any, *, core: str | None = None, di
     use_attention(model, NAME, attention, mask, what)
     inner = unwrapped(model)
     entered = dict.fromkeys((model, inner, base_of(inner)))  # programs call each of them
-    _join(model, Sharing(weakref.ref(model), group, core, disable_in_eval, heads_group=group), entered)
+    _join(model, SequenceSharing(weakref.ref(model), group, core, disable_in_eval, heads_group=group), entered)
 
 
 def share_layers(
@@ -85,7 +85,7 @@ def share_layers(
     own_configurations(pipeline)
     name_attention(pipeline, NAME)
     entered = [module for module in pipeline.modules() if takes_attention_by_name(module)]
-    _join(pipeline, Sharing(weakref.ref(pipeline), group, core, disable_in_eval, heads_group=group), entered)
+    _join(pipeline, SequenceSharing(weakref.ref(pipeline), group, core, disable_in_eval, heads_group=group), entered)
 
 
 def _checked_core(model: Any, core: str | None, what: str) -> str:
@@ -100,7 +100,7 @@ def _checked_core(model: Any, core: str | None, what: str) -> str:
     return core_of(config, core, what)
 
 
-def _join(model: nn.Module, sharing: Sharing, entered: Iterable[nn.Module]) -> None:
+def _join(model: nn.Module, sharing: SequenceSharing, entered: Iterable[nn.Module]) -> None:
     """Makes how sequences are shared known to all modules of ``model``; position ids are read where it is entered."""
     remember(model, sharing)
     know_whole_sequences(model, sharing)

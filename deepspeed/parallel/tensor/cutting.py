@@ -33,10 +33,10 @@ from deepspeed.parallel.tensor.channel import connect, over
 from deepspeed.parallel.tensor.layout import Layout, describe, layout_of
 from deepspeed.parallel.tensor.making import Maker, cut_parameter
 from deepspeed.parallel.tensor.request import check_group
-from deepspeed.parallel.tensor.rules import Rule, Way
+from deepspeed.parallel.tensor.rules import CutRule, CutStyle
 from deepspeed.parallel.tensor.sequence import cut_sequences, plan_of
 from deepspeed.parallel.tensor.structure import of_structure, summed_inside
-from deepspeed.parallel.tensor.verify import Rehearsal, inputs_of
+from deepspeed.parallel.tensor.verify import ConsistencyCheck, inputs_of
 from deepspeed.parallel.tensor.vocabulary import causal_loss
 from deepspeed.zero.gather.sharded_parameter import ShardedParameter
 from deepspeed.zero.holder import full_shape
@@ -91,7 +91,7 @@ def cut_model(model: nn.Module, section: TensorParallel, mesh: Mesh, device: tor
     with torch.no_grad():
         _spread(model, channel, device)
     data = shared_transport(group_along(*SAME_PART), device=device, timeout=comm.default_timeout())
-    rehearsal = Rehearsal.before(model, layout, section, device)
+    rehearsal = ConsistencyCheck.before(model, layout, section, device)
     made = CutModel(channel, layout)
     with torch.no_grad():
         _cut_parameters(model, layout, made, data)
@@ -122,9 +122,9 @@ class _NothingSaid(DeepSpeedConfigError):
     """Nothing says how a model is cut; a stage of a pipeline may have no layers to cut."""
 
 
-def _rules_by_stages(model: nn.Module, section: TensorParallel, device: torch.device) -> dict[str, Rule]:
+def _rules_by_stages(model: nn.Module, section: TensorParallel, device: torch.device) -> dict[str, CutRule]:
     """The rules for what this rank has of a model. Every rank raises what is wrong with those of any stage."""
-    rules: dict[str, Rule] = {}
+    rules: dict[str, CutRule] = {}
     said: DeepSpeedConfigError | None = None
     try:
         rules = rules_for(model, section)
@@ -134,15 +134,17 @@ def _rules_by_stages(model: nn.Module, section: TensorParallel, device: torch.de
     return rules
 
 
-def rules_for(model: nn.Module, section: TensorParallel) -> dict[str, Rule]:
+def rules_for(model: nn.Module, section: TensorParallel) -> dict[str, CutRule]:
     """The rules for a model, from the first source that has any.
 
     Raises:
         DeepSpeedConfigError: None has.
     """
     own = rules_module.of_user(model, section)
-    found: dict[str, Rule] = {}
-    if all(rule.way in (Way.WHOLE, Way.SUMMED) for rule in own.values()):  # exceptions from what the model says
+    found: dict[str, CutRule] = {}
+    if all(
+        rule.way in (CutStyle.WHOLE, CutStyle.SUMMED) for rule in own.values()
+    ):  # exceptions from what the model says
         found = rules_module.of_plan(model) if section.injection_policy_tuple is None else {}
         found = found or of_structure(model, inputs_of(model), section.injection_policy_tuple or ())
     found |= own
@@ -166,18 +168,18 @@ def rules_for(model: nn.Module, section: TensorParallel) -> dict[str, Rule]:
     return found
 
 
-def _head_rule(model: nn.Module, name: str, rule: Rule, is_cut: bool) -> Rule:
+def _head_rule(model: nn.Module, name: str, rule: CutRule, is_cut: bool) -> CutRule:
     head = output_head(model)
-    if head is None or model.get_submodule(name) is not head or rule.way is not Way.COLUMN_GATHERED:
+    if head is None or model.get_submodule(name) is not head or rule.way is not CutStyle.COLUMN_GATHERED:
         return rule
-    return Rule(Way.COLUMN if is_cut else Way.WHOLE, "vocab_parallel_lm_head")
+    return CutRule(CutStyle.COLUMN if is_cut else CutStyle.WHOLE, "vocab_parallel_lm_head")
 
 
 def _use_parallel_loss(model: nn.Module, section: TensorParallel, layout: Layout, channel: Channel) -> None:
     if not section.vocab_parallel_lm_head:
         return
     head = output_head(model)
-    by_module = {id(model.get_submodule(layer.name)): layer for layer in layout.layers if layer.way is Way.COLUMN}
+    by_module = {id(model.get_submodule(layer.name)): layer for layer in layout.layers if layer.way is CutStyle.COLUMN}
     if head is None or id(head) not in by_module or not takes_loss_function(model):
         raise DeepSpeedConfigError(
             f"tensor_parallel.vocab_parallel_lm_head: {type(model).__name__} has no output layer that is cut over the "

@@ -28,7 +28,7 @@ from deepspeed.parallel.tensor.channel import connect
 from deepspeed.parallel.tensor.cutting import CUT, CutModel
 from deepspeed.parallel.tensor.layout import Layout
 from deepspeed.parallel.tensor.making import sum_own_gradients
-from deepspeed.parallel.tensor.rules import Way, of_plan
+from deepspeed.parallel.tensor.rules import CutStyle, of_plan
 from deepspeed.uncompiled import uncompiled
 from deepspeed.zero.gather.outputs import tensors_in
 from deepspeed.zero.tiling.parts import Holders, part_of_placements, say_holders, say_part
@@ -92,7 +92,7 @@ def adopt_dtensors(model: nn.Module, mesh: Mesh, device: torch.device) -> dict[i
         _exchange(name, module, exchanged, waypoints)
     model.register_forward_hook(functools.partial(_announce_backward, waypoints))
     for name, rule in of_plan(model).items() if getattr(model, "tp_size", None) else ():
-        if rule.way is Way.SUMMED:
+        if rule.way is CutStyle.SUMMED:
             # Transformers sums it by a hook that the first forward puts on the parameter, after ZeRO has taken it.
             module = model.get_submodule(name)
             module.__dict__.pop("forward", None)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from deepspeed.comm.transports.channel import Channel
-from deepspeed.parallel.tensor.regions import Shared, enter_shared
+from deepspeed.parallel.tensor.regions import SharedInput, enter_shared
 
 
 class Entrance:
@@ -19,12 +19,14 @@ class Entrance:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._latest: tuple[torch.Tensor, int, torch.dtype | None, torch.Tensor, Shared] | None = None
+        self._latest: tuple[torch.Tensor, int, torch.dtype | None, torch.Tensor, SharedInput] | None = None
 
     def __deepcopy__(self, memo: Any) -> Entrance:
         return Entrance(self._channel)
 
-    def enter(self, values: torch.Tensor, dtype: torch.dtype | None, name: str) -> tuple[torch.Tensor, Shared | None]:
+    def enter(
+        self, values: torch.Tensor, dtype: torch.dtype | None, name: str
+    ) -> tuple[torch.Tensor, SharedInput | None]:
         """What a layer works on, and where it adds the input's gradient.
 
         Args:
@@ -42,12 +44,12 @@ class Entrance:
             known, version, wanted, entered, shared = self._latest
             if known is values and version == values._version and wanted == dtype and shared.is_open:
                 return entered, shared
-        shared = Shared(self._channel, f"the gradient of the input of {name}", self._forget)
+        shared = SharedInput(self._channel, f"the gradient of the input of {name}", self._forget)
         entered = enter_shared(values if dtype is None else values.to(dtype), shared)
         self._latest = values, values._version, dtype, entered, shared
         return entered, shared
 
-    def _forget(self, shared: Shared) -> None:
+    def _forget(self, shared: SharedInput) -> None:
         """Its backward has begun: the activation may go."""
         if self._latest is not None and self._latest[4] is shared:
             self._latest = None

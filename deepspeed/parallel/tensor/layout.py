@@ -14,12 +14,12 @@ from torch import nn
 
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.models.attention_modules import AttentionHeads, attention_of
-from deepspeed.parallel.tensor.rules import Rule, Way, is_linear, is_transposed
-from deepspeed.parallel.tensor.split import Dealt, Heads, Split, Stretch
+from deepspeed.parallel.tensor.rules import CutRule, CutStyle, is_linear, is_transposed
+from deepspeed.parallel.tensor.split import Dealt, Heads, Split, UnitRun
 from deepspeed.zero.holder import full_shape
 
-_COLUMNS = (Way.COLUMN, Way.COLUMN_GATHERED)
-_ROWS = (Way.ROW, Way.ROW_SLICED)
+_COLUMNS = (CutStyle.COLUMN, CutStyle.COLUMN_GATHERED)
+_ROWS = (CutStyle.ROW, CutStyle.ROW_SLICED)
 _INTERLEAVED = ("bloom", "gptneox", "falcon", "persimmon", "chatglm")
 """Classes whose packed weight has query, key and value of one head side by side; others have all queries first."""
 
@@ -62,11 +62,11 @@ class LayerCut:
     """
 
     name: str
-    way: Way
+    way: CutStyle
     source: str
     split: Split | None = None
     parameters: tuple[ParameterCut, ...] = ()
-    adapters: tuple[tuple[str, Way], ...] = ()
+    adapters: tuple[tuple[str, CutStyle], ...] = ()
     note: str = ""
 
 
@@ -90,7 +90,7 @@ class Layout:
         return {cut.name: cut for layer in self.layers for cut in layer.parameters}
 
 
-def layout_of(model: nn.Module, rules: Mapping[str, Rule], size: int, *, grain: int = 1) -> Layout:
+def layout_of(model: nn.Module, rules: Mapping[str, CutRule], size: int, *, grain: int = 1) -> Layout:
     """Works out every cut. Communicates nothing and changes nothing.
 
     Args:
@@ -106,7 +106,7 @@ def layout_of(model: nn.Module, rules: Mapping[str, Rule], size: int, *, grain: 
 
 
 class _Builder:
-    def __init__(self, model: nn.Module, rules: Mapping[str, Rule], size: int, grain: int) -> None:
+    def __init__(self, model: nn.Module, rules: Mapping[str, CutRule], size: int, grain: int) -> None:
         self.model = model
         self.rules = rules
         self.size = size
@@ -136,17 +136,17 @@ class _Builder:
 
     # -- kinds of modules ----------------------------------------------------------------------------------------------
 
-    def _module(self, name: str, rule: Rule) -> LayerCut:
+    def _module(self, name: str, rule: CutRule) -> LayerCut:
         module = self.modules[name]
         if rule.way in _COLUMNS:
             return self._column(name, rule)
-        if rule.way in (Way.VOCABULARY, Way.WIDTH):
+        if rule.way in (CutStyle.VOCABULARY, CutStyle.WIDTH):
             return self._embedding(name, rule, module)
-        if rule.way is Way.PER_HEAD:
+        if rule.way is CutStyle.PER_HEAD:
             return self._per_head(name, rule)
         return LayerCut(name, rule.way, rule.source)
 
-    def _per_head(self, name: str, rule: Rule) -> LayerCut:
+    def _per_head(self, name: str, rule: CutRule) -> LayerCut:
         found = self._attention_above(name)
         shape = full_shape(self.modules[name].weight)  # type: ignore[arg-type]
         if found is None or shape[1] != found[1].query:
@@ -154,12 +154,12 @@ class _Builder:
         split = self._of_heads(found, Dealt.AS_QUERIES, 1)
         return LayerCut(name, rule.way, rule.source, split, (ParameterCut(f"{name}.weight", shape, 1, split),))
 
-    def _column(self, name: str, rule: Rule) -> LayerCut:
+    def _column(self, name: str, rule: CutRule) -> LayerCut:
         weight, dim = self._weight_of(name, rule)
         extent = weight.shape[dim]
         split = self._split_of_outputs(name, extent, rule)
         self._check_width(name, split, "output features")
-        if rule.way is Way.COLUMN:
+        if rule.way is CutStyle.COLUMN:
             self.given.append((block_of(name), _result(split)))
         return self._linear(name, rule, split, dim, cuts_bias=True)
 
@@ -172,7 +172,7 @@ class _Builder:
         self._check_width(name, split, "input features")
         return self._linear(name, rule, split, dim, cuts_bias=False)
 
-    def _linear(self, name: str, rule: Rule, split: Split, dim: int, *, cuts_bias: bool) -> LayerCut:
+    def _linear(self, name: str, rule: CutRule, split: Split, dim: int, *, cuts_bias: bool) -> LayerCut:
         module = self.modules[name]
         inner, prefix = (module.base_layer, f"{name}.base_layer") if hasattr(module, "base_layer") else (module, name)
         cuts = [ParameterCut(f"{prefix}.weight", full_shape(inner.weight), dim, split)]  # type: ignore[arg-type]
@@ -180,27 +180,31 @@ class _Builder:
             cuts.append(ParameterCut(f"{prefix}.bias", full_shape(inner.bias), 0, split))  # type: ignore[arg-type]
         adapters = []
         if inner is not module:
-            wanted, way = ("lora_B", Way.COLUMN) if rule.way in _COLUMNS else ("lora_A", Way.ROW)
+            wanted, way = ("lora_B", CutStyle.COLUMN) if rule.way in _COLUMNS else ("lora_A", CutStyle.ROW)
             self._refuse_other_adapters(name, module)
             for key, adapter in getattr(module, wanted, {}).items():
                 full = f"{name}.{wanted}.{key}"
                 adapters.append((full, way))
-                at = 0 if way is Way.COLUMN else 1
+                at = 0 if way is CutStyle.COLUMN else 1
                 cuts.append(ParameterCut(f"{full}.weight", full_shape(adapter.weight), at, split))
         return LayerCut(prefix, rule.way, rule.source, split, tuple(cuts), tuple(adapters))
 
-    def _embedding(self, name: str, rule: Rule, module: nn.Module) -> LayerCut:
+    def _embedding(self, name: str, rule: CutRule, module: nn.Module) -> LayerCut:
         if type(module) is not nn.Embedding:
-            return LayerCut(name, Way.WHOLE, rule.source, note=f"a {type(module).__name__} has a forward of its own")
+            return LayerCut(
+                name, CutStyle.WHOLE, rule.source, note=f"a {type(module).__name__} has a forward of its own"
+            )
         if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
-            return LayerCut(name, Way.WHOLE, rule.source, note="max_norm, sparse and scale_grad_by_freq need all rows")
-        dim = 0 if rule.way is Way.VOCABULARY else 1
+            return LayerCut(
+                name, CutStyle.WHOLE, rule.source, note="max_norm, sparse and scale_grad_by_freq need all rows"
+            )
+        dim = 0 if rule.way is CutStyle.VOCABULARY else 1
         shape = full_shape(module.weight)
         split = Split.evenly(shape[dim], self.size)
         self._check_width(name, split, "rows" if dim == 0 else "columns")
         return LayerCut(name, rule.way, rule.source, split, (ParameterCut(f"{name}.weight", shape, dim, split),))
 
-    def _bare_parameter(self, name: str, rule: Rule) -> LayerCut:
+    def _bare_parameter(self, name: str, rule: CutRule) -> LayerCut:
         """A parameter that its module uses by itself: weights of experts, one number per head."""
         shape = full_shape(self.model.get_parameter(name))
         if rule.way not in (*_COLUMNS, *_ROWS):
@@ -218,9 +222,9 @@ class _Builder:
 
     # -- splits --------------------------------------------------------------------------------------------------------
 
-    def _split_of_outputs(self, name: str, extent: int, rule: Rule) -> Split:
+    def _split_of_outputs(self, name: str, extent: int, rule: CutRule) -> Split:
         found = self._attention_above(name)
-        if found is not None and rule.way is Way.COLUMN:
+        if found is not None and rule.way is CutStyle.COLUMN:
             split = self._split_by_heads(name, extent, rule, found)
             if split is not None:
                 return split
@@ -228,12 +232,12 @@ class _Builder:
             if sum(rule.parts) != extent:
                 raise self._error(name, f"has {extent} output features, but shape names parts of {list(rule.parts)}")
             starts = [sum(rule.parts[:number]) for number in range(len(rule.parts))]
-            return Split(tuple(Stretch(at, part) for at, part in zip(starts, rule.parts, strict=True)), self.size)
+            return Split(tuple(UnitRun(at, part) for at, part in zip(starts, rule.parts, strict=True)), self.size)
         if extent % _count(rule):
             raise self._error(name, f"has {extent} output features, which are no {_count(rule)} equal parts")
         return Split.evenly(extent, self.size, self.grain, _count(rule))
 
-    def _split_by_heads(self, name: str, extent: int, rule: Rule, found: tuple[str, AttentionHeads]) -> Split | None:
+    def _split_by_heads(self, name: str, extent: int, rule: CutRule, found: tuple[str, AttentionHeads]) -> Split | None:
         _, attention = found
         query, keys, width = attention.query, attention.key_value, attention.width
         if not width and keys == query and extent % query == 0:
@@ -246,9 +250,9 @@ class _Builder:
             and (len(rule.parts) > 1 or rule.parts == (3,) or not self._is_interleaved(name, rule))
         ):
             stretches = (
-                Stretch(0, query, width, Dealt.AS_QUERIES),
-                Stretch(whole, keys, width, Dealt.AS_KEYS),
-                Stretch(whole + of_keys, keys, width, Dealt.AS_KEYS),
+                UnitRun(0, query, width, Dealt.AS_QUERIES),
+                UnitRun(whole, keys, width, Dealt.AS_KEYS),
+                UnitRun(whole + of_keys, keys, width, Dealt.AS_KEYS),
             )
             return self._of_stretches(found, stretches)
         if width and extent == packed and keys < query:  # by groups: the queries of a key/value head, key, value
@@ -261,15 +265,15 @@ class _Builder:
             return self._of_heads(found, Dealt.AS_QUERIES, extent // query)
         return None
 
-    def _is_interleaved(self, name: str, rule: Rule) -> bool:
+    def _is_interleaved(self, name: str, rule: CutRule) -> bool:
         if rule.is_interleaved:
             return True
         above, _, _ = name.rpartition(".")
         kind = type(self.modules[above]).__name__.lower()
         return kind.startswith(_INTERLEAVED)
 
-    def _split_of_inputs(self, name: str, extent: int, rule: Rule) -> Split:
-        if rule.way is Way.ROW_SLICED:
+    def _split_of_inputs(self, name: str, extent: int, rule: CutRule) -> Split:
+        if rule.way is CutStyle.ROW_SLICED:
             return Split.evenly(extent, self.size)
         block = block_of(name)
         fitting = [split for where, split in self.given if where == block and split.extent == extent]
@@ -294,9 +298,9 @@ class _Builder:
         return None if attention is None else (above, attention)
 
     def _of_heads(self, found: tuple[str, AttentionHeads], dealt: Dealt, unit: int, units: int | None = None) -> Split:
-        return self._of_stretches(found, (Stretch(0, found[1].query if units is None else units, unit, dealt),))
+        return self._of_stretches(found, (UnitRun(0, found[1].query if units is None else units, unit, dealt),))
 
-    def _of_stretches(self, found: tuple[str, AttentionHeads], stretches: tuple[Stretch, ...]) -> Split:
+    def _of_stretches(self, found: tuple[str, AttentionHeads], stretches: tuple[UnitRun, ...]) -> Split:
         name, attention = found
         heads = Heads(attention.query, attention.key_value, self.size)
         problem = heads.problem()
@@ -307,7 +311,7 @@ class _Builder:
 
     # -- checks --------------------------------------------------------------------------------------------------------
 
-    def _weight_of(self, name: str, rule: Rule) -> tuple[_Shaped, int]:
+    def _weight_of(self, name: str, rule: CutRule) -> tuple[_Shaped, int]:
         """The weight of a linear layer, and its dimension of output features."""
         module = self.modules[name]
         inner: nn.Module = getattr(module, "base_layer", module)  # type: ignore[assignment]
@@ -365,12 +369,17 @@ class _Builder:
             others = sorted(set(names[key]) - {cut.name for cut in cuts})
             for number in numbers:
                 layer = self.layout.layers[number]
-                if layer.way not in (Way.VOCABULARY, Way.WIDTH, Way.COLUMN_GATHERED, Way.ROW_SLICED):
+                if layer.way not in (
+                    CutStyle.VOCABULARY,
+                    CutStyle.WIDTH,
+                    CutStyle.COLUMN_GATHERED,
+                    CutStyle.ROW_SLICED,
+                ):
                     raise self._error(
                         layer.name, f"has a weight that it shares with {', '.join(map(repr, names[key]))}"
                     )
                 why = f"its weight is that of {others[0]!r}, which stays whole" if others else "its weight is tied"
-                self.layout.layers[number] = replace(layer, way=Way.WHOLE, split=None, parameters=(), note=why)
+                self.layout.layers[number] = replace(layer, way=CutStyle.WHOLE, split=None, parameters=(), note=why)
             return True
         return False
 
@@ -398,7 +407,7 @@ def _all_intervals(split: Split) -> Sequence[Sequence[tuple[int, int]]]:
     return [split.intervals(place) for place in range(split.size)]
 
 
-def _count(rule: Rule) -> int:
+def _count(rule: CutRule) -> int:
     return rule.parts[0] if len(rule.parts) == 1 else 1
 
 
@@ -424,7 +433,7 @@ def describe(layout: Layout) -> str:
     """A table of what is cut, a line per kind of layer."""
     rows: dict[tuple[str, str, str], int] = {}
     for layer in layout.layers:
-        if layer.way is Way.WHOLE and not layer.note:
+        if layer.way is CutStyle.WHOLE and not layer.note:
             continue
         shape = " x ".join(map(str, layer.parameters[0].shape)) if layer.parameters else ""
         kind = re.sub(r"(?<=\.)\d+(?=\.)", "*", layer.name)

@@ -72,7 +72,7 @@ class _Column(torch.autograd.Function):
         values: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        shared: regions.Shared | None,
+        shared: regions.SharedInput | None,
         is_transposed: bool,
     ) -> torch.Tensor:
         ctx.save_for_backward(values, weight)

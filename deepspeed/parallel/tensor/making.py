@@ -16,7 +16,7 @@ from deepspeed.models.configurations import text_config
 from deepspeed.parallel.tensor.entrance import Entrance
 from deepspeed.parallel.tensor.layout import LayerCut, ParameterCut
 from deepspeed.parallel.tensor.linear import ColumnConv1D, ColumnLinear, CutLinear, RowConv1D, RowLinear
-from deepspeed.parallel.tensor.rules import Way, is_transposed
+from deepspeed.parallel.tensor.rules import CutStyle, is_transposed
 from deepspeed.parallel.tensor.vocabulary import CutEmbedding, VocabularyEmbedding, WidthEmbedding
 from deepspeed.uncompiled import uncompiled
 from deepspeed.zero.access.gathered import GatheredBlock
@@ -89,7 +89,7 @@ class Maker:
 
     def make(self, layer: LayerCut) -> None:
         """Changes the module of ``layer``, whose parameters have been cut."""
-        if layer.way is Way.WHOLE or not layer.name:
+        if layer.way is CutStyle.WHOLE or not layer.name:
             return
         module = _find(self._model, layer.name)
         if module is not None:
@@ -97,23 +97,23 @@ class Maker:
         for name, way in layer.adapters:
             self._make(self._model.get_submodule(name), layer, way, name)
 
-    def _make(self, module: nn.Module, layer: LayerCut, way: Way, name: str) -> None:
-        if way in (Way.COLUMN, Way.COLUMN_GATHERED):
-            self._linear(module, layer, name, (ColumnLinear, ColumnConv1D), is_gathered=way is Way.COLUMN_GATHERED)
-        elif way in (Way.ROW, Way.ROW_SLICED):
-            self._linear(module, layer, name, (RowLinear, RowConv1D), is_gathered=way is Way.ROW_SLICED)
-        elif way in (Way.VOCABULARY, Way.WIDTH):
+    def _make(self, module: nn.Module, layer: LayerCut, way: CutStyle, name: str) -> None:
+        if way in (CutStyle.COLUMN, CutStyle.COLUMN_GATHERED):
+            self._linear(module, layer, name, (ColumnLinear, ColumnConv1D), is_gathered=way is CutStyle.COLUMN_GATHERED)
+        elif way in (CutStyle.ROW, CutStyle.ROW_SLICED):
+            self._linear(module, layer, name, (RowLinear, RowConv1D), is_gathered=way is CutStyle.ROW_SLICED)
+        elif way in (CutStyle.VOCABULARY, CutStyle.WIDTH):
             self._embedding(module, layer, way)
-        elif way is Way.SUMMED:
+        elif way is CutStyle.SUMMED:
             sum_own_gradients(module, self._channel, name)
-        elif way is Way.LATENT:
+        elif way is CutStyle.LATENT:
             module.register_forward_hook(_latent(self._channel, name, self._rotary(name)))
-        elif way is Way.EXPERTS:
+        elif way is CutStyle.EXPERTS:
             module.register_forward_pre_hook(_enter_experts(self._channel, name))
             module.register_forward_hook(_sum_output(self._channel, name))
-        elif way is Way.IDENTITY_EXPERT:
+        elif way is CutStyle.IDENTITY_EXPERT:
             module.register_forward_pre_hook(_divide_input(self._channel.size))
-        elif way is Way.SUM_OUTPUT:
+        elif way is CutStyle.SUM_OUTPUT:
             module.register_forward_hook(_sum_output(self._channel, name))
 
     def _rotary(self, name: str) -> int:
@@ -147,10 +147,10 @@ class Maker:
         module.tensor_cut = cut  # type: ignore[assignment]
         module.in_features, module.out_features = int(inside), int(out)  # type: ignore[assignment]
 
-    def _embedding(self, module: nn.Module, layer: LayerCut, way: Way) -> None:
+    def _embedding(self, module: nn.Module, layer: LayerCut, way: CutStyle) -> None:
         assert layer.split is not None and isinstance(module, nn.Embedding)
         padding = module.padding_idx
-        module.__class__ = VocabularyEmbedding if way is Way.VOCABULARY else WidthEmbedding
+        module.__class__ = VocabularyEmbedding if way is CutStyle.VOCABULARY else WidthEmbedding
         module.tensor_cut = CutEmbedding(self._channel, layer.split, layer.name, padding)  # type: ignore[assignment]
 
 

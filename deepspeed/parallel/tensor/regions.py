@@ -17,7 +17,7 @@ from deepspeed.parallel.tensor.split import Split, widths
 from deepspeed.uncompiled import uncompiled
 
 
-class Shared:
+class SharedInput:
     """One input of cut layers and the gradients that they send back to it, which are summed over the ranks once.
 
     Every layer adds its part of the gradient; the one that comes last starts the sum, and computes the gradient of its
@@ -34,7 +34,7 @@ class Shared:
         is_open: No gradient has come yet, so a layer may still join.
     """
 
-    def __init__(self, channel: Channel, label: str, on_backward: Callable[[Shared], None]) -> None:
+    def __init__(self, channel: Channel, label: str, on_backward: Callable[[SharedInput], None]) -> None:
         self.channel = channel
         self._label = label
         self._on_backward = on_backward
@@ -76,7 +76,7 @@ class Shared:
 
 class _EnterShared(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, shared: Shared) -> torch.Tensor:
+    def forward(ctx: Any, values: torch.Tensor, shared: SharedInput) -> torch.Tensor:
         ctx.shared = shared
         ctx.shape = values.shape
         ctx.set_materialize_grads(False)
@@ -89,7 +89,7 @@ class _EnterShared(torch.autograd.Function):
 
 
 @uncompiled
-def enter_shared(values: torch.Tensor, shared: Shared) -> torch.Tensor:
+def enter_shared(values: torch.Tensor, shared: SharedInput) -> torch.Tensor:
     """``values`` for layers that add their gradients to ``shared``."""
     return _EnterShared.apply(values, shared)
 
@@ -113,7 +113,7 @@ def gather(values: torch.Tensor, channel: Channel, split: Split, label: str = "a
     return _Gather.apply(values, channel, split, label)
 
 
-class _Slice(torch.autograd.Function):
+class _ScatterToRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, channel: Channel, split: Split, label: str) -> torch.Tensor:
         ctx.channel, ctx.split, ctx.label = channel, split, label
@@ -131,7 +131,7 @@ def slice_of(
     values: torch.Tensor, channel: Channel, split: Split, label: str = "the gradient of a sliced input"
 ) -> torch.Tensor:
     """This rank's part, along the last dimension, of what all ranks have."""
-    return _Slice.apply(values, channel, split, label)
+    return _ScatterToRegion.apply(values, channel, split, label)
 
 
 # -- tensors without gradients ---------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ _REQUEST = "_ds_tensor_request"
 
 
 @dataclass(frozen=True)
-class Request:
+class TensorParallelRequest:
     """What :func:`tp_model_init` was told.
 
     Attributes:
@@ -63,7 +63,7 @@ def tp_model_init(
             "of as many"
         )
     section = config.get("tensor_parallel", config) if isinstance(config, dict) else None
-    made = Request(tp_size, dtype, section, ranks)
+    made = TensorParallelRequest(tp_size, dtype, section, ranks)
     known = model.__dict__.get(_REQUEST)
     if known is not None and known != made:
         raise DeepSpeedConfigError(f"tp_model_init: it was called before, with {known}; now with {made}. Call it once")
@@ -84,7 +84,7 @@ def merged(root: Root, model: nn.Module, mpu: Any = None) -> Root:
     Raises:
         DeepSpeedConfigError: They contradict each other.
     """
-    request: Request | None = model.__dict__.get(_REQUEST)
+    request: TensorParallelRequest | None = model.__dict__.get(_REQUEST)
     section = root.tensor_parallel
     if request is None:
         return root
@@ -110,7 +110,7 @@ def check_group(model: nn.Module, ranks: list[int]) -> None:
     Raises:
         DeepSpeedConfigError: They hold other ranks.
     """
-    request: Request | None = model.__dict__.get(_REQUEST)
+    request: TensorParallelRequest | None = model.__dict__.get(_REQUEST)
     if request is not None and request.ranks is not None and sorted(request.ranks) != sorted(ranks):
         me = rank_in() if is_initialized() else 0
         raise DeepSpeedConfigError(
@@ -119,7 +119,7 @@ def check_group(model: nn.Module, ranks: list[int]) -> None:
         )
 
 
-def _check_dtype(root: Root, request: Request) -> None:
+def _check_dtype(root: Root, request: TensorParallelRequest) -> None:
     wanted = torch.bfloat16 if root.bf16.enabled else torch.float16 if root.fp16.enabled else None
     if wanted is not None and request.dtype is not None and request.dtype not in (wanted, torch.float32):
         raise DeepSpeedConfigError(

@@ -15,14 +15,14 @@ from typing import Any
 
 from torch import nn
 
-from deepspeed.config.sections.tensor_parallel import LayerSpec, TensorParallel
+from deepspeed.config.sections.tensor_parallel import LayerPartition, TensorParallel
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.models.configurations import model_type_of
 from deepspeed.models.tensor_plan import plans_in
 from deepspeed.parallel.tensor import presets
 
 
-class Way(Enum):
+class CutStyle(Enum):
     """What happens to a layer or a parameter."""
 
     COLUMN = "column"
@@ -54,7 +54,7 @@ class Way(Enum):
 
 
 @dataclass(frozen=True)
-class Rule:
+class CutRule:
     """How one layer or parameter is cut.
 
     Attributes:
@@ -64,35 +64,35 @@ class Rule:
             equal extent; empty: not packed, or as the heads show.
     """
 
-    way: Way
+    way: CutStyle
     source: str
     parts: tuple[int, ...] = ()
     is_interleaved: bool = False
 
 
 _STYLES = {
-    "colwise": Way.COLUMN,
-    "rowwise": Way.ROW,
-    "colwise_rep": Way.COLUMN_GATHERED,
-    "colwise_gather_output": Way.COLUMN_GATHERED,
-    "rowwise_rep": Way.ROW_SLICED,
-    "rowwise_split_input": Way.ROW_SLICED,
-    "embedding_rowwise": Way.VOCABULARY,
-    "embedding_colwise": Way.WIDTH,
-    "replicated_with_grad_allreduce": Way.SUMMED,
-    "mla_kv_a_proj": Way.LATENT,
-    "packed_colwise": Way.COLUMN,
-    "packed_rowwise": Way.ROW,
-    "moe_tp_experts": Way.EXPERTS,
-    "moe_identity_expert": Way.IDENTITY_EXPERT,
-    "all_reduce": Way.SUM_OUTPUT,
-    "local_params": Way.WHOLE,
-    "replicate": Way.WHOLE,
+    "colwise": CutStyle.COLUMN,
+    "rowwise": CutStyle.ROW,
+    "colwise_rep": CutStyle.COLUMN_GATHERED,
+    "colwise_gather_output": CutStyle.COLUMN_GATHERED,
+    "rowwise_rep": CutStyle.ROW_SLICED,
+    "rowwise_split_input": CutStyle.ROW_SLICED,
+    "embedding_rowwise": CutStyle.VOCABULARY,
+    "embedding_colwise": CutStyle.WIDTH,
+    "replicated_with_grad_allreduce": CutStyle.SUMMED,
+    "mla_kv_a_proj": CutStyle.LATENT,
+    "packed_colwise": CutStyle.COLUMN,
+    "packed_rowwise": CutStyle.ROW,
+    "moe_tp_experts": CutStyle.EXPERTS,
+    "moe_identity_expert": CutStyle.IDENTITY_EXPERT,
+    "all_reduce": CutStyle.SUM_OUTPUT,
+    "local_params": CutStyle.WHOLE,
+    "replicate": CutStyle.WHOLE,
 }
 """Styles of Transformers' plans (5.23 and before)."""
 
 
-def of_user(model: nn.Module, section: TensorParallel) -> dict[str, Rule]:
+def of_user(model: nn.Module, section: TensorParallel) -> dict[str, CutRule]:
     """Rules from ``partition_config``, completed by ``preset_model``; empty where neither is given.
 
     Raises:
@@ -103,12 +103,12 @@ def of_user(model: nn.Module, section: TensorParallel) -> dict[str, Rule]:
     specs = list(config.layer_specs) if config is not None else []
     own = len(specs)
     if section.preset_model is not None and (config is None or config.use_default_specs):
-        specs += [LayerSpec(**spec) for spec in presets.SPECS[section.preset_model]]
+        specs += [LayerPartition(**spec) for spec in presets.SPECS[section.preset_model]]
     if not specs:
         return {}
     kind = model_type_of(model)
     used: set[int] = set()
-    found: dict[str, Rule] = {}
+    found: dict[str, CutRule] = {}
     without: list[str] = []
     for name, module in model.named_modules():
         if not _has_weight(module):
@@ -131,13 +131,13 @@ def of_user(model: nn.Module, section: TensorParallel) -> dict[str, Rule]:
     return found
 
 
-def of_plan(model: nn.Module) -> dict[str, Rule]:
+def of_plan(model: nn.Module) -> dict[str, CutRule]:
     """Rules from the plan that a Transformers model brings; empty where it brings none.
 
     Raises:
         DeepSpeedConfigError: The plan has a style that nobody knows.
     """
-    found: dict[str, Rule] = {}
+    found: dict[str, CutRule] = {}
     for place, plan in plans_in(model):
         prefix = re.escape(f"{place}." if place else "")
         if not any(style in ("colwise", "rowwise", "rowwise_split_input") for style in plan.values()):
@@ -155,7 +155,7 @@ def of_plan(model: nn.Module) -> dict[str, Rule]:
                     f"{name!r} in tensor_parallel.partition_config"
                 )
             parts = (2,) if style.startswith("packed_") else ()
-            found[name] = Rule(_STYLES[style], f"the model's plan ({key}: {style})", parts)
+            found[name] = CutRule(_STYLES[style], f"the model's plan ({key}: {style})", parts)
     return found
 
 
@@ -185,7 +185,7 @@ def is_transposed(module: nn.Module) -> bool:
     return type(module).__name__ in ("Conv1D", "ColumnConv1D", "RowConv1D") and getattr(module, "nf", None) is not None
 
 
-def _fits(spec: LayerSpec, name: str, kind: str | None) -> bool:
+def _fits(spec: LayerPartition, name: str, kind: str | None) -> bool:
     if spec.model_types and kind not in spec.model_types:
         return False
     return any(_compiled(pattern).match(name) for pattern in spec.patterns)
@@ -200,10 +200,10 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         ) from None
 
 
-def _of_spec(spec: LayerSpec, name: str, source: str) -> Rule:
+def _of_spec(spec: LayerPartition, name: str, source: str) -> CutRule:
     said = f"{source} (one of {', '.join(map(repr, spec.patterns[:2]))})"
     if spec.partition_type == "skip":
-        return Rule(Way.SUMMED if spec.grad_allreduce else Way.WHOLE, said)
+        return CutRule(CutStyle.SUMMED if spec.grad_allreduce else CutStyle.WHOLE, said)
     is_column = spec.partition_type == "column"
     dim = (0 if is_column else 1) if spec.partition_dim is None else spec.partition_dim
     if dim != (0 if is_column else 1):
@@ -211,11 +211,11 @@ def _of_spec(spec: LayerSpec, name: str, source: str) -> Rule:
             f"tensor_parallel.partition_config.layer_specs: partition_dim {dim} for {name!r}, which is "
             f"{spec.partition_type}-parallel; expected {0 if is_column else 1}, or leave the key out"
         )
-    way = (Way.COLUMN_GATHERED if spec.gather_output else Way.COLUMN) if is_column else Way.ROW
-    return Rule(way, said, _parts(spec, dim))
+    way = (CutStyle.COLUMN_GATHERED if spec.gather_output else CutStyle.COLUMN) if is_column else CutStyle.ROW
+    return CutRule(way, said, _parts(spec, dim))
 
 
-def _parts(spec: LayerSpec, dim: int) -> tuple[int, ...]:
+def _parts(spec: LayerPartition, dim: int) -> tuple[int, ...]:
     """What is packed along the cut dimension, from the view that ``shape`` describes."""
     if spec.shape is None or dim >= len(spec.shape):
         return ()
@@ -225,7 +225,7 @@ def _parts(spec: LayerSpec, dim: int) -> tuple[int, ...]:
     return (int(entry),) if int(entry) > 1 else ()
 
 
-def _refuse_unused(specs: list[LayerSpec], used: set[int], kind: str | None) -> None:
+def _refuse_unused(specs: list[LayerPartition], used: set[int], kind: str | None) -> None:
     for number, spec in enumerate(specs):
         if number not in used and (not spec.model_types or kind in spec.model_types):
             raise DeepSpeedConfigError(

@@ -22,7 +22,7 @@ from deepspeed.logging import log_dist
 from deepspeed.parallel.tensor.layout import Layout, block_of
 from deepspeed.parallel.tensor.linear import CutLinear
 from deepspeed.parallel.tensor.making import sum_own_gradients
-from deepspeed.parallel.tensor.rules import Way
+from deepspeed.parallel.tensor.rules import CutStyle
 from deepspeed.uncompiled import uncompiled
 
 _KEY = "tensor_parallel.sequence_parallel_norms"
@@ -80,7 +80,7 @@ class CutSequence:
 
 
 @dataclass
-class Plan:
+class ScatterPlan:
     """Which modules change.
 
     Attributes:
@@ -100,7 +100,7 @@ class Plan:
     between: list[str] = field(default_factory=list)
 
 
-def plan_of(model: nn.Module, layout: Layout) -> Plan:
+def plan_of(model: nn.Module, layout: Layout) -> ScatterPlan:
     """Works out where the sequence is cut. Changes nothing.
 
     Args:
@@ -111,7 +111,7 @@ def plan_of(model: nn.Module, layout: Layout) -> Plan:
         DeepSpeedConfigError: Its blocks are not built so.
     """
     ways = {layer.name: layer.way for layer in layout.layers}
-    rows = [name for name, way in ways.items() if way is Way.ROW]
+    rows = [name for name, way in ways.items() if way is CutStyle.ROW]
     blocks = list(dict.fromkeys(block_of(name) for name in rows))
     stacks = {block.rpartition(".")[0] for block in blocks}
     numbers = [int(found[0]) for block in blocks if (found := re.search(r"\d+$", block))]
@@ -123,8 +123,8 @@ def plan_of(model: nn.Module, layout: Layout) -> Plan:
     count = len(list(model.get_submodule(stack).children()))
     if sorted(numbers) != list(range(count)):
         raise _refused(f"of the {count} blocks of {stack!r} only {sorted(numbers)} have layers that are cut")
-    plan = Plan(f"{stack}.0", f"{stack}.{count - 1}", rows=rows)
-    columns = [name for name, way in ways.items() if way is Way.COLUMN and name.startswith(f"{stack}.")]
+    plan = ScatterPlan(f"{stack}.0", f"{stack}.{count - 1}", rows=rows)
+    columns = [name for name, way in ways.items() if way is CutStyle.COLUMN and name.startswith(f"{stack}.")]
     for row in rows:
         region = _region(row, columns, block_of(row))
         if region not in plan.regions:
@@ -149,10 +149,10 @@ def _region(row: str, columns: list[str], block: str) -> str:
     return above
 
 
-def _refuse_others(model: nn.Module, layout: Layout, plan: Plan, inside: tuple[str, ...]) -> None:
+def _refuse_others(model: nn.Module, layout: Layout, plan: ScatterPlan, inside: tuple[str, ...]) -> None:
     """What is whole inside a region would see the whole sequence on every rank, and count so often."""
     known = set(layout.parameters) | {f"{row}.bias" for row in plan.rows}
-    summed = tuple(f"{layer.name}." for layer in layout.layers if layer.way is Way.SUMMED)
+    summed = tuple(f"{layer.name}." for layer in layout.layers if layer.way is CutStyle.SUMMED)
     for name, _ in model.named_parameters(remove_duplicate=False):
         if name.startswith(inside) and name not in known and not name.startswith(summed or ("\0",)):
             raise _refused(f"the parameter {name!r} is whole on every rank and works between layers that are cut")
@@ -162,7 +162,7 @@ def _refused(why: str) -> DeepSpeedConfigError:
     return DeepSpeedConfigError(f"{_KEY}: {why}; leave the key out")
 
 
-def cut_sequences(model: nn.Module, plan: Plan, channel: Channel) -> None:
+def cut_sequences(model: nn.Module, plan: ScatterPlan, channel: Channel) -> None:
     """Changes the modules of a plan, whose layers have been cut.
 
     Args:

@@ -97,7 +97,7 @@ class Dealt(Enum):
 
 
 @dataclass(frozen=True)
-class Stretch:
+class UnitRun:
     """A stretch of a dimension.
 
     Attributes:
@@ -128,7 +128,7 @@ class Split:
         heads: For stretches that are dealt as heads.
     """
 
-    stretches: tuple[Stretch, ...]
+    stretches: tuple[UnitRun, ...]
     size: int
     heads: Heads | None = None
 
@@ -145,7 +145,7 @@ class Split:
         each = extent // parts
         if each % grain:
             grain = 1
-        return cls(tuple(Stretch(part * each, each // grain, grain) for part in range(parts)), size)
+        return cls(tuple(UnitRun(part * each, each // grain, grain) for part in range(parts)), size)
 
     @property
     def extent(self) -> int:
@@ -187,7 +187,7 @@ class Split:
         """Ranks that would have nothing."""
         return [place for place in range(self.size) if self.width(place) == 0]
 
-    def _units(self, stretch: Stretch, place: int) -> Interval:
+    def _units(self, stretch: UnitRun, place: int) -> Interval:
         if stretch.dealt is Dealt.EVENLY:
             return even(stretch.units, self.size, place)
         assert self.heads is not None

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deepspeed.models.anatomy import input_embedding, output_head
 from deepspeed.models.attention_modules import attention_of
 from deepspeed.parallel.tensor.layout import block_of
-from deepspeed.parallel.tensor.rules import Rule, Way, is_linear
+from deepspeed.parallel.tensor.rules import CutRule, CutStyle, is_linear
 from deepspeed.uncompiled import without_compiling
 from deepspeed.zero.holder import full_shape
 
@@ -31,7 +31,7 @@ _SOURCE = "the structure of the model"
 Node = Any
 
 
-def of_structure(model: nn.Module, inputs: Mapping[str, Any] | None, rows: Iterable[str] = ()) -> dict[str, Rule]:
+def of_structure(model: nn.Module, inputs: Mapping[str, Any] | None, rows: Iterable[str] = ()) -> dict[str, CutRule]:
     """Rules from the structure; empty where it shows no pair of layers.
 
     Args:
@@ -56,31 +56,33 @@ def of_structure(model: nn.Module, inputs: Mapping[str, Any] | None, rows: Itera
     rules = {}
     for name in linear:
         if name in found or name in columns:
-            rules[name] = Rule(Way.ROW if name in found else Way.COLUMN, _SOURCE)
+            rules[name] = CutRule(CutStyle.ROW if name in found else CutStyle.COLUMN, _SOURCE)
     config = getattr(model, "config", None)
     for name, module in model.named_modules():
         above = attention_of(model.get_submodule(name.rpartition(".")[0]), config) if rules and "." in name else None
         if above is not None and isinstance(module, nn.Embedding) and module.embedding_dim == above.query:
-            rules[name] = Rule(Way.PER_HEAD, _SOURCE)
+            rules[name] = CutRule(CutStyle.PER_HEAD, _SOURCE)
         elif name in inside:
-            rules[name] = Rule(Way.SUMMED, _SOURCE)
+            rules[name] = CutRule(CutStyle.SUMMED, _SOURCE)
     return rules | _per_head(model, rules) | _vocabulary(model, rules) if rules else {}
 
 
-def _per_head(model: nn.Module, rules: Mapping[str, Rule]) -> dict[str, Rule]:
+def _per_head(model: nn.Module, rules: Mapping[str, CutRule]) -> dict[str, CutRule]:
     """Bare parameters of attention modules with a number for every query head, where the heads are dealt out."""
-    cut = {name.rpartition(".")[0] for name, rule in rules.items() if rule.way is Way.COLUMN}
+    cut = {name.rpartition(".")[0] for name, rule in rules.items() if rule.way is CutStyle.COLUMN}
     found = {}
     for name in cut:
         module = model.get_submodule(name)
         attention = attention_of(module, getattr(model, "config", None))
         for own, parameter in module.named_parameters(recurse=False):
             if attention is not None and full_shape(parameter) == (attention.query,):
-                found[f"{name}.{own}"] = Rule(Way.COLUMN, _SOURCE)
+                found[f"{name}.{own}"] = CutRule(CutStyle.COLUMN, _SOURCE)
     return found
 
 
-def summed_inside(model: nn.Module, inputs: Mapping[str, Any] | None, rules: Mapping[str, Rule]) -> dict[str, Rule]:
+def summed_inside(
+    model: nn.Module, inputs: Mapping[str, Any] | None, rules: Mapping[str, CutRule]
+) -> dict[str, CutRule]:
     """Rules for modules that others forget: whole ones with parameters that work on what column-parallel layers give.
 
     An activation function with parameters beside the layers of an MLP is one. The forward that shows it runs on the
@@ -92,7 +94,7 @@ def summed_inside(model: nn.Module, inputs: Mapping[str, Any] | None, rules: Map
         rules: What is known.
     """
     linear = {name: module for name, module in model.named_modules() if is_linear(module) and _is_outermost(name)}
-    columns = {name for name, rule in rules.items() if rule.way is Way.COLUMN and name in linear}
+    columns = {name for name, rule in rules.items() if rule.way is CutStyle.COLUMN and name in linear}
     beside = {name.rpartition(".")[0] for name in columns} - {block_of(name) for name in columns}
     candidates = {
         name
@@ -108,7 +110,7 @@ def summed_inside(model: nn.Module, inputs: Mapping[str, Any] | None, rules: Map
         found = _Graph(model, linear, inputs, is_meta=True).inside(columns)
     except (RuntimeError, NotImplementedError, ValueError, TypeError):
         return {}
-    return {name: Rule(Way.SUMMED, _SOURCE) for name in found & candidates}
+    return {name: CutRule(CutStyle.SUMMED, _SOURCE) for name in found & candidates}
 
 
 def _is_outermost(name: str) -> bool:
@@ -119,15 +121,15 @@ def _is_outermost(name: str) -> bool:
     return not any(part in ("lora_A", "lora_B") for part in above.split("."))
 
 
-def _vocabulary(model: nn.Module, rules: Mapping[str, Rule]) -> dict[str, Rule]:
+def _vocabulary(model: nn.Module, rules: Mapping[str, CutRule]) -> dict[str, CutRule]:
     """The embedding and the output layer of a language model."""
     names = {id(module): name for name, module in model.named_modules()}
     found = {}
-    for module, way in ((input_embedding(model), Way.VOCABULARY), (output_head(model), Way.COLUMN_GATHERED)):
-        wanted = nn.Embedding if way is Way.VOCABULARY else nn.Linear
+    for module, way in ((input_embedding(model), CutStyle.VOCABULARY), (output_head(model), CutStyle.COLUMN_GATHERED)):
+        wanted = nn.Embedding if way is CutStyle.VOCABULARY else nn.Linear
         name = names.get(id(module))
         if type(module) is wanted and name is not None and name not in rules:
-            found[name] = Rule(way, _SOURCE)
+            found[name] = CutRule(way, _SOURCE)
     return found
 
 

@@ -33,7 +33,7 @@ _COARSE = 0.1  # for 16-bit types, whose sums are rounded at every rank
 
 
 @dataclass
-class Rehearsal:
+class ConsistencyCheck:
     """A model's answers before the cut.
 
     Attributes:
@@ -49,7 +49,7 @@ class Rehearsal:
     @classmethod
     def before(
         cls, model: nn.Module, layout: Layout, section: TensorParallel, device: torch.device
-    ) -> Rehearsal | None:
+    ) -> ConsistencyCheck | None:
         """Asks the whole model; None where it is too large, sharded, elsewhere, or takes inputs that nobody knows."""
         if section.verify is False:
             return None
