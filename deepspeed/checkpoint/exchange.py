@@ -7,7 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from deepspeed.comm.transports.connect import objects_transport
+from deepspeed.comm.job.job import Job
 from deepspeed.comm.transports.objects import gather_objects
 from deepspeed.errors import CheckpointError, DeepSpeedError
 
@@ -28,7 +28,7 @@ class Exchange:
     """
 
     def __init__(self, group: Any = None) -> None:
-        self._transport = objects_transport(group, patience=_PATIENCE, why="checkpoints")
+        self._transport = Job.current().axis_of(group).objects(patience=_PATIENCE, why="checkpoints")
         self.rank = self._transport.rank
         self.size = self._transport.size
 

@@ -38,7 +38,7 @@ from deepspeed.comm.collectives import (
     scatter,
     send,
 )
-from deepspeed.comm.job.declared_groups import define_group
+from deepspeed.comm.job.world import define_group
 from deepspeed.comm.reduce_op import ReduceOp
 from deepspeed.comm.start.process_group import (
     CCL_BACKEND,
@@ -49,7 +49,6 @@ from deepspeed.comm.start.process_group import (
     SCCL_BACKEND,
     check_same_config,
     check_same_model,
-    default_timeout,
     destroy_process_group,
     get_all_ranks_from_group,
     get_backend,
@@ -69,6 +68,7 @@ from deepspeed.comm.start.process_group import (
     mpi_discovery,
     new_group,
 )
+from deepspeed.comm.start.timeout import default_timeout
 from deepspeed.comm.summary import (
     configure,
     get_comm_operation_count,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 
-from deepspeed.comm.job.world import operations
+from deepspeed.comm.job.job import Job
 from deepspeed.comm.recorder import recorded
 from deepspeed.comm.reduce_op import ReduceOp
 from deepspeed.comm.torch_names import all_gather_flat, reduce_scatter_flat
@@ -26,16 +26,21 @@ Group = Any  # a torch ProcessGroup, or None for all ranks
 Handle = Any  # a torch Work, or None if the operation is complete
 
 
+def _operations() -> Any:
+    """Returns what has the collectives: ``torch.distributed``, or what a fake job has in its place."""
+    return Job.current().ranks.operations
+
+
 def _flat(name: str, ours: Any) -> Any:
     """Returns ``ours``, or what a stand-in for the other ranks plays under this name of ``torch.distributed``."""
-    return ours if operations() is torch_dist else getattr(operations(), name)
+    return ours if _operations() is torch_dist else getattr(_operations(), name)
 
 
 @recorded("tensor")
 def broadcast(tensor: torch.Tensor, src: int, group: Group = None, async_op: bool = False) -> Handle:
     """Copies ``tensor`` of rank ``src`` into ``tensor`` of every rank."""
     return collective(
-        "broadcast", partial(operations().broadcast, tensor, src=src, group=group), group, tensor, async_op
+        "broadcast", partial(_operations().broadcast, tensor, src=src, group=group), group, tensor, async_op
     )
 
 
@@ -44,14 +49,14 @@ def broadcast_object_list(
     object_list: list[Any], src: int, group: Group = None, device: torch.device | None = None
 ) -> None:
     """Replaces the items of ``object_list`` by those of rank ``src`` (pickled: only from ranks you trust)."""
-    call = partial(operations().broadcast_object_list, object_list, src=src, group=group, device=device)
+    call = partial(_operations().broadcast_object_list, object_list, src=src, group=group, device=device)
     blocking("broadcast_object_list", call, group)
 
 
 @recorded("tensor")
 def all_reduce(tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False) -> Handle:
     """Reduces ``tensor`` over the ranks, in place, on every rank."""
-    start = partial(operations().all_reduce, tensor, op=op, group=group)
+    start = partial(_operations().all_reduce, tensor, op=op, group=group)
     return collective("all_reduce", start, group, tensor, async_op)
 
 
@@ -60,7 +65,7 @@ def inference_all_reduce(
     tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Handle:
     """:func:`all_reduce`, under its own name in the log."""
-    start = partial(operations().all_reduce, tensor, op=op, group=group)
+    start = partial(_operations().all_reduce, tensor, op=op, group=group)
     return collective("all_reduce", start, group, tensor, async_op)
 
 
@@ -84,7 +89,7 @@ def reduce(
     tensor: torch.Tensor, dst: int, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Handle:
     """Reduces ``tensor`` over the ranks into ``tensor`` of rank ``dst``."""
-    start = partial(operations().reduce, tensor, dst=dst, op=op, group=group)
+    start = partial(_operations().reduce, tensor, dst=dst, op=op, group=group)
     return collective("reduce", start, group, tensor, async_op)
 
 
@@ -97,7 +102,7 @@ def reduce_scatter(
     async_op: bool = False,
 ) -> Handle:
     """Reduces item *r* of ``input_list`` over the ranks into ``output`` of rank *r*."""
-    start = partial(operations().reduce_scatter, output, input_list, op=op, group=group)
+    start = partial(_operations().reduce_scatter, output, input_list, op=op, group=group)
     return collective("reduce_scatter", start, group, output, async_op)
 
 
@@ -141,7 +146,7 @@ def all_gather(
 ) -> Handle:
     """Leaves ``tensor`` of rank *r* in item *r* of ``tensor_list`` on every rank."""
     return collective(
-        "all_gather", partial(operations().all_gather, tensor_list, tensor, group), group, tensor, async_op
+        "all_gather", partial(_operations().all_gather, tensor_list, tensor, group), group, tensor, async_op
     )
 
 
@@ -193,7 +198,7 @@ def _coalescing(group: Group, async_op: bool) -> Any:
 @recorded("object_list")
 def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> None:
     """Leaves ``obj`` of rank *r* in item *r* of ``object_list`` on every rank (pickled: only from ranks you trust)."""
-    blocking("all_gather_object", partial(operations().all_gather_object, object_list, obj, group=group), group)
+    blocking("all_gather_object", partial(_operations().all_gather_object, object_list, obj, group=group), group)
 
 
 @recorded("tensor")
@@ -206,7 +211,7 @@ def all_to_all_single(
     async_op: bool = False,
 ) -> Handle:
     """Sends the *r*-th part of ``tensor`` to rank *r*; what arrives lies in ``output`` in order of the senders."""
-    exchange = operations().all_to_all_single
+    exchange = _operations().all_to_all_single
     start = partial(exchange, output, tensor, output_split_sizes, input_split_sizes, group=group)
     return collective("all_to_all", start, group, tensor, async_op)
 
@@ -277,7 +282,7 @@ def gather(
     async_op: bool = False,
 ) -> Handle:
     """Leaves ``tensor`` of rank *r* in item *r* of ``gather_list`` on rank ``dst``; the others pass no list."""
-    start = partial(operations().gather, tensor, gather_list=gather_list, dst=dst, group=group)
+    start = partial(_operations().gather, tensor, gather_list=gather_list, dst=dst, group=group)
     return collective("gather", start, group, tensor, async_op)
 
 
@@ -290,14 +295,14 @@ def scatter(
     async_op: bool = False,
 ) -> Handle:
     """Leaves item *r* of rank ``src``'s ``scatter_list`` in ``tensor`` of rank *r*; the others pass no list."""
-    start = partial(operations().scatter, tensor, scatter_list=scatter_list, src=src, group=group)
+    start = partial(_operations().scatter, tensor, scatter_list=scatter_list, src=src, group=group)
     return collective("scatter", start, group, tensor, async_op)
 
 
 @recorded("tensor")
 def send(tensor: torch.Tensor, dst: int, group: Group = None, tag: int = 0) -> None:
     """Sends ``tensor`` to rank ``dst`` and waits until it may be overwritten."""
-    start = partial(operations().isend, tensor, dst=dst, group=group, tag=tag)
+    start = partial(_operations().isend, tensor, dst=dst, group=group, tag=tag)
     handle = between("send", start, group, tensor, dst, sends=True, tag=tag)
     if handle is not None:
         handle.wait()
@@ -310,7 +315,7 @@ def recv(tensor: torch.Tensor, src: int | None = None, group: Group = None, tag:
         sender: list[int] = []
         from_anybody(lambda: sender.append(torch_dist.recv(tensor, group=group, tag=tag)), group)
         return sender[0]
-    start = partial(operations().irecv, tensor, src=src, group=group, tag=tag)
+    start = partial(_operations().irecv, tensor, src=src, group=group, tag=tag)
     handle = between("recv", start, group, tensor, src, sends=False, tag=tag)
     if handle is None:
         return -1
@@ -321,14 +326,14 @@ def recv(tensor: torch.Tensor, src: int | None = None, group: Group = None, tag:
 @recorded("tensor")
 def isend(tensor: torch.Tensor, dst: int, group: Group = None, tag: int = 0) -> Handle:
     """Starts sending ``tensor`` to rank ``dst``; it may be overwritten after ``wait()`` of the result."""
-    start = partial(operations().isend, tensor, dst=dst, group=group, tag=tag)
+    start = partial(_operations().isend, tensor, dst=dst, group=group, tag=tag)
     return between("isend", start, group, tensor, dst, sends=True, tag=tag)
 
 
 @recorded("tensor")
 def irecv(tensor: torch.Tensor, src: int | None = None, group: Group = None, tag: int = 0) -> Handle:
     """Starts receiving into ``tensor`` from rank ``src``; it may be read after ``wait()`` of the result."""
-    start = partial(operations().irecv, tensor, src=src, group=group, tag=tag)
+    start = partial(_operations().irecv, tensor, src=src, group=group, tag=tag)
     return start() if src is None else between("irecv", start, group, tensor, src, sends=False, tag=tag)
 
 
@@ -349,7 +354,7 @@ def batch_isend_irecv(p2p_op_list: list[torch_dist.P2POp]) -> list[Any]:
 @recorded(None)
 def barrier(group: Group = None, async_op: bool = False, device_ids: list[int] | None = None) -> Handle:
     """Waits until every rank of ``group`` has called it."""
-    return collective("barrier", partial(operations().barrier, group, device_ids=device_ids), group, None, async_op)
+    return collective("barrier", partial(_operations().barrier, group, device_ids=device_ids), group, None, async_op)
 
 
 @recorded(None)
@@ -364,5 +369,5 @@ def monitored_barrier(group: Group = None, timeout: timedelta | None = None, wai
     Raises:
         RuntimeError: A rank did not come in time. Also on a backend other than gloo: torch has no such barrier there.
     """
-    call = partial(operations().monitored_barrier, group, timeout=timeout, wait_all_ranks=wait_all_ranks)
+    call = partial(_operations().monitored_barrier, group, timeout=timeout, wait_all_ranks=wait_all_ranks)
     blocking("monitored_barrier", call, group, patience=0.0)

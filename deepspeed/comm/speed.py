@@ -11,9 +11,9 @@ import torch
 
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.job.job import Job
 from deepspeed.comm.recorder import bandwidths
 from deepspeed.comm.start.device import local_device
-from deepspeed.comm.transports.connect import create_transport
 from deepspeed.comm.transports.transport import Reduction, Transport
 
 _ALIGNED = 64  # elements; slices begin at multiples of it, as in the engine's buckets
@@ -102,7 +102,7 @@ def measure_collectives(
     whole = ranks * _ALIGNED
     numel = max(-(-nbytes // dtype.itemsize // whole), 1) * whole
     full = torch.zeros(numel, dtype=dtype, device=device)
-    transport = create_transport(device=device)
+    transport = Job.current().axis_of().transport(device=device)
     rows = []
     for name in operations:
         slowest = []

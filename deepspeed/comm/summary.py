@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 
+from deepspeed.comm.job.job import Job
 from deepspeed.comm.recorder import OperationTotals, bandwidths, log
-from deepspeed.comm.watch.supervised import collective, purpose
+from deepspeed.comm.watch.supervised import collective
 from deepspeed.logging import log_dist
 
 _SETTINGS = ("enabled", "prof_all", "prof_ops", "verbose", "debug")
@@ -96,7 +97,7 @@ def _straggler_ms(totals: OperationTotals) -> float:
     shortest = mine.to(device)
     # Not through ``collectives``: the log does not count itself.
     start = functools.partial(torch_dist.all_reduce, shortest, op=torch_dist.ReduceOp.MIN)
-    with purpose("the log's stragglers"):
+    with Job.current().during("the log's stragglers"):
         collective("all_reduce", start, None, shortest, False)
     return float((mine - shortest.cpu()).sum()) * 1e3
 

@@ -11,12 +11,13 @@ from torch import nn
 
 from deepspeed import comm
 from deepspeed.comm.job.axes import create_grid, gathering_by_nodes
-from deepspeed.comm.job.declared_groups import Defined, connect_copies, connect_defined, defined_groups
+from deepspeed.comm.job.declared_groups import Defined
 from deepspeed.comm.job.groups import get_tensor_model_parallel_group
+from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mesh import TENSOR
 from deepspeed.comm.job.mpu import Standing
-from deepspeed.comm.job.new_groups import Lease, leased_groups
-from deepspeed.comm.transports.connect import create_transport, warm_up
+from deepspeed.comm.job.new_groups import Lease
+from deepspeed.comm.transports.connect import warm_up
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.zero.group import BucketGroup, Groups
@@ -48,7 +49,7 @@ def create_groups(
     Raises:
         DeepSpeedConfigError: Groups that cannot be used together.
     """
-    with leased_groups() as lease:
+    with Job.current().process_groups.leased() as lease:
         return _groups_over(lease, placement, ranks, device, by_nodes=by_nodes, divisor=divisor, copies=copies)
 
 
@@ -65,7 +66,7 @@ def _groups_over(
     """Makes the groups with the process groups of ``lease``; for the rest see :func:`create_groups`."""
     timeout = comm.default_timeout()
     divisor = ranks.data_size if divisor is None else divisor
-    defined = defined_groups()
+    defined = Job.current().declared.defined()
     if placement.shard_ranks is not None:
         if others := (*defined, *copies):
             key = "zero_hpz_partition_size" if placement.spread_master else "mics_shard_size"
@@ -84,7 +85,9 @@ def _groups_over(
         )
         owners = grid.positions if placement.spread_master else grid.gather
         return Groups.of(BucketGroup(DATA, grid.gather, grid.reduce, owners, grid.combine, divisor), lease=lease)
-    gather, reduce = (create_transport(ranks.zero_group, device=device, timeout=timeout) for _ in range(2))
+    gather, reduce = (
+        Job.current().axis_of(ranks.zero_group).transport(device=device, timeout=timeout) for _ in range(2)
+    )
     if by_nodes:
         gather = gathering_by_nodes(gather, gather, [range(gather.size)], device=device, timeout=timeout)
     data = BucketGroup(DATA, gather, reduce, gather, divisor=divisor)
@@ -97,7 +100,7 @@ def _groups_over(
         shared = (replace(data, name=name, counts=counts, is_part=True) for name, counts in copies.items())
         tied = (_copies(one, cut if one.is_cut else whole, device) for one in defined.values() if one.spans_parts)
         parts = (whole, cut, *shared, *own, *tied)
-        job = create_transport(device=device, timeout=timeout)
+        job = Job.current().axis_of().transport(device=device, timeout=timeout)
         job.axis = "job"
         tensor = get_tensor_model_parallel_group() if ranks.mesh.size(TENSOR) > 1 else None
         groups = Groups({group.name: group for group in parts}, reduce, job, tensor, lease)
@@ -114,7 +117,7 @@ def _named(group: str) -> str:
 
 def _copies(defined: Defined, data: BucketGroup, device: torch.device) -> BucketGroup:
     """The group of weights that ranks with other parts of the model have too: the first of them counts."""
-    combine = connect_copies(defined, device=device, timeout=comm.default_timeout())
+    combine = Job.current().declared.connect_copies(defined, device=device, timeout=comm.default_timeout())
     if combine is None:
         return replace(data, name=defined.name)
     counts = data.counts and combine.rank == 0
@@ -125,7 +128,7 @@ def _own_group(defined: Defined, peers: Transport, divisor: int, ranks: Standing
     if defined.name in (DATA, CUT):
         raise DeepSpeedConfigError(f"define_group({defined.name!r}): the name has a meaning; choose another one")
     gather, reduce = (
-        connect_defined(defined, peers, use, device=device, timeout=comm.default_timeout())
+        Job.current().declared.connect(defined, peers, use, device=device, timeout=comm.default_timeout())
         for use in ("parameters", "gradients")
     )
     divisor = divisor if defined.divisor is None else defined.divisor

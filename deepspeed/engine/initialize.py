@@ -13,7 +13,7 @@ import torch
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.host_allocator import keep_freed_memory
-from deepspeed.comm.job.declared_groups import claim_groups
+from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.job_mesh import JobMesh
 from deepspeed.comm.start.device import local_device
 from deepspeed.comm.start.environment import ranks_per_node
@@ -248,7 +248,7 @@ def _build_parts(client: Client, config: Any, distributed_port: int, dist_init_r
         driver=driver,
         device=device,
         groups=groups,
-        claim=claim_groups(),
+        claim=Job.current().declared.claim(),
         standing=replace(ranks, **data),  # samples are dealt out over all islands
         islands=islands,
         local_rank=local_rank,

@@ -15,8 +15,8 @@ from torch import nn
 
 from deepspeed import comm
 from deepspeed.comm.job.axes import island_groups
+from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mpu import Standing
-from deepspeed.comm.transports.connect import transport_over
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.config.sections.communication_compression import Islands
 from deepspeed.config.sections.root import Root
@@ -114,7 +114,7 @@ def settle_islands(root: Root, ranks: Standing, model: nn.Module, device: torch.
         data_rank=place,
         islands=ranks.zero_size // section.size,
     )
-    outer = transport_over(across, device)
+    outer = Job.current().connector.over(across, device)
     outer.axis = "islands"
     outer.owner = outer.next_owner()
     found = Archipelago(section, inside, number, outer)

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from deepspeed import comm
+from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mesh import TENSOR as AXIS
 from deepspeed.comm.job.mpu import Standing
-from deepspeed.comm.transports.connect import shared_transport
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.config.sections.root import Root
 from deepspeed.engine.model_compression import pace_quantization, quantize_in_training
@@ -178,7 +178,11 @@ def _spread_experts(root: Root, client: Client, ranks: Standing, device: torch.d
         return client
     from deepspeed.parallel.expert.auto import spread_experts
 
-    peers = shared_transport(ranks.zero_group, device=device, timeout=comm.default_timeout())
+    peers = (
+        Job.current()
+        .axis_of(ranks.zero_group)
+        .transport("outside engines", device=device, timeout=comm.default_timeout())
+    )
     data_first = root.use_data_before_expert_parallelism
     exchanged = spread_experts(client.model, section, peers, device, data_first=data_first)
     return _with_new_parameters(client, exchanged)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.comm.job.job import Job
 from deepspeed.comm.start.process_group import default_timeout
-from deepspeed.comm.transports.connect import shared_transport
 from deepspeed.comm.transports.objects import gather_json
 from deepspeed.errors import DeepSpeedConfigError
 
@@ -33,7 +33,11 @@ def told_by_stages(model: nn.Module, device: torch.device, mine: Any, *, label: 
     """
     if not is_stage(model):
         return [mine]
-    return gather_json(shared_transport(device=device, timeout=default_timeout()), mine, label=label)
+    return gather_json(
+        Job.current().axis_of().transport("outside engines", device=device, timeout=default_timeout()),
+        mine,
+        label=label,
+    )
 
 
 def raise_for_all_stages(

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from typing_extensions import override
 
-from deepspeed.comm.host.gloo import GlooTransport
+from deepspeed.comm.job.fake import FakeGroup, FakeJob
 from deepspeed.comm.job.mesh import Mesh
-from deepspeed.comm.job.world import PlayedGroup
+from deepspeed.comm.transports.connect import HostTransport
 from deepspeed.comm.transports.native import NativeTransport
 from deepspeed.comm.transports.transport import LocalTransport, Transport
 from deepspeed.errors import NotYetSupportedError
@@ -46,7 +47,7 @@ class _Receipt(_Arrived):
 
 
 @dataclass(frozen=True, eq=False)
-class _PeerGroup(PlayedGroup):
+class _PeerGroup(FakeGroup):
     """The group beneath sends and receives."""
 
     _sent: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -62,7 +63,7 @@ class _PeerGroup(PlayedGroup):
         return _Receipt(self._sent, key, tensors[0]) if tensors[0].device.type == "cpu" else _Arrived()
 
 
-class _CollectiveGroup(PlayedGroup):
+class _CollectiveGroup(FakeGroup):
     """The group beneath native collectives."""
 
     def _allgather_base(self, flat: torch.Tensor, mine: torch.Tensor) -> _Arrived:
@@ -88,7 +89,7 @@ def _as_told(rows: torch.Tensor, mine: int) -> torch.Tensor:
     return rows
 
 
-class _PlayedGloo(GlooTransport):
+class _PlayedGloo(HostTransport):
     def gather_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> torch.Tensor:
         """See the class this one derives from; as if all ranks told the same."""
         return _as_told(super().gather_small(tensor, channel=channel, label=label), self.rank)
@@ -132,34 +133,30 @@ class _PlayedOperations:
         )
 
 
-class PlayedWorld:
-    """Rank ``rank`` of ``size``, alone.
+class PlayedJob(FakeJob):
+    """Rank ``rank`` of ``mesh.world_size``, alone.
 
-    Attributes:
+    Args:
         rank: The rank that is played.
-        size: Number of ranks.
         mesh: All of them, along their axes.
         backend: ``gloo`` or the name of one with native collectives.
-        operations: See ``World``.
+
+    Attributes:
         transports: All that were made.
     """
 
     def __init__(self, rank: int, mesh: Mesh, backend: str) -> None:
-        self.rank = rank
-        self.mesh = mesh
-        self.size = mesh.world_size
-        self.backend = backend
-        self.operations = _PlayedOperations()
+        super().__init__(rank, mesh, backend, _PlayedOperations())
         self.transports: list[Transport] = []
 
+    @override
     def transport(self, device: torch.device | None, ranks: Sequence[int] | None = None) -> Transport:
-        """A transport between the ranks, or those of ``ranks``, among which this one is."""
         members = range(self.size) if ranks is None else ranks
         if len(members) == 1:
             return LocalTransport()
         place = members.index(self.rank), len(members)
         made: Transport
-        if self.backend == "gloo":
+        if self.ranks.backend_of() == "gloo":
             made = _PlayedGloo(_PeerGroup(tuple(members)), *place)
         else:
             # Small exchanges tell values, which only the host has in a rehearsal.

@@ -280,5 +280,5 @@ def forms_between(stage: Stage, items: tuple[Any, Any], dtype: torch.dtype | Non
 
 
 def played_wires(stage: Stage, *, packs: bool) -> Callable[[Mesh, torch.device], Any]:
-    """What makes the wires of a stage, for ``wires_from``."""
+    """Returns what makes the wires of a stage in the place of ``StageWires``."""
     return lambda _mesh, _device: PlayedWires(stage, packs=packs)

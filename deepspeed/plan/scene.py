@@ -11,18 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator, set_accelerator
-from deepspeed.comm.job import groups
 from deepspeed.comm.job.mesh import Mesh
-from deepspeed.comm.job.world import played_by
 from deepspeed.comm.transports.counters import traffic
 from deepspeed.logging import quiet
 from deepspeed.offload.disk import disk_is
 from deepspeed.offload.pinned import host_memory_from
 from deepspeed.ops.chunks import drop_scratch
-from deepspeed.parallel.pipe.wires import wires_from
+from deepspeed.parallel.pipe.wires import StageWires
 from deepspeed.plan.autocasting import asked_for_meta
 from deepspeed.plan.memory import META
-from deepspeed.plan.network import PlayedWorld
+from deepspeed.plan.network import PlayedJob
 from deepspeed.plan.played_stage import Stage, played_wires
 from deepspeed.plan.stage_set import PlayedDevice, PlayedDisk, PlayedHostMemory
 from deepspeed.plan.values import Rehearsal
@@ -56,13 +54,13 @@ class SimulatedPart:
 
 
 @contextmanager
-def scene(part: SimulatedPart) -> Iterator[tuple[Rehearsal, PlayedDisk, PlayedWorld]]:
+def scene(part: SimulatedPart) -> Iterator[tuple[Rehearsal, PlayedDisk, PlayedJob]]:
     """Everything that the engine must not notice; undone at the end. Gives what counts: operations, disk, ranks."""
     count = Rehearsal(part.kind)
     disk = PlayedDisk(count.note)
     accelerator = get_accelerator()
     device = PlayedDevice(part.kind)
-    world = PlayedWorld(part.rank, part.mesh, device.communication_backend_name() or "nccl")
+    world = PlayedJob(part.rank, part.mesh, device.communication_backend_name() or "nccl")
     host = PlayedHostMemory(is_device=part.kind == "cpu", note=count.note)
     collects = gc.isenabled()
     books = copy.deepcopy((traffic.asked_along, traffic.ran_along))
@@ -77,16 +75,15 @@ def scene(part: SimulatedPart) -> Iterator[tuple[Rehearsal, PlayedDisk, PlayedWo
         with ExitStack() as stack:
             for context in (
                 quiet(),
-                groups.put_back(),
                 asked_for_meta(),
-                played_by(world),
+                world.as_current(),
                 host_memory_from(host),
                 disk_is(disk),
                 count.counting(),
             ):
                 stack.enter_context(context)
             if part.stage is not None:
-                stack.enter_context(wires_from(played_wires(part.stage, packs=part.kind == "cpu")))
+                world.substitutes[StageWires] = played_wires(part.stage, packs=part.kind == "cpu")
             if part.autocast:
                 stack.enter_context(device.casting.active())
             yield count, disk, world

@@ -49,11 +49,11 @@ def test_returns_when_the_last_has_come_to_rest():
 PROGRAM = """
 import hashlib, os, threading
 import torch.distributed as dist
-from deepspeed.comm.watch.watched_group import job_watch
+from deepspeed.comm.job.job import Job
 from tests.comm.test_at_rest import BUSY, _named
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-job_watch()
+Job.current().watched.begin()
 begun = threading.Event()
 
 def work():

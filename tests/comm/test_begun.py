@@ -9,17 +9,17 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.comm.host.start_p2p import begun
-from deepspeed.comm.transports.connect import transport_over
-from deepspeed.comm.watch.watched_group import _abort, party_of
+from deepspeed.comm.job.job import Job
+from deepspeed.comm.watch.watched_group import _abort
 from deepspeed.errors import CommunicationError
 from tests.harness import run_ranks
 
 
 def _closed() -> str:
-    transport = transport_over(dist.group.WORLD)
+    transport = Job.current().connector.over(dist.group.WORLD, None)
     flat = torch.ones(2 << 16)
     transport.all_gather(flat, key=transport.next_move(), label="the first").wait()
-    party = party_of()
+    party = Job.current().watched.party_of()
     assert party is not None
     if dist.get_rank() == 1:
         _abort(party)

@@ -15,7 +15,7 @@ from deepspeed.comm.codecs.coded import coded
 from deepspeed.comm.codecs.one_bit import OneBitExchange, padded_numel
 from deepspeed.comm.codecs.table import CODECS, LocoCodec
 from deepspeed.comm.codecs.zero_rows import ZeroRows
-from deepspeed.comm.transports.connect import create_transport
+from deepspeed.comm.job.job import Job
 from deepspeed.comm.transports.transport import Reduction
 from deepspeed.config.codec_names import GRADIENT_CODECS, PLAIN_CODECS
 from deepspeed.config.sections.communication_compression import CommunicationCompression, Islands
@@ -107,7 +107,7 @@ def test_a_batch_has_a_limit(name: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 def exchanged(device: str, name: str, numel: int) -> tuple[list[torch.Tensor], int]:
     """What an all-reduce of two ranks leaves, and the operations that it takes; the other rank has the same values."""
-    plain = create_transport(None, device=torch.device(device))
+    plain = Job.current().axis_of().transport(device=torch.device(device))
     assert plain.size == 2
     length = numel // 2
     values = numbers(numel).to(device)

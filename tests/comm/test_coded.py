@@ -8,7 +8,7 @@ import torch
 from deepspeed.comm.codecs.codec import Codec, Residual, coded_nbytes, decode, decode_add, encode
 from deepspeed.comm.codecs.coded import CodedTransport, coded
 from deepspeed.comm.codecs.table import Int4Codec, Int8Codec, SignCodec, WholeSignCodec
-from deepspeed.comm.transports.connect import create_transport
+from deepspeed.comm.job.job import Job
 from deepspeed.comm.transports.counters import traffic
 from deepspeed.comm.transports.transport import LocalTransport, Reduction
 from tests.engine.support import rank, same_on_all_ranks
@@ -48,7 +48,7 @@ def simulated(
 
 
 def exchange() -> None:
-    plain = create_transport(None)
+    plain = Job.current().axis_of().transport()
     ranks, numel = plain.size, plain.size * SLICE
     for number, codec in enumerate(CODECS):
         transport = coded(plain, codec)
@@ -85,7 +85,7 @@ def exchange() -> None:
 
 
 def gather() -> None:
-    plain = create_transport(None)
+    plain = Job.current().axis_of().transport()
     for number, codec in enumerate(CODECS):
         transport = coded(plain, codec)
         assert isinstance(transport, CodedTransport)

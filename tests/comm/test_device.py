@@ -14,10 +14,9 @@ from deepspeed import comm
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cuda import CUDAAccelerator
 from deepspeed.cli import bench
-from deepspeed.comm.job.new_groups import group_alone
+from deepspeed.comm.job.job import Job
 from deepspeed.comm.start import process_group
 from deepspeed.comm.start.device import bound_device, local_device, unbound
-from deepspeed.comm.transports.connect import create_transport
 from deepspeed.errors import CommunicationError, DeepSpeedConfigError
 from tests.harness import run_ranks
 
@@ -219,7 +218,7 @@ def test_groups_are_made_as_if_no_device_were_bound(gpus, monkeypatch):
     seen: list[Any] = []
     monkeypatch.setattr(dist, "new_group", lambda *_, **__: seen.append(bound_device()))
     monkeypatch.setattr(dist, "get_world_size", lambda *_: 2)
-    group_alone()
+    Job.current().process_groups.alone()
     comm.new_group([0], use_local_synchronization=True)
     assert seen == [None, None] and bound_device() == torch.device("cuda", 0)
     with pytest.raises(RuntimeError), unbound():
@@ -231,8 +230,8 @@ def _gloo_with_device_memory():
     set_accelerator(Recorder(2))
     device = torch.device("cuda", 0)
     with pytest.raises(DeepSpeedConfigError) as refused:
-        create_transport(device=device)
-    create_transport()  # for host memory
+        Job.current().axis_of().transport(device=device)
+    Job.current().axis_of().transport()  # for host memory
     return str(refused.value)
 
 

@@ -22,8 +22,9 @@ from deepspeed.comm.host import message_queue as mail_module
 from deepspeed.comm.host import sockets
 from deepspeed.comm.host.message_queue import LONGEST, Mail
 from deepspeed.comm.host.sockets import connect_on_host
+from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mesh import Mesh
-from deepspeed.comm.transports.connect import create_transport, open_mail, transport_over, warm_up
+from deepspeed.comm.transports.connect import open_mail, warm_up
 from deepspeed.comm.transports.counters import counted
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.errors import CommunicationError, DivergenceError
@@ -237,7 +238,7 @@ def small(transport: Transport, value: float, label: str = "a call", channel: st
 def _is_shared() -> None:
     """Engines of one group, at once; other groups; what travels; what is left."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    first, second = create_transport(), create_transport()
+    first, second = Job.current().axis_of().transport(), Job.current().axis_of().transport()
     second.owner = 1
     warm_up(first)
     before = len(os.listdir("/proc/self/fd"))
@@ -296,7 +297,7 @@ def _other_hosts() -> None:
     group = dist.new_group([0, 1])
     open_before = len(os.listdir("/proc/self/fd"))
     for spoil in ("nothing", "the host", "the room of one"):
-        transport = transport_over(dist.new_group([0, 1]) if spoil == "nothing" else group)
+        transport = Job.current().connector.over(dist.new_group([0, 1]) if spoil == "nothing" else group, None)
         transport.party.has_met = False
         room = mail_module._ROOM
         if spoil == "the host":
@@ -324,19 +325,21 @@ def test_ranks_of_several_hosts_go_on_over_gloo():
 
 def _groups_come_and_go() -> None:
     """A group that is destroyed takes its connections along, while the job goes on with others."""
-    world = create_transport()
+    world = Job.current().axis_of().transport()
     warm_up(world)
     kept, counts, aborts = [], [], []
     for _ in range(6):
         group = dist.new_group([0, 1])
-        transport = transport_over(group)
+        transport = Job.current().connector.over(group, None)
         warm_up(transport)
         mail = transport.party.mail
         assert mail is not None and small(transport, 1.0) == [1.0, 1.0]
         kept.append(transport)
         dist.barrier(group)
         dist.destroy_process_group(group)
-        after = transport_over(dist.new_group([0, 1]))  # whoever asks for a group hears of those that are gone
+        after = Job.current().connector.over(
+            dist.new_group([0, 1]), None
+        )  # whoever asks for a group hears of those that are gone
         assert mail.is_over and after.party is not None
         for call in (transport.gather_small, transport.start_small):
             with pytest.raises(
@@ -373,7 +376,7 @@ _LEFT: list[Any] = []  # of former jobs
 
 
 def _job() -> tuple[int, int]:
-    transport = create_transport()
+    transport = Job.current().axis_of().transport()
     warm_up(transport)
     assert small(transport, 1.0) == [1.0, 1.0]
     if dist.get_rank() == 0:
@@ -404,7 +407,7 @@ def test_a_job_that_is_over_holds_no_connections():
 
 
 def _parted() -> None:
-    transport = create_transport()
+    transport = Job.current().axis_of().transport()
     warm_up(transport)
     begun = time.monotonic()
     label = "the first call" if transport.rank == 0 else "the second call"
@@ -420,7 +423,7 @@ def test_ranks_that_take_different_branches_are_named():
 
 
 def _other_lengths() -> None:
-    transport = create_transport()
+    transport = Job.current().axis_of().transport()
     warm_up(transport)
     transport.watch._patience = 0.0  # no rank has words that would say more
     words = f"sent {(3, 2)[transport.rank] * 4} bytes where {(2, 3)[transport.rank] * 4} were expected"
@@ -433,7 +436,7 @@ def test_rows_of_other_lengths_are_an_error():
 
 
 def _killed(folder: str) -> None:
-    transport = create_transport()
+    transport = Job.current().axis_of().transport()
     warm_up(transport)
     small(transport, 1.0)
     child = 0
@@ -465,7 +468,7 @@ def test_a_rank_that_is_killed_ends_the_waits(tmp_path):
 
 
 def _too_late() -> None:
-    transport = transport_over(dist.new_group([0, 1], timeout=timedelta(seconds=1.5)))
+    transport = Job.current().connector.over(dist.new_group([0, 1], timeout=timedelta(seconds=1.5)), None)
     warm_up(transport)
     transport.watch._patience = 0.0
     begun = time.monotonic()
@@ -484,7 +487,7 @@ def _late_stage() -> None:
     """Stage 1 waits for room at stage 0, which is late; stage 2 waits for both, in a call that they come to later."""
     mail_module._ROOM = 1 << 17
     wires = StageWires(Mesh((("pipe", 3),)), torch.device("cpu"))
-    transport = create_transport()
+    transport = Job.current().axis_of().transport()
     assert wires._mail is open_mail(transport)
     message = torch.ones(16000)
     if wires.stage == 0:
@@ -509,7 +512,7 @@ def test_a_rank_that_reads_late_is_no_divergence():
 
 def _far_away() -> None:
     """No rank can be reached: nothing of the attempt stays open."""
-    transport = create_transport()
+    transport = Job.current().axis_of().transport()
     open_before = _sockets_without_names()
 
     def make(_transport: Transport, connections: dict[int, socket.socket]) -> Mail:

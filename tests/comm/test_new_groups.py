@@ -7,8 +7,8 @@ import torch
 import torch.distributed as torch_dist
 
 from deepspeed.comm.job import new_groups
+from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mesh import Mesh
-from deepspeed.comm.transports import connect
 from deepspeed.comm.transports.transport import LocalTransport
 from deepspeed.errors import CommunicationError
 from tests.harness import run_ranks
@@ -24,14 +24,14 @@ def _along(axis):
 def _as_where_order_matters(data, monkeypatch):
     """The groups that are made for transports over ``data`` on a backend that needs communicators of its own."""
     made, make = [], torch_dist.new_group
-    monkeypatch.setattr(connect, "backend_for", lambda group, device: "native")
+    monkeypatch.setattr(Job.current().ranks, "backend_for", lambda group, device: "native")
 
     def record(ranks, **_options):
         made.append(list(ranks))
         return make(ranks)
 
     monkeypatch.setattr(new_groups.dist, "new_group", record)
-    transports = [connect.create_transport(data, device=torch.device("cpu")) for _ in range(2)]
+    transports = [Job.current().axis_of(data).transport(device=torch.device("cpu")) for _ in range(2)]
     assert [transport.ranks for transport in transports] == [tuple(torch_dist.get_process_group_ranks(data))] * 2
     assert len({transport.issue("gather") for transport in transports}) == 2
     return made
@@ -42,15 +42,15 @@ def _ranks_with_different_groups():
         made = _as_where_order_matters(_along("data"), monkeypatch)
     pair, three = torch_dist.new_group([0, 1]), torch_dist.new_group([1, 2, 3])
     with pytest.raises(CommunicationError, match="must hold every rank once: rank 2 gave a group"):
-        new_groups.groups_beside(pair if torch_dist.get_rank() < 2 else three, None)
-    assert isinstance(connect.create_transport(new_groups.group_alone()), LocalTransport)
+        Job.current().process_groups.beside(pair if torch_dist.get_rank() < 2 else three, None)
+    assert isinstance(Job.current().axis_of(Job.current().process_groups.alone()).transport(), LocalTransport)
     return made
 
 
 def _gloo_groups_are_made_once():
     groups = MESH.groups("tensor")
-    made = [new_groups.my_group(groups, backend="gloo", timeout=None, why="a test") for _ in range(2)]
-    other = new_groups.my_group(groups, backend="gloo", timeout=None, why="another")
+    made = [Job.current().process_groups.mine(groups, backend="gloo", timeout=None, why="a test") for _ in range(2)]
+    other = Job.current().process_groups.mine(groups, backend="gloo", timeout=None, why="another")
     return made[0] is made[1] and other is not made[0] and torch_dist.get_process_group_ranks(other) in groups
 
 

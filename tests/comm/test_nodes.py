@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from deepspeed.comm.host.nodes import GlooByNodes, NativeByNodes, Nodes, nodes_under
 from deepspeed.comm.job.axes import gathering_by_nodes, grid_mesh
+from deepspeed.comm.job.job import Job
 from deepspeed.comm.start.environment import ranks_per_node
-from deepspeed.comm.transports.connect import create_transport
 from deepspeed.comm.transports.counters import counted, traffic
 from deepspeed.comm.transports.native import NativeTransport
 from deepspeed.comm.transports.transport import transfer_key
@@ -86,7 +86,7 @@ def _native(plain):
 
 def _gathers():
     _as_two_nodes()
-    plain = create_transport()
+    plain = Job.current().axis_of().transport()
     gloo = gathering_by_nodes(plain, plain, [range(4)])
     assert isinstance(gloo, GlooByNodes) and gloo.nodes == Nodes(2, 2)
     sent = {}
@@ -122,7 +122,7 @@ def test_slices_land_where_they_would_and_cross_once():
 def _relays():
     """Rank 3 waits for a buffer that rank 2 must hand on, while rank 2 blocks where rank 3 comes only later."""
     _as_two_nodes()
-    plain = create_transport()
+    plain = Job.current().axis_of().transport()
     transport = gathering_by_nodes(plain, plain, [range(4)])
     flats = [_buffer(transport, number) for number in range(2)]
     works = [transport.all_gather(flat, key=transfer_key(2, n, 0, 1), label="a test") for n, flat in enumerate(flats)]

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from deepspeed.comm.host import shared_sums as sums_of_host
 from deepspeed.comm.host.shared_sums import same_host_sums
+from deepspeed.comm.job.job import Job
 from deepspeed.comm.transports.channel import Channel
-from deepspeed.comm.transports.connect import create_transport
 from deepspeed.errors import CommunicationError, DivergenceError
 from tests.harness import run_ranks
 
@@ -30,7 +30,7 @@ def _expected(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 def _sums() -> None:
     rank = dist.get_rank()
-    sums = same_host_sums(create_transport())
+    sums = same_host_sums(Job.current().axis_of().transport())
     assert sums is not None
     kinds = [(numel, dtype) for numel in (5, 1 << 19, 7, 0) for dtype in (torch.float32, torch.bfloat16, torch.float64)]
     for seed, (numel, dtype) in enumerate(kinds):  # places grow and shrink
@@ -63,7 +63,7 @@ def _larger_ones() -> None:
     """Summands above the limit are gloo's, in between others."""
     before, sums_of_host.MOST = sums_of_host.MOST, 64
     try:
-        transport = create_transport()
+        transport = Job.current().axis_of().transport()
         channel = Channel(transport, same_host_sums(transport))
         for rows in (2, 40, 3):
             place = channel.place((rows, 4), torch.empty(0))
@@ -78,7 +78,7 @@ def test_large_sums_are_the_backends():
 
 
 def _parted() -> None:
-    transport = create_transport()
+    transport = Job.current().axis_of().transport()
     sums = same_host_sums(transport)
     begun = time.monotonic()
     with pytest.raises(DivergenceError, match="rank 0 waits for the output of a.*rank 1 waits for the other call"):
@@ -97,7 +97,7 @@ def test_ranks_that_part_are_named():
 
 def _other_layers() -> None:
     """Sums of one size but of different things: gloo would have added them."""
-    sums = same_host_sums(create_transport())
+    sums = same_host_sums(Job.current().axis_of().transport())
     mine = ("the output of a", "the output of b")[dist.get_rank()]
     said = "rank 0 sums the output of a .3 elements.*; rank 1 sums the output of b"
     with pytest.raises(DivergenceError, match=said):
@@ -111,7 +111,7 @@ def test_sums_of_different_things_are_named():
 
 
 def _one_ends() -> None:
-    sums = same_host_sums(create_transport())
+    sums = same_host_sums(Job.current().axis_of().transport())
     begun = time.monotonic()
     if dist.get_rank() == 0:
         with pytest.raises(CommunicationError, match="waiting for the output of a failed; a peer has probably died"):

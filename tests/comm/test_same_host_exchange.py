@@ -18,8 +18,8 @@ import torch.distributed as dist
 from deepspeed.comm.host import shared_exchange, sockets
 from deepspeed.comm.host.shared_exchange import SameHostTransport
 from deepspeed.comm.host.shared_sums import SameHostSums, same_host_sums
+from deepspeed.comm.job.job import Job
 from deepspeed.comm.recorder import log
-from deepspeed.comm.transports.connect import create_transport, transport_over
 from deepspeed.comm.transports.counters import counted
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.errors import CommunicationError, DivergenceError
@@ -57,7 +57,7 @@ def _exchanges(large: int) -> None:
 
 def _rounds() -> None:
     """Many rounds of which any rank may be late, two at a time on their way, waited for in any order."""
-    transport = create_transport()
+    transport = Job.current().axis_of().transport()
     assert isinstance(transport, SameHostTransport)
     rank, size = transport.rank, transport.size
     shapes, own, late = random.Random(size), random.Random(rank), random.Random(77 + rank)
@@ -109,7 +109,7 @@ def test_everything_arrives_whoever_is_late(size, large):
 
 def _one_sided() -> None:
     """Rank 0 tells, nobody answers, and nobody hears rank 2: no queue fills."""
-    transport = create_transport()
+    transport = Job.current().axis_of().transport()
     for round_ in range(600):
         sent = [0, 3, 0] if transport.rank == 0 else [0, 0, 0]
         received = [3, 0, 0] if transport.rank == 1 else [0, 0, 0]
@@ -124,7 +124,7 @@ def test_ranks_that_get_nothing_wait_for_nobody():
 
 def _modes() -> None:
     """Inside and outside inference mode, of tensors that want a gradient; the bytes are counted once."""
-    transport = create_transport()
+    transport = Job.current().axis_of().transport()
     transport.room(0, torch.empty(0), label="a tensor")  # now they know each other
     source = torch.arange(6.0).requires_grad_()
     for mode in (torch.inference_mode(), torch.enable_grad(), torch.inference_mode()):
@@ -156,7 +156,7 @@ def _elsewhere() -> None:
                 sockets._MEETING, os.memfd_create = 0.5, refused
             else:
                 sockets._MEETING = 0.5
-            transport = create_transport()
+            transport = Job.current().axis_of().transport()
             x, places = torch.arange(4.0).view(2, 2) + 10 * rank, torch.zeros(2, 3)
             leaving, arriving = [[x[:, 0]], [x[:, 1]]], [[places[:, 0]], [places[:, 2]]]
             transport.exchange(leaving, arriving, x, label="columns").wait()
@@ -178,7 +178,7 @@ def _exchange(transport: Transport, numels: Sequence[int], label: str) -> None:
 
 
 def _parted(first: str) -> None:
-    transport = create_transport()
+    transport = Job.current().axis_of().transport()
     if first:
         _exchange(transport, (2, 2), first)
     label = ("the tokens of a", "the tokens of b")[transport.rank]
@@ -194,7 +194,7 @@ def test_exchanges_of_different_things_are_named(first):
 
 
 def _miscounted() -> None:
-    transport = create_transport()
+    transport = Job.current().axis_of().transport()
     if transport.rank == 0:
         with pytest.raises(DivergenceError, match="rank 0 exchanges.* expects 16 bytes of it where 12 come"):
             _exchange(transport, (2, 4), "tokens")
@@ -209,7 +209,7 @@ def test_counts_that_do_not_match_are_named():
 
 
 def _in_vain() -> None:
-    transport = create_transport()
+    transport = Job.current().axis_of().transport()
     _exchange(transport, (2, 2), "what both do")
     begun = time.monotonic()
     with pytest.raises(DivergenceError, match="rank 0 waits for the tokens.*rank 1 waits for another call"):
@@ -226,7 +226,7 @@ def test_ranks_that_wait_in_vain_are_named():
 
 def _killed(folder: str) -> None:
     """A rank is killed between the rounds of an exchange."""
-    transport = create_transport()
+    transport = Job.current().axis_of().transport()
     _exchange(transport, (1 << 16, 1 << 16), "what both do")
     if transport.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -246,7 +246,7 @@ def test_a_rank_that_is_killed_ends_the_wait(tmp_path):
 
 def _sees_file_limit() -> None:
     """Memory that cannot be had is named by the rank that wants it, and no other rank hangs."""
-    transport = create_transport()
+    transport = Job.current().axis_of().transport()
     _exchange(transport, (2, 2), "what both do")
     if transport.rank == 0:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 21, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
@@ -264,7 +264,7 @@ def test_memory_that_cannot_be_had():
 
 def _too_late() -> None:
     """A wait ends at the time limit of the group, as gloo's would."""
-    transport = transport_over(dist.new_group([0, 1], timeout=timedelta(seconds=1.5)))
+    transport = Job.current().connector.over(dist.new_group([0, 1], timeout=timedelta(seconds=1.5)), None)
     _exchange(transport, (2, 2), "what both do")
     if transport.rank == 0:
         with pytest.raises(CommunicationError, match="rank 1 of the group said nothing within the group's time limit"):
@@ -281,7 +281,7 @@ def _many_at_once() -> None:
     rank = dist.get_rank()
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
     far = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]
-    transports = [transport_over(group) for group in (dist.group.WORLD, pairs, far)]
+    transports = [Job.current().connector.over(group, None) for group in (dist.group.WORLD, pairs, far)]
     child = 0
     for round_ in range(20):
         if round_ == 3:
@@ -317,7 +317,7 @@ def _logged() -> None:
     """The communication log has one line for an exchange, through memory or over gloo."""
     before = sockets._host
     for place in ("one host", "several"):
-        transport = create_transport()
+        transport = Job.current().axis_of().transport()
         sockets._host = before if place == "one host" else (lambda: f"host {dist.get_rank()}")
         log.enabled, log.prof_all, log.totals = True, True, {}
         try:
@@ -339,9 +339,9 @@ _KEPT: list[tuple[Transport, SameHostSums]] = []  # as what a tensor's graph kee
 
 
 def _job_whose_transports_stay() -> tuple[int, int]:
-    transport = create_transport()
+    transport = Job.current().axis_of().transport()
     _exchange(transport, (2, 2), "tokens")
-    sums = same_host_sums(create_transport())
+    sums = same_host_sums(Job.current().axis_of().transport())
     assert sums is not None
     sums.start(torch.ones(3), "a sum").wait()
     _KEPT.append((transport, sums))
@@ -370,9 +370,12 @@ _BEGUN: list[Callable[[], object]] = []  # what is left to do of exchanges and s
 
 
 def _job_that_ends_between() -> None:
-    transport = create_transport()
+    transport = Job.current().axis_of().transport()
     _BEGUN.append(transport.all_to_all(torch.ones(4), (2, 2), torch.empty(4), (2, 2), label="tokens").wait)
-    sums, others = same_host_sums(create_transport()), same_host_sums(create_transport())
+    sums, others = (
+        same_host_sums(Job.current().axis_of().transport()),
+        same_host_sums(Job.current().axis_of().transport()),
+    )
     assert sums is not None and others is not None
     _BEGUN.append(sums.start(torch.ones(3), "tokens").wait)
     summand = others.place((3,), torch.float32)

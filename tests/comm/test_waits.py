@@ -10,8 +10,7 @@ import torch
 
 import deepspeed
 from deepspeed import comm
-from deepspeed.comm.job.new_groups import my_group
-from deepspeed.comm.watch.watched_group import job_watch
+from deepspeed.comm.job.job import Job
 from deepspeed.errors import CommunicationError, DivergenceError
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.muon.muon import Muon
@@ -65,7 +64,7 @@ UNLIKE = {
         ("new_group([1])", lambda: comm.new_group([1])),
         (
             "the making of process groups [[0], [1]]",
-            lambda: my_group([[0], [1]], backend="gloo", timeout=None, why="a test"),
+            lambda: Job.current().process_groups.mine([[0], [1]], backend="gloo", timeout=None, why="a test"),
         ),
     ),
 }
@@ -95,7 +94,7 @@ def _one_saves(stage, folder, others):
             engine.step()
 
     def end():
-        job_watch().say_farewell()  # as the end of a program does
+        Job.current().watched.watch.say_farewell()  # as the end of a program does
 
     if others == "start anew":
         train()
@@ -131,7 +130,7 @@ def _one_initializes():
     deepspeed.init_distributed()
     if rank() == 0:
         return _complaint(lambda: engine_of(tower(), 2))
-    job_watch().say_farewell()
+    Job.current().watched.watch.say_farewell()
     return _complaint(lambda: None)
 
 

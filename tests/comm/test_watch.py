@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as torch_dist
 
-from deepspeed.comm.transports.connect import create_transport
+from deepspeed.comm.job.job import Job
 from deepspeed.comm.watch import watchdog as watch_module
 from deepspeed.comm.watch.processes import has_ended, this_process
 from deepspeed.comm.watch.watchdog import Awaited, Watch
@@ -239,7 +239,7 @@ def test_only_the_latest_keys_are_kept():
 
 
 def _same_ranks_in_two_groups():
-    transports = [create_transport(group) for group in (None, torch_dist.new_group([0, 1]))]
+    transports = [Job.current().axis_of(group).transport() for group in (None, torch_dist.new_group([0, 1]))]
     assert transports[0].watch is transports[1].watch
     channels = [transport.issue("gather")[0] for transport in transports]
     assert len(set(channels)) == 2, channels

@@ -8,7 +8,7 @@ from deepspeed.comm.codecs.codec import Residual
 from deepspeed.comm.codecs.coded import coded
 from deepspeed.comm.codecs.table import SignCodec, WholeSignCodec
 from deepspeed.comm.codecs.zero_rows import ZeroRows, row_starts
-from deepspeed.comm.transports.connect import create_transport
+from deepspeed.comm.job.job import Job
 from deepspeed.comm.transports.transport import Reduction
 from tests.engine.support import rank, same_on_all_ranks
 from tests.harness import run_ranks
@@ -37,7 +37,7 @@ def test_marks_are_those_of_the_rows() -> None:
 
 
 def exchange() -> None:
-    plain = create_transport(None)
+    plain = Job.current().axis_of().transport()
     width, count = 12, 8 * plain.size  # rows, some of which two slices share
     numel = width * count
     for number, codec in enumerate((SignCodec(64), WholeSignCodec())):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.comm.job.world import PlayedGroup
+from deepspeed.comm.job.fake import FakeGroup
 from deepspeed.offload.streams import CopyDone
 from deepspeed.parallel.sequence.chunked import chunked_attention
 from deepspeed.parallel.sequence.host_chunks import HostChunks
@@ -26,7 +26,7 @@ def _weights() -> list[torch.Tensor]:
 
 
 def _layer(tensors: list[torch.Tensor], offload: bool) -> Any:
-    layer = FPDT_Attention(CONFIG, *tensors[1:], PlayedGroup((0,)), return_bias=False, chunk_size=4)
+    layer = FPDT_Attention(CONFIG, *tensors[1:], FakeGroup((0,)), return_bias=False, chunk_size=4)
     return layer(tensors[0], None, None, None, cpu_offloading=offload)
 
 

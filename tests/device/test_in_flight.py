@@ -13,10 +13,9 @@ import torch
 
 import deepspeed
 from deepspeed.comm.job.mesh import DATA, Mesh
-from deepspeed.comm.job.world import played_by
 from deepspeed.comm.transports import native
 from deepspeed.plan.decoder import Decoder
-from deepspeed.plan.network import PlayedWorld
+from deepspeed.plan.network import PlayedJob
 from deepspeed.zero.gather import schedule
 from deepspeed.zero.gradient import gradients
 from deepspeed.zero.placement import Home
@@ -138,7 +137,7 @@ def _lines_of_a_step(depth: int) -> int:
         count += 1  # a call, or one turn of a generator
         return local
 
-    with played_by(PlayedWorld(0, Mesh(((DATA, 8),)), "nccl")):
+    with PlayedJob(0, Mesh(((DATA, 8),)), "nccl").as_current():
         zero = {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 1, **NOTHING_KEPT}
         engine = engine_of(tower(depth), 3, zero=zero)
         assert len(engine._runtime.buckets) == depth + 2

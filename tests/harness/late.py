@@ -17,9 +17,8 @@ from unittest.mock import patch
 import torch
 
 from deepspeed.comm.host.gloo import GlooTransport
-from deepspeed.comm.transports.connect import create_transport
+from deepspeed.comm.job.axis import Axis
 from deepspeed.comm.transports.transport import Reduction, Transport, Work
-from deepspeed.engine import groups
 
 
 class _LateWork:
@@ -148,13 +147,17 @@ def late_network(seed: int) -> Iterator[Network]:
     """Engines that are created inside talk through one late network."""
     network = Network(seed)
 
-    def create_late(*args: Any, **kwargs: Any) -> Transport:
-        made = create_transport(*args, **kwargs)
+    create = Axis.transport
+
+    def create_late(axis: Axis, *args: Any, **kwargs: Any) -> Transport:
+        made = create(axis, *args, **kwargs)
+        if args:  # not for an engine
+            return made
         assert isinstance(made, GlooTransport), f"a late network needs several ranks on gloo, found {made.name}"
         made.__class__ = LateTransport
         made.network = network  # type: ignore[attr-defined]
         return made
 
-    with patch.object(groups, "create_transport", create_late):
+    with patch.object(Axis, "transport", create_late):
         yield network
     assert not network.open, f"{len(network.open)} transfers were never waited for"

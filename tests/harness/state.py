@@ -25,12 +25,6 @@ def _package_hook(module: str, restore: Callable[[Any], None]) -> Callable[[], N
     return hook
 
 
-def _groups(module: Any) -> None:
-    module.set_mpu(None)
-    module.set_mesh(None)
-    module._own_group = module._own_group_world = None
-
-
 def _checkpointing(module: Any) -> None:
     module.settings = module.Settings()
 
@@ -41,11 +35,8 @@ RESET_HOOKS: list[Callable[[], None]] = [
     # The Trainer of transformers sets the level of the package's logger to its own.
     _package_hook("deepspeed.logging", lambda module: module.logger.setLevel(module._LEVELS["info"])),
     _package_hook("deepspeed.accelerator.selection", lambda module: setattr(module, "_current", None)),
-    _package_hook("deepspeed.comm.job.groups", _groups),
     _package_hook("deepspeed.comm.recorder", lambda module: module.log.__init__()),
-    _package_hook("deepspeed.comm.watch.watched_group", lambda module: module.forget_all()),
-    _package_hook("deepspeed.comm.transports.connect", lambda module: module._outside.clear()),
-    _package_hook("deepspeed.comm.transports.along", lambda module: module.forget()),
+    _package_hook("deepspeed.comm.job.job", lambda module: module.Job.current().close()),
     _package_hook("deepspeed.parallel.sequence.sharing", lambda module: module._by_config.clear()),
     _package_hook("deepspeed.parallel.sequence.ulysses", lambda module: module._awaited.clear()),
     _package_hook("deepspeed.activation_checkpointing.settings", _checkpointing),

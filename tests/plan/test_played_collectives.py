@@ -7,28 +7,28 @@ import torch
 from torch.nn import functional
 
 from deepspeed import comm
+from deepspeed.comm.job.fake import FakeGroup
 from deepspeed.comm.job.mesh import Mesh
-from deepspeed.comm.job.world import PlayedGroup, played_by
 from deepspeed.comm.transports.along import channel_along
 from deepspeed.comm.transports.counters import counted
 from deepspeed.errors import NotYetSupportedError
 from deepspeed.ops.exchange import add_over_ranks, exchange_parts, largest_over_ranks
 from deepspeed.parallel.sequence.loss import mean_loss
 from deepspeed.parallel.sequence.vocabulary import vocab_sequence_parallel_cross_entropy
-from deepspeed.plan.network import PlayedWorld
+from deepspeed.plan.network import PlayedJob
 
-SEQUENCE, TENSOR = PlayedGroup((0, 2)), PlayedGroup((0, 1))
+SEQUENCE, TENSOR = FakeGroup((0, 2)), FakeGroup((0, 1))
 
 
-def world(backend: str) -> PlayedWorld:
-    return PlayedWorld(0, Mesh((("sequence", 2), ("tensor", 2))), backend)
+def world(backend: str) -> PlayedJob:
+    return PlayedJob(0, Mesh((("sequence", 2), ("tensor", 2))), backend)
 
 
 @pytest.mark.parametrize("own_share", [False, True])
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_a_loss_over_cut_tokens_and_words(backend: str, own_share: bool) -> None:
     logits, target = torch.randn(6, 2, 10, requires_grad=True), torch.randint(0, 20, (6, 2))
-    with played_by(world(backend)), counted() as traffic:
+    with world(backend).as_current(), counted() as traffic:
         loss = vocab_sequence_parallel_cross_entropy(logits, target, SEQUENCE, TENSOR, own_share=own_share)
         assert loss.shape == (12, 2)
         mean_loss(loss[:6], target, SEQUENCE, own_share=own_share).backward()
@@ -51,7 +51,7 @@ def test_alone_the_loss_is_that_of_torch() -> None:
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_what_optimizers_exchange_is_booked_along_its_axis(backend: str) -> None:
-    with played_by(world(backend)), counted() as traffic:
+    with world(backend).as_current(), counted() as traffic:
         add_over_ranks(torch.zeros(4, dtype=torch.float64), TENSOR, "the test", axis="tensor")
         largest_over_ranks(torch.zeros(4, dtype=torch.float64), SEQUENCE, "the test", axis="ep_size_2")
         exchange_parts(torch.empty(5), torch.empty(5), ([2, 3], [1, 4]), SEQUENCE, "the test", axis="ep_size_2")
@@ -63,14 +63,14 @@ def test_what_optimizers_exchange_is_booked_along_its_axis(backend: str) -> None
 
 
 def test_groups_of_one_axis_have_channels_of_their_own() -> None:
-    with played_by(world("gloo")):
-        first, second = (channel_along(PlayedGroup(ranks), torch.device("cpu"), "tensor") for ranks in [(0, 1), (0, 2)])
+    with world("gloo").as_current():
+        first, second = (channel_along(FakeGroup(ranks), torch.device("cpu"), "tensor") for ranks in [(0, 1), (0, 2)])
         assert first.transport.ranks == (0, 1) and second.transport.ranks == (0, 2)
-        assert channel_along(PlayedGroup((0, 1)), torch.device("cpu"), "tensor") is first
+        assert channel_along(FakeGroup((0, 1)), torch.device("cpu"), "tensor") is first
 
 
 def test_torchs_own_collectives_are_played_or_refused_by_name() -> None:
-    with played_by(world("gloo")):
+    with world("gloo").as_current():
         whole = torch.zeros(4)
         comm.all_gather_into_tensor(whole, torch.ones(2), group=SEQUENCE)
         assert whole.tolist() == [1.0] * 4

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend "fake"
 
 import deepspeed
+from deepspeed.comm.job.job import Job
 from deepspeed.comm.transports.along import channel_along
-from deepspeed.comm.transports.connect import transport_over
 from deepspeed.comm.transports.program_calls import program_calls
 from deepspeed.comm.transports.transport import Piece
 from deepspeed.errors import DeepSpeedConfigError
@@ -113,7 +113,7 @@ def _counts() -> None:
     dist.Backend.register_backend("gloo_too", make, devices=["cuda"])
     mixed = dist.new_group([0, 1], backend="cpu:gloo,cuda:gloo_too")
     assert mixed._get_backend_name() == "undefined"
-    begin, transport = program_calls([0, 1]), transport_over(mixed)
+    begin, transport = program_calls([0, 1]), Job.current().connector.over(mixed, None)
     channel = channel_along(world, torch.device("cpu"), "sequence")
     channel.sum(torch.ones(3), "a sum")
     transport.broadcast(torch.ones(3), 0, label="values")

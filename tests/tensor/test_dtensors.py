@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import deepspeed
-from deepspeed.comm.watch.watched_group import job_watch
+from deepspeed.comm.job.job import Job
 from deepspeed.errors import CommunicationError, DeepSpeedConfigError, DivergenceError
 from tests.harness import run_ranks
 from tests.tensor.support import adamw, assert_weights_equal, config, llama, loss_of, plain_run
@@ -86,7 +86,7 @@ class _Skips(torch.nn.Module):
 
     def forward(self, hidden):
         if dist.get_rank() == 1 and self.ends:
-            job_watch().say_farewell()  # as the end of a program does
+            Job.current().watched.watch.say_farewell()  # as the end of a program does
             raise SystemExit
         return hidden if dist.get_rank() == 1 else self.layer(hidden)
 

@@ -23,7 +23,6 @@ from typing import TypeVar
 import torch
 
 from deepspeed.comm.host.gloo import GlooTransport
-from deepspeed.comm.job.world import stand_in
 from deepspeed.comm.transports.objects import gather_json
 from deepspeed.comm.transports.transport import Transport
 
@@ -47,7 +46,7 @@ def connect_on_host(
             ranks. A wait on them has :data:`_MEETING` seconds until :func:`limit_waits` says otherwise.
         label: What for, for whoever waits in vain.
     """
-    if stand_in() is not None or not isinstance(transport, GlooTransport):
+    if transport.party is None or not isinstance(transport, GlooTransport):
         return None
     listener: socket.socket | None = None
     address, token = "", secrets.token_bytes(16)

@@ -15,18 +15,16 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from typing_extensions import override
 
 from deepspeed.comm.host.gloo import GlooTransport
 from deepspeed.comm.host.nodes import HIERARCHICAL, GlooByNodes, NativeByNodes, ask_for_nodes
+from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mesh import DATA, Mesh, data_mesh
-from deepspeed.comm.job.new_groups import my_group
-from deepspeed.comm.job.torch_groups import backend_for
-from deepspeed.comm.job.world import size_of, stand_in
-from deepspeed.comm.transports.connect import create_transport, part_of_transport, warm_up
+from deepspeed.comm.job.world import size_of
+from deepspeed.comm.transports.connect import warm_up
 from deepspeed.comm.transports.native import NativeTransport
-from deepspeed.comm.transports.transport import LocalTransport, Piece, Transport, Work
+from deepspeed.comm.transports.transport import Piece, Transport, Work
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 
@@ -144,29 +142,22 @@ def create_grid(
         shard_size: Ranks that share slices; a proper divisor of the number of ranks, and more than one.
         group: The ranks of the grid; they must be all there are, or one of the islands. None: the default group.
         device: Where the buffers live.
-        timeout: As of :func:`deepspeed.comm.transports.connect.create_transport`.
+        timeout: As of ``Connector.create``.
         by_nodes: Gather in two steps where the groups span nodes, see :func:`gathering_by_nodes`.
         islands: How many such groups of consecutive ranks there are, each with a grid of its own.
 
     Raises:
         DeepSpeedConfigError: ``group`` has fewer ranks than there are, or nodes are cut.
     """
-    everyone = create_transport(group, device=device, timeout=timeout)
+    job = Job.current()
+    everyone = job.axis_of(group).transport(device=device, timeout=timeout)
     if everyone.size * islands != size_of():
         raise DeepSpeedConfigError(
             f"zero_hpz_partition_size and mics_shard_size need data-parallel ranks that are all ranks: found "
             f"{everyone.size} data-parallel ranks of {size_of()}. Leave the mpu out, or the key"
         )
     mesh = grid_mesh(everyone.size, shard_size)
-    others = stand_in()
-    axes = {"gather": SHARD, "reduce": SHARD, "combine": REPLICATE}
-    made: dict[str, Transport] = _real_axes(everyone, mesh, islands, device, timeout) if others is None else {}
-    if others is not None:
-        made = {name: others.transport(device, mesh.group(everyone.rank, axis)) for name, axis in axes.items()}
-        for transport in made.values():
-            transport.belongs_to(everyone)
-    for name, transport in made.items():
-        transport.axis = axes[name]
+    made = _axes_of(everyone, mesh, islands, device, timeout)
     if by_nodes:
         made["gather"] = gathering_by_nodes(
             made["gather"], everyone, mesh.groups(SHARD), device=device, timeout=timeout
@@ -183,7 +174,7 @@ def island_groups(size: int, island_size: int, device: torch.device, timeout: ti
         size: All ranks of the job.
         island_size: Consecutive ranks of one island; divides ``size``.
         device: Where the buffers live.
-        timeout: As of :func:`deepspeed.comm.transports.connect.create_transport`.
+        timeout: As of ``Connector.create``.
     """
     mesh = grid_mesh(size, island_size)
     return (
@@ -207,7 +198,7 @@ def gathering_by_nodes(
         everyone: All ranks of the job.
         groups: The ranks that share slices, of all groups of the job.
         device: Where the buffers live.
-        timeout: As of :func:`deepspeed.comm.transports.connect.create_transport`.
+        timeout: As of ``Connector.create``.
 
     Returns:
         The transport to use in the place of ``plain``; ``plain`` itself where its ranks do not span nodes, which one
@@ -216,7 +207,7 @@ def gathering_by_nodes(
     Raises:
         DeepSpeedConfigError: Nodes are cut, or there are ranks outside ``everyone``.
     """
-    if stand_in() is not None or isinstance(plain, LocalTransport):
+    if plain.party is None:
         return plain
     if everyone.size != size_of():
         raise DeepSpeedConfigError(
@@ -235,14 +226,14 @@ def gathering_by_nodes(
     far = [ranks[place :: nodes.width] for ranks in groups for place in range(nodes.width)]
     made = []
     for axis in (far, near):
-        transport = part_of_transport(everyone, _group_along(axis, "gathers by nodes", device, timeout))
+        transport = Job.current().connector.part_of(everyone, _group_along(axis, "gathers by nodes", device, timeout))
         assert isinstance(transport, NativeTransport)
         warm_up(transport)
         made.append(transport)
     return NativeByNodes(plain, nodes, *made)
 
 
-def _real_axes(
+def _axes_of(
     everyone: Transport, mesh: Mesh, islands: int, device: torch.device | None, timeout: timedelta | None
 ) -> dict[str, Transport]:
     is_gloo = isinstance(everyone, GlooTransport)
@@ -253,14 +244,20 @@ def _real_axes(
     shard_group = _group_along(sharing, "the ranks that share slices", device, timeout)
     reduce_group = shard_group if is_gloo else _group_along(sharing, "their gradients", device, timeout)
     same_group = _group_along(same, "the ranks with the same slices", device, timeout)
-    return {
-        "gather": part_of_transport(everyone, shard_group),
-        "reduce": part_of_transport(everyone, reduce_group),
-        "combine": part_of_transport(everyone, same_group),
-    }
+    made = {}
+    for name, group, axis in (
+        ("gather", shard_group, SHARD),
+        ("reduce", reduce_group, SHARD),
+        ("combine", same_group, REPLICATE),
+    ):
+        made[name] = Job.current().connector.part_of(everyone, group)
+        made[name].axis = axis
+    return made
 
 
 def _group_along(
     groups: Sequence[Sequence[int]], why: str, device: torch.device | None, timeout: timedelta | None
 ) -> Any:
-    return my_group(groups, backend=backend_for(dist.group.WORLD, device), timeout=timeout, why=why)
+    job = Job.current()
+    backend = job.ranks.backend_for(job.ranks.world, device)
+    return job.process_groups.mine(groups, backend=backend, timeout=timeout, why=why)

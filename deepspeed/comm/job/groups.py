@@ -14,31 +14,22 @@ The leading underscore of most names is what callers in the ecosystem write.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as torch_dist
-
-from deepspeed.comm.job.expert_groups import declare_experts, declared_sizes, make_torch_groups, torch_groups
 from deepspeed.comm.job.expert_groups import group_name as group_name_of
 from deepspeed.comm.job.expert_ranks import along_mesh
-from deepspeed.comm.job.mesh import DATA, EXPERT, PIPE, SAME_PART, SAMPLES, SEQUENCE, TENSOR, Mesh
-from deepspeed.comm.job.new_groups import group_alone, groups_beside, my_group
-from deepspeed.comm.job.world import rank_in, size_of, stand_in, this_job
-from deepspeed.comm.start.process_group import get_all_ranks_from_group
+from deepspeed.comm.job.job import Job
+from deepspeed.comm.job.mesh import DATA, EXPERT, PIPE, SAMPLES, SEQUENCE, TENSOR, Mesh
+from deepspeed.comm.job.world import is_initialized, rank_in, ranks_of, size_of
 from deepspeed.errors import CallOrderError, DeprecatedException
 
-mpu: Any = None
-mesh: Mesh | None = None
 
-_WITH_A_GROUP = (SAMPLES, SAME_PART, (PIPE, TENSOR), (TENSOR,), (SEQUENCE,), (EXPERT,), (DATA, SEQUENCE))
-
-_of_axes: dict[tuple[str, ...], Any] = {}  # this rank's groups along axes of the mesh that have more than one rank
-_mesh_world: Any = None  # the job whose ranks the mesh numbers
-_own_group: Any = None  # the group whose only member is this rank, made when first asked for
-_own_group_world: Any = None  # the world it was made in; a new world needs a new one
+def __getattr__(name: str) -> Any:
+    """``mpu`` and ``mesh`` are those of the current job."""
+    if name in ("mpu", "mesh"):
+        return getattr(Job.current(), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:
@@ -57,7 +48,7 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
             f"groups.initialize(ep_size={ep_size}): how many ranks share experts belongs to the layer; leave it out "
             f"here and build the layer as deepspeed.moe.layer.MoE(..., ep_size={ep_size})"
         )
-    if not torch_dist.is_initialized():
+    if not is_initialized():
         raise CallOrderError("groups.initialize needs the process group; call deepspeed.init_distributed() first")
     if mpu is not None:
         set_mpu(mpu)
@@ -68,130 +59,56 @@ def set_mpu(unit: Any) -> None:
 
     This module itself, given as one, is none; nor is a unit that only passes on what the registered mesh says.
     """
-    global mpu
-    mpu = None if unit is sys.modules[__name__] or getattr(unit, "speaks_for_the_mesh", False) else unit
+    is_ours = unit is sys.modules[__name__] or getattr(unit, "speaks_for_the_mesh", False)
+    Job.current().mpu = None if is_ours else unit
 
 
 def set_mesh(found: Mesh | None, timeout: timedelta | None = None) -> None:
     """Registers the mesh of the job and makes the groups along its axes; None forgets it. Every rank must call it.
 
-    Args:
-        found: The mesh.
-        timeout: For transfers in the groups; None: torch's.
-
-    Raises:
-        DeepSpeedConfigError: It is not one of as many ranks as the job has.
-        DivergenceError: Some rank does something else.
-        CommunicationError: Some rank has ended or did not come.
+    Arguments and errors as of ``Job.set_mesh``.
     """
-    global mesh, _mesh_world
-    if found is not None and found == mesh and _mesh_world is this_job():
-        return  # engines of one job follow each other
-    mesh = None
-    _of_axes.clear()
-    if found is None:
-        return
-    mesh, _mesh_world = found.check(size_of()), this_job()
-    for axes in _WITH_A_GROUP:
-        if _effective(axes):  # a group of one can be made when somebody asks: each has threads of its own
-            group_along(*axes, timeout=timeout)
+    Job.current().set_mesh(found, timeout)
 
 
 def group_along(*axes: str, timeout: timedelta | None = None) -> Any:
-    """This rank's torch process group along axes of the registered mesh. Every rank must call it, in the same order.
+    """Returns this rank's torch process group along axes of the registered mesh.
 
-    A group is made once: axes of one rank make no difference.
-
-    Args:
-        axes: Names of ``comm.job.mesh``, in any order.
-        timeout: For transfers in a group that is made now; None: torch's.
-
-    Raises:
-        CallOrderError: No mesh is registered.
-        DivergenceError: Some rank does something else.
-        CommunicationError: Some rank has ended or did not come.
+    Every rank must call it, in the same order; arguments and errors as of ``Job.group_along``.
     """
-    if mesh is None:
-        raise CallOrderError(
-            f"groups.group_along({', '.join(map(repr, axes))}): the job has no mesh yet; deepspeed.initialize makes it "
-            "from the configuration, or call deepspeed.utils.groups.set_mesh first"
-        )
-    key = _effective(axes)
-    if not key:
-        return group_of_one()
-    if key not in _of_axes:
-        world = torch_dist.group.WORLD
-        if mesh.size(*key) == mesh.world_size and stand_in() is None:  # played ranks have no WORLD
-            _of_axes[key] = world
-        else:
-            why = f"ranks along {' and '.join(key)}"
-            backend = "" if stand_in() is not None else torch_dist.get_backend_config(world)
-            _of_axes[key] = my_group(mesh.groups(*key), backend=backend, timeout=timeout, why=why)
-    return _of_axes[key]
-
-
-@contextmanager
-def put_back() -> Iterator[None]:
-    """Whatever is registered inside is forgotten at the end, and what was there before is there again."""
-    global mpu, mesh, _mesh_world, _own_group, _own_group_world
-    before = mpu, mesh, _mesh_world, _own_group, _own_group_world
-    of_axes = dict(_of_axes)
-    try:
-        yield
-    finally:
-        mpu, mesh, _mesh_world, _own_group, _own_group_world = before
-        _of_axes.clear()
-        _of_axes.update(of_axes)
-
-
-def _effective(axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of ``axes`` that have more than one rank, in the order of the mesh."""
-    assert mesh is not None
-    return tuple(name for name, size in mesh.axes if name in axes and size > 1)
+    return Job.current().group_along(*axes, timeout=timeout)
 
 
 def _along(*axes: str) -> Any:
-    """This rank's group along ``axes`` of the mesh; None without one."""
-    if mesh is None:
-        return None
-    key = _effective(axes)
-    return _of_axes[key] if key else group_of_one()
+    return Job.current().known_group_along(*axes)
 
 
 def _mesh_size(*axes: str) -> int:
-    return 1 if mesh is None else mesh.size(*axes)
+    return Job.current().size_along(*axes)
 
 
 def _mesh_place(*axes: str) -> int:
-    return 0 if mesh is None or not _effective(axes) else rank_in(_along(*axes))
+    return Job.current().place_along(*axes)
 
 
 def _mesh_or_data(*axes: str) -> Any:
     """Where an mpu is asked first, its data-parallel ranks count before the mesh."""
-    return _get_data_parallel_group() if mpu is not None or mesh is None else _along(*axes)
+    job = Job.current()
+    return _get_data_parallel_group() if job.mpu is not None or job.mesh is None else _along(*axes)
 
 
 def _ask(*names: str) -> Any:
     """The answer of the first method that the mpu has; None if it has none of them or there is no mpu."""
     for name in names:
-        method = getattr(mpu, name, None)
+        method = getattr(Job.current().mpu, name, None)
         if method is not None:
             return method()
     return None
 
 
-def _size_of(group: Any) -> int:
-    return size_of(group)
-
-
 def group_of_one() -> Any:
-    """The group of this rank alone. Other ranks need not call it."""
-    global _own_group, _own_group_world
-    world = this_job()
-    if _own_group is None or _own_group_world is not world:
-        _own_group = group_alone()
-        _own_group_world = world
-    return _own_group
+    """Returns the group of this rank alone. Other ranks need not call it."""
+    return Job.current().process_groups.alone()
 
 
 # --- data parallel: ranks that hold the same part of the model
@@ -199,13 +116,13 @@ def group_of_one() -> Any:
 
 def _get_data_parallel_group() -> Any:
     """The ranks among which gradients are averaged."""
-    return _ask("get_data_parallel_group") or _along(*SAMPLES) or torch_dist.group.WORLD
+    return _ask("get_data_parallel_group") or _along(*SAMPLES) or Job.current().ranks.world
 
 
 def _get_data_parallel_world_size() -> int:
     """The size of :func:`_get_data_parallel_group`."""
     answer = _ask("get_data_parallel_world_size")
-    return _size_of(_get_data_parallel_group()) if answer is None else answer
+    return size_of(_get_data_parallel_group()) if answer is None else answer
 
 
 def _get_data_parallel_rank() -> int:
@@ -216,7 +133,7 @@ def _get_data_parallel_rank() -> int:
 
 def _get_broadcast_src_rank() -> int:
     """The global rank of the first member of the data-parallel group."""
-    return get_all_ranks_from_group(_get_data_parallel_group())[0]
+    return ranks_of(_get_data_parallel_group())[0]
 
 
 # --- model parallel: ranks that hold different parts of the model
@@ -224,7 +141,7 @@ def _get_broadcast_src_rank() -> int:
 
 def _ask_model(what: str) -> Any:
     """An older unit calls the ranks that share a sequence model-parallel ones too; nobody there cuts the model."""
-    if hasattr(mpu, "initialize_sequence_parallel"):
+    if hasattr(Job.current().mpu, "initialize_sequence_parallel"):
         return None
     return _ask(f"get_model_parallel_{what}", f"get_tensor_model_parallel_{what}")
 
@@ -274,7 +191,7 @@ def _get_sequence_data_parallel_group() -> Any:
 def _get_sequence_data_parallel_world_size() -> int:
     """The size of :func:`_get_sequence_data_parallel_group`."""
     answer = _ask("get_sequence_data_parallel_world_size")
-    return _size_of(_get_sequence_data_parallel_group()) if answer is None else answer
+    return size_of(_get_sequence_data_parallel_group()) if answer is None else answer
 
 
 def _get_sequence_data_parallel_rank() -> int:
@@ -288,12 +205,12 @@ def _get_sequence_data_parallel_rank() -> int:
 
 def _expert_groups(group_name: str) -> tuple[Any, Any]:
     if group_name != group_name_of(_mesh_size(EXPERT)) or group_name in _made():
-        return torch_groups(group_name)
+        return Job.current().experts.groups(group_name)
     return _along(EXPERT) or group_of_one(), _mesh_or_data(DATA, SEQUENCE)
 
 
 def _made() -> list[str]:
-    return [group_name_of(size) for size in declared_sizes(made=True)]
+    return [group_name_of(size) for size in Job.current().experts.sizes(made=True)]
 
 
 def _get_expert_parallel_group(group_name: str = "ep_size_1") -> Any:
@@ -308,17 +225,17 @@ def _get_expert_parallel_group_dict() -> dict[str, Any]:
 
 def _get_expert_parallel_world_size(group_name: str = "ep_size_1") -> int:
     """The size of :func:`_get_expert_parallel_group`."""
-    return _size_of(_get_expert_parallel_group(group_name))
+    return size_of(_get_expert_parallel_group(group_name))
 
 
 def _get_expert_parallel_rank(group_name: str = "ep_size_1") -> int:
     """This rank's place in :func:`_get_expert_parallel_group`."""
-    return torch_dist.get_rank(_get_expert_parallel_group(group_name))
+    return rank_in(_get_expert_parallel_group(group_name))
 
 
 def _get_expert_parallel_group_ranks(group_name: str = "ep_size_1") -> list[int]:
     """The global ranks of :func:`_get_expert_parallel_group`."""
-    return list(get_all_ranks_from_group(_get_expert_parallel_group(group_name)))
+    return list(ranks_of(_get_expert_parallel_group(group_name)))
 
 
 def _get_expert_parallel_src_rank(group_name: str = "ep_size_1") -> int:
@@ -338,17 +255,17 @@ def _get_expert_data_parallel_group_dict() -> dict[str, Any]:
 
 def _get_expert_data_parallel_world_size(group_name: str = "ep_size_1") -> int:
     """The size of :func:`_get_expert_data_parallel_group`."""
-    return _size_of(_get_expert_data_parallel_group(group_name))
+    return size_of(_get_expert_data_parallel_group(group_name))
 
 
 def _get_expert_data_parallel_rank(group_name: str = "ep_size_1") -> int:
     """This rank's place in :func:`_get_expert_data_parallel_group`."""
-    return torch_dist.get_rank(_get_expert_data_parallel_group(group_name))
+    return rank_in(_get_expert_data_parallel_group(group_name))
 
 
 def _get_expert_data_parallel_group_ranks(group_name: str = "ep_size_1") -> list[int]:
     """The global ranks of :func:`_get_expert_data_parallel_group`."""
-    return list(get_all_ranks_from_group(_get_expert_data_parallel_group(group_name)))
+    return list(ranks_of(_get_expert_data_parallel_group(group_name)))
 
 
 def _get_expert_broadcast_src_rank(group_name: str = "ep_size_1") -> int:
@@ -362,7 +279,7 @@ def _get_max_expert_size() -> int:
     Raises:
         CallOrderError: There is no expert layer yet.
     """
-    sizes = declared_sizes(made=True)
+    sizes = Job.current().experts.sizes(made=True)
     if not sizes:
         raise CallOrderError("there are no expert groups yet; deepspeed.initialize makes those of the model's layers")
     return max(sizes)
@@ -403,13 +320,14 @@ def _get_expert_parallel_ranks(
 def declare_expert_groups(ep_size: int, data_first: bool | None = None) -> None:
     """Declares the groups of layers whose experts ``ep_size`` ranks share, on the ranks of the job as they are known.
 
-    Every rank must call it. Arguments and errors as of ``comm.job.expert_groups.declare_experts``.
+    Every rank must call it. Arguments and errors as of ``ExpertGroups.declare``.
     """
-    if ep_size in declared_sizes() and data_first is None:
-        declare_experts(ep_size)
+    job = Job.current()
+    if ep_size in job.experts.sizes() and data_first is None:
+        job.experts.declare(ep_size)
         return
-    dense = () if mpu is None else groups_beside(_get_sequence_data_parallel_group(), None)
-    declare_experts(ep_size, mesh=None if dense else mesh, dense=dense, data_first=data_first)
+    dense = () if job.mpu is None else job.process_groups.beside(_get_sequence_data_parallel_group(), None)
+    job.experts.declare(ep_size, mesh=None if dense else job.mesh, dense=dense, data_first=data_first)
 
 
 def _create_expert_and_data_parallel(
@@ -417,7 +335,7 @@ def _create_expert_and_data_parallel(
 ) -> None:
     """Makes the groups of a size. Every rank must call it; ``deepspeed.initialize`` does for the layers of a model."""
     declare_expert_groups(expert_parallel_size_, use_data_before_expert_parallel_ or None)
-    make_torch_groups(expert_parallel_size_)
+    Job.current().experts.make_groups(expert_parallel_size_)
 
 
 def _create_expert_data_and_model_parallel(
@@ -432,7 +350,7 @@ def _create_expert_data_and_model_parallel(
 
 
 def _ask_tensor(what: str) -> Any:
-    if hasattr(mpu, "initialize_sequence_parallel"):
+    if hasattr(Job.current().mpu, "initialize_sequence_parallel"):
         return None
     return _ask(*(f"get_{kind}_parallel_{what}" for kind in ("tensor_model", "slice", "model")))
 
@@ -457,8 +375,8 @@ def get_tensor_model_parallel_rank() -> int:
 def get_tensor_model_parallel_src_rank() -> int:
     """The global rank of the first of those that share a layer."""
     if get_tensor_model_parallel_world_size() == 1:
-        return torch_dist.get_rank()
-    return get_all_ranks_from_group(get_tensor_model_parallel_group())[0]
+        return rank_in()
+    return ranks_of(get_tensor_model_parallel_group())[0]
 
 
 get_model_parallel_group = get_tensor_model_parallel_group

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mesh import AXES, DATA, EXPERT, PIPE, SEQUENCE, TENSOR, Mesh, mesh_of_places
 from deepspeed.comm.job.mpu import place_of
 from deepspeed.comm.job.world import rank_in, size_of
 from deepspeed.comm.start.barrier import meet
-from deepspeed.comm.watch.watched_group import party_of
 from deepspeed.config.degrees import data_parallel_size, degrees
 from deepspeed.config.sections.root import Root
 from deepspeed.errors import DeepSpeedConfigError
@@ -54,7 +54,7 @@ def mesh_of_mpu(mpu: Any, timeout: timedelta) -> Mesh:
         CommunicationError: Some rank has ended or did not come.
     """
     mine = place_of(mpu)
-    party = party_of()
+    party = Job.current().watched.party_of()
     if party is None:
         return mesh_of_places([mine], "the mpu").check(size_of())
     words = meet(party.watch, "the exchange of what the mpu answers", party.ranks, timeout, json.dumps(mine))

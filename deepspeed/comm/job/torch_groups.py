@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-
-from deepspeed.comm.job.world import stand_in
 
 
 def rendezvous_store() -> Any:
@@ -20,15 +17,6 @@ def rendezvous_store() -> Any:
 def is_alive(group: Any) -> bool:
     """Whether ``group`` has not been destroyed."""
     return group in distributed_c10d._world.pg_map
-
-
-def backend_for(group: Any, device: torch.device | None) -> str:
-    """Name of the backend for tensors of ``device``: ``gloo`` for the CPU of ``cpu:gloo,cuda:nccl``."""
-    if (others := stand_in()) is not None:
-        return others.backend
-    kind = device.type if device is not None else "cpu"
-    by_device = dict(entry.split(":", 1) for entry in dist.get_backend_config(group).split(",") if ":" in entry)
-    return by_device.get(kind) or dist.get_backend(group)
 
 
 def is_collecting(group: Any) -> bool:

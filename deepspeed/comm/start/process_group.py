@@ -17,14 +17,14 @@ import torch
 import torch.distributed as torch_dist
 
 from deepspeed.comm.job import world
-from deepspeed.comm.job.new_groups import meet_to_make
+from deepspeed.comm.job.job import Job
 from deepspeed.comm.start.admission import Guest, StoreLostError, receive_ranks
 from deepspeed.comm.start.barrier import SupervisedStore
 from deepspeed.comm.start.device import binding_of, local_device, serves_host_only, unbound
 from deepspeed.comm.start.environment import Place, find_place, local_rank_of
 from deepspeed.comm.start.rendezvous import open_store
 from deepspeed.comm.start.startup import Facts, agree_on_config, agree_on_model, own_facts, rank_map
-from deepspeed.comm.watch.watched_group import job_watch, party_of
+from deepspeed.comm.start.timeout import default_timeout
 from deepspeed.errors import CallOrderError, CommunicationError
 from deepspeed.logging import log_dist
 from deepspeed.ports import DEFAULT_PORT
@@ -35,20 +35,6 @@ MPI_BACKEND = "mpi"
 CCL_BACKEND = "ccl"
 HCCL_BACKEND = "hccl"
 SCCL_BACKEND = "sccl"
-
-
-def default_timeout() -> timedelta:
-    """How long a collective may take: ``DEEPSPEED_TIMEOUT`` minutes, 10 if the variable is not set."""
-    text = os.environ.get("DEEPSPEED_TIMEOUT", "10")
-    try:
-        minutes = float(text)
-    except ValueError:
-        minutes = 0.0
-    if not 0 < minutes < float("inf"):
-        raise CommunicationError(
-            f"DEEPSPEED_TIMEOUT must be a number of minutes above 0, but is {text!r}; correct or unset the variable"
-        )
-    return timedelta(minutes=minutes)
 
 
 def default_backend() -> str:
@@ -129,7 +115,7 @@ def init_distributed(
     backend = dist_backend or default_backend()
     device = None if serves_host_only(backend) else local_device()
     facts = _start(backend, place, init_method, timeout or default_timeout(), device)
-    job_watch()  # so that the others hear of the end of a program that does nothing more
+    Job.current().watched.begin()  # so that the others hear of the end of a program that does nothing more
     if verbose:
         log_dist(f"process group started: {place.world_size} rank(s), backend {backend}, found by {place.way}")
         for line in rank_map(facts) if facts else ():
@@ -143,7 +129,7 @@ def _adopt(verbose: bool) -> None:
     Place(rank, size, local_rank, None, None, "adopted").export(os.environ)
     if not serves_host_only(torch_dist.get_backend()):
         local_device()
-    job_watch()  # as for a group of our own
+    Job.current().watched.begin()  # as for a group of our own
     if verbose:
         log_dist(f"process group adopted: {size} rank(s), backend {torch_dist.get_backend()}, started by the caller")
 
@@ -221,7 +207,7 @@ def check_same_model(description: Sequence[str], group: Any = None) -> None:
 def _comparing(group: Any, label: str) -> tuple[Any, str, int, int] | None:
     """Store, topic, rank and number of ranks for a comparison; None where there is nobody to compare with."""
     # Ranks that are only played have nothing of their own to compare.
-    party = party_of(group) if torch_dist.is_initialized() else None
+    party = Job.current().watched.party_of(group) if torch_dist.is_initialized() else None
     if party is None:
         return None
     members = "-".join(map(str, party.ranks))
@@ -290,7 +276,7 @@ def new_group(ranks: list[int] | None = None, **options: Any) -> Any:
     """
     among = ranks if options.get("use_local_synchronization") else None
     if among is None or get_rank() in among:
-        meet_to_make(f"new_group({ranks})", options.get("timeout"), among)
+        Job.current().process_groups.meet(f"new_group({ranks})", options.get("timeout"), among)
     with unbound():
         return torch_dist.new_group(ranks, **options)
 
@@ -370,5 +356,5 @@ def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[st
 
     from deepspeed.accelerator import get_accelerator
 
-    meet_to_make(f"initialize_mesh_device({mesh_shape}, {mesh_dim_names})", None)
+    Job.current().process_groups.meet(f"initialize_mesh_device({mesh_shape}, {mesh_dim_names})", None)
     return init_device_mesh(get_accelerator().device_name(), mesh_shape, mesh_dim_names=mesh_dim_names)

@@ -14,82 +14,140 @@ from deepspeed.comm.host.gloo import GlooTransport
 from deepspeed.comm.host.message_queue import Mail
 from deepspeed.comm.host.shared_exchange import SameHostTransport
 from deepspeed.comm.host.sockets import connect_on_host, limit_waits
-from deepspeed.comm.job.new_groups import groups_beside, my_group
-from deepspeed.comm.job.torch_groups import backend_for, is_alive
-from deepspeed.comm.job.world import ranks_of, stand_in
+from deepspeed.comm.job.new_groups import ProcessGroups
+from deepspeed.comm.job.ranks import Ranks
 from deepspeed.comm.transports.native import NativeTransport
 from deepspeed.comm.transports.transport import LocalTransport, Transport
-from deepspeed.comm.watch.watched_group import party_of
+from deepspeed.comm.watch.watched_group import GroupRecord, WatchedGroups
 from deepspeed.errors import DeepSpeedConfigError
 
+HostTransport = GlooTransport
+"""What carries buffers in host memory where ranks share none."""
 
-def create_transport(
-    group: Any = None, *, device: torch.device | None = None, timeout: timedelta | None = None
-) -> Transport:
-    """A transport over ``group``; every rank of the default group must call it in the same order.
-
-    Args:
-        group: A torch process group; None is the default group. Ranks may give different groups, which together hold
-            every rank once. Without an initialised process group the result is the transport of one rank.
-        device: Where the buffers live; a group with several backends is used through the one of this device. None: the
-            host, or the accelerator's current device where the backend is none of the host's.
-        timeout: Time limit of the communicator that is made where order matters (not gloo), so that the transfers of
-            two transports do not wait for each other.
-    """
-    if (others := stand_in()) is not None:
-        return others.transport(device, None if group is None else ranks_of(group))
-    if not dist.is_initialized():
-        return LocalTransport()
-    group = group if group is not None else dist.group.WORLD
-    backend = backend_for(group, device)
-    if backend != "gloo":
-        beside = groups_beside(group, timeout)
-        if len(beside) < dist.get_world_size():
-            group = my_group(beside, backend=backend, timeout=timeout, why="an engine's transfers")
-    return _over(group, backend, device)
+_OUTSIDE_ENGINES = -1  # the owner of what is shared while there is no engine
+_BELOW_ENGINES = -2  # the first of those of transports for losses, layers and loaders
 
 
-def part_of_transport(peers: Transport, group: Any) -> Transport:
-    """A transport over some of the ranks of ``peers``.
+class Connector:
+    """Makes the transports of a job.
 
     Args:
-        peers: All ranks that make the same calls.
-        group: The torch process group, of the same backend and for this transport alone where order matters.
+        ranks: Of the job.
+        watched: Its process groups.
+        process_groups: Makes further ones.
     """
-    native = isinstance(peers, NativeTransport)
-    if (others := stand_in()) is not None:
-        played: Transport = others.transport(peers.device if native else None, ranks_of(group))  # type: ignore[attr-defined]
-        played.belongs_to(peers)
-        return played
-    transport = _over(group, "native" if native else "gloo", peers.device if native else None)  # type: ignore[attr-defined]
-    transport.belongs_to(peers)
-    return transport
 
+    def __init__(self, ranks: Ranks, watched: WatchedGroups, process_groups: ProcessGroups) -> None:
+        self._ranks = ranks
+        self._watched = watched
+        self._process_groups = process_groups
 
-def transport_over(group: Any, device: torch.device | None = None) -> Transport:
-    """A transport over a group that exists; no ranks meet.
+    def create(self, group: Any, device: torch.device | None, timeout: timedelta | None) -> Transport:
+        """Returns a new transport over ``group``. Every rank of the job must call it, in the same order.
 
-    Args:
-        group: A torch process group. Where order matters (not gloo), what else travels in it must come in one order on
-            all of its ranks too.
-        device: Where the tensors live.
-    """
-    return _over(group, backend_for(group, device), device)
+        Args:
+            group: A torch process group; None is the group of all ranks. Ranks may give different groups, which
+                together hold every rank once.
+            device: Where the buffers live; a group with several backends is used through the one of this device. None:
+                the host, or the accelerator's current device where the backend is none of the host's.
+            timeout: Time limit of the communicator that is made where order matters (not gloo), so that the transfers
+                of two transports do not wait for each other.
+        """
+        if not self._ranks.is_initialized():
+            return LocalTransport()
+        group = group if group is not None else self._ranks.world
+        backend = self._ranks.backend_for(group, device)
+        if backend != "gloo":
+            beside = self._process_groups.beside(group, timeout)
+            if len(beside) < self._ranks.size_of():
+                group = self._process_groups.mine(beside, backend=backend, timeout=timeout, why="an engine's transfers")
+        return self._over(group, backend, device)
 
+    def over(self, group: Any, device: torch.device | None) -> Transport:
+        """Returns a new transport over a group that exists; no ranks meet.
 
-def _over(group: Any, backend: str, device: torch.device | None) -> Transport:
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    party = party_of(group)
-    if party is None:
-        return LocalTransport()
-    transport: Transport
-    if backend == "gloo":
-        _refuse_device_memory(device)
-        transport = SameHostTransport(group, rank, size)
-    else:
-        transport = NativeTransport(group, rank, size, device or torch.device(get_accelerator().current_device_name()))
-    transport.joins(party)
-    return transport
+        Args:
+            group: A torch process group. Where order matters (not gloo), what else travels in it must come in one order
+                on all of its ranks too.
+            device: Where the tensors live.
+        """
+        return self._over(group, self._ranks.backend_for(group, device), device)
+
+    def part_of(self, peers: Transport, group: Any) -> Transport:
+        """Returns a new transport over some of the ranks of ``peers``.
+
+        Args:
+            peers: All ranks that make the same calls.
+            group: The torch process group, of the same backend and for this transport alone where order matters.
+        """
+        native = isinstance(peers, NativeTransport)
+        made = self._over(group, "native" if native else "gloo", peers.device if native else None)  # type: ignore[attr-defined]
+        made.belongs_to(peers)
+        return made
+
+    def outside_engines(self, record: GroupRecord, device: torch.device | None, timeout: timedelta | None) -> Transport:
+        """Returns the one transport of a group for what happens outside engines; arguments as of :meth:`create`."""
+        if "outside" not in record.transports:
+            made = self.create(record.group, device, timeout)
+            made.owner = _OUTSIDE_ENGINES
+            record.transports["outside"] = made
+        found: Transport = record.transports["outside"]
+        return found
+
+    def below_engines(self, record: GroupRecord, axis: str, device: torch.device | None) -> Transport:
+        """Returns the one transport of a group for what layers, losses and loaders exchange along ``axis``.
+
+        No ranks meet.
+        """
+        key = "layers", axis
+        if key not in record.transports:
+            made = self.over(record.group, device)
+            made.axis = axis
+            # Its tags are those of no engine. Engines are counted apart: all ranks of a job make them, but a loss or a
+            # layer that exchanges something may be on some stages only, and the engines of all stages must have one
+            # number.
+            made.owner = _BELOW_ENGINES - made.next_owner("along")
+            record.transports[key] = made
+        found: Transport = record.transports[key]
+        return found
+
+    def objects(self, group: Any, *, patience: timedelta, why: str) -> Transport:
+        """Returns a new transport over ``group`` for objects on the host; it may serve another thread.
+
+        Every rank of the job must call it, in the same order. No group is made where gloo serves ``group``.
+
+        Args:
+            group: A torch process group; None is the group of all ranks.
+            patience: The longest wait for the other ranks.
+            why: What it is for, in words.
+        """
+        if not self._ranks.is_initialized():
+            return LocalTransport()
+        group = group if group is not None else self._ranks.world
+        if self._ranks.backend_for(group, None) != "gloo" and self._ranks.size_of(group) > 1:
+            beside = self._process_groups.beside(group, None)
+            group = self._process_groups.mine(beside, backend="gloo", timeout=patience, why=why)
+        transport = self._over(group, "gloo", None)
+        if isinstance(transport, GlooTransport):
+            assert transport.watch is not None
+            transport.patience = patience
+            transport.owner = transport.watch.next_owner(f"{transport.scope}objects")
+        return transport
+
+    def _over(self, group: Any, backend: str, device: torch.device | None) -> Transport:
+        party = self._watched.party_of(group)
+        if party is None:
+            return LocalTransport()
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        transport: Transport
+        if backend == "gloo":
+            _refuse_device_memory(device)
+            transport = SameHostTransport(group, rank, size)
+        else:
+            device = device or torch.device(get_accelerator().current_device_name())
+            transport = NativeTransport(group, rank, size, device)
+        transport.joins(party)
+        return transport
 
 
 def _refuse_device_memory(device: torch.device | None) -> None:
@@ -103,51 +161,6 @@ def _refuse_device_memory(device: torch.device | None) -> None:
         f"on {device}: expected {name!r}. Start the group with init_distributed(dist_backend={name!r}) or "
         f"'cpu:gloo,{device.type}:{name}', or train on the processor with DS_ACCELERATOR=cpu"
     )
-
-
-def objects_transport(group: Any, *, patience: timedelta, why: str) -> Transport:
-    """A transport over ``group`` for objects on the host, apart from the engines'; it may serve another thread.
-
-    Every rank of the default group must call it, in the same order. No group is made where gloo serves ``group``.
-
-    Args:
-        group: A torch process group; None is the default group.
-        patience: The longest wait for the other ranks.
-        why: What it is for, in words.
-    """
-    if stand_in() is not None or not dist.is_initialized():
-        return LocalTransport()
-    group = group if group is not None else dist.group.WORLD
-    if backend_for(group, None) != "gloo" and dist.get_world_size(group) > 1:
-        group = my_group(groups_beside(group, None), backend="gloo", timeout=patience, why=why)
-    transport = _over(group, "gloo", None)
-    if isinstance(transport, GlooTransport):
-        assert transport.watch is not None
-        transport.patience = patience
-        transport.owner = transport.watch.next_owner(f"{transport.scope}objects")
-    return transport
-
-
-_OUTSIDE_ENGINES = -1  # the owner of what is shared while there is no engine
-
-
-def shared_transport(
-    group: Any = None, *, device: torch.device | None = None, timeout: timedelta | None = None
-) -> Transport:
-    """The one transport of a group for what happens outside engines; arguments as of :func:`create_transport`."""
-    if stand_in() is not None or not dist.is_initialized():
-        return create_transport(group, device=device)
-    group = group if group is not None else dist.group.WORLD
-    for key in [key for key, (old, _) in _outside.items() if not is_alive(old)]:
-        del _outside[key]
-    if id(group) not in _outside:
-        transport = create_transport(group, device=device, timeout=timeout)
-        transport.owner = _OUTSIDE_ENGINES
-        _outside[id(group)] = group, transport
-    return _outside[id(group)][1]
-
-
-_outside: dict[int, tuple[Any, Transport]] = {}
 
 
 def warm_up(transport: Transport) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.torch_groups import groups_within, operations_of
 from deepspeed.comm.transports.transport import Transport
-from deepspeed.comm.watch.watched_group import job_watch
 
 
 def program_calls(ranks: Collection[int]) -> int | None:
@@ -21,7 +21,7 @@ def program_calls(ranks: Collection[int]) -> int | None:
     Returns:
         The number; None where the backend of a group counts nothing. There must be a process group.
     """
-    transports = [member for member in list(job_watch().members) if isinstance(member, Transport)]
+    transports = [member for member in list(Job.current().watched.watch.members) if isinstance(member, Transport)]
     total = 0
     for group in groups_within(ranks):
         counted = operations_of(group)

@@ -14,28 +14,10 @@ process, says nothing about it.
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, field
 from typing import Any
 
-import torch.distributed as dist
-
-from deepspeed.comm.job.world import World, stand_in
-
-
-class Talk:
-    """What a layer will say to other ranks in a backward, whose graph keeps it alive until it has been said."""
-
-
-@dataclass(eq=False)
-class _Said:
-    to_come: weakref.WeakSet[Talk] = field(default_factory=weakref.WeakSet)
-    talkers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
-    is_anywhere: bool = False
-    is_uneven: bool = False
-
-
-_in_job: tuple[Any, _Said] = None, _Said()  # with the group of all ranks: another one is another job
-_played: weakref.WeakKeyDictionary[World, _Said] = weakref.WeakKeyDictionary()
+from deepspeed.comm.job.job import Job
+from deepspeed.comm.watch.backward_notes import BackwardNotes, Talk
 
 
 def note(talker: Any, *, uneven: bool = False) -> Talk:
@@ -48,7 +30,7 @@ def note(talker: Any, *, uneven: bool = False) -> Talk:
     Returns:
         What the graph of that backward must keep until then.
     """
-    said, talk = _said(), Talk()
+    said, talk = Job.current().backward, Talk()
     said.to_come.add(talk)
     said.talkers.add(talker)
     said.is_uneven = said.is_uneven or uneven
@@ -57,7 +39,7 @@ def note(talker: Any, *, uneven: bool = False) -> Talk:
 
 def note_anywhere() -> None:
     """Notes an exchange in a backward whose module is not known. From now on it counts for every model of the job."""
-    _said().is_anywhere = True
+    Job.current().backward.is_anywhere = True
 
 
 class Ear:
@@ -69,12 +51,12 @@ class Ear:
 
     def __init__(self, model: Any) -> None:
         self._model = weakref.ref(model)
-        self._heard: tuple[_Said | None, int] = None, 0
+        self._heard: tuple[BackwardNotes | None, int] = None, 0
         self._has_talkers = False
 
     def may_hear(self) -> bool:
         """Whether they may; the answer may differ between ranks."""
-        said = _said()
+        said = Job.current().backward
         if said.is_anywhere or len(said.to_come):
             return True
         heard = said, len(said.talkers)
@@ -87,15 +69,4 @@ class Ear:
 
 def is_uneven() -> bool:
     """Whether one of them has gradients on some ranks only; equal on all ranks."""
-    return _said().is_uneven
-
-
-def _said() -> _Said:
-    global _in_job
-    played = stand_in()
-    if played is not None:
-        return _played.setdefault(played, _Said())
-    everyone = dist.group.WORLD
-    if _in_job[0] is not everyone:
-        _in_job = everyone, _Said()
-    return _in_job[1]
+    return Job.current().backward.is_uneven

@@ -7,29 +7,16 @@ is. On the host it is started first, so that torch's complaints about arguments 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
 from typing import Any
 
 import torch
 
+from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.torch_groups import is_collecting
-from deepspeed.comm.watch.watched_group import Party, party_of
-
-_purpose = ""  # what the program does, in words, where it has said so
-
-
-@contextmanager
-def purpose(words: str) -> Iterator[None]:
-    """Inside, whoever waits in vain for a collective is told that it belongs to ``words``."""
-    global _purpose
-    before, _purpose = _purpose, words
-    try:
-        yield
-    finally:
-        _purpose = before
+from deepspeed.comm.watch.watched_group import Party
 
 
 class SupervisedWork:
@@ -131,7 +118,7 @@ def _watching(group: Any, tensor: torch.Tensor | None) -> Party | None:
     """Who watches the wait; None where there is none on the host."""
     if torch.compiler.is_compiling() or is_collecting(group):
         return None
-    party = party_of(group)
+    party = Job.current().watched.party_of(group)
     if party is None or tensor is None:
         return party
     return party if party.waits_on_host and tensor.device.type == "cpu" else None
@@ -145,4 +132,5 @@ def _key(name: str) -> int:
 def _words(name: str, tensor: torch.Tensor | None, party: Party) -> str:
     what = "" if tensor is None else f" of {tensor.numel()} elements"
     among = f" among ranks {', '.join(map(str, party.ranks))}" if party.scope and len(party.ranks) <= 16 else ""
-    return f"{name}{what}{among}{f' ({_purpose})' if _purpose else ''}"
+    purpose = Job.current().purpose
+    return f"{name}{what}{among}{f' ({purpose})' if purpose else ''}"

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from deepspeed.comm.job.world import is_initialized, stand_in
+from deepspeed.comm.job.job import Job
 from deepspeed.comm.watch.watchdog import Awaited
-from deepspeed.comm.watch.watched_group import job_watch, party_of
 from deepspeed.errors import DeepSpeedError
 
 
@@ -29,7 +28,7 @@ class Waypoints:
 
     def __init__(self, group: Any) -> None:
         self._group = group
-        party_of(group)  # so that the watch can end the group's waits
+        Job.current().watched.party_of(group)  # so that the watch can end the group's waits
 
     def __deepcopy__(self, memo: Any) -> Waypoints:
         return self  # a copied model talks to the same ranks
@@ -38,7 +37,7 @@ class Waypoints:
         """This rank is at ``name``, and goes on from there."""
         if torch.compiler.is_compiling():
             return
-        party = party_of(self._group)
+        party = Job.current().watched.party_of(self._group)
         if party is None or not party.waits_on_host:
             return
         channel, index = party.issue("waypoint", _key(name))
@@ -47,9 +46,7 @@ class Waypoints:
 
 def reason_of(error: RuntimeError) -> Exception | None:
     """Why a forward or backward failed, where that is because other ranks have gone another way or ended."""
-    if isinstance(error, DeepSpeedError) or stand_in() is not None or not is_initialized():
-        return None
-    return job_watch().known_reason()
+    return None if isinstance(error, DeepSpeedError) else Job.current().watched.known_reason()
 
 
 @functools.cache

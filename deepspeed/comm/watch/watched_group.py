@@ -1,4 +1,4 @@
-"""The job's one watch, and how each process group takes part in it.
+"""A job's one watch, and how each process group takes part in it.
 
 Ranks are numbered as the job numbers them, whatever the group: so a circle of waits is found though it goes through
 several groups, and messages name ranks as the launcher does.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from deepspeed.comm.host.drain_at_exit import rest_at_exit
 from deepspeed.comm.host.message_queue import Mail
-from deepspeed.comm.job.torch_groups import backend_for, is_alive, rendezvous_store
-from deepspeed.comm.job.world import stand_in
+from deepspeed.comm.job.ranks import Ranks
+from deepspeed.comm.job.torch_groups import is_alive, rendezvous_store
 from deepspeed.comm.watch.watchdog import Watch
 
 _ABORT_TAG = (1 << 30) - 1
@@ -64,56 +64,94 @@ class Party:
         self.watch.wait(blocking, *ticket, label, self.ranks if members is None else members, patience=patience)
 
 
-_job: tuple[Any, Watch] | None = None
-_parties: dict[int, Party] = {}
+@dataclass(eq=False)
+class GroupRecord:
+    """What a job keeps for one of its process groups, until that is destroyed.
+
+    Attributes:
+        group: The torch process group.
+        party: How it is watched; None where this rank waits for nobody in it.
+        transports: Those that are made once, by their use.
+        made: How ``comm.job.new_groups`` made it; None: somebody else did.
+    """
+
+    group: Any
+    party: Party | None
+    transports: dict[Any, Any] = field(default_factory=dict)
+    made: Any = None
 
 
-def job_watch() -> Watch:
-    """The watch of the job, made when it is first asked for. There must be a process group."""
-    global _job
-    world = dist.group.WORLD
-    if _job is None or _job[0] is not world:
-        if _job is not None:
-            _job[1].stop()
-        _parties.clear()
-        rest_at_exit()
-        store, rank = rendezvous_store(), dist.get_rank()
-        # Counted in the store, per rank: a store may serve one process group after another.
-        life = store.add(f"deepspeed/lives/{rank}", 1)
-        _job = world, Watch(store, f"deepspeed/{life}", rank, dist.get_world_size())
-    return _job[1]
+class WatchedGroups:
+    """The process groups of one job that are in use, and the watch over waits in them.
 
+    Args:
+        ranks: Of the job.
+    """
 
-def party_of(group: Any = None) -> Party | None:
-    """How ``group`` (None: all ranks) takes part; None where this rank waits for nobody in it, or ranks are played."""
-    if stand_in() is not None:
-        return None
-    watch = job_watch()
-    group = dist.group.WORLD if group is None else group
-    known = _parties.get(id(group))
-    if known is not None and known.group is group:
-        return known
-    for key in [key for key, party in _parties.items() if not is_alive(party.group)]:
-        gone = _parties.pop(key)
-        watch.aborts.pop(key, None)
-        if gone.mail is not None:
-            watch.dismiss(gone.mail)
-    if dist.get_rank(group) < 0 or dist.get_world_size(group) == 1:
-        return None
-    scope = "" if group is dist.group.WORLD else f"{group.group_name}/"
-    made = Party(group, tuple(dist.get_process_group_ranks(group)), scope, watch, backend_for(group, None) == "gloo")
-    _parties[id(group)] = made
-    watch.aborts[id(group)] = functools.partial(_abort, made)
-    return made
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._watch: Watch | None = None
+        self._records: dict[int, GroupRecord] = {}
 
+    @property
+    def watch(self) -> Watch:
+        """The watch of the job, made when it is first asked for. There must be a process group."""
+        if self._watch is None:
+            rest_at_exit()
+            store, rank = rendezvous_store(), dist.get_rank()
+            # Counted in the store, per rank: a store may serve one job after another.
+            life = store.add(f"deepspeed/lives/{rank}", 1)
+            self._watch = Watch(store, f"deepspeed/{life}", rank, dist.get_world_size())
+        return self._watch
 
-def forget_all() -> None:
-    """Drops what is known of the job: for processes that take part in one job after another."""
-    global _job
-    if _job is not None:
-        _job[1].stop()
-    _job = None
-    _parties.clear()
+    def begin(self) -> None:
+        """Makes the watch, which tells the other ranks of the end of this program. There must be a process group."""
+        self.watch  # noqa: B018
+
+    def party_of(self, group: Any = None) -> Party | None:
+        """Returns how ``group`` (None: all ranks) is watched; None where this rank waits for nobody in it."""
+        return self.record_of(group).party
+
+    def record_of(self, group: Any = None) -> GroupRecord:
+        """Returns the record of ``group`` (None: all ranks), made when it is first asked for."""
+        watch = self.watch
+        group = dist.group.WORLD if group is None else group
+        known = self._records.get(id(group))
+        if known is not None and known.group is group:
+            return known
+        self._forget_destroyed()
+        made = GroupRecord(group, None)
+        if dist.get_rank(group) >= 0 and dist.get_world_size(group) > 1:
+            scope = "" if group is dist.group.WORLD else f"{group.group_name}/"
+            waits_on_host = self._ranks.backend_for(group, None) == "gloo"
+            made.party = Party(group, tuple(dist.get_process_group_ranks(group)), scope, watch, waits_on_host)
+            watch.aborts[id(group)] = functools.partial(_abort, made.party)
+        self._records[id(group)] = made
+        return made
+
+    def records(self) -> list[GroupRecord]:
+        """Returns the records of all groups that have not been destroyed, oldest first."""
+        self._forget_destroyed()
+        return list(self._records.values())
+
+    def known_reason(self) -> Exception | None:
+        """Returns why waits of this job fail, where the watch has found it out."""
+        return self.watch.known_reason() if self._ranks.is_initialized() else None
+
+    def close(self) -> None:
+        """Ends the watch, and drops what is kept for the groups."""
+        if self._watch is not None:
+            self._watch.stop()
+        self._watch = None
+        self._records.clear()
+
+    def _forget_destroyed(self) -> None:
+        for key in [key for key, record in self._records.items() if not is_alive(record.group)]:
+            gone = self._records.pop(key)
+            if self._watch is not None and gone.party is not None:
+                self._watch.aborts.pop(key, None)
+                if gone.party.mail is not None:
+                    self._watch.dismiss(gone.party.mail)
 
 
 def _abort(party: Party) -> None:

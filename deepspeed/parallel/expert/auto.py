@@ -14,8 +14,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from deepspeed.comm.job.expert_groups import connect_experts, declare_experts, group_name, make_torch_groups
+from deepspeed.comm.job.expert_groups import group_name
 from deepspeed.comm.job.groups import declare_expert_groups
+from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.world import rank_in
 from deepspeed.comm.transports.transport import Piece, Transport
 from deepspeed.config.sections.expert_parallel import ExpertParallel
@@ -68,9 +69,9 @@ def spread_experts(
     found = _found_by_stages(model, section, device)
     ep_size = section.autoep_size
     declare_expert_groups(ep_size, data_first or None)
-    make_torch_groups(ep_size)
+    Job.current().experts.make_groups(ep_size)
     if ep_size > 1:
-        connect_experts(ep_size, device)
+        Job.current().experts.connect(ep_size, device)
     deal = _Deal(ep_size, peers, device)
     exchanged: Exchanged = {}
     for name, module in found.items():
@@ -219,7 +220,7 @@ class _Deal:
         self.ep_size = ep_size
         self._peers = peers
         self._device = device
-        declared = declare_experts(ep_size)
+        declared = Job.current().experts.declare(ep_size)
         self.place = next(ranks.index(rank_in()) for ranks in declared.sharing if rank_in() in ranks)
         # The first of the ranks that hold the same experts; it hands on to the others when an engine takes them.
         everyone = peers.ranks or (rank_in(),)

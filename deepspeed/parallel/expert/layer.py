@@ -12,9 +12,9 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
 
 from deepspeed.comm.job import groups
-from deepspeed.comm.job.expert_groups import connect_experts, group_name
+from deepspeed.comm.job.expert_groups import group_name
+from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.world import is_initialized
-from deepspeed.comm.transports.connect import shared_transport
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.parallel.expert.balance import Balance
@@ -124,10 +124,10 @@ class MOELayer(nn.Module):
             device: Where the tokens are; None: the accelerator's, where the backend is none of the host's.
         """
         if self.ep_group is not None:
-            self._transport = shared_transport(self.ep_group, device=device)
+            self._transport = Job.current().axis_of(self.ep_group).transport("outside engines", device=device)
         elif self.ep_size > 1:
             groups.declare_expert_groups(self.ep_size)
-            self._transport = connect_experts(self.ep_size, device)
+            self._transport = Job.current().experts.connect(self.ep_size, device)
 
     def _connected(self, device: torch.device) -> Transport | None:
         if self._transport is None:

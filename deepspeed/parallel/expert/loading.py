@@ -18,7 +18,8 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from deepspeed import comm
-from deepspeed.comm.job.expert_groups import group_name, ranks_of
+from deepspeed.comm.job.expert_groups import group_name
+from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.world import rank_in, size_of
 from deepspeed.comm.transports.transport import LocalTransport
 from deepspeed.config import parse
@@ -233,7 +234,7 @@ def _experts_of(module: nn.Module) -> _Mine | None:
     if state is None or state.ep_size == 1:
         return None
     local = state.num_experts // state.ep_size
-    place = ranks_of(group_name(state.ep_size))[0].index(rank_in())
+    place = Job.current().experts.ranks_of(group_name(state.ep_size))[0].index(rank_in())
     return _Mine(place * local, (place + 1) * local, state.num_experts)
 
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from deepspeed.comm.job.declared_groups import define_group
-from deepspeed.comm.job.expert_groups import connect_experts, declare_experts, group_name, make_torch_groups, ranks_of
+from deepspeed.comm.job.expert_groups import group_name
 from deepspeed.comm.job.groups import declare_expert_groups
-from deepspeed.comm.job.world import rank_in
+from deepspeed.comm.job.job import Job
+from deepspeed.comm.job.world import define_group, rank_in
 from deepspeed.parallel.expert.layer import MOELayer
 from deepspeed.parallel.stages import told_by_stages
 from deepspeed.zero.holder import full_shape
@@ -43,10 +43,10 @@ def prepare_expert_layers(
     for ep_size in sorted({size for size, _, _ in wanted}):
         declare_expert_groups(ep_size, data_first or None)
         if any(size == ep_size and is_cut for size, is_cut, _ in wanted):
-            define_group(cut_experts(group_name(ep_size)), declare_experts(ep_size).same, lasts=False)
-        make_torch_groups(ep_size)
+            define_group(cut_experts(group_name(ep_size)), Job.current().experts.declare(ep_size).same, lasts=False)
+        Job.current().experts.make_groups(ep_size)
         if any(size == ep_size and is_ours for size, _, is_ours in wanted):
-            connect_experts(ep_size, device)
+            Job.current().experts.connect(ep_size, device)
     for module in model.modules():
         connect = getattr(module, "set_deepspeed_parallelism", None)
         if callable(connect):
@@ -71,7 +71,7 @@ def _name_experts(name: str, layer: MOELayer) -> None:
     """Says of every expert's parameters which expert of all it is: its own numbers begin at 0 on every rank."""
     if layer.ep_size == 1:
         return
-    sharing, _ = ranks_of(group_name(layer.ep_size))
+    sharing, _ = Job.current().experts.ranks_of(group_name(layer.ep_size))
     first = sharing.index(rank_in()) * layer.num_local_experts
     prefix = f"{name}.experts.deepspeed_experts" if name else "experts.deepspeed_experts"
     for number, expert in enumerate(layer.experts.deepspeed_experts):

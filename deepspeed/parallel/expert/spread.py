@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.comm.job.expert_groups import connect_experts
+from deepspeed.comm.job.job import Job
 from deepspeed.parallel.expert.balance import Balance
 from deepspeed.parallel.expert.dispatch import RoutePlan, dispatch, plan_routes
 from deepspeed.parallel.expert.stacked import ExpertStack, StackedExperts
@@ -113,7 +113,7 @@ def _forward_all(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
 
 
 def _plan(state: Spread, indices: torch.Tensor, x: torch.Tensor) -> RoutePlan:
-    transport = connect_experts(state.ep_size, x.device) if state.ep_size > 1 else None
+    transport = Job.current().experts.connect(state.ep_size, x.device) if state.ep_size > 1 else None
     plan = plan_routes(indices, state.num_experts, transport)
     state.balance = Balance.of(plan)
     return plan

@@ -14,10 +14,9 @@ import torch
 from torch import nn
 
 from deepspeed import comm
-from deepspeed.comm.job.declared_groups import define_copies, defined_groups, group_of
+from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mesh import PIPE, Mesh
 from deepspeed.comm.job.world import rank_in
-from deepspeed.comm.transports.connect import shared_transport
 from deepspeed.zero.tiling.describe import put_in_group
 from deepspeed.zero.tiling.parts import says_part
 
@@ -40,7 +39,7 @@ class Tie:
 
     def weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
         """This rank's parameters of the tie, with the torch process group of the copies. Every rank must call it."""
-        group = group_of(defined_groups()[self.group])
+        group = Job.current().declared.group_of(Job.current().declared.defined()[self.group])
         return [] if self.module is None else [(parameter, group) for parameter in self.module.parameters()]
 
 
@@ -57,7 +56,7 @@ def settle_ties(ties: Mapping[str, Tie], device: torch.device) -> None:
     """
     for key in sorted(ties):
         tie = ties[key]
-        group = group_of(defined_groups()[tie.group])
+        group = Job.current().declared.group_of(Job.current().declared.defined()[tie.group])
         if tie.module is None:
             continue
         parameters = dict(tie.module.named_parameters())
@@ -68,7 +67,9 @@ def settle_ties(ties: Mapping[str, Tie], device: torch.device) -> None:
             ],
             group,
         )
-        transport = shared_transport(group, device=device, timeout=comm.default_timeout())
+        transport = (
+            Job.current().axis_of(group).transport("outside engines", device=device, timeout=comm.default_timeout())
+        )
         for name, parameter in parameters.items():
             values = parameter.to(device, copy=True, memory_format=torch.contiguous_format)
             transport.broadcast(values.view(-1).view(torch.uint8), 0, label=f"the tied weight {key}.{name}")
@@ -91,7 +92,7 @@ def declare_ties(mesh: Mesh, owners: Mapping[str, Sequence[int]], modules: nn.Mo
         module = modules[key] if key in modules else None
         lists = [[ranks[stage] for stage in stages] for ranks in mesh.groups(PIPE)]
         for is_cut, group in ((False, name), (True, f"{name}, cut")):
-            define_copies(group, lists, is_cut=is_cut)
+            Job.current().declared.define_copies(group, lists, is_cut=is_cut)
         if module is not None:
             for parameter in module.parameters():
                 put_in_group([parameter], f"{name}, cut" if says_part(parameter) else name)

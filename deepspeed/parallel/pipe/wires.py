@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,13 +13,12 @@ import torch.distributed as dist
 from deepspeed import comm
 from deepspeed.comm.host.message_queue import Mail
 from deepspeed.comm.host.start_p2p import begun
+from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mesh import PIPE, Mesh
-from deepspeed.comm.job.new_groups import my_group
-from deepspeed.comm.job.torch_groups import backend_for
 from deepspeed.comm.job.world import rank_in
-from deepspeed.comm.transports.connect import open_mail, transport_over
+from deepspeed.comm.transports.connect import open_mail
 from deepspeed.comm.transports.transport import job_is_over
-from deepspeed.comm.watch.watched_group import Party, party_of
+from deepspeed.comm.watch.watched_group import Party
 from deepspeed.parallel.pipe.channel import ACTIVATIONS, GRADIENTS, TENSORS, WORDS, Incoming, Outgoing, Route
 
 _TAGS = (1 << 30) + (1 << 28)  # above those of transports
@@ -135,12 +133,14 @@ class StageWires:
             return
         timeout, pipes = comm.default_timeout(), mesh.groups(PIPE)
         world = dist.group.WORLD
-        backend = backend_for(world, device)
+        backend = Job.current().ranks.backend_for(None, device)
         if backend == "gloo" and len(self._ranks) == mesh.world_size:
             self._host = world  # transfers have tags, and a group of its own has threads of its own
         else:
-            self._host = my_group(pipes, backend="gloo", timeout=timeout, why="transfers between stages")
-        party = party_of(self._host)
+            self._host = Job.current().process_groups.mine(
+                pipes, backend="gloo", timeout=timeout, why="transfers between stages"
+            )
+        party = Job.current().watched.party_of(self._host)
         assert party is not None
         self._party: Party | None = party
         self._owner = party.watch.next_owner(f"{party.scope}stages")
@@ -150,11 +150,13 @@ class StageWires:
             for kind in _KINDS:
                 for upwards in (True, False):
                     why = f"{kind} between stages, {'up' if upwards else 'down'}"
-                    self._native[kind, upwards] = my_group(pipes, backend=backend, timeout=timeout, why=why)
+                    self._native[kind, upwards] = Job.current().process_groups.mine(
+                        pipes, backend=backend, timeout=timeout, why=why
+                    )
         # Copying into a packet is worth it where tensors are on the host and travel as words do.
         self._packs = not self._native and device.type == "cpu"
         # Whoever knows the group has it open already; asked for here, as every rank of a pipeline is.
-        self._mail = open_mail(transport_over(self._host))
+        self._mail = open_mail(Job.current().connector.over(self._host, None))
         party.watch.members.add(self)
 
     def connect_pairs(self, stage_of: Sequence[int]) -> None:
@@ -251,20 +253,7 @@ class StageWires:
         return route, _Ordered(self._native[kind, source < target], wire, place)
 
 
-_maker: Callable[[Mesh, torch.device], Any] = StageWires
-
-
-@contextmanager
-def wires_from(maker: Callable[[Mesh, torch.device], Any]) -> Iterator[None]:
-    """Inside, stages are connected by what ``maker`` makes in place of :class:`StageWires`."""
-    global _maker
-    before, _maker = _maker, maker
-    try:
-        yield
-    finally:
-        _maker = before
-
-
 def connect_stages(mesh: Mesh, device: torch.device) -> StageWires:
     """The channels of this rank's stage. Every rank of the job must call it; arguments as of :class:`StageWires`."""
-    return _maker(mesh, device)  # type: ignore[no-any-return]
+    made: StageWires = Job.current().make(StageWires, mesh, device)
+    return made

@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from deepspeed.comm.job import groups
+from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mesh import SEQUENCE, TENSOR, Mesh
-from deepspeed.comm.job.new_groups import my_group
 from deepspeed.comm.job.world import backend_of, size_of
 from deepspeed.comm.start.process_group import default_timeout
 from deepspeed.config.batch import ACCUMULATION, MICRO, TOTAL
@@ -232,7 +232,9 @@ def _groups_of_mode(model: Any, group: Any, mesh: Mesh, mode: str) -> tuple[Any,
         return None, group
     split = mesh.split(SEQUENCE, "ring", ("heads", width))
     made = [
-        my_group(split.groups(axis), backend=backend_of(), timeout=default_timeout(), why=f"attention along {axis}")
+        Job.current().process_groups.mine(
+            split.groups(axis), backend=backend_of(), timeout=default_timeout(), why=f"attention along {axis}"
+        )
         for axis in ("heads", "ring")
     ]
     return made[0], made[1]

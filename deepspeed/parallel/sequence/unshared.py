@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from deepspeed.comm.job.world import is_initialized, ranks_of, stand_in
+from deepspeed.comm.job.job import Job
+from deepspeed.comm.job.world import is_initialized, ranks_of
 from deepspeed.comm.transports.program_calls import program_calls
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
@@ -32,7 +33,7 @@ def check_first_forward(model: nn.Module, group: Any, ranks: int) -> None:
     The forward raises ``DeepSpeedConfigError`` where the model attends and exchanges nothing: each rank would attend to
     its own part. It warns where it sees neither: that is right only for a model that treats every token by itself.
     """
-    if stand_in() is not None or not is_initialized():
+    if not is_initialized() or Job.current().watched.party_of(group) is None:  # nobody to exchange tokens with
         return
     _FirstForward(model, group, ranks)
 

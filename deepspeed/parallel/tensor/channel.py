@@ -5,14 +5,10 @@ from __future__ import annotations
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
+from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mesh import TENSOR, Mesh
-from deepspeed.comm.job.new_groups import my_group
-from deepspeed.comm.job.torch_groups import backend_for
-from deepspeed.comm.job.world import rank_in, stand_in
 from deepspeed.comm.transports.channel import Channel, channel_over
-from deepspeed.comm.transports.connect import create_transport
 from deepspeed.comm.transports.transport import Transport
 
 
@@ -22,17 +18,12 @@ def connect(mesh: Mesh, device: torch.device | None, timeout: timedelta | None) 
     Args:
         mesh: Of the job.
         device: Where activations live.
-        timeout: As of ``comm.transports.connect.create_transport``.
+        timeout: As of ``Axis.transport``.
     """
-    if (others := stand_in()) is not None:
-        made: Transport = others.transport(device, mesh.group(rank_in(), TENSOR))
-    elif mesh.size(TENSOR) == mesh.world_size:
-        made = create_transport(None, device=device, timeout=timeout)
-    else:
-        backend = backend_for(dist.group.WORLD, device)
-        group = my_group(mesh.groups(TENSOR), backend=backend, timeout=timeout, why="the parts of layers")
-        made = create_transport(group, device=device, timeout=timeout)
-    return over(made)
+    axis = Job.current().axis_over(
+        mesh.groups(TENSOR), TENSOR, why="the parts of layers", device=device, timeout=timeout
+    )
+    return over(axis.transport(device=device, timeout=timeout))
 
 
 def over(transport: Transport) -> Channel:

@@ -7,17 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from deepspeed import comm
 from deepspeed.comm.job.groups import group_along
+from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mesh import SAME_PART, TENSOR, Mesh
-from deepspeed.comm.job.new_groups import my_group
-from deepspeed.comm.job.torch_groups import backend_for
 from deepspeed.comm.job.world import rank_in
 from deepspeed.comm.transports.channel import Channel
-from deepspeed.comm.transports.connect import create_transport, shared_transport
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.config.sections.tensor_parallel import TensorParallel
 from deepspeed.errors import DeepSpeedConfigError
@@ -90,7 +87,11 @@ def cut_model(model: nn.Module, section: TensorParallel, mesh: Mesh, device: tor
     holders = _holders(model, layout, mesh, device)
     with torch.no_grad():
         _spread(model, channel, device)
-    data = shared_transport(group_along(*SAME_PART), device=device, timeout=comm.default_timeout())
+    data = (
+        Job.current()
+        .axis_of(group_along(*SAME_PART))
+        .transport("outside engines", device=device, timeout=comm.default_timeout())
+    )
     rehearsal = ConsistencyCheck.before(model, layout, section, device)
     made = CutModel(channel, layout)
     with torch.no_grad():
@@ -216,10 +217,9 @@ def _holders(model: nn.Module, layout: Layout, mesh: Mesh, device: torch.device)
     (kind,) = kinds
     sets = sorted(set(kind))
     lists = [group[low:high] for group in mesh.groups(TENSOR) for low, high in sets]
-    group = my_group(
-        lists, backend=backend_for(dist.group.WORLD, device), timeout=comm.default_timeout(), why="shared heads"
-    )
-    return over(create_transport(group, device=device, timeout=comm.default_timeout()))
+    timeout = comm.default_timeout()
+    axis = Job.current().axis_over(lists, TENSOR, why="shared heads", device=device, timeout=timeout)
+    return over(axis.transport(device=device, timeout=timeout))
 
 
 def _spread(model: nn.Module, channel: Channel, device: torch.device) -> None:

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from deepspeed import comm
+from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mesh import TENSOR, Mesh
 from deepspeed.comm.job.world import size_of
-from deepspeed.comm.transports.connect import shared_transport
 from deepspeed.comm.transports.objects import gather_json
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
@@ -44,7 +44,7 @@ def read_marks(model: nn.Module, mesh: Mesh, device: torch.device) -> None:
     """
     if mesh.size(TENSOR) == 1 or mesh.world_size != size_of():
         return
-    everybody = shared_transport(device=device, timeout=comm.default_timeout())
+    everybody = Job.current().axis_of().transport("outside engines", device=device, timeout=comm.default_timeout())
     what = "the marks of parameters that the program has cut"
     marked, problem = _marked(model)
     said = gather_json(everybody, (bool(marked), problem, _has_cut(model)), label=what)

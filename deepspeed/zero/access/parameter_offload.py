@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from deepspeed import comm
+from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mpu import zero_group
 from deepspeed.comm.start.device import local_device
-from deepspeed.comm.transports.connect import create_transport
 from deepspeed.config import parse
 from deepspeed.errors import CallOrderError, NotYetSupportedError
 from deepspeed.zero.access.gathered import GatheredParameters
@@ -100,7 +100,9 @@ class DeepSpeedZeRoOffload:  # noqa: N801 - the public name
             comm.init_distributed()
         group = zero_group(mpu) if dp_process_group is None and mpu is not None else dp_process_group
         device = local_device()
-        gather, reduce = (create_transport(group, device=device, timeout=comm.default_timeout()) for _ in range(2))
+        gather, reduce = (
+            Job.current().axis_of(group).transport(device=device, timeout=comm.default_timeout()) for _ in range(2)
+        )
         limits = Limits(persistence=param_persistence_threshold, model_persistence=model_persistence_threshold)
         gathers = GatherLimits(
             prefetch=prefetch_bucket_size, max_live=max_live_parameters, max_reuse_distance=max_reuse_distance

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from deepspeed import comm
+from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mpu import zero_group
 from deepspeed.comm.start.device import local_device
-from deepspeed.comm.transports.connect import shared_transport
 from deepspeed.config import ParsedConfig, parse
 from deepspeed.errors import DeepSpeedConfigError, NotYetSupportedError
 from deepspeed.logging import log_dist
@@ -110,7 +110,9 @@ class Init:
         self.dtype = dtype if dtype is not None else _configured_dtype(parsed)
         self._construction = Construction(
             ProvisionalGroups(
-                shared_transport(group, device=self._device, timeout=comm.default_timeout()),
+                Job.current()
+                .axis_of(group)
+                .transport("outside engines", device=self._device, timeout=comm.default_timeout()),
                 self._device,
                 comm.default_timeout(),
             ),

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 
 from deepspeed import comm
+from deepspeed.comm.job.job import Job
 from deepspeed.comm.start.device import local_device
-from deepspeed.comm.transports.connect import shared_transport
 from deepspeed.zero.access.views import install_views
 from deepspeed.zero.construction.provisional import ProvisionalBucket
 from deepspeed.zero.construction.sharing import ProvisionalGroups
@@ -39,7 +39,7 @@ class SlicesFromFiles:
         self._device = local_device()
         self._home = torch.device("cpu") if on_host else self._device
         timeout = comm.default_timeout()
-        peers = shared_transport(None, device=self._device, timeout=timeout)
+        peers = Job.current().axis_of().transport("outside engines", device=self._device, timeout=timeout)
         self._groups = ProvisionalGroups(peers, self._device, timeout)
 
     @property

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch
 
-from deepspeed.comm.job.declared_groups import connect_defined, defined_groups
+from deepspeed.comm.job.job import Job
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.zero.group import BucketGroup
@@ -25,7 +25,7 @@ class ProvisionalGroups:
     Args:
         peers: All ranks that build the model.
         device: Where the parameters compute.
-        timeout: As of ``comm.transports.connect.create_transport``.
+        timeout: As of ``Axis.transport``.
     """
 
     def __init__(self, peers: Transport, device: torch.device, timeout: timedelta | None) -> None:
@@ -47,13 +47,13 @@ class ProvisionalGroups:
         wanted = describe(name, parameter).group
         wanted = DATA if wanted == CUT else wanted  # each model-parallel rank builds its own part
         if wanted not in self._groups:
-            defined = defined_groups().get(wanted)
+            defined = Job.current().declared.defined().get(wanted)
             if defined is None:
                 raise DeepSpeedConfigError(
                     f"zero.Init: {name!r} belongs to the group {wanted!r}, which is not defined; call "
                     f"deepspeed.comm.define_group({wanted!r}, ranks) on every rank before the model is built"
                 )
-            transport = connect_defined(
+            transport = Job.current().declared.connect(
                 defined, self.peers, "parameters before initialize", device=self._device, timeout=self._timeout
             )
             transport.owner = self.peers.owner

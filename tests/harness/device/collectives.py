@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from deepspeed.comm.job.fake import FakeJob
 from deepspeed.comm.job.mesh import DATA, Mesh
 from deepspeed.comm.transports.native import NativeTransport
 from deepspeed.comm.transports.transport import LocalTransport, Transport
@@ -155,27 +156,17 @@ class _Mirrored(NativeTransport):
                 self.group.broadcast(piece.tensor, piece.source).wait()
 
 
-class MirrorWorld:
-    """Rank ``rank`` of ``size`` equal ones; see ``deepspeed.comm.job.world.World``.
+class MirrorJob(FakeJob):
+    """Rank ``rank`` of ``size`` equal ones, on the backend ``nccl``.
 
     Attributes:
-        rank: This rank.
-        size: Number of ranks.
-        mesh: How they are laid out; all of them are data-parallel.
-        backend: ``nccl``.
-        operations: Collectives of ``torch.distributed``.
-        communicators: In the order in which they were made; the first is that of ``operations``.
+        communicators: In the order in which they were made; the first is that of the collectives of torch.
     """
-
-    backend = "nccl"
 
     def __init__(self, clocks: Clocks, rank: int, size: int) -> None:
         self._clocks = clocks
-        self.rank = rank
-        self.size = size
-        self.mesh = Mesh(((DATA, size),))
         self.communicators: list[Communicator] = []
-        self.operations: Any = _Operations(self.communicator((rank, size)))
+        super().__init__(rank, Mesh(((DATA, size),)), "nccl", _Operations(self.communicator((rank, size))))
 
     def communicator(self, place: tuple[int, int]) -> Communicator:
         """A new one, of which this rank is ``place``: rank and size."""

@@ -12,7 +12,6 @@ import torch
 
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.checkpoint import disk as checkpoint_disk
-from deepspeed.comm.job.world import played_by
 from deepspeed.comm.transports import native
 from deepspeed.offload.disk import Disk, disk_is
 from deepspeed.offload.file_io import BlockFile, IoSettings, Transfer
@@ -20,7 +19,7 @@ from deepspeed.offload.pinned import HostMemorySource, host_memory_from
 from tests.harness.device.accelerator import SimulatedAccelerator
 from tests.harness.device.allocator import PinnedAllocator
 from tests.harness.device.clocks import Actor, Clocks
-from tests.harness.device.collectives import MirrorWorld
+from tests.harness.device.collectives import MirrorJob
 from tests.harness.device.memory import Memory
 from tests.harness.device.operations import Operations
 from tests.harness.device.peers import connected
@@ -40,14 +39,14 @@ class Device:
         clocks: Streams, and the counts of launches and waits.
     """
 
-    def __init__(self, memory: Memory, accelerator: SimulatedAccelerator, world: MirrorWorld | None) -> None:
+    def __init__(self, memory: Memory, accelerator: SimulatedAccelerator, world: MirrorJob | None) -> None:
         self._memory = memory
         self.accelerator = accelerator
         self.clocks = memory.clocks
         self._world = world
 
     @property
-    def world(self) -> MirrorWorld:
+    def world(self) -> MirrorJob:
         """The other ranks, where they are mirrors of this one."""
         assert self._world is not None, "the other ranks are processes"
         return self._world
@@ -87,12 +86,12 @@ def simulated_device(*, ranks: int = 1, rank: int = 0, quick: bool = False) -> I
         OrderError: Some work was not ordered.
     """
     clocks = Clocks(device_is_quick=quick)
-    with _simulated(clocks, MirrorWorld(clocks, rank, ranks)) as device:
+    with _simulated(clocks, MirrorJob(clocks, rank, ranks)) as device:
         yield device
 
 
 @contextmanager
-def _simulated(clocks: Clocks, world: MirrorWorld | None) -> Iterator[Device]:
+def _simulated(clocks: Clocks, world: MirrorJob | None) -> Iterator[Device]:
     memory = Memory(clocks)
     operations = Operations(clocks, memory)
     accelerator = SimulatedAccelerator(clocks, memory)
@@ -106,7 +105,7 @@ def _simulated(clocks: Clocks, world: MirrorWorld | None) -> Iterator[Device]:
             stack.enter_context(_bytes_are_read(operations, memory))
             stack.enter_context(mock.patch.object(native, "pause", clocks.nap))
             if world is not None:
-                stack.enter_context(played_by(world))
+                stack.enter_context(world.as_current())
             else:  # a kernel runs when it is queued, so the host would block where a reduction is issued
                 stack.enter_context(mock.patch.object(native.NativeTransport, "finishing_stream", None))
             stack.enter_context(operations)

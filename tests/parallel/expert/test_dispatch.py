@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepspeed.comm.transports.connect import shared_transport
+from deepspeed.comm.job.job import Job
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.parallel.expert.dispatch import dispatch, plan_routes
 from tests.engine.support import rank
@@ -81,7 +81,9 @@ def _cell(transport: Transport | None, k: int, tokens: int, share_dropped: float
 
 
 def _cells(ep_size: int) -> None:
-    transport = shared_transport(device=torch.device("cpu")) if ep_size > 1 else None
+    transport = (
+        Job.current().axis_of().transport("outside engines", device=torch.device("cpu")) if ep_size > 1 else None
+    )
     for k in (1, 2, 4):
         for share in (0.0, 0.4, 1.0):
             for in_pieces in (True, False):

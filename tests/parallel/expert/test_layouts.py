@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deepspeed.comm.job import groups
-from deepspeed.comm.job.declared_groups import define_copies, defined_groups
-from deepspeed.comm.job.expert_groups import ranks_of
+from deepspeed.comm.job.job import Job
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from tests.engine.support import SHARDED, engine_of, inputs, rank, tower
 from tests.harness import run_ranks
@@ -16,7 +15,7 @@ from tests.parallel.expert.test_parity import compare
 
 def _one_after_another() -> None:
     compare(4, (2, 2), 2, 1, 0.2)  # neighbours share experts
-    assert defined_groups() == {}
+    assert Job.current().declared.defined() == {}
     compare(4, (2, 2), 3, 1, 0.2, use_data_before_expert_parallelism=True)  # and now ranks that are two apart
     # ZeRO++ groups neighbours for all parameters, which is refused where some have groups of their own.
     engine = engine_of(tower(), 3, zero={**SHARDED, "zero_hpz_partition_size": 2})
@@ -49,7 +48,7 @@ def _beside_each_other() -> None:
     with pytest.raises(CallOrderError, match="does not exist yet"):
         groups._get_expert_parallel_group("ep_size_2")
     groups._create_expert_and_data_parallel(2, use_data_before_expert_parallel_=True)
-    assert ranks_of("ep_size_2")[0] == (rank() % 2, rank() % 2 + 2)
+    assert Job.current().experts.ranks_of("ep_size_2")[0] == (rank() % 2, rank() % 2 + 2)
 
 
 def test_groups_stay_as_long_as_they_are_needed() -> None:
@@ -57,13 +56,13 @@ def test_groups_stay_as_long_as_they_are_needed() -> None:
 
 
 def _copies() -> None:
-    define_copies("tied", [[0, 1]])
+    Job.current().declared.define_copies("tied", [[0, 1]])
     engine = engine_of(tower(), 1)
     with pytest.raises(DeepSpeedConfigError, match=r"the name is taken.*destroy\(\) of the 1 engine"):
-        define_copies("tied", [[0], [1]])
+        Job.current().declared.define_copies("tied", [[0], [1]])
     engine.destroy()
-    define_copies("tied", [[0], [1]])
-    assert defined_groups()["tied"].ranks == ((0,), (1,))
+    Job.current().declared.define_copies("tied", [[0], [1]])
+    assert Job.current().declared.defined()["tied"].ranks == ((0,), (1,))
 
 
 def test_copies_of_a_pipeline_end_with_it() -> None:

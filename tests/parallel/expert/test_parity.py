@@ -14,7 +14,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.comm.job import groups
-from deepspeed.comm.job.expert_groups import ranks_of
+from deepspeed.comm.job.job import Job
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.moe.layer import MoE
 from tests.engine.support import SHARDED, WIDTH, adamw, engine_of, rank, same_on_all_ranks
@@ -58,7 +58,7 @@ def place_of(block: MoE) -> int:
         return 0
     if block.ep_size not in groups.declared_sizes():  # a declaration would keep the groups beyond their engine
         groups.declare_expert_groups(block.ep_size)
-    return ranks_of(block.expert_group_name)[0].index(rank())
+    return Job.current().experts.ranks_of(block.expert_group_name)[0].index(rank())
 
 
 @torch.no_grad()

@@ -1,0 +1,99 @@
+"""The ranks along one axis of a job, and what travels between them."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+
+from deepspeed.comm.job.mesh import DATA
+from deepspeed.comm.job.ranks import Ranks
+from deepspeed.comm.transports.channel import Channel
+from deepspeed.comm.transports.connect import Connector
+from deepspeed.comm.transports.transport import LocalTransport, Transport
+from deepspeed.comm.watch.watched_group import GroupRecord
+
+Use = Literal["engine", "outside engines", "layers"]
+"""Who needs a transport: an engine, which has it for itself; calls of all ranks that belong to no engine; or layers,
+losses and loaders."""
+
+
+class Axis:
+    """The ranks along one axis, among which is this one.
+
+    Args:
+        name: As ``comm.job.mesh`` names it, for the books of what travels.
+        record: Of their process group; None: there are no process groups.
+        ranks: Of the job.
+        connector: Makes its transports.
+        device: Where buffers live where a call does not say; None: see :meth:`Connector.create`.
+    """
+
+    def __init__(
+        self, name: str, record: GroupRecord | None, ranks: Ranks, connector: Connector, device: torch.device | None
+    ) -> None:
+        self.name = name
+        self._record = record
+        self._ranks = ranks
+        self._connector = connector
+        self._device = device
+
+    @property
+    def group(self) -> Any:
+        """The torch process group; None where there is none."""
+        return None if self._record is None else self._record.group
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks, as the job numbers them."""
+        return (0,) if self._record is None else tuple(self._ranks.ranks_of(self.group))
+
+    @property
+    def place(self) -> int:
+        """This rank's place among them."""
+        return 0 if self._record is None else self._ranks.rank_in(self.group)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return 1 if self._record is None else self._ranks.size_of(self.group)
+
+    def transport(
+        self, use: Use = "engine", *, device: torch.device | None = None, timeout: timedelta | None = None
+    ) -> Transport:
+        """Returns what carries buffers between the ranks.
+
+        Args:
+            use: "engine": a new transport for the caller alone. "outside engines": the same one for all callers. Every
+                rank of the job must ask for these two, in the same order. "layers": the same one for all callers, which
+                must exchange in one order on all ranks of the axis; no ranks meet to make it.
+            device: Where the buffers live; None: the device of the job.
+            timeout: Time limit of a communicator that is made; None: torch's.
+        """
+        if self._record is None:
+            return LocalTransport()
+        device = self._device if device is None else device
+        if use == "layers":
+            return self._connector.below_engines(self._record, self.name, device)
+        if use == "outside engines":
+            return self._connector.outside_engines(self._record, device, timeout)
+        made = self._connector.create(self.group, device, timeout)
+        if self.name != DATA:
+            made.axis = self.name
+        return made
+
+    def channel(self, device: torch.device | None = None) -> Channel:
+        """Returns what sums and gathers over the transport of the layers, the same one for all callers."""
+        if self._record is None:
+            return Channel(LocalTransport())
+        key = "channel", self.name
+        transport = self.transport("layers", device=device)
+        if key not in self._record.transports:
+            self._record.transports[key] = Channel(transport)
+        found: Channel = self._record.transports[key]
+        return found
+
+    def objects(self, *, patience: timedelta, why: str) -> Transport:
+        """Returns a new transport for objects on the host; arguments as of ``Connector.objects``."""
+        return self._connector.objects(self.group, patience=patience, why=why)

@@ -1,0 +1,264 @@
+"""The job: everything that belongs to one life of torch's default process group.
+
+A job begins when somebody first asks for it after ``init_process_group``, and is over when the process group is
+destroyed; the next process group is another job, perhaps of other ranks. Its watch, its process groups and transports,
+the mesh and what was declared on it are attributes of the job, so that nothing of it outlives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from typing_extensions import Self
+
+from deepspeed.comm.job.axis import Axis
+from deepspeed.comm.job.declared_groups import DeclaredGroups
+from deepspeed.comm.job.expert_groups import ExpertGroups
+from deepspeed.comm.job.mesh import DATA, EXPERT, PIPE, SAME_PART, SAMPLES, SEQUENCE, TENSOR, Mesh
+from deepspeed.comm.job.new_groups import ProcessGroups
+from deepspeed.comm.job.ranks import Ranks
+from deepspeed.comm.transports.connect import Connector
+from deepspeed.comm.watch.backward_notes import BackwardNotes
+from deepspeed.comm.watch.watched_group import WatchedGroups
+from deepspeed.errors import CallOrderError
+
+_WITH_A_GROUP = (SAMPLES, SAME_PART, (PIPE, TENSOR), (TENSOR,), (SEQUENCE,), (EXPERT,), (DATA, SEQUENCE))
+
+
+class Job:
+    """The ranks of one default process group, or of none yet.
+
+    Args:
+        device: Where buffers live where a call does not say; None: see ``Connector.create``.
+
+    Attributes:
+        ranks: Which ranks there are.
+        watched: The process groups in use, and the watch.
+        process_groups: Makes process groups.
+        connector: Makes transports.
+        declared: Groups that parameters name.
+        experts: Groups of expert-parallel layers.
+        backward: What layers have noted of their exchanges in backward passes.
+        mpu: The program's model-parallel unit; None: there is none.
+        mesh: The mesh that is registered; None: all ranks are data-parallel.
+        purpose: What the program does, in words, where it has said so; for messages of waits in vain.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device
+        self.ranks, self.watched, self.process_groups, self.connector = self._parts()
+        self._world = self.ranks.world
+        self.declared = DeclaredGroups(self.ranks, self.process_groups, self.connector)
+        self.experts = ExpertGroups(self.ranks, self.watched, self.process_groups, self.connector, self.declared)
+        self.backward = BackwardNotes()
+        self.mpu: Any = None
+        self.mesh: Mesh | None = None
+        self.purpose = ""
+        self._of_axes: dict[tuple[str, ...], Any] = {}  # this rank's groups along axes of more than one rank
+
+    def _parts(self) -> tuple[Ranks, WatchedGroups, ProcessGroups, Connector]:
+        ranks = Ranks()
+        watched = WatchedGroups(ranks)
+        process_groups = ProcessGroups(ranks, watched)
+        return ranks, watched, process_groups, Connector(ranks, watched, process_groups)
+
+    @staticmethod
+    def current() -> Job:
+        """Returns the job of the process group that there is now; one without any where there is none."""
+        if _current.is_over():
+            following = Job()
+            if _current._world is None:  # a unit may be registered before the process group is started
+                following.mpu = _current.mpu
+            _current.close()
+            _replace(following)
+        return _current
+
+    @classmethod
+    def open(cls, mesh: Mesh | None = None, device: torch.device | None = None) -> Job:
+        """Opens a job on the process group that there is now, and closes the one before. Every rank must call it.
+
+        Args:
+            mesh: How the ranks are laid out; None: all ranks are data-parallel.
+            device: Where buffers live where a call does not say; None: see ``Connector.create``.
+
+        Raises:
+            DeepSpeedConfigError: The mesh is not one of as many ranks as the process group has.
+            DivergenceError: Some rank does something else.
+            CommunicationError: Some rank has ended or did not come.
+        """
+        _replace(Job(device)).close()
+        _current.set_mesh(mesh)
+        return _current
+
+    def close(self) -> None:
+        """Ends the watch and drops all that belongs to the job. Whoever still has a transport of it can use it no more.
+
+        The process groups stay: they are torch's, and end with ``destroy_process_group``.
+        """
+        self.watched.close()
+        self._of_axes.clear()
+        self.mpu = self.mesh = None
+        if _current is self:
+            _replace(Job())
+
+    def is_over(self) -> bool:
+        """Returns whether the process group of this job is there no more, or another one is."""
+        return self.ranks.world is not self._world
+
+    @contextmanager
+    def as_current(self) -> Iterator[Self]:
+        """Inside, this job is the current one; the one before is current again afterwards. For one thread."""
+        before = _replace(self)
+        try:
+            yield self
+        finally:
+            _replace(before)
+
+    @contextmanager
+    def during(self, purpose: str) -> Iterator[None]:
+        """Inside, whoever waits in vain for a collective is told that it belongs to ``purpose``."""
+        before, self.purpose = self.purpose, purpose
+        try:
+            yield
+        finally:
+            self.purpose = before
+
+    def make(self, kind: Callable[..., Any], *arguments: Any) -> Any:
+        """Returns ``kind(*arguments)``; a job that is played may have something of its own in its place."""
+        return kind(*arguments)
+
+    def axis(self, *names: str) -> Axis:
+        """Returns the ranks along axes of the mesh, among which is this one. Every rank must call it, in one order.
+
+        Args:
+            names: Of ``comm.job.mesh``, in any order.
+
+        Raises:
+            CallOrderError: No mesh is registered.
+        """
+        return self.axis_of(self.group_along(*names), names[0])
+
+    def axis_of(self, group: Any = None, name: str | None = None) -> Axis:
+        """Returns the ranks of a process group as an axis. No ranks meet.
+
+        Args:
+            group: A torch process group; None: of all ranks.
+            name: Of the axis, for the books of what travels; None: "data".
+        """
+        record = self.watched.record_of(group) if self.ranks.is_initialized() else None
+        return Axis(name or DATA, record, self.ranks, self.connector, self._device)
+
+    def axis_over(
+        self,
+        lists: Sequence[Sequence[int]],
+        name: str,
+        *,
+        why: str,
+        device: torch.device | None = None,
+        timeout: timedelta | None = None,
+    ) -> Axis:
+        """Returns an axis with a process group for its own use. Every rank must call it, in one order.
+
+        Args:
+            lists: The members of all groups of the axis; every rank of the job is in exactly one.
+            name: Of the axis.
+            why: What its groups are for, in words, for whoever waits in vain.
+            device: Where the buffers live, which decides the backend.
+            timeout: For transfers in a group that is made now; None: torch's.
+        """
+        if len(lists) == 1:
+            return self.axis_of(self.ranks.world, name)
+        backend = self.ranks.backend_for(self.ranks.world, device)
+        return self.axis_of(self.process_groups.mine(lists, backend=backend, timeout=timeout, why=why), name)
+
+    def set_mesh(self, found: Mesh | None, timeout: timedelta | None = None) -> None:
+        """Registers the mesh and makes the groups along its axes; None forgets it. Every rank must call it.
+
+        Args:
+            found: The mesh.
+            timeout: For transfers in the groups; None: torch's.
+
+        Raises:
+            DeepSpeedConfigError: It is not one of as many ranks as the job has.
+            DivergenceError: Some rank does something else.
+            CommunicationError: Some rank has ended or did not come.
+        """
+        if found is not None and found == self.mesh:
+            return  # engines of one job follow each other
+        self.mesh = None
+        self._of_axes.clear()
+        if found is None:
+            return
+        self.mesh = found.check(self.ranks.size_of())
+        for axes in _WITH_A_GROUP:
+            if self._effective(axes):  # a group of one can be made when somebody asks: each has threads of its own
+                self.group_along(*axes, timeout=timeout)
+
+    def group_along(self, *axes: str, timeout: timedelta | None = None) -> Any:
+        """Returns this rank's process group along axes of the mesh. Every rank must call it, in the same order.
+
+        A group is made once: axes of one rank make no difference.
+
+        Args:
+            axes: Names of ``comm.job.mesh``, in any order.
+            timeout: For transfers in a group that is made now; None: torch's.
+
+        Raises:
+            CallOrderError: No mesh is registered.
+            DivergenceError: Some rank does something else.
+            CommunicationError: Some rank has ended or did not come.
+        """
+        if self.mesh is None:
+            raise CallOrderError(
+                f"groups.group_along({', '.join(map(repr, axes))}): the job has no mesh yet; deepspeed.initialize "
+                "makes it from the configuration, or call deepspeed.utils.groups.set_mesh first"
+            )
+        key = self._effective(axes)
+        if not key:
+            return self.process_groups.alone()
+        if key not in self._of_axes:
+            if self.mesh.size(*key) == self.mesh.world_size:
+                self._of_axes[key] = self.ranks.world
+            else:
+                why = f"ranks along {' and '.join(key)}"
+                backend = self.ranks.backends_of(self.ranks.world)
+                self._of_axes[key] = self.process_groups.mine(
+                    self.mesh.groups(*key), backend=backend, timeout=timeout, why=why
+                )
+        return self._of_axes[key]
+
+    def known_group_along(self, *axes: str) -> Any:
+        """Returns this rank's process group along axes of the mesh, which exists; None where no mesh is registered."""
+        if self.mesh is None:
+            return None
+        key = self._effective(axes)
+        return self._of_axes[key] if key else self.process_groups.alone()
+
+    def place_along(self, *axes: str) -> int:
+        """Returns this rank's place along axes of the mesh; 0 without a mesh."""
+        if self.mesh is None or not self._effective(axes):
+            return 0
+        return self.ranks.rank_in(self.known_group_along(*axes))
+
+    def size_along(self, *axes: str) -> int:
+        """Returns the number of ranks along axes of the mesh; 1 without a mesh."""
+        return 1 if self.mesh is None else self.mesh.size(*axes)
+
+    def _effective(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Those of ``axes`` that have more than one rank, in the order of the mesh."""
+        assert self.mesh is not None
+        return tuple(name for name, size in self.mesh.axes if name in axes and size > 1)
+
+
+_current = Job()
+
+
+def _replace(job: Job) -> Job:
+    """Makes ``job`` the current one, and returns the one before."""
+    global _current
+    before, _current = _current, job
+    return before
