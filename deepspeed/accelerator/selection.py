@@ -32,10 +32,10 @@ def get_accelerator() -> DeepSpeedAccelerator:
     Raises:
         DeepSpeedConfigError: ``DS_ACCELERATOR`` is unknown, or names a device that torch does not see here.
     """
-    global _current
     if _current is None:
         chosen = os.environ.get("DS_ACCELERATOR", "").strip().lower()
-        _current = _from_environment(chosen) if chosen else _detect()
+        set_accelerator(_from_environment(chosen) if chosen else _detect())
+    assert _current is not None
     return _current
 
 

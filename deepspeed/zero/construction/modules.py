@@ -233,8 +233,8 @@ def shard_built(module: nn.Module) -> None:
 @contextmanager
 def suspended() -> Iterator[None]:
     """Inside, modules and tensors are built as if no context were active."""
-    global _active
-    waiting, _active = _active, []
+    waiting = list(_active)
+    _active.clear()
     for construction in reversed(waiting):
         for patch in reversed(construction.patches):
             patch.revert()
@@ -248,7 +248,7 @@ def suspended() -> Iterator[None]:
         for construction in waiting:
             for patch in construction.patches:
                 patch.apply()
-        _active = waiting
+        _active[:] = waiting
 
 
 @contextmanager
