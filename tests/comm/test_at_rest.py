@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.comm.host.drain_at_exit import wait_for_rest
+from deepspeed.comm.watch.drain_at_exit import wait_for_rest
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads have no state there")
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.comm.host.start_p2p import begun
 from deepspeed.comm.job.job import Job
+from deepspeed.comm.transports.start_p2p import begun
 from deepspeed.comm.watch.watched_group import _abort
 from deepspeed.errors import CommunicationError
 from tests.harness import run_ranks

@@ -39,6 +39,19 @@ def test_imports_point_one_way():
     assert not wrong, "imports of a higher layer:\n" + "\n".join(wrong)
 
 
+CHOOSES_FOR_ONE_HOST = "deepspeed.comm.transports.connect"
+
+
+def test_one_module_chooses_what_serves_ranks_of_one_host():
+    host = "deepspeed.comm.host"
+    wrong = [
+        str(entry)
+        for entry in graph.imports()
+        if entry.imported.startswith(host) and not entry.importer.startswith((host, CHOOSES_FOR_ONE_HOST))
+    ]
+    assert not wrong, f"only {CHOOSES_FOR_ONE_HOST} imports from {host}:\n" + "\n".join(wrong)
+
+
 def test_page_of_the_layers_is_in_step():
     assert layers.PAGE.read_text(encoding="utf-8") == layers.page(), "run: python -m tests.project.layers"
 

@@ -8,7 +8,6 @@ numbered by *position*: first along the sharing axis, then along the other (:cla
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -17,16 +16,12 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from deepspeed.comm.host.gloo import GlooTransport
-from deepspeed.comm.host.nodes import HIERARCHICAL, GlooByNodes, NativeByNodes, ask_for_nodes
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mesh import DATA, Mesh, data_mesh
 from deepspeed.comm.job.world import size_of
 from deepspeed.comm.transports.connect import warm_up
-from deepspeed.comm.transports.native import NativeTransport
 from deepspeed.comm.transports.transport import Piece, Transport, Work
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.logging import log_dist
 
 SHARD, REPLICATE = "shard", "replicate"
 
@@ -191,58 +186,21 @@ def gathering_by_nodes(
     device: torch.device | None = None,
     timeout: timedelta | None = None,
 ) -> Transport:
-    """A transport that gathers between nodes first, then inside each. Every rank must call it, in the same order.
-
-    Args:
-        plain: Over the ranks that share slices.
-        everyone: All ranks of the job.
-        groups: The ranks that share slices, of all groups of the job.
-        device: Where the buffers live.
-        timeout: As of ``Connector.create``.
-
-    Returns:
-        The transport to use in the place of ``plain``; ``plain`` itself where its ranks do not span nodes, which one
-        line says, or where a stand-in plays the other ranks.
-
-    Raises:
-        DeepSpeedConfigError: Nodes are cut, or there are ranks outside ``everyone``.
-    """
-    if plain.party is None:
-        return plain
-    if everyone.size != size_of():
-        raise DeepSpeedConfigError(
-            f"{HIERARCHICAL}: needs data-parallel ranks that are all ranks: found {everyone.size} data-parallel ranks "
-            f"of {size_of()}. Leave the mpu out, or the key"
-        )
-    nodes = ask_for_nodes(everyone, os.environ, groups)
-    if isinstance(nodes, str):
-        log_dist(f"{HIERARCHICAL} has no effect: {nodes}")
-        return plain
-    log_dist(f"parameters are gathered in two steps: between {nodes.count} nodes, then among the {nodes.width} of each")
-    if isinstance(plain, GlooTransport):
-        return GlooByNodes(plain, nodes)
-    assert isinstance(plain, NativeTransport)
-    near = [ranks[first : first + nodes.width] for ranks in groups for first in range(0, plain.size, nodes.width)]
-    far = [ranks[place :: nodes.width] for ranks in groups for place in range(nodes.width)]
-    made = []
-    for axis in (far, near):
-        transport = Job.current().connector.part_of(everyone, _group_along(axis, "gathers by nodes", device, timeout))
-        assert isinstance(transport, NativeTransport)
-        warm_up(transport)
-        made.append(transport)
-    return NativeByNodes(plain, nodes, *made)
+    """Returns a transport that gathers between nodes first; arguments and errors as of ``Connector.by_nodes``."""
+    return Job.current().connector.by_nodes(plain, everyone, groups, device=device, timeout=timeout)
 
 
 def _axes_of(
     everyone: Transport, mesh: Mesh, islands: int, device: torch.device | None, timeout: timedelta | None
 ) -> dict[str, Transport]:
-    is_gloo = isinstance(everyone, GlooTransport)
     sharing, same = (
         [[island * everyone.size + rank for rank in ranks] for island in range(islands) for ranks in mesh.groups(axis)]
         for axis in (SHARD, REPLICATE)
     )
     shard_group = _group_along(sharing, "the ranks that share slices", device, timeout)
-    reduce_group = shard_group if is_gloo else _group_along(sharing, "their gradients", device, timeout)
+    reduce_group = (
+        shard_group if not everyone.needs_one_order else _group_along(sharing, "their gradients", device, timeout)
+    )
     same_group = _group_along(same, "the ranks with the same slices", device, timeout)
     made = {}
     for name, group, axis in (

@@ -12,11 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
-from deepspeed.comm.host.gloo import GlooTransport
-from deepspeed.comm.host.shared_sums import SameHostSums, same_host_sums
-from deepspeed.comm.transports.counters import traffic
 from deepspeed.comm.transports.transport import Piece, Reduction, Transport, transfer_key
 
 _SUM = 1  # kind of transfer, see transfer_key
@@ -47,30 +43,17 @@ class _Travelling:
         return self._result
 
 
-class _GlooSum:
-    """Gloo's own sum, in place.
+class Sums(Protocol):
+    """What sums faster than the transport where all ranks are on one host."""
 
-    It needs one order of sums, which activations have, and fewer wake-ups than an exchange of slices.
-    """
+    def serves(self, numel: int, dtype: torch.dtype) -> bool:
+        """Returns whether a summand of ``numel`` elements is summed here; the same on all ranks."""
 
-    def __init__(self, transport: GlooTransport, flat: torch.Tensor, label: str) -> None:
-        nbytes = 2 * flat.numel() * flat.element_size()
-        traffic.record_asked("all_reduce", nbytes, transport.axis)
-        traffic.record_ran("all_reduce", nbytes, transport.axis)
-        self._transport = transport
-        self._label = label
-        self._ticket = transport.issue("sum")
-        self._work: Any = None
-        if transport.party is not None:  # where nobody is waited for, the values do not matter
-            transport.started += 1
-            self._work = dist.all_reduce(flat, group=transport.group, async_op=True)
+    def place(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Returns where the summand of the next sum may be written."""
 
-    def wait(self) -> None:
-        """Blocks until the sum is there."""
-        work, self._work = self._work, None
-        if work is not None:
-            self._transport.catch_up()
-            self._transport.guard(work.wait, self._ticket, self._label)
+    def start(self, values: torch.Tensor, label: str) -> Pending:
+        """Begins a sum."""
 
 
 class Channel:
@@ -85,7 +68,7 @@ class Channel:
         size: How many they are.
     """
 
-    def __init__(self, transport: Transport, sums: SameHostSums | None = None) -> None:
+    def __init__(self, transport: Transport, sums: Sums | None = None) -> None:
         self._transport = transport
         self._sums = sums
         self.rank = transport.rank
@@ -127,16 +110,17 @@ class Channel:
         if self._sums is not None and self._sums.serves(values.numel(), values.dtype):
             return self._sums.start(values, label)
         flat = values.view(-1)
-        if isinstance(self._transport, GlooTransport):
-            return _Travelling(_GlooSum(self._transport, flat, label), values)
+        in_place = self._transport.sum_in_place(flat, label)
+        if in_place is not None:
+            return _Travelling(in_place, values)
         numel = flat.numel()
         # Two ranks exchange all they have; more of them reduce slices, which must be of equal length.
         if self.size > 2 and numel % self.size:
             padded = flat.new_zeros(-(-numel // self.size) * self.size)
             padded[:numel].copy_(flat)
             flat = padded
-        in_place = self._transport.needs_one_order or (self.size == 2 and flat.dtype == torch.float32)
-        out = flat if in_place or self.size == 1 else torch.empty_like(flat)
+        overwrites = self._transport.needs_one_order or (self.size == 2 and flat.dtype == torch.float32)
+        out = flat if overwrites or self.size == 1 else torch.empty_like(flat)
         how = Reduction(1.0, self._key(_SUM), label, max(flat.numel() * self.size, 1))
         work = self._transport.all_reduce(flat, out, how)
         return _Travelling(work, values, None if out.data_ptr() == values.data_ptr() else out[:numel])
@@ -183,8 +167,3 @@ class Channel:
     def _key(self, kind: int) -> int:
         self._count += 1
         return transfer_key(self._transport.owner, 0, kind, self._count)
-
-
-def channel_over(transport: Transport) -> Channel:
-    """Returns a channel over a transport; sums go through shared memory where all ranks are on one host."""
-    return Channel(transport, same_host_sums(transport))

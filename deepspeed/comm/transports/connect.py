@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -12,14 +14,18 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.host.gloo import GlooTransport
 from deepspeed.comm.host.message_queue import Mail
+from deepspeed.comm.host.nodes import HIERARCHICAL, GlooByNodes, NativeByNodes, ask_for_nodes
 from deepspeed.comm.host.shared_exchange import SameHostTransport
+from deepspeed.comm.host.shared_sums import same_host_sums
 from deepspeed.comm.host.sockets import connect_on_host, limit_waits
 from deepspeed.comm.job.new_groups import ProcessGroups
 from deepspeed.comm.job.ranks import Ranks
+from deepspeed.comm.transports.channel import Channel
 from deepspeed.comm.transports.native import NativeTransport
 from deepspeed.comm.transports.transport import LocalTransport, Transport
-from deepspeed.comm.watch.watched_group import GroupRecord, WatchedGroups
+from deepspeed.comm.watch.watched_group import GroupRecord, ShortMessages, WatchedGroups
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.logging import log_dist
 
 HostTransport = GlooTransport
 """What carries buffers in host memory where ranks share none."""
@@ -134,6 +140,62 @@ class Connector:
             transport.owner = transport.watch.next_owner(f"{transport.scope}objects")
         return transport
 
+    def by_nodes(
+        self,
+        plain: Transport,
+        everyone: Transport,
+        groups: Sequence[Sequence[int]],
+        *,
+        device: torch.device | None,
+        timeout: timedelta | None,
+    ) -> Transport:
+        """Returns a transport that gathers between nodes first, then inside each.
+
+        Every rank of the job must call it, in the same order.
+
+        Args:
+            plain: Over the ranks that share slices.
+            everyone: All ranks of the job.
+            groups: The ranks that share slices, of all groups of the job.
+            device: Where the buffers live.
+            timeout: As of :meth:`create`.
+
+        Returns:
+            The transport to use in the place of ``plain``; ``plain`` itself where its ranks do not span nodes, which
+            one line says, or where nobody is waited for.
+
+        Raises:
+            DeepSpeedConfigError: Nodes are cut, or there are ranks outside ``everyone``.
+        """
+        if plain.party is None:
+            return plain
+        if everyone.size != self._ranks.size_of():
+            raise DeepSpeedConfigError(
+                f"{HIERARCHICAL}: needs data-parallel ranks that are all ranks: found {everyone.size} data-parallel "
+                f"ranks of {self._ranks.size_of()}. Leave the mpu out, or the key"
+            )
+        nodes = ask_for_nodes(everyone, os.environ, groups)
+        if isinstance(nodes, str):
+            log_dist(f"{HIERARCHICAL} has no effect: {nodes}")
+            return plain
+        log_dist(
+            f"parameters are gathered in two steps: between {nodes.count} nodes, then among the {nodes.width} of each"
+        )
+        if isinstance(plain, GlooTransport):
+            return GlooByNodes(plain, nodes)
+        assert isinstance(plain, NativeTransport)
+        near = [ranks[first : first + nodes.width] for ranks in groups for first in range(0, plain.size, nodes.width)]
+        far = [ranks[place :: nodes.width] for ranks in groups for place in range(nodes.width)]
+        made = []
+        backend = self._ranks.backend_for(self._ranks.world, device)
+        for axis in (far, near):
+            group = self._process_groups.mine(axis, backend=backend, timeout=timeout, why="gathers by nodes")
+            transport = self.part_of(everyone, group)
+            assert isinstance(transport, NativeTransport)
+            warm_up(transport)
+            made.append(transport)
+        return NativeByNodes(plain, nodes, *made)
+
     def _over(self, group: Any, backend: str, device: torch.device | None) -> Transport:
         party = self._watched.party_of(group)
         if party is None:
@@ -169,7 +231,7 @@ def warm_up(transport: Transport) -> None:
     open_mail(transport)
 
 
-def open_mail(transport: Transport) -> Mail | None:
+def open_mail(transport: Transport) -> ShortMessages | None:
     """Connects the ranks of ``transport`` for short messages; None where they are not all on one host, or not on gloo.
 
     Every rank of ``transport`` must call it, at the same time. What there is of the process group is used again.
@@ -188,3 +250,8 @@ def open_mail(transport: Transport) -> Mail | None:
 def _made_mail(transport: Transport, connections: dict[int, socket.socket]) -> Mail:
     seconds = [limit_waits(connection, transport) for connection in connections.values()]
     return Mail(connections, seconds[0])
+
+
+def channel_over(transport: Transport) -> Channel:
+    """Returns a channel over a transport; sums go through shared memory where all ranks are on one host."""
+    return Channel(transport, same_host_sums(transport))

@@ -316,6 +316,13 @@ class Transport:
         """Sums everybody's ``flat`` and leaves ``how.scale`` times the sum in ``out`` (fp32, same length)."""
         raise NotImplementedError
 
+    def sum_in_place(self, flat: torch.Tensor, label: str) -> Work | None:
+        """Begins to replace ``flat`` by the sum of everybody's, by one call of the backend that keeps the dtype.
+
+        Every rank must call it, in one order. None, with nothing begun: :meth:`all_reduce` is no slower.
+        """
+        return None
+
     def swap(self, flat: torch.Tensor, out: torch.Tensor, *, key: int, label: str) -> Work:
         """Hands slice *r* of everybody's ``flat`` to rank *r*: the first half of a reduction of another kind.
 

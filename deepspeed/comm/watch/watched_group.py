@@ -11,18 +11,44 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from deepspeed.comm.host.drain_at_exit import rest_at_exit
-from deepspeed.comm.host.message_queue import Mail
 from deepspeed.comm.job.ranks import Ranks
 from deepspeed.comm.job.torch_groups import is_alive, rendezvous_store
-from deepspeed.comm.watch.watchdog import Watch
+from deepspeed.comm.watch.drain_at_exit import rest_at_exit
+from deepspeed.comm.watch.watchdog import Connection, Watch
 
 _ABORT_TAG = (1 << 30) - 1
+
+
+class ShortMessages(Connection, Protocol):
+    """Carries short messages between the ranks of one group; for the training thread.
+
+    Messages between two ranks with the same ``box`` arrive in the order in which they are posted.
+    """
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the job is."""
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether messages that this rank has posted have not left yet."""
+
+    def post(self, peer: int, box: int, message: Any) -> None:
+        """Sends a message (a buffer of bytes) to a peer of the group; does not wait for it."""
+
+    def take(self, peer: int, box: int, room: memoryview) -> None:
+        """Blocks until a message of a peer has been written to ``room``, which is as long."""
+
+    def take_if_there(self, peer: int, box: int, room: memoryview) -> bool:
+        """Does the same where the message has arrived already; returns whether it has."""
+
+    def flush(self) -> None:
+        """Blocks until all that was posted has left."""
 
 
 @dataclass(eq=False)
@@ -36,7 +62,7 @@ class Party:
         watch: The job's.
         waits_on_host: Whether transfers of tensors on the host block the caller (gloo), instead of a stream.
         has_met: Whether the ranks have looked whether they are on one host.
-        mail: Carries short messages where they are (``connect.open_mail``); for the training thread.
+        mail: Carries short messages where they are (``connect.open_mail``).
     """
 
     group: Any
@@ -45,7 +71,7 @@ class Party:
     watch: Watch
     waits_on_host: bool
     has_met: bool = False
-    mail: Mail | None = None
+    mail: ShortMessages | None = None
 
     def issue(self, channel: str, key: int | None = None) -> tuple[str, int]:
         """Counts what this rank takes part in now; as of ``Watch.issue``."""

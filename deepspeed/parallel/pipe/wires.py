@@ -11,14 +11,13 @@ import torch
 import torch.distributed as dist
 
 from deepspeed import comm
-from deepspeed.comm.host.message_queue import Mail
-from deepspeed.comm.host.start_p2p import begun
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mesh import PIPE, Mesh
 from deepspeed.comm.job.world import rank_in
 from deepspeed.comm.transports.connect import open_mail
+from deepspeed.comm.transports.start_p2p import begun
 from deepspeed.comm.transports.transport import job_is_over
-from deepspeed.comm.watch.watched_group import Party
+from deepspeed.comm.watch.watched_group import Party, ShortMessages
 from deepspeed.parallel.pipe.channel import ACTIVATIONS, GRADIENTS, TENSORS, WORDS, Incoming, Outgoing, Route
 
 _TAGS = (1 << 30) + (1 << 28)  # above those of transports
@@ -53,7 +52,7 @@ class _Tagged:
 class _Letter:
     """A word or packet that is to come."""
 
-    mail: Mail
+    mail: ShortMessages
     peer: int
     box: int
     room: torch.Tensor
@@ -69,7 +68,7 @@ class _Letter:
 class _Mailed:
     """One channel between ranks of one host: words and packets, which are short, go straight from one to the other."""
 
-    mail: Mail
+    mail: ShortMessages
     host: _Tagged
     posts_tensors_ahead: bool = True
 
@@ -128,7 +127,7 @@ class StageWires:
         self.stage = mesh.position(rank, PIPE)
         self._out: dict[tuple[str, int], Outgoing] = {}
         self._in: dict[tuple[str, int], Incoming] = {}
-        self._mail: Mail | None = None
+        self._mail: ShortMessages | None = None
         if len(self._ranks) == 1:
             return
         timeout, pipes = comm.default_timeout(), mesh.groups(PIPE)

@@ -8,7 +8,8 @@ import torch
 
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mesh import TENSOR, Mesh
-from deepspeed.comm.transports.channel import Channel, channel_over
+from deepspeed.comm.transports.channel import Channel
+from deepspeed.comm.transports.connect import channel_over
 from deepspeed.comm.transports.transport import Transport
 
 
