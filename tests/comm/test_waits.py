@@ -199,8 +199,6 @@ NO_TRANSPORT = {
     "comm.speed": "measures torch's collectives",
     "data.analysis.analyzer": "a program of its own, before the training",
     "data.analysis.distributed": "a program of its own, before the training",
-    "ops.sparse_attention.layouts": "one broadcast for each length of sequence",
-    "parallel.sequence.evaluation": "losses of an evaluation",
 }
 """Modules that may call ``deepspeed.comm``'s form of torch's collectives, and why."""
 

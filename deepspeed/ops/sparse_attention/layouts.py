@@ -8,6 +8,7 @@ import torch
 
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.job.job import Job
 from deepspeed.ops.sparse_attention.plan import LayoutPlan, compile_layout
 from deepspeed.ops.sparse_attention.sparsity_config import SparsityConfig
 
@@ -65,5 +66,5 @@ def same_on_all_ranks(layout: torch.Tensor) -> torch.Tensor:
         return layout
     takes_host = "gloo" in str(comm.get_backend())
     carried = layout.to("cpu" if takes_host else get_accelerator().current_device_name())
-    comm.broadcast(carried, src=0)
+    Job.current().axis_of().transport("layers", device=carried.device).broadcast(carried, 0, label="a sparse layout")
     return carried.to(layout.device)

@@ -16,6 +16,9 @@ import torch
 from torch import nn
 
 from deepspeed import comm
+from deepspeed.comm.job.mesh import SEQUENCE
+from deepspeed.comm.transports.along import transport_along
+from deepspeed.comm.transports.objects import gather_objects
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist_once
 from deepspeed.models.anatomy import is_causal_lm, unwrapped
@@ -24,6 +27,7 @@ from deepspeed.models.head import causal_output
 from deepspeed.parallel.sequence.batches import BatchDescription, check, describe_batch, exchange_batches
 from deepspeed.parallel.sequence.loss import IGNORED
 from deepspeed.parallel.sequence.sharing import SequenceSharing
+from deepspeed.parallel.sequence.wire import channel_of
 
 _CUT = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "labels", "shift_labels")
 """Inputs with one value per token."""
@@ -81,8 +85,8 @@ def _shared(
     problem, batch, more = _taken(given, model)
     mine, tensors = (BatchDescription(problem=problem), {}) if problem else describe_batch(batch, ranks)
     mine.others = more
-    descriptions: list[Any] = [None] * ranks
-    comm.all_gather_object(descriptions, mine, group=group)
+    transport = transport_along(group, next(model.parameters()).device, SEQUENCE)
+    descriptions = gather_objects(transport, mine, label="the batches of an evaluation (sequence parallel)")
     try:
         check(descriptions, "evaluation")
     except DeepSpeedConfigError as error:
@@ -108,8 +112,8 @@ def _shared(
         logits = logits[:, : ids.size(1)]
     loss = None
     if sums:
-        summed = torch.stack(sums)
-        comm.all_reduce(summed, group=group)
+        channel = channel_of(group, ids.device)
+        summed = channel.sum(torch.stack(sums), "the losses of an evaluation (sequence parallel)")
         total, count = summed[comm.get_rank(group)]
         loss = (total / count if more.get("num_items_in_batch") is None else total).to(dtype)
     return causal_output(given.get("return_dict"), loss=loss, logits=logits)
