@@ -12,8 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import deepspeed
 from deepspeed.comm.job.mesh import DATA, Mesh
-from deepspeed.comm.job.world import played_by
-from deepspeed.plan.network import PlayedWorld
+from deepspeed.plan.network import PlayedJob
 from on_gpu.models import SHAPES, Shape, Step, engine_step, fully_sharded, torch_step
 from on_gpu.part import timed, waiter
 from on_gpu.queue import QueuedGroup
@@ -23,7 +22,7 @@ RANKS = 8
 SLEEP = "spin_kernel"  # the kernel of torch.cuda._sleep, which stands for a transfer
 
 
-class QueuedWorld(PlayedWorld):
+class QueuedJob(PlayedJob):
     """Rank 0 of eight; transfers keep one stream busy, as NCCL's communicators share the links.
 
     Args:
@@ -33,14 +32,14 @@ class QueuedWorld(PlayedWorld):
 
     def __init__(self, device: torch.device, rate: float) -> None:
         super().__init__(0, Mesh(((DATA, RANKS),)), "nccl")
-        self._device = device
+        self._played_on = device
         self._group = QueuedGroup(torch.cuda.Stream() if device.type == "cuda" else None, rate)
 
     def transport(self, device: torch.device | None, ranks: Sequence[int] | None = None) -> Any:
         """Returns the played transport over the queue; small exchanges pass through the device, as with NCCL."""
         made: Any = super().transport(device, ranks)
         if made.name == "native":
-            made.group, made.device = self._group, self._device
+            made.group, made.device = self._group, self._played_on
         return made
 
 
@@ -58,7 +57,7 @@ def main(who: str, name: str, rate: str) -> None:
         zero: dict[str, Any] = {"stage": stage}
         if stage == 3:
             zero["stage3_param_persistence_threshold"] = 0
-        with played_by(QueuedWorld(device, float(rate))):
+        with QueuedJob(device, float(rate)).as_current():
             step, engine = engine_step(shape.build(device.type, torch.bfloat16), shape, zero)
             found = _measured(step, shape, device)
             engine.destroy()
