@@ -1,0 +1,288 @@
+"""When sharded buckets are gathered (``zero.gather.schedule``), on ranks that are threads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import nn
+
+from deepspeed.comm.watch.agreement import Agreement
+from deepspeed.errors import DivergenceError
+from deepspeed.zero.gather.schedule import GatherLimits, GatherSchedule
+from deepspeed.zero.holder import State
+from tests.harness.loopback import LoopbackTransport, run_threads
+from tests.zero.alone import bucket_of
+
+NUMEL = 128
+AT_ONCE = GatherLimits(prefetch=0, max_live=10**6, max_reuse_distance=0)  # nothing ahead, nothing kept
+
+
+class Gathering:
+    """Sharded buckets of one parameter each under a schedule; every demand is checked and given back."""
+
+    def __init__(
+        self,
+        transport: LoopbackTransport,
+        limits: GatherLimits = AT_ONCE,
+        *,
+        count: int = 4,
+        leaves: Sequence[Sequence[int]] = (),
+        units: Sequence[Sequence[int]] = (),
+    ) -> None:
+        self.transport = transport
+        self.buckets = [
+            bucket_of(transport, [nn.Parameter(torch.full((NUMEL,), float(number)))], index=number)
+            for number in range(count)
+        ]
+        self.agreement = Agreement(transport, lambda index: f"bucket {index}")
+        self.schedule = GatherSchedule(
+            self.buckets, self.agreement, limits, [[self.buckets[n] for n in leaf] for leaf in leaves], units
+        )
+
+    def run(self, *numbers: int, kind: str = "forward", entry: int = 0) -> list[str]:
+        """A segment that uses these buckets; how the others were when each was used: S, G or F."""
+        self.schedule.begin(kind, entry)
+        seen = [self.use(number) for number in numbers]
+        self.schedule.end()
+        return seen
+
+    def use(self, number: int) -> str:
+        bucket = self.buckets[number]
+        self.schedule.demand(bucket)
+        assert bucket.state is State.FULL and bool((bucket.params[0] == number).all())
+        states = self.states
+        if not bucket.is_kept:
+            bucket.reshard()
+        return states
+
+    def free(self) -> None:
+        for bucket in self.buckets:
+            if bucket.state is State.FULL:
+                bucket.reshard()
+
+    @property
+    def states(self) -> str:
+        return "".join(bucket.state.value[0].upper() for bucket in self.buckets)
+
+    def calls(self, operation: str) -> int:
+        """How many of them this rank has made."""
+        return sum(name == operation for name, _ in self.transport.network.log[self.transport.rank])
+
+
+def test_a_recorded_order_is_agreed_once_and_then_followed() -> None:
+    def body(transport: LoopbackTransport) -> int:
+        ranks = Gathering(transport)
+        assert not ranks.schedule.knows_orders
+        ranks.run(0, 2, 1, 3)
+        assert ranks.calls("gather_small") == 5  # a wish for each, and the end
+        assert ranks.schedule.knows_orders
+        for _ in range(3):
+            ranks.run(0, 2, 1, 3)
+        assert ranks.calls("gather_small") == 5 and ranks.calls("all_gather") == 16
+        ranks.schedule.forget_orders()
+        ranks.run(0, 2, 1, 3)
+        assert ranks.calls("gather_small") == 10
+        return ranks.agreement.digest
+
+    first, second = run_threads(body, 2)
+    assert first == second != 0
+
+
+def test_kinds_and_entries_have_orders_of_their_own() -> None:
+    def body(transport: LoopbackTransport) -> None:
+        ranks = Gathering(transport)
+        ranks.run(0, 1)
+        ranks.run(1, 0, kind="backward")
+        ranks.run(2, entry=1)
+        recorded = ranks.calls("gather_small")
+        assert recorded == 3 + 3 + 2
+        for _ in range(2):
+            ranks.run(0, 1)
+            ranks.run(1, 0, kind="backward")
+            ranks.run(2, entry=1)
+        assert ranks.calls("gather_small") == recorded
+
+    run_threads(body, 2)
+
+
+def test_a_backward_learns_its_entry_before_its_first_gather() -> None:
+    def body(transport: LoopbackTransport) -> None:
+        ranks = Gathering(transport)
+        for _ in range(2):
+            for entry, numbers in ((3, (0, 1)), (4, (2,))):
+                ranks.schedule.begin("backward")
+                ranks.schedule.enter(entry)
+                ranks.use(numbers[0])
+                ranks.schedule.enter(9)  # too late to be its entry
+                for number in numbers[1:]:
+                    ranks.use(number)
+                ranks.schedule.end()
+        assert ranks.calls("gather_small") == 3 + 2
+        for _ in range(2):
+            ranks.schedule.begin("backward")
+            ranks.use(0)
+            ranks.schedule.enter(5)  # it stays one without an entry
+            ranks.schedule.end()
+        assert ranks.calls("gather_small") == 3 + 2 + 2
+
+    run_threads(body, 2)
+
+
+def test_a_rank_that_skips_a_bucket_still_sends_its_slice() -> None:
+    def body(transport: LoopbackTransport) -> str:
+        ranks = Gathering(transport)
+        ranks.run(0, 1, 2, 3)
+        ranks.run(*((0, 1, 2, 3) if transport.rank == 0 else (0, 3)))
+        ranks.run(*((0, 1) if transport.rank == 0 else (0, 1, 2, 3)))
+        assert ranks.calls("gather_small") == 5 and ranks.calls("all_gather") == 12
+        ranks.free()
+        return ranks.states
+
+    assert run_threads(body, 2) == ["SSSS", "SSSS"]
+
+
+def test_ranks_that_want_other_buckets_all_raise() -> None:
+    def body(transport: LoopbackTransport) -> str:
+        ranks = Gathering(transport)
+        with pytest.raises(DivergenceError, match="rank 0: bucket 1; rank 1: bucket 2") as raised:
+            ranks.run(0, 1 + transport.rank)
+        assert ranks.schedule.in_segment
+        ranks.schedule.drop()
+        assert not ranks.schedule.in_segment and not ranks.schedule.knows_orders
+        with pytest.raises(DivergenceError, match="the end of the forward"):
+            ranks.run(*((0, 1) if transport.rank else (0,)))
+        return str(raised.value)
+
+    assert len(set(run_threads(body, 2))) == 1
+
+
+def test_ranks_may_leave_the_order_together() -> None:
+    def body(transport: LoopbackTransport) -> None:
+        ranks = Gathering(transport)
+        ranks.run(0, 1, 2)
+        before = ranks.calls("gather_small")
+        ranks.run(0, 3, 1)  # 3 is not in what is left of the order
+        assert ranks.calls("gather_small") == before + 3  # 3, 1 and the end
+        ranks.run(0, 3, 1)
+        assert ranks.calls("gather_small") == before + 3
+
+    run_threads(body, 2)
+
+
+def test_the_next_unit_is_asked_for_ahead() -> None:
+    def body(transport: LoopbackTransport) -> None:
+        ranks = Gathering(transport, GatherLimits(prefetch=1, max_live=10**6, max_reuse_distance=0))
+        assert ranks.run(0, 1, 2, 3) == ["FSSS", "SFSS", "SSFS", "SSSF"]  # nothing is known yet
+        assert ranks.run(0, 1, 2, 3) == ["FGSS", "SFGS", "SSFG", "SSSF"]
+        far = Gathering(transport, GatherLimits(prefetch=2 * NUMEL, max_live=10**6, max_reuse_distance=0))
+        far.run(0, 1, 2, 3)
+        assert far.run(0, 1, 2, 3) == ["FGGS", "SFGG", "SSFG", "SSSF"]
+        unit = Gathering(
+            transport, GatherLimits(prefetch=1, max_live=10**6, max_reuse_distance=0), units=[[0, 1], [2, 3]]
+        )
+        unit.run(0, 1, 2, 3)
+        assert unit.run(0, 1, 2, 3) == ["FGGG", "SFGG", "SSFG", "SSSF"]
+        never = Gathering(transport)
+        never.run(0, 1, 2, 3)
+        assert never.run(0, 1, 2, 3) == ["FSSS", "SFSS", "SSFS", "SSSF"]
+
+    run_threads(body, 2)
+
+
+def test_nothing_is_asked_for_beyond_the_limit_of_live_elements() -> None:
+    def body(transport: LoopbackTransport) -> None:
+        ranks = Gathering(transport, GatherLimits(prefetch=10**6, max_live=2 * NUMEL, max_reuse_distance=0))
+        ranks.run(0, 1, 2, 3)
+        assert ranks.run(0, 1, 2, 3) == ["FGSS", "SFGS", "SSFG", "SSSF"]
+
+    run_threads(body, 2)
+
+
+def test_what_was_gathered_in_vain_is_freed_and_what_is_kept_stays() -> None:
+    def body(transport: LoopbackTransport) -> None:
+        ranks = Gathering(transport, GatherLimits(prefetch=10**6, max_live=10**6, max_reuse_distance=2 * NUMEL))
+        kept = [ranks.schedule.stays_after_forward(bucket) for bucket in ranks.buckets]
+        assert kept == [False, False, True, True]  # nothing and one bucket between their forward and backward
+        ranks.run(0, 1, 2, 3)
+        ranks.run(*((0, 1, 2, 3) if transport.rank == 0 else (0,)))
+        if transport.rank == 1:
+            assert ranks.states == "SSFF"  # 1 was abandoned; the rest is gathered as on the other rank
+        ranks.free()
+        ranks.run(0, 1, 2, 3, kind="evaluation")
+        ranks.run(*((0, 1, 2, 3) if transport.rank == 0 else (0,)), kind="evaluation")
+        assert ranks.states == "SSSS"
+
+    run_threads(body, 2)
+
+
+@pytest.mark.parametrize(("distance", "live", "kept"), [(0, 9, 1), (2, 9, 2), (4, 9, 3), (9, 2, 2), (9, 0, 0)])
+def test_how_many_buckets_stay_after_forward(distance: int, live: int, kept: int) -> None:
+    def body(transport: LoopbackTransport) -> list[bool]:
+        limits = GatherLimits(prefetch=0, max_live=live * NUMEL, max_reuse_distance=distance * NUMEL)
+        ranks = Gathering(transport, limits)
+        return [ranks.schedule.stays_after_forward(bucket) for bucket in ranks.buckets]
+
+    assert run_threads(body, 1)[0] == [number >= 4 - kept for number in range(4)]
+
+
+def test_any_part_of_a_leaf_gathers_all_of_it_in_a_backward() -> None:
+    def body(transport: LoopbackTransport) -> None:
+        ranks = Gathering(transport, leaves=[[1, 2]])
+        for _ in range(2):
+            ranks.schedule.begin("backward")
+            ranks.schedule.demand(ranks.buckets[1 + transport.rank])  # another part of it on each rank
+            assert ranks.states == "SFFS"
+            ranks.free()
+            ranks.schedule.end()
+        ranks.schedule.begin("forward", 0)
+        ranks.schedule.demand(ranks.buckets[1])
+        assert ranks.states == "SFSS"
+        ranks.free()
+        ranks.schedule.end()
+
+    run_threads(body, 2)
+
+
+def test_announced_buckets_are_left_out_of_a_known_order() -> None:
+    def body(transport: LoopbackTransport) -> None:
+        ranks = Gathering(transport)
+        ranks.run(0, 1, 2, 3)
+        ranks.schedule.skip(frozenset({1, 2}))
+        before = ranks.calls("all_gather")
+        ranks.run(0, 3)
+        assert ranks.calls("gather_small") == 5 and ranks.calls("all_gather") == before + 2
+        ranks.schedule.skip(frozenset())
+        ranks.run(0, 1, 2, 3)
+        assert ranks.calls("gather_small") == 5
+
+    run_threads(body, 2)
+
+
+def test_expects_no_gather_once_the_order_is_done() -> None:
+    def body(transport: LoopbackTransport) -> None:
+        ranks = Gathering(transport)
+        ranks.run(0, 1)
+        assert ranks.schedule.expects_no_gather and ranks.schedule.kind == ""
+        ranks.schedule.begin("forward", 0)
+        assert not ranks.schedule.expects_no_gather and ranks.schedule.kind == "forward"
+        ranks.use(0)
+        assert not ranks.schedule.expects_no_gather and ranks.schedule.num_issued == 1
+        ranks.use(1)
+        assert ranks.schedule.expects_no_gather and ranks.schedule.in_segment
+        ranks.schedule.end()
+
+    run_threads(body, 2)
+
+
+def test_a_rank_that_runs_a_segment_more_has_another_digest() -> None:
+    def body(transport: LoopbackTransport) -> int:
+        ranks = Gathering(transport, count=0)
+        ranks.run()
+        if transport.rank:
+            ranks.run(kind="evaluation")
+        return ranks.agreement.digest
+
+    first, second = run_threads(body, 2)
+    assert first != second
