@@ -14,8 +14,8 @@ import numpy
 import torch
 from torch import nn
 
-from deepspeed.dropping.swapped import give_base
 from deepspeed.errors import CallOrderError
+from deepspeed.give_base import give_base
 from deepspeed.zero.holder import address_of
 
 

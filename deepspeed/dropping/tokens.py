@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from deepspeed.dropping.positions import Positions, is_for_all_samples, mapped
-from deepspeed.dropping.swapped import give_base
+from deepspeed.give_base import give_base
 
 _CACHE_POSITION = "cache_position"  # of Transformers: where in a cache the tokens go, one after the other
 

@@ -31,7 +31,18 @@ class Layer:
 LAYERS = (
     Layer(
         "ground",
-        ("errors", "logging", "features", "lazy", "ports", "printable", "release", "uncompiled", "plain_attributes"),
+        (
+            "errors",
+            "logging",
+            "features",
+            "lazy",
+            "ports",
+            "printable",
+            "release",
+            "uncompiled",
+            "plain_attributes",
+            "give_base",
+        ),
     ),
     Layer("models of the Transformers library", ("models",)),
     Layer("configuration", ("config",)),

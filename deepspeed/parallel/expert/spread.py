@@ -7,7 +7,6 @@ that tokens travel to where their experts are.
 
 from __future__ import annotations
 
-import types
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 from deepspeed.comm.job.job import Job
+from deepspeed.give_base import give_base
 from deepspeed.parallel.expert.balance import Balance
 from deepspeed.parallel.expert.dispatch import RoutePlan, dispatch, plan_routes
 from deepspeed.parallel.expert.stacked import ExpertStack, StackedExperts
@@ -52,7 +52,7 @@ def spread_of(module: nn.Module) -> Spread | None:
 def spread(module: nn.Module, state: Spread) -> None:
     """Makes ``module``, which has its part of the weights by now, run its experts where they are."""
     module.__dict__[_STATE] = state
-    module.forward = types.MethodType(_forward_all if state.takes_all else _forward, module)  # type: ignore[method-assign]
+    give_base(module, _TakesAll if state.takes_all else _TakesChosen)
 
 
 _TAKE_ALL = frozenset({"Llama4TextExperts"})
@@ -86,30 +86,39 @@ def takes_all(module: nn.Module) -> bool:
     return type(module).__name__ in _TAKE_ALL
 
 
-@uncompiled
-def _forward(
-    self: nn.Module, hidden_states: torch.Tensor, top_k_index: Any = None, top_k_weights: Any = None, **more: Any
-) -> torch.Tensor:
-    """``[S, M]`` tokens, ``[S, k]`` experts and weights: the weighted sum of what the experts make of each token."""
-    index: torch.Tensor = more["router_indices"] if top_k_index is None else top_k_index
-    weights: torch.Tensor = more["routing_weights"] if top_k_weights is None else top_k_weights
-    state: Spread = self.__dict__[_STATE]
-    x = hidden_states.reshape(-1, hidden_states.shape[-1])
-    index = index.reshape(len(x), -1)
-    index = index.masked_fill(index >= state.num_experts, -1)  # how some routers say "nowhere"
-    plan = _plan(state, index.t(), x)
-    out = _dispatch(self, x, weights.reshape(len(x), -1).t(), plan)
-    return out.to(hidden_states.dtype).reshape(hidden_states.shape)
+class _TakesChosen(nn.Module):
+    """In front of the class of stacked experts that get tokens, chosen experts and weights."""
+
+    @uncompiled
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: Any = None, top_k_weights: Any = None, **more: Any
+    ) -> torch.Tensor:
+        """Returns the weighted sum of what experts make of ``[S, M]`` tokens by ``[S, k]`` choices."""
+        index: torch.Tensor = more["router_indices"] if top_k_index is None else top_k_index
+        weights: torch.Tensor = more["routing_weights"] if top_k_weights is None else top_k_weights
+        state: Spread = self.__dict__[_STATE]
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        index = index.reshape(len(x), -1)
+        index = index.masked_fill(index >= state.num_experts, -1)  # how some routers say "nowhere"
+        plan = _plan(state, index.t(), x)
+        out = _dispatch(self, x, weights.reshape(len(x), -1).t(), plan)
+        return out.to(hidden_states.dtype).reshape(hidden_states.shape)
 
 
-@uncompiled
-def _forward_all(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
-    """``[E * S, M]`` tokens, weighted before they came; rows of zeros give zeros and no gradient, so they stay home."""
-    state: Spread = self.__dict__[_STATE]
-    x = hidden_states.reshape(-1, hidden_states.shape[-1])
-    experts = torch.arange(state.num_experts, device=x.device).repeat_interleave(len(x) // state.num_experts)
-    index = torch.where((x.detach() != 0).any(dim=1), experts, -1)
-    return _dispatch(self, x, None, _plan(state, index[None], x))
+class _TakesAll(nn.Module):
+    """In front of the class of stacked experts that get every token for every expert."""
+
+    @uncompiled
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Returns what experts make of ``[E * S, M]`` tokens, weighted before they came.
+
+        Rows of zeros give zeros and no gradient, so they are not sent.
+        """
+        state: Spread = self.__dict__[_STATE]
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        experts = torch.arange(state.num_experts, device=x.device).repeat_interleave(len(x) // state.num_experts)
+        index = torch.where((x.detach() != 0).any(dim=1), experts, -1)
+        return _dispatch(self, x, None, _plan(state, index[None], x))
 
 
 def _plan(state: Spread, indices: torch.Tensor, x: torch.Tensor) -> RoutePlan:

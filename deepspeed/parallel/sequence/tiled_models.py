@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.give_base import give_base
 from deepspeed.logging import log_dist
 from deepspeed.models.anatomy import output_head, unwrapped
 from deepspeed.models.head import changes_behind_head, forward_by_losses, has_plain_head
@@ -45,13 +46,15 @@ def _tile_mlps(model: nn.Module, tokens: int) -> None:
             "tensor; call TiledMLP in the model's own code, or set it to false"
         )
     for module in found:
-        whole = module.forward
-
-        def forward(x: torch.Tensor, _whole: Any = whole) -> torch.Tensor:
-            return tiled(_whole, x, -(-x.size(-2) // tokens))
-
-        module.forward = functools.wraps(whole)(forward)
+        give_base(module, _Tiled).__dict__["tile_tokens"] = tokens
     log_dist(f"sequence_parallel.tiled_mlp: {len(found)} MLPs are computed {tokens:,} tokens at a time")
+
+
+class _Tiled(nn.Module):
+    """In front of the class of an MLP: computes it ``tile_tokens`` tokens at a time."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return tiled(super().forward, x, -(-x.size(-2) // self.__dict__["tile_tokens"]))
 
 
 def _is_mlp(module: nn.Module) -> bool:

@@ -103,7 +103,7 @@ def _checked_core(model: Any, core: str | None, what: str) -> str:
 def _join(model: nn.Module, sharing: SequenceSharing, entered: Iterable[nn.Module]) -> None:
     """Makes how sequences are shared known to all modules of ``model``; position ids are read where it is entered."""
     remember(model, sharing)
-    know_whole_sequences(model, sharing)
+    know_whole_sequences(model)
     for module in entered:
         module.register_forward_pre_hook(_begin_pass, with_kwargs=True)
         module.register_forward_hook(_end_pass, always_call=True)

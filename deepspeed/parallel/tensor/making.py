@@ -12,6 +12,7 @@ from deepspeed.comm.transports.channel import Channel
 from deepspeed.comm.transports.differentiable import copy_to, reduce_from
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.give_base import give_base
 from deepspeed.models.configurations import text_config
 from deepspeed.parallel.tensor.entrance import Entrance
 from deepspeed.parallel.tensor.layout import LayerCut, ParameterCut
@@ -169,25 +170,23 @@ def sum_own_gradients(module: nn.Module, channel: Channel, name: str) -> None:
         channel: The ranks.
         name: Of the module, for messages.
     """
-    module.forward = _with_summed_gradients(module, channel, name)  # type: ignore[method-assign]
+    give_base(module, _SumsOwnGradients).__dict__["gradients_summed"] = channel, name
 
 
-def _with_summed_gradients(module: nn.Module, channel: Channel, name: str) -> Callable[..., Any]:
-    """A forward that sees the module's own parameters through the entrance of a cut region."""
-    original = module.forward
+class _SumsOwnGradients(nn.Module):
+    """In front of a module's class: its forward sees its own parameters through the entrance of a cut region."""
 
     @uncompiled
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        own = {key: value for key, value in module._parameters.items() if value is not None}
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        channel, name = self.__dict__["gradients_summed"]
+        own = {key: value for key, value in self._parameters.items() if value is not None}
         for key, value in own.items():
-            module.__dict__[key] = copy_to(value, channel, f"the gradient of {name}.{key}")
+            self.__dict__[key] = copy_to(value, channel, f"the gradient of {name}.{key}")
         try:
-            return original(*args, **kwargs)
+            return super().forward(*args, **kwargs)
         finally:
             for key in own:
-                del module.__dict__[key]
-
-    return forward
+                del self.__dict__[key]
 
 
 def _latent(channel: Channel, name: str, width: int) -> Callable[..., torch.Tensor]:
