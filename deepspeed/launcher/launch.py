@@ -140,8 +140,8 @@ def _claim(args: argparse.Namespace, hosts: list[list[int | str]]) -> PortClaim:
 def _run(args: argparse.Namespace, world: LaunchWorld, hosts: list[list[int | str]]) -> int:
     """Starts the ranks of this machine and waits for them."""
     from deepspeed.launcher.greeting import Introduction
-    from deepspeed.launcher.job import Job
     from deepspeed.launcher.link import LauncherLink
+    from deepspeed.launcher.local_run import LocalRun
 
     host = socket.gethostname()
     secret = os.environ.pop(SECRET, "")  # not for the ranks
@@ -150,7 +150,7 @@ def _run(args: argparse.Namespace, world: LaunchWorld, hosts: list[list[int | st
     if len(world.sizes) > 1 and not args.enable_elastic_training:  # torch's agents have their own ways
         me = Introduction(world.launcher, host, world.sizes, world.master_port, VERSION, world.run_id, secret)
         link = LauncherLink(me, world.master_addr)
-    return Job(
+    return LocalRun(
         workers,
         host,
         _log_files(args.enable_each_rank_log, [worker.rank for worker in workers]),

@@ -42,7 +42,7 @@ _INTERNAL_ERROR = 70
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
-class Job:
+class LocalRun:
     """The ranks of this machine as one run.
 
     Args:
