@@ -12,6 +12,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.engine.generation import with_cache
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.inference.config import InferenceSettings
+from deepspeed.models.inputs import main_input_of
 
 
 class InferenceEngine(nn.Module):
@@ -88,7 +89,7 @@ class InferenceEngine(nn.Module):
 
     def _check_prompt(self, prompt: Any) -> None:
         """Says what is wrong with ids that the model would fail on inside, on a GPU beyond repair."""
-        if prompt is None or getattr(self.module, "main_input_name", "input_ids") != "input_ids":
+        if prompt is None or main_input_of(self.module, "input_ids") != "input_ids":
             return
         at = "generate(input_ids=...)"
         if not isinstance(prompt, torch.Tensor) or prompt.dim() != 2 or prompt.is_floating_point():

@@ -71,3 +71,19 @@ def attends_across_sequences(config: Any) -> bool:
 def counts_routers(config: Any) -> bool:
     """Returns whether the loss of a mixture of experts has a term for the balance of its routers."""
     return bool(getattr(text_config(config), "output_router_logits", False))
+
+
+def layer_types_of(config: Any) -> tuple[str, ...]:
+    """Returns the kinds of layers, such as "sliding_attention", one for each; empty where the family has one kind."""
+    return tuple(getattr(text_config(config), "layer_types", None) or ())
+
+
+def rotary_width_of(*sources: Any) -> int | None:
+    """Returns how many of a latent attention's outputs are rotary; the first of modules or configurations to say it."""
+    found = (getattr(source, "qk_rope_head_dim", None) for source in sources)
+    return next((width for width in found if isinstance(width, int)), None)
+
+
+def name_or_path_of(model: Any) -> str:
+    """Returns the name on the hub or the folder that a model was loaded by; empty where it was not."""
+    return str(getattr(getattr(model, "config", None), "_name_or_path", ""))

@@ -20,3 +20,9 @@ def initialiser_of(model: Any) -> Callable[..., Any] | None:
     """Returns the method by which a model gives one of its modules first values, buffers too; None without one."""
     method = getattr(model, "_init_weights", None)
     return method if callable(method) else None
+
+
+def rope_types_of(module: Any) -> list[str]:
+    """Returns the kinds of frequencies that a rotary embedding has, such as "dynamic"; empty for other modules."""
+    kinds = getattr(module, "rope_type", None)
+    return [kind for kind in (kinds.values() if isinstance(kinds, dict) else [kinds]) if isinstance(kind, str)]

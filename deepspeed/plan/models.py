@@ -19,6 +19,7 @@ from torch import nn
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
 from deepspeed.models import building
 from deepspeed.models.checkpointing import switch_of
+from deepspeed.models.inputs import image_shape_of, spectrum_shape_of
 from deepspeed.parallel.pipe import transformers_models
 from deepspeed.plan.decoder import Decoder, DecoderShape, layers_of, token_loss
 from deepspeed.plan.memory import META, tensors_of
@@ -321,19 +322,15 @@ def _usual_inputs(model: nn.Module, micro_batch: int, sequence_length: int) -> d
     """Token ids and labels, and for models of transformers the images or spectra that their configuration describes."""
     accepted = inspect.signature(model.forward).parameters
     config: Any = getattr(model, "config", None)
-    sizes: Any = getattr(config, "vision_config", config)
     made: dict[str, Any] = {}
     if "input_ids" in accepted:
         made["input_ids"] = torch.zeros(micro_batch, sequence_length, dtype=torch.int64, device=META)
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    extent = getattr(sizes, "image_size", None)
-    if "pixel_values" in accepted and isinstance(extent, (int, tuple, list)):
-        extents = (extent, extent) if isinstance(extent, int) else tuple(extent)
-        shape = (micro_batch, getattr(sizes, "num_channels", 3), *extents)
-        made["pixel_values"] = torch.zeros(shape, dtype=dtype, device=META)
-    if "input_features" in accepted and hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions"):
-        shape = (micro_batch, config.num_mel_bins, 2 * config.max_source_positions)
-        made["input_features"] = torch.zeros(shape, dtype=dtype, device=META)
+    image, spectrum = image_shape_of(config), spectrum_shape_of(config)
+    if "pixel_values" in accepted and image is not None:
+        made["pixel_values"] = torch.zeros((micro_batch, *image), dtype=dtype, device=META)
+    if "input_features" in accepted and spectrum is not None:
+        made["input_features"] = torch.zeros((micro_batch, *spectrum), dtype=dtype, device=META)
     is_sequence = "input_ids" in made or "input_features" in made
     if "labels" in accepted:
         shape = (micro_batch, sequence_length) if is_sequence else (micro_batch,)

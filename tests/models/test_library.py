@@ -143,3 +143,33 @@ def test_the_library_still_has_what_zero_init_wraps():
     with construction.stage_3_unmentioned():
         assert getattr(integration, construction._STAGE_3) is None
     assert getattr(integration, construction._STAGE_3) is before
+
+
+def test_stacked_experts():
+    from deepspeed.models.stacked_experts import lacks, parts_of, routes_in, stacked_weights, takes_all
+
+    experts = family("mixtral").model.layers[0].mlp.experts
+    assert [weight.dim() for weight in stacked_weights(experts)] == [3, 3]
+    assert lacks(experts) is None and not takes_all(experts) and lacks(nn.Linear(1, 1)) is not None
+    parts = parts_of(experts)
+    assert parts.up is experts.gate_up_proj and parts.down is experts.down_proj and parts.after is None
+    assert parts.up_bias is None and not parts.is_transposed
+    wide = torch.randn(3, 48)
+    torch.testing.assert_close(parts.between(wide), nn.functional.silu(wide[:, :24]) * wide[:, 24:])
+    biased = parts_of(family("gpt_oss").model.layers[0].mlp.experts)
+    assert biased.is_transposed and biased.up_bias is not None and biased.down_bias is not None
+    first, second = torch.zeros(1), torch.ones(1)
+    assert routes_in(first, second, {}) == (first, second)
+    assert routes_in(None, None, {"router_indices": first, "routing_weights": second}) == (first, second)
+
+
+def test_small_inputs():
+    from deepspeed.models import inputs
+
+    made = inputs.small_inputs(family("llama", pad_token_id=3), 2, 8)
+    assert made is not None and made["input_ids"].shape == (2, 8) and inputs.small_inputs(nn.Linear(1, 1), 2, 8) is None
+    assert inputs.main_input_of(nn.Linear(1, 1), "input_ids") == "input_ids"
+    vision = transformers.ViTConfig(image_size=8, num_channels=1)
+    assert inputs.image_shape_of(vision) == (1, 8, 8) and inputs.spectrum_shape_of(vision) is None
+    sound = transformers.WhisperConfig(num_mel_bins=5, max_source_positions=4)
+    assert inputs.spectrum_shape_of(sound) == (5, 8) and inputs.image_shape_of(sound) is None

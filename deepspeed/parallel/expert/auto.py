@@ -23,7 +23,8 @@ from deepspeed.config.sections.expert_parallel import ExpertParallel
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 from deepspeed.models.configurations import model_type_of
-from deepspeed.parallel.expert.spread import Spread, is_stack, lacks, spread, spread_of, takes_all
+from deepspeed.models.stacked_experts import lacks, takes_all
+from deepspeed.parallel.expert.spread import Spread, is_stack, spread, spread_of
 from deepspeed.parallel.stages import is_stage, raise_for_all_stages
 from deepspeed.zero.access.gathered import GatheredParameters
 from deepspeed.zero.holder import address_of, full_shape

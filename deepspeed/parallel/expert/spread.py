@@ -15,6 +15,7 @@ from torch import nn
 
 from deepspeed.comm.job.job import Job
 from deepspeed.give_base import give_base
+from deepspeed.models.stacked_experts import parts_of, routes_in, stacked_weights
 from deepspeed.parallel.expert.balance import Balance
 from deepspeed.parallel.expert.dispatch import RoutePlan, dispatch, plan_routes
 from deepspeed.parallel.expert.stacked import ExpertStack, StackedExperts
@@ -55,35 +56,9 @@ def spread(module: nn.Module, state: Spread) -> None:
     give_base(module, _TakesAll if state.takes_all else _TakesChosen)
 
 
-_TAKE_ALL = frozenset({"Llama4TextExperts"})
-"""Classes that get tokens alone, every one for every expert."""
-
-
 def is_stack(module: nn.Module) -> bool:
     """Whether a module has experts stacked in one tensor, whatever it computes with them."""
-    own = module._parameters
-    weights = [own.get(name) for name in ("gate_up_proj", "up_proj", "down_proj")]
-    return any(weight is not None and len(full_shape(weight)) == 3 for weight in weights)
-
-
-def lacks(module: nn.Module) -> str | None:
-    """What a module with stacked experts would need to be spread, in words; None: nothing."""
-    own = module._parameters
-    if own.get("down_proj") is None or (own.get("gate_up_proj") is None and own.get("up_proj") is None):
-        return "the stacked weights gate_up_proj (or up_proj) and down_proj"
-    if not isinstance(getattr(module, "num_experts", None), int):
-        return "an integer num_experts"
-    if not takes_all(module) and not all(hasattr(module, name) for name in ("is_transposed", "_apply_gate")):
-        return (
-            "transformers.integrations.use_experts_implementation on its class, which says how its weights lie and "
-            "what happens between the two products"
-        )
-    return None
-
-
-def takes_all(module: nn.Module) -> bool:
-    """Whether a module of stacked experts gets tokens alone, every one for every expert (Llama 4)."""
-    return type(module).__name__ in _TAKE_ALL
+    return any(len(full_shape(weight)) == 3 for weight in stacked_weights(module))
 
 
 class _TakesChosen(nn.Module):
@@ -94,8 +69,7 @@ class _TakesChosen(nn.Module):
         self, hidden_states: torch.Tensor, top_k_index: Any = None, top_k_weights: Any = None, **more: Any
     ) -> torch.Tensor:
         """Returns the weighted sum of what experts make of ``[S, M]`` tokens by ``[S, k]`` choices."""
-        index: torch.Tensor = more["router_indices"] if top_k_index is None else top_k_index
-        weights: torch.Tensor = more["routing_weights"] if top_k_weights is None else top_k_weights
+        index, weights = routes_in(top_k_index, top_k_weights, more)
         state: Spread = self.__dict__[_STATE]
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         index = index.reshape(len(x), -1)
@@ -140,25 +114,7 @@ def _dispatch(module: Any, x: torch.Tensor, weights: torch.Tensor | None, plan: 
 
 
 def _experts_of(module: Any) -> StackedExperts:
-    own = module._parameters
-    is_transposed = bool(getattr(module, "is_transposed", True))
-    first = "gate_up_proj" if own.get("gate_up_proj") is not None else "up_proj"
-    up = ExpertStack(getattr(module, first), getattr(module, f"{first}_bias", None), is_transposed)
-    down = ExpertStack(module.down_proj, getattr(module, "down_proj_bias", None), is_transposed)
-    after = module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
-    return StackedExperts(up, _between(module, first == "gate_up_proj"), down, after)
-
-
-def _between(module: Any, has_gate: bool) -> Any:
-    if not has_gate:
-        return module.act_fn
-    gate = getattr(module, "_apply_gate", None)
-    if callable(gate):
-        return gate
-
-    def halves(both: torch.Tensor) -> torch.Tensor:
-        gated, plain = both.chunk(2, dim=-1)
-        found: torch.Tensor = module.act_fn(gated) * plain
-        return found
-
-    return halves
+    parts = parts_of(module)
+    up = ExpertStack(parts.up, parts.up_bias, parts.is_transposed)
+    down = ExpertStack(parts.down, parts.down_bias, parts.is_transposed)
+    return StackedExperts(up, parts.between, down, parts.after)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from torch import nn
 
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.models.configurations import text_config
+from deepspeed.models.configurations import layer_types_of
 
 _WHOLE = ("full_attention", "sliding_attention", "attention", "sparse", "dense", "moe")
 _NAMES = (
@@ -42,8 +41,7 @@ def refuse_mixing_layers(model: nn.Module) -> None:
 
 
 def _mixing(model: nn.Module) -> Iterator[str]:
-    text: Any = text_config(getattr(model, "config", None))
-    for kind in sorted(set(getattr(text, "layer_types", None) or ()) - set(_WHOLE)):
+    for kind in sorted(set(layer_types_of(getattr(model, "config", None))) - set(_WHOLE)):
         yield f"layers of type {kind}"
     for name, module in model.named_modules():
         kind = type(module).__name__

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from deepspeed.give_base import give_base
+from deepspeed.models.layers import rope_types_of
 from deepspeed.parallel.sequence.sharing import registered
 from deepspeed.uncompiled import uncompiled
 
@@ -22,11 +23,8 @@ def know_whole_sequences(model: nn.Module) -> None:
         model: A registered model.
     """
     for module in model.modules():
-        kinds = getattr(module, "rope_type", None)
-        for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
-            if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
-                give_base(module, _RotaryOfWholeSequences)
-                break
+        if any("dynamic" in kind or kind == "longrope" for kind in rope_types_of(module)):
+            give_base(module, _RotaryOfWholeSequences)
 
 
 class _RotaryOfWholeSequences(nn.Module):

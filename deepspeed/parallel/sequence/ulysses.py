@@ -18,7 +18,7 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 from deepspeed.models.attention import takes_attention_by_name
 from deepspeed.models.building import read_configuration
-from deepspeed.models.configurations import heads_of, kv_heads_of
+from deepspeed.models.configurations import heads_of, kv_heads_of, name_or_path_of
 from deepspeed.parallel.sequence import state
 from deepspeed.parallel.sequence.evaluation import share_evaluation
 from deepspeed.parallel.sequence.shares import shares_of_heads
@@ -121,7 +121,7 @@ def _settings_of(model: Any) -> tuple[str | None, bool]:
     """
     if not _awaited:
         return None, False
-    name = str(getattr(getattr(model, "config", None), "_name_or_path", ""))
+    name = name_or_path_of(model)
     found = next((entry for entry in _awaited if entry.name == name), None)
     if found is None and len({(entry.core, entry.disable_in_eval) for entry in _awaited}) > 1:
         names = ", ".join(repr(entry.name) for entry in _awaited)

@@ -13,7 +13,7 @@ from deepspeed.comm.transports.differentiable import copy_to, reduce_from
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.give_base import give_base
-from deepspeed.models.configurations import text_config
+from deepspeed.models.configurations import rotary_width_of, text_config
 from deepspeed.parallel.tensor.entrance import Entrance
 from deepspeed.parallel.tensor.layout import LayerCut, ParameterCut
 from deepspeed.parallel.tensor.linear import ColumnConv1D, ColumnLinear, CutLinear, RowConv1D, RowLinear
@@ -120,9 +120,9 @@ class Maker:
     def _rotary(self, name: str) -> int:
         above: Any = self._model.get_submodule(name.rpartition(".")[0])
         config = text_config(getattr(self._model, "config", None))
-        for source in (above, getattr(above, "config", None), config):
-            if isinstance(found := getattr(source, "qk_rope_head_dim", None), int):
-                return found
+        width = rotary_width_of(above, getattr(above, "config", None), config)
+        if width is not None:
+            return width
         raise DeepSpeedConfigError(
             f"tensor_parallel.autotp_size: the plan says that some outputs of {name!r} are rotary and go to all heads, "
             "but neither the module above it nor the configuration has qk_rope_head_dim; leave its attention whole"

@@ -19,7 +19,7 @@ from deepspeed.comm.transports.channel import Channel
 from deepspeed.config.sections.tensor_parallel import TensorParallel
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
-from deepspeed.models.configurations import text_config, vocabulary_of
+from deepspeed.models.inputs import small_inputs
 from deepspeed.parallel.tensor.layout import Layout
 from deepspeed.uncompiled import without_compiling
 from deepspeed.zero.gather.sharded_parameter import ShardedParameter
@@ -120,27 +120,7 @@ def inputs_of(model: nn.Module, multiple: int = 1) -> dict[str, Any] | None:
         model: The model.
         multiple: Divides the length of its sequences.
     """
-    length = -(-_LENGTH // multiple) * multiple
-    config = getattr(model, "config", None)
-    name = getattr(model, "main_input_name", None)
-    if config is None or name is None:
-        return None
-    vocabulary = vocabulary_of(config)
-    if name == "input_ids" and vocabulary is not None:
-        ids = (torch.arange(_ROWS * length).view(_ROWS, length) * 7 + 3) % vocabulary
-        padding = getattr(text_config(config), "pad_token_id", None)
-        ids = torch.where(ids == padding, (ids + 1) % vocabulary, ids) if isinstance(padding, int) else ids
-        inputs: dict[str, Any] = {"input_ids": ids}
-        if getattr(config, "is_encoder_decoder", False):
-            inputs["decoder_input_ids"] = ids.flip(0)
-    elif name == "pixel_values" and isinstance(getattr(config, "image_size", None), int):
-        shape = (_ROWS, getattr(config, "num_channels", 3), config.image_size, config.image_size)
-        inputs = {"pixel_values": torch.linspace(-1, 1, torch.Size(shape).numel()).view(shape)}
-    else:
-        return None
-    at = next(model.parameters()).device
-    dtype = next(model.parameters()).dtype
-    return {key: value.to(at, dtype if value.is_floating_point() else None) for key, value in inputs.items()}
+    return small_inputs(model, _ROWS, -(-_LENGTH // multiple) * multiple)
 
 
 @contextmanager

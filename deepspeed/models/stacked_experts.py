@@ -1,0 +1,111 @@
+"""Reads modules with stacked experts, the one form that mixtures of experts of the Transformers library have.
+
+Such a module has the weights of all experts in one tensor for each product. It gets tokens, the experts that a router
+chose for them, and weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+_TAKE_ALL = frozenset({"Llama4TextExperts"})
+"""Classes that get tokens alone, every one for every expert."""
+
+
+@dataclass(frozen=True)
+class ExpertParts:
+    """What the experts of one module compute with.
+
+    Attributes:
+        up: Weight of the first product, three-dimensional; gate and up together where the experts have a gate.
+        up_bias: Its bias, or None.
+        down: Weight of the second product.
+        down_bias: Its bias, or None.
+        is_transposed: Weights are ``[E, in, out]``, not ``[E, out, in]``.
+        between: What is computed between the two products.
+        after: What is computed behind the second, or None.
+    """
+
+    up: torch.Tensor
+    up_bias: torch.Tensor | None
+    down: torch.Tensor
+    down_bias: torch.Tensor | None
+    is_transposed: bool
+    between: Callable[[torch.Tensor], torch.Tensor]
+    after: Callable[[torch.Tensor], torch.Tensor] | None
+
+
+def stacked_weights(module: nn.Module) -> list[nn.Parameter]:
+    """Returns the parameters of a module that have the names of stacked weights, whatever their shapes."""
+    own = module._parameters
+    found = [own.get(name) for name in ("gate_up_proj", "up_proj", "down_proj")]
+    return [weight for weight in found if weight is not None]
+
+
+def lacks(module: nn.Module) -> str | None:
+    """Returns what a module with stacked experts would need to be known, in words; None: nothing."""
+    own = module._parameters
+    if own.get("down_proj") is None or (own.get("gate_up_proj") is None and own.get("up_proj") is None):
+        return "the stacked weights gate_up_proj (or up_proj) and down_proj"
+    if not isinstance(getattr(module, "num_experts", None), int):
+        return "an integer num_experts"
+    if not takes_all(module) and not all(hasattr(module, name) for name in ("is_transposed", "_apply_gate")):
+        return (
+            "transformers.integrations.use_experts_implementation on its class, which says how its weights lie and "
+            "what happens between the two products"
+        )
+    return None
+
+
+def takes_all(module: nn.Module) -> bool:
+    """Returns whether a module of stacked experts gets tokens alone, every one for every expert (Llama 4)."""
+    return type(module).__name__ in _TAKE_ALL
+
+
+def routes_in(index: Any, weights: Any, more: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns chosen experts and weights, ``[S, k]``, from the arguments of a module's forward by any of their names.
+
+    Args:
+        index: The first argument after the tokens, or None.
+        weights: The second, or None.
+        more: Keyword arguments.
+    """
+    return (
+        more["router_indices"] if index is None else index,
+        more["routing_weights"] if weights is None else weights,
+    )
+
+
+def parts_of(module: Any) -> ExpertParts:
+    """Returns what the experts of a module compute with; it must lack nothing."""
+    has_gate = module._parameters.get("gate_up_proj") is not None
+    first = "gate_up_proj" if has_gate else "up_proj"
+    return ExpertParts(
+        up=getattr(module, first),
+        up_bias=getattr(module, f"{first}_bias", None),
+        down=module.down_proj,
+        down_bias=getattr(module, "down_proj_bias", None),
+        is_transposed=bool(getattr(module, "is_transposed", True)),
+        between=_between(module, has_gate),
+        after=module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None,
+    )
+
+
+def _between(module: Any, has_gate: bool) -> Any:
+    if not has_gate:
+        return module.act_fn
+    gate = getattr(module, "_apply_gate", None)
+    if callable(gate):
+        return gate
+
+    def halves(both: torch.Tensor) -> torch.Tensor:
+        gated, plain = both.chunk(2, dim=-1)
+        found: torch.Tensor = module.act_fn(gated) * plain
+        return found
+
+    return halves
