@@ -18,7 +18,7 @@ _MOST_SHOWN = 100
 
 
 def free_port() -> int:
-    """A TCP port that nobody uses at this moment."""
+    """Returns a TCP port that is free at this moment."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])

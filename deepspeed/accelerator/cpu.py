@@ -170,7 +170,11 @@ class CPUAccelerator(DeepSpeedAccelerator):
         return tensor if match_shape else tensor.reshape(-1)
 
     def pin_empty(self, *size: Any, dtype: torch.dtype | None = None, device: str = "cpu") -> torch.Tensor:
-        """An uninitialised host tensor (not page-locked: see :meth:`pin_memory`)."""
+        """An uninitialised host tensor (not page-locked: see :meth:`pin_memory`).
+
+        Raises:
+            ValueError: ``device`` is not the host.
+        """
         if torch.device(device).type != "cpu":
             raise ValueError(f"pin_empty(device={device!r}): this is host memory; leave device at 'cpu'")
         return torch.empty(*size, dtype=dtype, device="cpu")

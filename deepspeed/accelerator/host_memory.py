@@ -1,6 +1,7 @@
 """Memory of the host and of this process, in bytes.
 
-A container's limit counts as the machine's memory: the kernel kills whoever passes it, however much the host has.
+A container's limit counts as the machine's memory: the kernel kills a process that exceeds it, even
+if the host has free memory.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ def clean(root: Path) -> None:
 
 
 def _remove_if_abandoned(folder: Path, lock_file: Path) -> bool:
-    """Whether nobody works in ``folder``; then it is gone."""
+    """Deletes ``folder`` if no process works in it; returns whether it did."""
     lock = disk.FolderLock(lock_file)
     try:
         if not lock.take():
@@ -206,7 +206,7 @@ def prune(root: Path, keep: int, newest: str) -> list[str]:
     candidates = [tag for tag in ours if tag != newest]
     removed = candidates[: max(len(candidates) - (keep - 1), 0)]
     for tag in removed:
-        # First out of sight, so that nobody meets half a checkpoint; then for good.
+        # First out of sight, so that no reader sees half a checkpoint; then for good.
         aside = root / f"{SAVING}{secrets.token_hex(8)}"
         disk.rename(root / tag, aside)
         disk.remove_folder(aside)

@@ -143,7 +143,7 @@ class FolderLock:
         self._descriptor: int | None = None
 
     def take(self) -> bool:
-        """Takes the lock if nobody has it.
+        """Takes the lock if it is free.
 
         Returns:
             Whether it was taken. Where the file system has no locks, it counts as free.

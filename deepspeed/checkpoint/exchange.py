@@ -33,7 +33,7 @@ class Exchange:
         self.size = self._transport.size
 
     def gather(self, value: Any, doing: str) -> list[Any]:
-        """Everybody's ``value``, by rank; ``doing`` says to whoever waits in vain what the ranks do."""
+        """Gathers ``value`` of all ranks, by rank; ``doing`` names the operation in timeout messages."""
         return gather_objects(self._transport, value, label=doing)
 
     def together(self, doing: str, action: Callable[[], T]) -> list[T]:

@@ -93,7 +93,11 @@ def dtype_code(dtype: torch.dtype) -> str:
 
 
 def dtype_of(code: str) -> torch.dtype:
-    """The dtype that a file names ``code``."""
+    """The dtype that a file names ``code``.
+
+    Raises:
+        CheckpointError: No dtype has this code.
+    """
     if code not in _DTYPE_CODES:
         raise CheckpointError(f"unknown dtype {code!r} in a checkpoint; known are {', '.join(_DTYPE_CODES)}")
     return _DTYPE_CODES[code]
@@ -261,7 +265,11 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Reads the manifest of a tag folder."""
+        """Reads the manifest of a tag folder.
+
+        Raises:
+            CheckpointError: The file cannot be read, or is larger than a manifest can be.
+        """
         path = folder / MANIFEST
         try:
             if path.stat().st_size > _LARGEST_MANIFEST:

@@ -74,6 +74,9 @@ def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
     Args:
         checkpoint_dir: The tag folder.
         zero_stage: The stage that saved, which decides the name.
+
+    Raises:
+        FileNotFoundError: The folder has no such file.
     """
     path = Path(checkpoint_dir) / model_states_file(int(zero_stage))
     if not path.is_file():

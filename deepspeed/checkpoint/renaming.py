@@ -1,7 +1,7 @@
 """A checkpoint of one kind of model under the names that another kind has for the same weights.
 
 A pipeline names its parameters by the number of the layer, a Transformers model by the path of the module. What the
-beginnings of names become is known to whoever builds these models; here they are only applied.
+beginnings of names become is known where these models are built; here they are only applied.
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ def _listed(subject: Subject, bucket: Bucket, rank: int) -> Listed:
 
 
 def _leader(bucket: Bucket, me: int) -> int:
-    """The first of the ranks that share a bucket, in the job; ``me`` where nobody else does."""
+    """The first of the ranks that share a bucket, in the job; ``me`` where no other rank does."""
     group, peers = bucket.group, bucket.group.gather.peers
     everyone = peers.ranks or (me,)
     return next((ranks for ranks in group.ranks if everyone[peers.rank] in ranks), everyone)[0]

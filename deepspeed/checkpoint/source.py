@@ -1,4 +1,4 @@
-"""What a loader asks of a checkpoint, whoever wrote it.
+"""What a loader asks of a checkpoint, independent of its writer.
 
 Values are addressed by parameter name and by element of the flattened parameter, or of a tile of it, so that any layout
 can be filled from any other: the loader asks for the intervals that its rank owns and nothing else.

@@ -112,6 +112,9 @@ def merge_objects(data: bytes, what: str, training: dict[str, Any], top: dict[st
 
     Returns:
         Names of what was withheld.
+
+    Raises:
+        CheckpointError: The file does not hold objects that were saved apart.
     """
     withheld = []
     content = restricted.loads(data, what)

@@ -81,7 +81,7 @@ def _measure(options: argparse.Namespace) -> None:
     comm.init_distributed(verbose=False)
     ranks = comm.get_world_size()
     if ranks == 1:
-        sys.exit("ds_bench: one rank has nobody to talk to; start at least two, for example ds_bench --num_gpus 2")
+        sys.exit("ds_bench: one rank cannot communicate; start at least two, for example ds_bench --num_gpus 2")
     flags = [name for name in _flags() if getattr(options, name)]
     powers = range(_SMALLEST, options.maxsize + 1, 2) if options.scan else [options.maxsize]
     rows = [

@@ -25,7 +25,7 @@ def run_command(name: str, work: Callable[[], int | None], args: Sequence[str] |
     except KeyboardInterrupt:
         if args is not None:
             raise
-        sys.exit(130)  # as a shell shows it; whoever presses Ctrl-C needs no traceback
+        sys.exit(130)  # as shells report Ctrl-C, without a traceback
     except DeepSpeedError as error:
         if args is not None:
             raise

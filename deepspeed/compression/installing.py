@@ -70,7 +70,12 @@ def init_compression(model: nn.Module, deepspeed_config: Any, teacher_model: Any
 
 
 def compress(model: nn.Module, section: CompressionTraining, teacher: Any = None) -> None:
-    """The same from a section that is in order."""
+    """The same from a section that is in order.
+
+    Raises:
+        DeepSpeedConfigError: The model is compressed already or is a PipelineModule, or ``layer_reduction`` has no
+            teacher.
+    """
     if any(techniques_on(module) is not None for module in model.modules()):
         raise DeepSpeedConfigError("init_compression: the model is compressed already; call it once, on a plain model")
     if isinstance(model, PipelineModule):

@@ -33,7 +33,10 @@ def largest(values: torch.Tensor, share: float) -> torch.Tensor:
 
 
 def learned(scores: torch.Tensor, share: float) -> torch.Tensor:
-    """1 for the largest scores and 0 for others, in the scores' dtype; its gradient is that of the scores."""
+    """Returns 1 for the largest scores and 0 for the others, in the shape and dtype of ``scores``.
+
+    Its gradient is passed on to the scores unchanged (straight-through).
+    """
     return straight_through(scores, largest(scores, share).to(scores.dtype))
 
 

@@ -54,7 +54,12 @@ class Levels:
         return cls(bits, rounded.least, scale.contiguous(), offset.contiguous(), symmetric)
 
     def kept(self, rows: torch.Tensor | None, columns: torch.Tensor | None) -> Levels | None:
-        """What is left when rows or columns are left out; None where groups would lose their equal lengths."""
+        """Returns the levels of some rows and columns; None where groups would not keep equal lengths.
+
+        Args:
+            rows: 1-D indices that stay; None: all.
+            columns: 1-D indices that stay; None: all.
+        """
         if columns is not None and self.scale.shape[1] > 1:
             return None
         if rows is None:

@@ -29,7 +29,10 @@ class Remover:
         self._model, self._kinds, self._levels = model, kinds, levels
 
     def rows(self, name: str, keep: torch.Tensor, related: Iterable[str]) -> None:
-        """Leaves outputs of ``name`` out, and the inputs of each related layer that they are, or its equal outputs."""
+        """Removes all outputs of ``name`` but ``keep`` (1-D indices).
+
+        Related layers lose the inputs that these outputs feed, or the same outputs.
+        """
         total = self._outputs(name)
         self._cut(name, rows=keep)
         for other in related:
@@ -43,7 +46,10 @@ class Remover:
             self._cut(other, columns=_blocks(keep, inputs // total))  # flattened images have a block for each channel
 
     def heads(self, name: str, keep: torch.Tensor, heads: int, related: Iterable[str]) -> None:
-        """Leaves heads out: inputs of ``name``, outputs of each related layer (fused ones have them several times)."""
+        """Removes all heads but ``keep`` (1-D indices): inputs of ``name`` and outputs of each related layer.
+
+        Fused layers have the outputs of a head several times.
+        """
         width = self._inputs(name)
         inputs = _blocks(keep, width // heads)
         self._cut(name, columns=inputs)

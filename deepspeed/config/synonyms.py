@@ -181,7 +181,7 @@ def meant_by(name: str, section: tuple[object, ...], valid: set[str]) -> tuple[s
         valid: The keys of that section.
 
     Returns:
-        None if it is nobody's name, or the key would not be valid there either.
+        None if no section has this name, or the key would not be valid there either.
     """
     if section and section[0] not in _SECTIONS:
         return None

@@ -42,17 +42,29 @@ class Positions:
         return (1, 0) if self.sequence_first else (0, 1)
 
     def of_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The kept positions of hidden states."""
+        """Returns the kept positions of hidden states: ``[B, S, width]`` to ``[B, count, width]``.
+
+        The first two axes are the other way round with ``sequence_first``.
+        """
         return self._along(hidden, *self.axes)
 
     def put_back(self, hidden: torch.Tensor, answer: torch.Tensor) -> torch.Tensor:
-        """``hidden`` with the kept positions replaced by ``answer``."""
+        """Returns ``hidden`` with the kept positions replaced by ``answer``.
+
+        Args:
+            hidden: ``[B, S, width]``.
+            answer: ``[B, count, width]``, any dtype.
+        """
         samples, positions = self.axes
         index = self._index(hidden.dim(), samples, positions).expand_as(answer)
         return hidden.scatter(positions, index, answer.to(hidden.dtype))
 
     def of_mask(self, mask: torch.Tensor) -> torch.Tensor:
-        """Rows and columns of a mask: [B or 1, S], [S, S], or with further axes before [..., S or 1, S]."""
+        """Rows and columns of a mask: [B or 1, S], [S, S], or with further axes before [..., S or 1, S].
+
+        Raises:
+            ValueError: The mask does not end in the positions of the hidden states.
+        """
         if mask.dim() < 2 or mask.shape[-1] != self.length:
             raise ValueError(
                 f"random-LTD: a mask of shape {tuple(mask.shape)} does not end in the {self.length} positions of the "

@@ -112,7 +112,7 @@ def read_environment_files(name: str) -> dict[str, str]:
         if loaded and folder != Path.home():
             logger.warning(
                 f"{path}: sets {', '.join(loaded)}, which decide what code every rank loads. The file lies in the "
-                "current directory and not in your home; make sure that you trust whoever wrote it"
+                "current directory and not in your home; make sure that you trust its author"
             )
     return found
 

@@ -50,7 +50,7 @@ _SHUTDOWN_LINES = 4
 
 
 class ErrorStream(RankStream):
-    """The stderr of one rank, with tracebacks held back until somebody decides.
+    """The stderr of one rank, with tracebacks held back until the first failure is known.
 
     Attributes:
         report_time: When the newest traceback started (monotonic seconds); None if there was none.
@@ -291,7 +291,7 @@ class Failure:
         rank: Global rank; -1 if it was no rank.
         lost_a_peer: Whether it looks like the consequence of another failure.
         time: When it happened, in monotonic seconds of this machine.
-        was_seen_from_outside: Whether nobody on the machine of the failure was left to report it.
+        was_seen_from_outside: Whether no launcher on the machine of the failure was left to report it.
     """
 
     sentence: str
@@ -342,7 +342,7 @@ _SIGNAL_CAUSES = {
     signal.SIGTERM: "terminated from outside, by a scheduler, an administrator or another program",
     signal.SIGINT: "interrupted",
     signal.SIGHUP: "its terminal or connection was closed",
-    signal.SIGPIPE: "wrote to a pipe that nobody reads any more",
+    signal.SIGPIPE: "wrote to a pipe whose reader has gone",
     signal.SIGXCPU: "used more processor time than its limit (ulimit -t)",
     signal.SIGXFSZ: "wrote a file larger than its limit (ulimit -f)",
 }

@@ -26,7 +26,7 @@ from deepspeed.launcher.supervisor import GRACE_AFTER_SIGNAL
 from deepspeed.logging import logger
 
 _POLL_SECONDS = 0.05
-# The launchers on the machines end together, by what they hear from each other; whoever takes longer is ended.
+# The launchers end together because they are connected; one that takes longer than this is killed.
 _GRACE_AFTER_FAILURE = 15.0
 _SSH_SECONDS = 10
 _SSH_AT_ONCE = 32
@@ -183,7 +183,7 @@ def _standard_input(command: Command, is_only: bool) -> Iterator[Any]:
     if command.script is None:
         yield None if is_only else subprocess.DEVNULL
         return
-    with tempfile.TemporaryFile() as file:  # without a name: nobody else can open it
+    with tempfile.TemporaryFile() as file:  # without a name: no other process can open it
         file.write(command.script.encode() + b"\n")
         file.seek(0)
         yield file

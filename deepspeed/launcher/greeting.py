@@ -2,8 +2,8 @@
 
 A connection starts with three messages: the hub's challenge, the launcher's hello and the hub's answer. Both sides
 prove that they know the secret of the run, without sending it: each signs the other's random number (HMAC-SHA256). The
-messages after that are not signed, and nothing is encrypted: this keeps out whoever connects, by chance or on purpose,
-but not who controls the network between the machines.
+messages after that are not signed, and nothing is encrypted. This keeps out processes that connect, by chance or on
+purpose, but not an attacker who controls the network between the machines.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Introduction:
         master_port: Where the ranks meet; tells runs on the same machines apart.
         version: Of this package.
         run: Name of the run; empty where its launchers were started by hand.
-        secret: What only the launchers of the run know; empty where nobody has given them one. It is never sent.
+        secret: What only the launchers of the run know; empty if none was given. It is never sent.
     """
 
     index: int

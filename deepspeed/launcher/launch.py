@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from deepspeed.launcher.supervisor import Worker
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
-# Variables that say where a process stands; whoever starts ranks anew must not hand on its own.
+# Variables with the rank of a process. A launcher must not pass on its own.
 _PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -332,7 +332,7 @@ def _write_new(path: Path, text: str) -> None:
     """Writes a file into a folder that other users may write to as well, in place of one left there earlier.
 
     Raises:
-        LauncherError: It cannot be made, or what lies there belongs to somebody else.
+        LauncherError: It cannot be made, or belongs to another user.
     """
     try:
         path.unlink(missing_ok=True)  # of an earlier process with this number; a link goes, not what it points to

@@ -1,13 +1,13 @@
 """How the launchers of one run hear of each other.
 
-Rank 0's launcher is the hub: it listens, the others connect and introduce themselves. Whoever sees a rank fail tells
-the hub; the hub decides which failure was first and tells everybody, so that every machine stops its ranks and reports
-the same. A connection that ends without a word means that a launcher was lost, with its machine or without.
+Rank 0's launcher is the hub: it listens, the others connect and introduce themselves. A launcher that sees a rank fail
+tells the hub. The hub decides which failure was first and tells all launchers, so that every machine stops its ranks
+and reports the same failure. A connection that closes without a message means that a launcher was lost.
 
 The system probes silent connections (TCP keep-alive), so a machine that lost its power is noticed within about
 15 seconds, while a launcher that is merely suspended is not taken for dead.
 
-Whoever connects must answer the hub's challenge (:mod:`.greeting`) before anything it sends counts. Until then it can
+Each peer must answer the hub's challenge (:mod:`.greeting`) before anything it sends counts. Until then it can
 neither make the hub wait nor end the run: it is read without blocking, and dropped after a few seconds.
 
 A thread serves the sockets; :class:`LauncherLink` hands its messages over to the launcher's own loop.
@@ -63,7 +63,7 @@ class LauncherLink:
 
     Events are dicts with ``event``: ``failed`` (to the hub: a :class:`~.failures.Failure` as a message), ``verdict``
     (from the hub: the same), ``lost`` (who: a launcher in words), ``wrong`` (reason: the launchers do not belong
-    together) and ``notice`` (text: something that may interest whoever waits).
+    together) and ``notice`` (text: progress to print while waiting).
 
     Args:
         me: This launcher.
@@ -203,7 +203,7 @@ class LauncherLink:
         self._post(event="notice", text=f"still waiting for the launcher(s) of node(s) {listed}: not heard of yet")
 
     def _accept(self, listener: socket.socket, selector: selectors.BaseSelector) -> None:
-        """Sends whoever has connected a challenge."""
+        """Sends a challenge to each new connection."""
         try:
             peer, _ = listener.accept()
         except OSError:  # it has gone already, or this process has too many files open
@@ -361,7 +361,7 @@ class LauncherLink:
         return None
 
     def _try(self, port: int) -> tuple[JsonConnection | None, dict[str, Any] | None]:
-        """Connects to whoever listens on ``port``: (the connection, its answer); None for what there is not."""
+        """Connects to ``port``: (the connection or None, its answer or None)."""
         try:
             peer = socket.create_connection((self._address, port), timeout=_CONNECT_SECONDS)
         except OSError:  # not there yet

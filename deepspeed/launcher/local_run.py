@@ -37,7 +37,7 @@ _DRAIN_READS = 32
 _VERDICT_SECONDS = 6.0
 _TELL_SECONDS = 10.0
 _PART_SECONDS = 4.0  # the same for good news: without it the hub waits for this one
-_TELL_SECONDS_IN_A_HURRY = 1.0  # somebody waits for the end of this one, or was refused and knows
+_TELL_SECONDS_IN_A_HURRY = 1.0  # the peer waits for this launcher to end, or knows that it was refused
 _INTERNAL_ERROR = 70
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
@@ -193,7 +193,7 @@ class LocalRun:
                 is_open = self._read_events()
             self._listen_to_others()
             now = time.monotonic()
-            if not self._output.is_full:  # a rank that nobody reads is not one that has stopped writing
+            if not self._output.is_full:  # a rank blocked on a full pipe has not stopped writing
                 for stream in (*self._out, *self._errors):
                     stream.tick(now)
             self._output.flush()
@@ -263,7 +263,7 @@ class LocalRun:
             self._settle_until = now + _SETTLE_SECONDS
         best = first_failure(failures)
         running = [state for state in self._states.values() if state.pid is not None and state.status is None]
-        # Whose traceback began earlier is dying too, and whoever lost a peer is not the first to go.
+        # A rank whose traceback began earlier is dying too; a rank that lost a peer did not fail first.
         earlier = best.lost_a_peer or any(_began_before(state, best) for state in running)
         if earlier and (running or self._link is not None) and now < self._settle_until:
             return
@@ -440,7 +440,7 @@ def _become_supervisor(supervisor: Supervisor) -> None:
     code = _INTERNAL_ERROR
     try:
         os.setsid()
-        # Whoever waits for the end of our output must not wait for this process.
+        # A reader that waits for the end of our output must not wait for this process.
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 1)
         os.close(null)

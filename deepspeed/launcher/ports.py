@@ -132,7 +132,7 @@ class _Mark:
 
 
 def _mark(port: int) -> _Mark | None:
-    """Marks the port as ours; None if somebody else has."""
+    """Marks the port as ours; None if another process has it."""
     if not sys.platform.startswith("linux"):
         return _Mark(None)
     mark = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)

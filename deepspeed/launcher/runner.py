@@ -179,7 +179,11 @@ def _launch_arguments(args: argparse.Namespace, selected: Selected) -> list[str]
 
 
 def rank_options(args: argparse.Namespace) -> list[str]:
-    """The options that concern how a rank is started, spelt out for :mod:`deepspeed.launcher.launch`."""
+    """The options that concern how a rank is started, spelt out for :mod:`deepspeed.launcher.launch`.
+
+    Raises:
+        LauncherError: Numbers of elastic nodes are given without ``--elastic_training``.
+    """
     switches = ("module", "no_python", "no_local_rank", "save_pid", "quiet", "bind_cores_to_rank")
     options = [f"--{name}" for name in switches if getattr(args, name)]
     for name in ("enable_each_rank_log", "bind_core_list"):

@@ -55,7 +55,7 @@ class Output:
             except BrokenPipeError:
                 self._give_up(descriptor)
                 continue
-            except BlockingIOError:  # somebody else made the descriptor non-blocking and filled it first
+            except BlockingIOError:  # another process made the descriptor non-blocking and filled it
                 return
             self._queued -= written
             if written == len(data):

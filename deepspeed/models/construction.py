@@ -74,5 +74,5 @@ def stage_3_unmentioned() -> Iterator[None]:
     try:
         yield
     finally:
-        if getattr(integration, _STAGE_3) is None:  # what somebody else has set since stays
+        if getattr(integration, _STAGE_3) is None:  # what was set by others since then stays
             setattr(integration, _STAGE_3, before)

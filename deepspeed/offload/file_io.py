@@ -85,7 +85,7 @@ class BlockFile:
             raise OffloadError(f"{path}: cannot be made ({error.strerror}); check nvme_path") from error
         self._direct = self._open_direct() if settings.direct else None
 
-    def __del__(self) -> None:  # of an engine that nobody destroyed; pending requests would keep this object
+    def __del__(self) -> None:  # of an engine that was not destroyed; pending requests would keep this object
         self.close()
 
     def _open_direct(self) -> int | None:
@@ -176,7 +176,7 @@ class BlockFile:
                 raise _explained(error, what, self.path, len(view) - done) from error
             if moved == 0:
                 raise OffloadError(
-                    f"{what} {self.path}: it ends {len(view) - done} bytes too early; somebody else has changed it"
+                    f"{what} {self.path}: it ends {len(view) - done} bytes too early; another process has changed it"
                 )
             done += moved
 

@@ -201,8 +201,8 @@ class HostUpdate(UpdateStrategy):
 
     @override
     def begin(self, pieces: Sequence[UpdateSlice]) -> None:
-        # The kernel writes compute shards that lie in host memory; the gather of a forward that nobody waited for may
-        # still be reading one.
+        # The kernel writes compute shards that lie in host memory; the gather of a forward may still be
+        # reading one, if its wait() was not called.
         self._up.wait_on_host()
         self._last = None
 

@@ -7,7 +7,7 @@ host name: containers of one machine have names of their own but one kernel. It 
 shared file system their locks may not reach us. What a container left before the machine was started again must be
 removed by hand.
 
-The folder may be one that all users write to. So a lock is always a new file, and what somebody else has put there is
+The folder may be one that all users write to. So a lock is always a new file, and what another user has put there is
 neither followed nor waited for.
 """
 
@@ -65,7 +65,7 @@ class RunDirectory:
                 f"nvme_path {folder}: cannot make the folder {name} in it ({error.strerror or error}); choose a path "
                 "on a writable local disk"
             ) from error
-        # Also when the process exits, or nobody refers to this object any more.
+        # Also when the process exits, or the last reference to this object is gone.
         self._finalizer = weakref.finalize(self, _remove, self.path, lock, os.getpid())
 
     def remove(self) -> None:
@@ -105,7 +105,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def _open_own(lock: Path) -> int | None:
-    """Opens a lock of this user; None if it is gone, or something else that somebody has put there."""
+    """Opens a lock of this user; None if it is gone, or is no lock of this user."""
     try:
         handle = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:  # its owner has just removed it; or it is another user's, a link or a directory
@@ -128,7 +128,7 @@ def _locked(path: Path) -> tuple[Path, int]:
         lock = _lock_path(numbered)
         try:
             handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        except FileExistsError:  # somebody's; there are other numbers
+        except FileExistsError:  # taken; try the next number
             continue
         # Another process may have taken it for a leftover before it was locked.
         with contextlib.suppress(BlockingIOError, FileNotFoundError):

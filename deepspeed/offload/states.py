@@ -24,7 +24,7 @@ KINDS = (OPTIMIZER_STATES, MASTERS, PARAMETERS, GRADIENTS, GRADIENT_BUFFERS)
 class StateMover:
     """Moves states of one engine between the device and the host. What lives elsewhere already stays there.
 
-    The tensors are replaced, not emptied: whoever reads a state while it is away reads its copy on the host.
+    The tensors are replaced, not emptied: a state read while it is offloaded is read from the host copy.
 
     Args:
         runtime: The sharded model.

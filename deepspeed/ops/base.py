@@ -183,7 +183,11 @@ def keep_saved_dtypes(optimizer: torch.optim.Optimizer, state_dict: dict[str, An
 
 
 def check_supported(optimizer: torch.optim.Optimizer, param: Tensor) -> None:
-    """Refuses gradients and parameters that no optimizer of this package can use."""
+    """Refuses gradients and parameters that no optimizer of this package can use.
+
+    Raises:
+        RuntimeError: The gradient is sparse, or the parameter is not floating-point.
+    """
     grad = param.grad
     assert grad is not None
     if grad.is_sparse:

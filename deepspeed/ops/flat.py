@@ -22,7 +22,7 @@ class FlatUpdate(Protocol):
     """An optimizer step on one flat run."""
 
     def init_flat_state(self, param_group: dict[str, Any], master: Tensor, state: dict[str, Any]) -> None:
-        """Adds what is missing in ``state`` for the run ``master``: fp32 tensors like it, and the step counter."""
+        """Adds to ``state`` what it lacks: fp32 tensors of the shape of ``master`` (1-D), and the step counter."""
         ...
 
     def flat_update(

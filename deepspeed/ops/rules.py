@@ -31,9 +31,13 @@ class UpdateRule(Protocol):
         ...
 
     def kernel(self, group: dict[str, Any], step: float | Tensor, device: torch.device) -> Kernel:
-        """The update number ``step`` (1 for the first) with the hyperparameters of ``group``.
+        """Returns the arithmetic of update number ``step`` (1 for the first) with the hyperparameters of ``group``.
 
-        ``step`` is a tensor only where it lives on an accelerator, so that nothing waits for it.
+        Args:
+            group: Hyperparameters.
+            step: A number; a scalar tensor only where it lives on an accelerator, so that the host does not wait for
+                it.
+            device: Where the update runs.
         """
         ...
 

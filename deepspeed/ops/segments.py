@@ -2,7 +2,7 @@
 
 Optimizers see 1-D runs. Most do not care where one tensor ends and the next begins; LAMB (a norm per tensor) and
 Muon (a matrix at a time) do, and learn it from the :class:`SegmentTable` handed to ``attach_segments``. It also says
-what the other ranks hold (:class:`SharedTensor`), so that nobody needs to ask them. Pure data: no tensors, no
+what the other ranks hold (:class:`SharedTensor`), so that no communication is needed. Pure data: no tensors, no
 communication.
 """
 

@@ -17,6 +17,9 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
     Returns:
         ``num_parts + 1`` bounds: part i holds the items from ``bounds[i]`` up to ``bounds[i + 1]``. With fewer items
         than parts the last parts are empty.
+
+    Raises:
+        ValueError: ``num_parts`` is below 1 or ``num_items`` negative.
     """
     if num_parts < 1 or num_items < 0:
         raise ValueError(

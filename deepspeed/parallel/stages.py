@@ -29,7 +29,7 @@ def told_by_stages(model: nn.Module, device: torch.device, mine: Any, *, label: 
         model: Of this rank. Every rank of the job must call it.
         device: Where it computes.
         mine: Anything small that JSON takes. Tuples arrive as lists.
-        label: For whoever waits in vain.
+        label: Names the operation in timeout messages.
     """
     if not is_stage(model):
         return [mine]
@@ -51,7 +51,7 @@ def raise_for_all_stages(
         count: What was found on this rank.
         said: What is wrong with it.
         nothing: The kind of ``said`` that only counts if no stage has found anything.
-        label: For whoever waits in vain.
+        label: Names the operation in timeout messages.
 
     Raises:
         DeepSpeedConfigError: In the words of the first rank that has some.

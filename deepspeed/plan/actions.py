@@ -1,4 +1,4 @@
-"""What a rank does in a step, as a list; and what passes between a model and whoever drives it."""
+"""What a rank does in a step, as a list; and what passes between a model and its driver."""
 
 from __future__ import annotations
 

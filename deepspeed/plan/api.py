@@ -149,7 +149,11 @@ def make_machine(
     disk: float | None = None,
     headroom: float | None = None,
 ) -> Machine:
-    """Puts the machine of :func:`plan` together; arguments as there."""
+    """Puts the machine of :func:`plan` together; arguments as there.
+
+    Raises:
+        DeepSpeedConfigError: A rate is not above 0, ``headroom`` is no share, or the memory of the device is not known.
+    """
     for name, rate in {"flops": flops, "link": link, "host_link": host_link, "network": network, "disk": disk}.items():
         if rate is not None and not (isinstance(rate, (int, float)) and 0 < rate < math.inf):
             raise DeepSpeedConfigError(

@@ -94,7 +94,7 @@ class MemoryCount(TorchDispatchMode):
         device_type: Of the tensors that count.
 
     Attributes:
-        moment: What is going on; set by whoever runs the step.
+        moment: What is going on; set by the code that runs the step.
         pinned: Bytes of locked pages.
         most_pinned: The most there were.
         copied_down: Bytes copied from the device to the host.

@@ -181,7 +181,7 @@ def _collectives(plan: Plan) -> Table | None:
 
 
 def _codes(plan: Plan, *, asked: bool) -> Table | None:
-    """What gradients cost as they are and as codes, where somebody asks for it or the configuration names a codec."""
+    """What gradients cost as they are and as codes, where the caller asks for it or the configuration names a codec."""
     costs, found = plan.coded_costs, plan.rehearsed
     section = plan.config.get("communication_compression") or {}
     if not costs or not (asked or found.codec is not None or section.get("gradients") is not None):
@@ -271,7 +271,7 @@ def _verdict(plan: Plan) -> Text:
 
 
 def _memory_in_words(nbytes: int) -> str:
-    """Returns a device's memory: in powers of ten where somebody gave it so, otherwise as drivers report it."""
+    """Returns a device's memory: in powers of ten where the caller gave it so, otherwise as drivers report it."""
     if nbytes % 10**6:
         return in_words(nbytes)
     return f"{nbytes / 1e9:,.4g} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:,.4g} MB"

@@ -34,7 +34,11 @@ class Stopwatch:
         self._begun = 0.0
 
     def start(self, synchronize: bool = True) -> None:
-        """Starts the watch; work queued on the device before is waited for first."""
+        """Starts the watch; work queued on the device before is waited for first.
+
+        Raises:
+            RuntimeError: The timer runs already.
+        """
         if self.started:
             raise RuntimeError(f"timer {self.name!r} is running already; stop it before starting it again")
         self._begun = _now(synchronize)
@@ -47,6 +51,9 @@ class Stopwatch:
             reset: Replace the total instead of adding to it.
             record: Keep the time in ``records``.
             synchronize: Wait for the device first.
+
+        Raises:
+            RuntimeError: The timer does not run.
         """
         if not self.started:
             raise RuntimeError(f"timer {self.name!r} is not running; start it before stopping it")
@@ -127,6 +134,9 @@ class SynchronizedWallClockTimer:
             reset: Begin the totals afresh.
             memory_breakdown: Add a line about memory.
             ranks: Ranks that log; None: rank 0.
+
+        Raises:
+            ValueError: ``normalizer`` is not above 0.
         """
         if normalizer <= 0:
             raise ValueError(f"normalizer divides the times and must be above 0, but is {normalizer}")
@@ -136,7 +146,11 @@ class SynchronizedWallClockTimer:
             log_dist(memory_line(), ranks)
 
     def get_mean(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
-        """The mean recorded milliseconds of some watches, divided by ``normalizer``."""
+        """The mean recorded milliseconds of some watches, divided by ``normalizer``.
+
+        Raises:
+            ValueError: ``normalizer`` is not above 0.
+        """
         if normalizer <= 0:
             raise ValueError(f"normalizer divides the times and must be above 0, but is {normalizer}")
         means = {name: self.timers[name].mean() / normalizer for name in names if name in self.timers}

@@ -70,4 +70,4 @@ def test_packed_query_key_value():
     assert split.intervals(0) == [(0, 12), (24, 28), (32, 36)] and split.intervals(1) == [(12, 24), (28, 32), (36, 40)]
     assert split.extent == 40 and split.width(1) == 20 and not split.shares_a_part()
     assert Split(stretches, 4, Heads(6, 2, 4)).shares_a_part()
-    assert Split.evenly(3, 5).nobody() == [3, 4]
+    assert Split.evenly(3, 5).ranks_without_units() == [3, 4]

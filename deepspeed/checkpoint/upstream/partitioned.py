@@ -130,7 +130,11 @@ def _split_state(state: Mapping[str, Any], numel: int) -> tuple[dict[str, torch.
 
 
 def take_partitions(folder: Path, content: Content, model: Mapping[str, Any], optim: list[dict[str, Any]]) -> None:
-    """Masters and optimizer states of stages 1 and 2, and the weights of the model-states file."""
+    """Masters and optimizer states of stages 1 and 2, and the weights of the model-states file.
+
+    Raises:
+        CheckpointError: Param groups with weights have no parameter names.
+    """
     take_module(content, model["module"], list(model.get("buffer_names") or []))
     groups: list[Shapes] = model.get("param_shapes") or []
     partitions = [rank["single_partition_of_fp32_groups"] for rank in optim]
@@ -281,6 +285,9 @@ def take_unsharded(content: Content, state: Mapping[str, Any], trained: Sequence
         content: Gets them; it knows the shapes.
         state: Of the optimizer.
         trained: Parameter names by param group.
+
+    Raises:
+        CheckpointError: A param group lists its parameters in another order than the model.
     """
     inner = state.get("optimizer_state_dict", state)
     groups = inner["param_groups"]

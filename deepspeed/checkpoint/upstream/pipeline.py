@@ -44,6 +44,9 @@ def read_pipeline(
             missing here are found by their shapes.
         trained: Parameter names of all stages by param group, in the order of the model: the optimizer's states of
             stage 0 have no names, and are left out where these do not fit.
+
+    Raises:
+        CheckpointError: Model-states files of tensor-parallel ranks are missing.
     """
     layers, stages = find_layers(folder), find_stages(folder)
     if len(stages) % len(layers):

@@ -41,5 +41,5 @@ class Autotuning(Section):
     max_train_micro_batch_size_per_gpu: Int = key(1024, "Greatest micro-batch.", unit="samples", above=0)
     min_train_micro_batch_size_per_gpu: Int = key(1, "Least micro-batch.", unit="samples", above=0)
     num_tuning_micro_batch_sizes: Int = key(3, "Micro-batches tried.", above=0)
-    num_gpus: Int | None = key(None, "Read by nobody.", above=0, no_effect="the launcher decides")
-    num_nodes: Int | None = key(None, "Read by nobody.", above=0, no_effect="the launcher decides")
+    num_gpus: Int | None = key(None, "Ignored.", above=0, no_effect="the launcher decides")
+    num_nodes: Int | None = key(None, "Ignored.", above=0, no_effect="the launcher decides")

@@ -135,6 +135,9 @@ class DataAnalyzer:
 
         Args:
             comm_group: Process group of the workers; None: all ranks.
+
+        Raises:
+            RuntimeError: Rank 0 could not reduce; on the other ranks.
         """
         self.run_map()
         if not comm.is_initialized():

@@ -188,6 +188,9 @@ class DeepSpeedDataSampler(BatchSampler):
 
         Args:
             micro_batches: Where it stood after so many of them, as those that read ahead need it; None: now.
+
+        Raises:
+            ValueError: The state after ``micro_batches`` is no longer remembered.
         """
         if micro_batches is None:
             return self._state()

@@ -38,15 +38,15 @@ class MMapIndexedDatasetBuilder:
         self._documents = [0]
 
     def add_item(self, tensor: torch.Tensor | ArrayLike) -> None:
-        """Appends one item, flattened.
-
-        Raises:
-            ValueError: A value does not fit the type.
-        """
+        """Appends one item: a tensor of any shape, flattened."""
         self.add_item_numpy(tensor.numpy() if isinstance(tensor, torch.Tensor) else numpy.asarray(tensor))
 
     def add_item_numpy(self, np_array: NDArray[Any]) -> None:
-        """The same for an array."""
+        """Appends an array, flattened.
+
+        Raises:
+            ValueError: Values do not fit the dtype of the dataset, or the array has more than the format allows.
+        """
         values = np_array.astype(self._dtype)
         if values.dtype != np_array.dtype and not numpy.array_equal(values, np_array):
             raise ValueError(

@@ -122,7 +122,11 @@ class MMapIndexedDataset(Dataset[Any]):
         return max(len(self._index.documents) - 1, 0)
 
     def document(self, number: int) -> list[NDArray[Any]]:
-        """The items of one document."""
+        """The items of one document.
+
+        Raises:
+            IndexError: There is no document ``number``.
+        """
         if not 0 <= number < self.num_documents:
             raise IndexError(f"document {number} of {self.num_documents} in {self._path}")
         start, stop = self._index.documents[number : number + 2].tolist()

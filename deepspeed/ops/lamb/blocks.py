@@ -50,20 +50,23 @@ class BlockMap:
         self._lengths = torch.tensor(lengths, device=device)
 
     def sums(self, block_values: Tensor) -> Tensor:
-        """Adds ``block_values`` (rows x blocks, fp64) per tensor: rows x ``num_tensors``, in a fixed order."""
+        """Sums ``block_values`` (``[rows, blocks]``, fp64) per tensor, in a fixed order: ``[rows, num_tensors]``."""
         stretches = torch.segment_reduce(block_values.T.contiguous(), "sum", lengths=self._lengths, axis=0, unsafe=True)
         totals = block_values.new_zeros(self._num_tensors + 1, block_values.shape[0])
         # Each tensor has at most one stretch in a run, so this adds one value to a zero; only padding adds several.
         return totals.index_add_(0, self._owners, stretches)[: self._num_tensors].T.contiguous()
 
     def most(self, block_values: Tensor) -> Tensor:
-        """The largest of ``block_values`` (fp64, not negative) per tensor; 0 for those that have no block here."""
+        """Returns the largest of ``block_values`` (``[blocks]``, fp64, not negative) per tensor: ``[num_tensors]``.
+
+        0 for tensors without a block here.
+        """
         totals = block_values.new_zeros(self._num_tensors + 1)
         owners = self._owners.repeat_interleave(self._lengths, output_size=self.num_blocks)
         return totals.scatter_reduce_(0, owners, block_values, "amax")[: self._num_tensors]
 
     def spread(self, per_tensor: Tensor, fill: float) -> Tensor:
-        """One value per block from one per tensor; blocks of padding get ``fill``."""
+        """Copies one value per tensor (``[num_tensors]``) to its blocks: ``[blocks]``; padding gets ``fill``."""
         with_padding = torch.cat([per_tensor, per_tensor.new_full((1,), fill)])
         return with_padding[self._owners].repeat_interleave(self._lengths, output_size=self.num_blocks)
 

@@ -1,4 +1,4 @@
-"""What an optimizer of the 1-bit family tells whoever drives it: in which phase an update is, and what travels then.
+"""What an optimizer of the 1-bit family tells its driver: the phase of an update, and what ranks exchange in it.
 
 These optimizers are not fed with mean gradients alone. After their warm-up each rank adds its *own* gradient to the
 momentum that all have, and it is these momenta that are averaged, with one bit for each element. So reducing the
@@ -52,14 +52,15 @@ class ExchangesMomentum(Protocol):
 
 
 def frozen_root(variance: Tensor, out: Tensor | None = None) -> Tensor:
-    """The root of a variance that is not updated now, infinite where it is 0.
+    """Returns the root of a variance that is not updated now, infinite where it is 0.
 
-    What had no gradient while it was updated has no scale: divided by ``eps`` alone, the least momentum, and signs have
-    one for everything, would throw it far away. So it stays where it is.
+    An element without a gradient during the updates has no scale. Divided by ``eps`` alone, the least momentum would
+    move it
+    far away, and signs give every element a momentum. With an infinite divisor it stays where it is.
 
     Args:
-        variance: fp32 or fp64.
-        out: Where to; None: a new tensor.
+        variance: fp32 or fp64, any shape.
+        out: Receives the result; None: a new tensor.
     """
     return torch.sqrt(variance, out=out).masked_fill_(variance == 0, math.inf)
 

@@ -125,12 +125,12 @@ class ZeroOneRule:
 
 
 def denominator_of(variance: Tensor, group: dict[str, Any], updates: int, out: Tensor | None = None) -> Tensor:
-    """What movements are divided by.
+    """Returns what movements are divided by, in the shape of ``variance``.
 
     Args:
-        variance: Of some elements.
-        group: Of theirs.
-        updates: Of the variance so far, at least 1.
+        variance: Of some elements, any shape.
+        group: The param group of the elements.
+        updates: Updates of the variance so far, at least 1.
         out: As of :func:`~deepspeed.ops.onebit.phases.frozen_root`.
     """
     root = frozen_root(variance, out=out)
@@ -152,7 +152,7 @@ def _correction(group: dict[str, Any], updates: int) -> float:
 
 
 def apart(moved: Tensor, denominator: Tensor, farthest: float) -> Tensor:
-    """How far a rank's weights are from the anchor, in the place of ``denominator``."""
+    """Writes a rank's distance from the anchor into ``denominator``: ``moved / denominator``, of the same shape."""
     torch.div(moved, denominator, out=denominator)
     return denominator.clamp_(-farthest, farthest) if farthest < math.inf else denominator
 

@@ -47,7 +47,7 @@ class GroupCodes(PackedFormat):
         return f"its {in_features} input features are no multiple of {self.groups} groups"
 
     def pack(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Nearest codes between the least and the largest value of each group."""
+        """Rounds ``weight`` (``[out, in]``) to codes evenly spaced from the least to the largest value of a group."""
         groups = weight.detach().float().view(len(weight), self.groups, -1)
         least, most = groups.amin(2), groups.amax(2)
         scale = (most - least) / (2**self.bits - 1)
@@ -74,17 +74,17 @@ class GroupCodes(PackedFormat):
     def columns(
         self, codes: torch.Tensor, scales: torch.Tensor, out_features: int, dtype: torch.dtype
     ) -> Iterator[Columns]:
-        """Some output features at a time."""
+        """Yields blocks ``[in, features]`` in ``dtype``."""
         for start in range(0, out_features, _BLOCK):
             stop = min(start + _BLOCK, out_features)
             yield Columns(start, stop, self._values(codes[start:stop], scales[start:stop], dtype).t(), None)
 
     def rows(self, codes: torch.Tensor, scales: torch.Tensor, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The output features ``index`` alone."""
+        """Returns the output features ``index`` (1-D): ``[len(index), in]`` in ``dtype``."""
         return self._values(codes[index], scales[index], dtype)
 
     def kernel(self, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor | None:
-        """There is none."""
+        """Returns None: torch has no kernel for this format, whatever the shape."""
         return None
 
     def _shifts(self, device: torch.device) -> torch.Tensor:

@@ -52,13 +52,19 @@ class PackedFormat(ABC):
 
     @abstractmethod
     def pack(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rounds ``weight`` (finite, any floating dtype) to codes and scales on its device."""
+        """Rounds ``weight`` (``[out, in]``, finite, any floating dtype) to codes and scales on its device.
+
+        Their shapes are those of :meth:`shapes`.
+        """
 
     @abstractmethod
     def columns(
         self, codes: torch.Tensor, scales: torch.Tensor, out_features: int, dtype: torch.dtype
     ) -> Iterator[Columns]:
-        """The weight again, some output features at a time, so that it is never whole in memory."""
+        """Yields the weight block by block of output features, so that it is never whole in memory.
+
+        Each block is ``[in, features]`` in ``dtype``.
+        """
 
     @abstractmethod
     def kernel(self, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor | None:

@@ -47,7 +47,10 @@ class Int4Groups(PackedFormat):
         return f"its {in_features} input features are no multiple of the group size {self.group_size}"
 
     def pack(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Nearest codes for scales and offsets as they are kept, block by block."""
+        """Rounds ``weight`` (``[out, in]``) to the nearest codes (uint8), for bf16 scales and offsets.
+
+        Works block by block of output features.
+        """
         out_features, in_features = weight.shape
         codes_shape, scales_shape = self.shapes(out_features, in_features)
         codes = torch.empty(codes_shape, dtype=torch.uint8, device=weight.device)
@@ -86,7 +89,7 @@ class Int4Groups(PackedFormat):
     def columns(
         self, codes: torch.Tensor, scales: torch.Tensor, out_features: int, dtype: torch.dtype
     ) -> Iterator[Columns]:
-        """A block at a time, unpacked in place: new memory would cost more than the arithmetic."""
+        """Yields blocks ``[in, features]``, unpacked in place: new memory would cost more than the arithmetic."""
         in_features = codes.shape[1]
         halves = torch.empty(in_features, _HALF, dtype=torch.uint8, device=codes.device)
         weight = torch.empty(in_features, _BLOCK, dtype=dtype, device=codes.device)
@@ -102,7 +105,7 @@ class Int4Groups(PackedFormat):
             yield Columns(start, stop, weight[:, : stop - start], None)
 
     def kernel(self, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor | None:
-        """Torch's int4 kernel, which is fast for bfloat16 only."""
+        """Returns ``[rows, out or more]`` by torch's int4 kernel, which is fast for bfloat16 only; None otherwise."""
         if x.device.type != "cpu" or x.dtype != torch.bfloat16 or not _kernel_reads_it():
             return None
         whole = codes.view(-1, codes.shape[1] // 2)

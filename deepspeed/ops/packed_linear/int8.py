@@ -28,7 +28,7 @@ class Int8Rows(PackedFormat):
         return None
 
     def pack(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Nearest codes for the scales as they are kept, so that rounding the scales costs nothing more."""
+        """Rounds ``weight`` (``[out, in]``) to the nearest int8 codes, for the bf16 scales that are kept."""
         scales = (weight.detach().abs().amax(1).float() / _LARGEST).to(torch.bfloat16)
         codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
         for start in range(0, len(weight), _BLOCK):
@@ -41,7 +41,10 @@ class Int8Rows(PackedFormat):
     def columns(
         self, codes: torch.Tensor, scales: torch.Tensor, out_features: int, dtype: torch.dtype
     ) -> Iterator[Columns]:
-        """Codes are exact in every floating dtype, so the scale is left to the product, which is smaller."""
+        """Yields codes ``[in, features]`` in ``dtype`` with their scales.
+
+        Codes are exact in every floating dtype. The scale is left to the product, which is smaller.
+        """
         buffer = torch.empty(min(_BLOCK, out_features), codes.shape[1], dtype=dtype, device=codes.device)
         scales = scales.to(dtype)
         for start in range(0, out_features, _BLOCK):
@@ -50,12 +53,15 @@ class Int8Rows(PackedFormat):
             yield Columns(start, stop, block.t(), scales[start:stop])
 
     def kernel(self, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor | None:
-        """Torch's int8 kernel, which is fast for bfloat16 only and reads whole vectors of input features."""
+        """Returns ``[rows, out]`` by torch's int8 kernel; None where it would be slow.
+
+        It is fast for bfloat16 only, and reads whole vectors of input features.
+        """
         if x.device.type != "cpu" or x.dtype != torch.bfloat16 or x.shape[1] % _VECTOR:
             return None
         product: torch.Tensor = torch._weight_int8pack_mm(x, codes, scales.to(x.dtype))
         return product
 
     def rows(self, codes: torch.Tensor, scales: torch.Tensor, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The output features ``index`` alone."""
+        """Returns the output features ``index`` (1-D): ``[len(index), in]`` in ``dtype``."""
         return (codes[index].float() * scales[index].float()[:, None]).to(dtype)

@@ -17,7 +17,7 @@ _KEPT = 16
 
 
 class Layouts:
-    """Compiled layouts by length and device, kept by whoever uses the pattern: never shared between two patterns.
+    """Compiled layouts by length and device, kept by each user of the pattern: never shared between two patterns.
 
     Args:
         config: The pattern.
@@ -61,7 +61,10 @@ class Layouts:
 
 
 def same_on_all_ranks(layout: torch.Tensor) -> torch.Tensor:
-    """Rank 0's layout, which may have random blocks in it. Every rank must call it where there are several."""
+    """Returns rank 0's layout ``[heads, blocks, blocks]``, which may have random blocks in it.
+
+    Every rank must call it.
+    """
     if not comm.is_initialized() or comm.get_world_size() == 1:
         return layout
     takes_host = "gloo" in str(comm.get_backend())

@@ -58,7 +58,10 @@ class SparsityConfig:
         raise NotImplementedError(f"{type(self).__name__} has no make_layout; a pattern of one's own defines it")
 
     def check_and_propagate_first_head_layout(self, layout: torch.Tensor) -> torch.Tensor:
-        """Gives all heads the layout of the first, unless each has its own."""
+        """Copies the first head's layout to all heads, unless each has its own.
+
+        ``layout`` is ``[heads, blocks, blocks]``.
+        """
         if not self.different_layout_per_head:
             layout[1:] = layout[0]
         return layout

@@ -22,7 +22,7 @@ class Experts(nn.Module):
     """Copies of one module, each of which sees the tokens that were sent to it.
 
     All copies begin with equal values. Their parameters say by ``allreduce = False`` and ``group_name`` who shares
-    them. At ZeRO stage 3 they are gathered together, as nobody knows which will be needed.
+    them. At ZeRO stage 3 they are gathered together, as it is not known in advance which will be needed.
 
     Args:
         expert: The module that is copied; a tensor in, a tensor (or a tuple that begins with one) of equal length out.

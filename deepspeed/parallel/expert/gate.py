@@ -107,7 +107,7 @@ class TopKGate(nn.Module):
         use_tutel: bool = False,
         sparse_routes: bool = False,
     ) -> tuple[Any, ...]:
-        """The routes in one of the forms of ``top1gating``."""
+        """Routes ``input`` (``[S, M]``) to experts; returns one of the forms of ``top1gating``."""
         by_token = self.k > 2
         return returned(self.routes(input, used_token), self.ep_group, sparse_routes or use_tutel, by_token=by_token)
 

@@ -64,7 +64,7 @@ def capacity_of(num_tokens: int, num_experts: int, factor: float, min_capacity: 
 
 
 def jittered(x: torch.Tensor, epsilon: float = _JITTER) -> torch.Tensor:
-    """``x`` times independent factors from U(1 - epsilon, 1 + epsilon)."""
+    """Multiplies ``x`` (any shape) by independent factors from U(1 - epsilon, 1 + epsilon)."""
     if epsilon == 0:
         return x
     return x * torch.empty_like(x).uniform_(1.0 - epsilon, 1.0 + epsilon)
@@ -90,7 +90,7 @@ def route_top1(
         capacity: Most routes per expert; None: nothing is dropped.
         used_token: ``[S]`` of 0 and 1: tokens with 0 go nowhere.
         noise: Choose by logits plus Gumbel noise (RSample).
-        random_queue: Whoever is too many is chosen at random, not as the last.
+        random_queue: Tokens over capacity are dropped at random; otherwise the last ones.
     """
     gates = F.softmax(logits, dim=1)
     with torch.no_grad():
@@ -242,6 +242,9 @@ def topkgating(
     """Top-k gating; arguments and result as of :func:`top1gating`, with k times its capacity.
 
     ``drop_policy`` says which routes an expert keeps: ``"probs"`` the heaviest, ``"position"`` the first tokens.
+
+    Raises:
+        DeepSpeedConfigError: ``k`` is not between 1 and the number of experts, or ``drop_policy`` is unknown.
     """
     if not 1 <= k <= logits.shape[1]:
         raise DeepSpeedConfigError(
@@ -286,7 +289,10 @@ def _largest_over(value: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def dense(routes: Routes, locations: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The form with one slot per expert and place: ``(l_aux, combine_weights, dispatch_mask, exp_counts)``."""
+    """Returns ``(l_aux, combine_weights, dispatch_mask, exp_counts)``, with one slot per expert and place in its queue.
+
+    ``combine_weights`` and ``dispatch_mask`` (bool) are ``[S, E, capacity]``, ``exp_counts`` is ``[E]``.
+    """
     assert routes.capacity is not None
     tokens = routes.indices.shape[1]
     combine = routes.weights.new_zeros(tokens, routes.num_experts, routes.capacity)

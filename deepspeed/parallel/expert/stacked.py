@@ -40,7 +40,7 @@ class ExpertStack:
         return [None] * len(self.weight) if self.bias is None else list(self.bias.unbind(0))
 
     def of(self, expert: int, rows: torch.Tensor) -> torch.Tensor:
-        """The product of one expert."""
+        """Returns the product of one expert with ``rows``: ``[R, in]`` to ``[R, out]``."""
         weight, bias = self._weights[expert], self._biases[expert]
         if not self.is_transposed:
             return F.linear(rows, weight, bias)

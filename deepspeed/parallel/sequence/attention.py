@@ -154,7 +154,14 @@ class _OnStream:
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Rotary position embedding over the last axis, in the split-halves form (arXiv 2104.09864)."""
+    """Applies rotary position embedding to the last axis of ``x``, in the split-halves form (arXiv 2104.09864).
+
+    Args:
+        x: ``[..., width]``, with an axis of ``tokens``.
+        cos: ``[..., rotated width]`` by token.
+        sin: The same shape.
+        tokens: Length of the axis of tokens.
+    """
     cos, sin = (_like_tokens(part, x, tokens) for part in (cos, sin))
     width = cos.size(-1)
     turned, rest = x[..., :width], x[..., width:]

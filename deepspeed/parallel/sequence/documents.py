@@ -1,7 +1,7 @@
 """Which tokens of a sequence see each other: documents that were packed into it, and padding.
 
 A document ends where positions do not go on by one. Where there is a padding mask, that alone decides, as the models
-themselves have it: hidden tokens are seen by nobody. They see nothing either: their attention is 0, as the kernels have
+themselves have it: no token sees hidden tokens. They see nothing either: their attention is 0, as the kernels have
 it where a row of the mask hides everything.
 """
 

@@ -50,7 +50,7 @@ def exchange(
 
     Returns:
         A tensor of the same dtype and number of axes. Gathered tokens come first in memory (``contiguous()`` where
-        somebody views it otherwise); gathered heads come behind tokens, the other axes as they are.
+        the caller needs another layout); gathered heads come behind tokens, the other axes as they are.
 
     Raises:
         DeepSpeedConfigError: The sizes do not fit ``x``; before anything moves.

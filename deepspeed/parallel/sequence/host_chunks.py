@@ -42,7 +42,10 @@ class HostChunks:
         self._down, self._up = CopyStream(device), CopyStream(device)
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a copy in host memory, which :meth:`fetch` may be given at once; the host must not read it yet."""
+        """Returns a copy of ``tensor`` (any shape and dtype) in host memory.
+
+        The copy may be passed to :meth:`fetch` at once. The host must not read it yet.
+        """
         if tensor.device.type == "cpu":
             return tensor
         kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
@@ -54,7 +57,10 @@ class HostChunks:
         self._down.wait_on_host()
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> Coming:
-        """Starts to bring tensors to the device, behind all that was put; those that are there stay as they are."""
+        """Starts to copy tensors (any shapes) to the device, after all calls of :meth:`put`.
+
+        Tensors that are on the device stay as they are.
+        """
         found = [
             torch.empty_like(tensor, device=self._device) if tensor.device != self._device else tensor
             for tensor in tensors
@@ -64,7 +70,7 @@ class HostChunks:
         return Coming(found, [self._up.copy(there, tensor) for there, tensor in pairs])
 
     def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """As :meth:`put`, differentiable."""
+        """Copies ``tensor`` (any shape) to host memory like :meth:`put`, and is differentiable."""
         if tensor.device.type == "cpu":
             return tensor
         moved: torch.Tensor = _ToHost.apply(tensor, self)
@@ -155,7 +161,10 @@ def _fetched(parts: Sequence[torch.Tensor], copies: HostChunks) -> Iterator[tupl
 
 
 def in_turn(chunks: Sequence[Sequence[torch.Tensor]], copies: HostChunks) -> Iterator[list[torch.Tensor]]:
-    """Yields the tensors of one chunk after another on the device; the next chunk is fetched before one is used."""
+    """Yields the tensors (any shapes) of one chunk after another on the device.
+
+    The next chunk is fetched before one is used.
+    """
     coming = copies.fetch(chunks[0])
     for number in range(len(chunks)):
         here = coming.take()

@@ -21,7 +21,7 @@ class Tokens:
     Attributes:
         places: Places in the sequence, ``[tokens]``, ascending within runs.
         documents: Number of the document of each token, ``[batch, tokens]``, -1 for tokens that see nothing and are
-            seen by nobody; None: all are one.
+            seen by none; None: all are one.
     """
 
     places: torch.Tensor

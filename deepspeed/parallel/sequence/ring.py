@@ -66,7 +66,15 @@ def ring_attention(
 
 
 def tokens_of(rank: int, wire: Transport, tokens: int, deals: bool, documents: torch.Tensor | None) -> Tokens:
-    """Which tokens a rank has inside the ring; ``tokens`` is how many."""
+    """Returns which tokens a rank has inside the ring.
+
+    Args:
+        rank: The rank.
+        wire: The ranks of the ring.
+        tokens: How many tokens it has.
+        deals: Whether ranks have zigzag chunks instead of consecutive tokens.
+        documents: ``[batch, sequence]``, each token's document; None: all are one.
+    """
     if deals:
         chunks = [_chunk(number, tokens) for number in zigzag(rank, wire.size)]
         places = torch.cat([torch.arange(start, start + length) for start, length in chunks])

@@ -51,7 +51,7 @@ def shares_of_heads(heads: int, key_heads: int, ranks: int) -> HeadShares:
 
     With at least as many key heads as ranks these are divided and query heads follow (7 key heads over 4 ranks: 2, 2,
     2, 1). With fewer, the ranks are divided over the key heads, and those that have the same one divide its query
-    heads; nobody gets a head that it does not use. On every rank all key heads have equally many query heads.
+    heads; no rank gets a head that it does not use. On every rank all key heads have equally many query heads.
 
     Args:
         heads: Query heads, a multiple of ``key_heads``.

@@ -65,7 +65,7 @@ class SequenceSharing:
 
     @contextmanager
     def evaluating(self, positions: torch.Tensor | None) -> Iterator[None]:
-        """Within it evaluation has parts of sequences too; ``positions`` are their position ids."""
+        """Within it, evaluation shards sequences too; ``positions`` are their position ids, ``[batch, tokens]``."""
         self._evaluates, self.given_positions = True, positions
         try:
             yield
@@ -194,7 +194,11 @@ def registered(module: nn.Module) -> SequenceSharing:
 
 
 def registered_by(config: Any) -> SequenceSharing:
-    """Likewise, of which this is a configuration."""
+    """Returns the :class:`SequenceSharing` of the model that owns ``config``.
+
+    Raises:
+        DeepSpeedConfigError: No model with this configuration was registered.
+    """
     known, found = _by_config.get(id(config), (None, None))
     return _there(found if known is config else None)
 

@@ -39,6 +39,9 @@ def tile_lengths(tokens: int, tiles: int) -> list[int]:
     """Tokens of each tile, as equal as can be; as many tiles as are asked for unless there are fewer tokens.
 
     So ranks whose sequences have different lengths run a function equally often, which sharded parameters need.
+
+    Raises:
+        DeepSpeedConfigError: ``tiles`` is below 1.
     """
     if tiles < 1:
         raise DeepSpeedConfigError(f"tiled computation: expected at least 1 tile, found {tiles}")

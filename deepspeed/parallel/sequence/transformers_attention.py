@@ -33,7 +33,10 @@ _UNSUPPORTED = ("softcap", "position_bias", "cu_seq_lens_q", "cu_seq_lens_k")
 def mask(
     *, attention_mask: torch.Tensor | None = None, mask_function: Any = None, config: Any = None, **kwargs: Any
 ) -> Any:
-    """Returns what the layers get as their mask: a :class:`Visible`, or None (causal, without padding)."""
+    """Returns what the layers get as their mask: a :class:`Visible`, or None (causal, without padding).
+
+    ``attention_mask`` is None or a padding mask of shape ``[batch, tokens of this rank]``.
+    """
     sharing = registered_by(config)
     if not sharing.is_on:
         kwargs.update(attention_mask=attention_mask, mask_function=mask_function, config=config)

@@ -74,10 +74,10 @@ def given_mask(attention_mask: Any, tokens: int) -> Visible | None:
 
 
 def checked_padding(mask: torch.Tensor, tokens: int) -> torch.Tensor:
-    """A padding mask of this rank's tokens.
+    """Returns the padding mask of this rank's tokens, ``[batch, tokens]``, as bool.
 
     Raises:
-        DeepSpeedConfigError: It is one of other tokens.
+        DeepSpeedConfigError: It has another number of tokens.
     """
     if mask.size(1) != tokens:
         raise DeepSpeedConfigError(

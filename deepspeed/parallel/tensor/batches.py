@@ -2,7 +2,8 @@
 
 Before every forward a fingerprint of all arguments (shapes, dtypes and every byte of every tensor) is compared over the
 tensor ranks, in one exchange of a few numbers. A difference, be it in a mask only, is named on all of them: on the host
-before anything has been computed from it, on a device one forward later, so that nobody waits for the comparison.
+before anything has been computed from it, on a device one forward later, so that the host does not wait for the
+comparison.
 """
 
 from __future__ import annotations

@@ -324,9 +324,11 @@ class _Builder:
         return _Shaped(full_shape(weight)), 1 if is_transposed(inner) else 0
 
     def _check_width(self, name: str, split: Split, what: str) -> None:
-        if split.nobody():
+        if split.ranks_without_units():
             raise self._error(
-                name, f"has {split.extent} {what}, of which {len(split.nobody())} of {self.size} ranks would get none"
+                name,
+                f"has {split.extent} {what}, of which "
+                f"{len(split.ranks_without_units())} of {self.size} ranks would get none",
             )
 
     def _refuse_other_adapters(self, name: str, module: nn.Module) -> None:

@@ -5,7 +5,7 @@ summed. *Row-parallel*: each rank has some of the input features, and the output
 after it.
 
 A layer is made in place from one that exists (:func:`make_column`, :func:`make_row`): it keeps its identity, its name,
-its parameters and its hooks, and is still an ``nn.Linear`` for whoever asks.
+its parameters and its hooks, and is still an instance of ``nn.Linear``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Sequence(Protocol):
     is_cut: bool
 
     def leave(self, values: torch.Tensor) -> torch.Tensor:
-        """This rank's positions of the sum over the ranks."""
+        """Sums over the ranks, then returns this rank's positions: ``[batch, S / ranks, width]``."""
 
 
 @dataclass
@@ -198,7 +198,7 @@ class ColumnLinear(nn.Linear):
     tensor_cut: CutLinear
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        """``(..., in)`` to ``(..., out of this rank)``, or to all ``out`` where the output is gathered."""
+        """Maps ``[..., in]`` to ``[..., out of this rank]``, or to ``[..., out]`` where the output is gathered."""
         return _column(values, self.weight, self.bias, self.tensor_cut)
 
     def extra_repr(self) -> str:
@@ -216,7 +216,7 @@ class RowLinear(nn.Linear):
     tensor_cut: CutLinear
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        """``(..., in of this rank)``, or all ``in`` where the input is whole, to ``(..., out)``."""
+        """Maps ``[..., in of this rank]``, or ``[..., in]`` where the input is whole, to ``[..., out]``."""
         return _row(values, self.weight, self.bias, self.tensor_cut)
 
     def extra_repr(self) -> str:

@@ -81,7 +81,7 @@ def read_marks(model: nn.Module, mesh: Mesh, device: torch.device) -> None:
 
 
 def _has_cut(model: nn.Module) -> bool:
-    """Whether any parameter is a part, whoever says so."""
+    """Returns whether any parameter is marked as a part, by this package or by the caller."""
     return any(
         type(parameter).__name__ == "DTensor" or says_part(parameter) or describe(name, parameter).group == CUT
         for name, parameter in model.named_parameters()

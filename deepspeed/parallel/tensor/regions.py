@@ -44,7 +44,7 @@ class SharedInput:
         self._sum: torch.Tensor | None = None
 
     def add(self, gradient: torch.Tensor, weight: torch.Tensor) -> Pending | None:
-        """Adds ``gradient @ weight``; starts the sum if nobody else is expected.
+        """Adds ``gradient @ weight``; starts the sum if no other user is expected.
 
         Args:
             gradient: 2-D, of a layer's output.
@@ -66,7 +66,7 @@ class SharedInput:
         return self.channel.start_sum(values, self._label)
 
     def settle(self, gradient: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:
-        """The whole gradient of the input, where the backward of all its users is over."""
+        """Returns the whole gradient of the input, of ``shape``, once the backward of all its users is over."""
         if self._sum is None:
             return gradient
         values, self._sum, self._arrived = self._sum, None, 0
@@ -90,7 +90,7 @@ class _EnterShared(torch.autograd.Function):
 
 @uncompiled
 def enter_shared(values: torch.Tensor, shared: SharedInput) -> torch.Tensor:
-    """``values`` for layers that add their gradients to ``shared``."""
+    """Returns a view of ``values`` (any shape) for layers that add their gradients to ``shared``."""
     return _EnterShared.apply(values, shared)
 
 

@@ -135,7 +135,7 @@ def of_plan(model: nn.Module) -> dict[str, CutRule]:
     """Rules from the plan that a Transformers model brings; empty where it brings none.
 
     Raises:
-        DeepSpeedConfigError: The plan has a style that nobody knows.
+        DeepSpeedConfigError: The plan has an unknown style.
     """
     found: dict[str, CutRule] = {}
     for place, plan in plans_in(model):

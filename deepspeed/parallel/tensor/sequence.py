@@ -45,7 +45,15 @@ class CutSequence:
 
     @uncompiled
     def split(self, values: torch.Tensor) -> torch.Tensor:
-        """This rank's positions of what all ranks have; decides for the blocks that follow."""
+        """Returns this rank's positions, ``[batch, S / ranks, width]`` of ``[batch, S, width]``.
+
+        Also sets :attr:`is_cut` for the blocks that follow. In an evaluation whose S the ranks do not divide it is
+        False, and
+        ``values`` is returned whole.
+
+        Raises:
+            DeepSpeedConfigError: ``values`` is not 3-D, or the ranks do not divide S in training.
+        """
         size = self.channel.size
         if values.dim() != 3:
             raise DeepSpeedConfigError(
@@ -64,7 +72,15 @@ class CutSequence:
 
     @uncompiled
     def gather(self, values: torch.Tensor, *, is_partial: bool) -> torch.Tensor:
-        """All positions; ``is_partial``: for layers of which each rank has a part."""
+        """Gathers the positions of all ranks: ``[batch, S / ranks, width]`` to ``[batch, S, width]``.
+
+        Args:
+            values: This rank's positions.
+            is_partial: Whether the gradients of the ranks are summands, as behind cut layers; the backward sums them.
+
+        Raises:
+            DeepSpeedConfigError: ``values`` is not 3-D.
+        """
         if not self.is_cut:
             return values
         if values.dim() != 3:
@@ -75,7 +91,10 @@ class CutSequence:
         return gather_from(values, self.channel, _DIM, is_partial=is_partial)
 
     def leave(self, values: torch.Tensor) -> torch.Tensor:
-        """This rank's positions of the sum over the ranks."""
+        """Sums over the ranks, then returns this rank's positions.
+
+        Reduce-scatter from ``[batch, S, width]`` to ``[batch, S / ranks, width]``.
+        """
         return reduce_scatter_to(values, self.channel, _DIM)
 
 

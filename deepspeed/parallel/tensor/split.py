@@ -183,7 +183,7 @@ class Split:
         shared = self.heads is not None and self.heads.size > self.heads.key_value
         return shared and Dealt.AS_KEYS in kinds and len(kinds) > 1
 
-    def nobody(self) -> list[int]:
+    def ranks_without_units(self) -> list[int]:
         """Ranks that would have nothing."""
         return [place for place in range(self.size) if self.width(place) == 0]
 

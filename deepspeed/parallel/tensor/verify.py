@@ -50,7 +50,11 @@ class ConsistencyCheck:
     def before(
         cls, model: nn.Module, layout: Layout, section: TensorParallel, device: torch.device
     ) -> ConsistencyCheck | None:
-        """Asks the whole model; None where it is too large, sharded, elsewhere, or takes inputs that nobody knows."""
+        """Asks the whole model; None where it is too large, sharded, elsewhere, or takes inputs that cannot be made up.
+
+        Raises:
+            DeepSpeedConfigError: ``verify`` is set, and the whole model cannot be asked.
+        """
         if section.verify is False:
             return None
         why = _why_not(model, device, is_asked=bool(section.verify))

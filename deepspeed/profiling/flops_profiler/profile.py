@@ -110,7 +110,11 @@ class ForwardProfile:
         return self._counter is not None
 
     def start(self) -> None:
-        """Begins to watch."""
+        """Begins to watch.
+
+        Raises:
+            RuntimeError: It runs already.
+        """
         if self.is_running:
             raise RuntimeError("the flops profiler is running already; call stop_profile() before start_profile()")
         for module in self._of:

@@ -42,6 +42,9 @@ class FlopsProfiler:
 
         Args:
             ignore_list: Classes of modules that get no line of their own; what they do counts for their parents.
+
+        Raises:
+            RuntimeError: It runs already.
         """
         if self.started:
             raise RuntimeError("the flops profiler is running already; call stop_profile() before start_profile()")
