@@ -15,7 +15,7 @@ from deepspeed.engine.batches import Batches
 from deepspeed.precision.policy import PrecisionPolicy
 from deepspeed.zero.placement import Home, Placement
 from deepspeed.zero.runtime import ZeroRuntime
-from deepspeed.zero.storage import Kind
+from deepspeed.zero.storage import StorageKind
 from deepspeed.zero.tiling.formula import MemoryFormula
 from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer
 
@@ -33,28 +33,28 @@ def memory_rows(
     formula = MemoryFormula(runtime.layout, runtime.placement, host_is_device=host_is_device, placed=runtime.placed)
     states = _states_per_element(optimizer)
     rows = [
-        (Kind.COMPUTE, Home.DEVICE, *formula.compute()),
-        (Kind.MASTER, Home.DEVICE, *formula.master()),
-        (Kind.OPTIMIZER, Home.DEVICE, *formula.optimizer(states)),
-        (Kind.GRADIENT_BUCKET, Home.DEVICE, *_kept_buckets(runtime, precision, accumulation_steps)),
-        (Kind.GRADIENT, Home.DEVICE, 0, "0 between steps"),
-        (Kind.GATHERED, Home.DEVICE, 0, "0 between steps"),
+        (StorageKind.COMPUTE, Home.DEVICE, *formula.compute()),
+        (StorageKind.MASTER, Home.DEVICE, *formula.master()),
+        (StorageKind.OPTIMIZER, Home.DEVICE, *formula.optimizer(states)),
+        (StorageKind.GRADIENT_BUCKET, Home.DEVICE, *_kept_buckets(runtime, precision, accumulation_steps)),
+        (StorageKind.GRADIENT, Home.DEVICE, 0, "0 between steps"),
+        (StorageKind.GATHERED, Home.DEVICE, 0, "0 between steps"),
     ]
     private = [] if optimizer is None else optimizer.driver.private_formula(formula)
     if private:
         text = " + ".join(text for nbytes, text in private if nbytes) or "0"
-        rows.append((Kind.PRIVATE, Home.DEVICE, sum(nbytes for nbytes, _ in private), text))
+        rows.append((StorageKind.PRIVATE, Home.DEVICE, sum(nbytes for nbytes, _ in private), text))
     for home in runtime.placement.homes[1:]:
-        rows.append((Kind.COMPUTE, home, *formula.compute(home)))
-        rows.append((Kind.MASTER, home, *formula.master(home)))
-        rows.append((Kind.OPTIMIZER, home, *formula.optimizer(states, home)))
+        rows.append((StorageKind.COMPUTE, home, *formula.compute(home)))
+        rows.append((StorageKind.MASTER, home, *formula.master(home)))
+        rows.append((StorageKind.OPTIMIZER, home, *formula.optimizer(states, home)))
         if home is Home.HOST:
-            rows.append((Kind.GRADIENT, home, *_landed(runtime, formula, precision, accumulation_steps)))
-            rows.append((Kind.STAGING, home, *_staging(runtime)))
+            rows.append((StorageKind.GRADIENT, home, *_landed(runtime, formula, precision, accumulation_steps)))
+            rows.append((StorageKind.STAGING, home, *_staging(runtime)))
     return [(_named(kind, home), runtime.ledger.live(kind, home), number, text) for kind, home, number, text in rows]
 
 
-def _named(kind: Kind, home: Home) -> str:
+def _named(kind: StorageKind, home: Home) -> str:
     return kind.value if home is Home.DEVICE else f"{kind.value} ({home.value})"
 
 

@@ -31,7 +31,7 @@ from deepspeed.offload.pinned import PAGE, host_device, page_buffer, round_to_pa
 from deepspeed.offload.run_directory import RunDirectory
 from deepspeed.offload.streams import CopyDone, CopyStream
 from deepspeed.zero.placement import Home
-from deepspeed.zero.storage import Kind, Ledger, Memory, storage_key
+from deepspeed.zero.storage import Ledger, Memory, StorageKind, storage_key
 
 BufferSize = Callable[[Sequence[tuple[int, int]]], int]
 """From the tensors to come, as ``(elements, bytes per element)``, to the bytes of one staging buffer."""
@@ -144,7 +144,7 @@ class FileMemory(Memory):
         self._file.grow(nbytes)
         self._reserved = nbytes
         self.staging_bytes = self._buffer_count * self._buffer_nbytes
-        ledger.add(Kind.STAGING, Home.HOST, self.staging_bytes)
+        ledger.add(StorageKind.STAGING, Home.HOST, self.staging_bytes)
         self._free = [page_buffer(self._buffer_nbytes, pin=settings.pin) for _ in range(self._buffer_count)]
         for buffer in self._free:
             ledger.claim(buffer)

@@ -20,7 +20,7 @@ from deepspeed.offload.pinned import host_device, host_tensor, page_buffer
 from deepspeed.offload.streams import CopyDone, CopyStream
 from deepspeed.zero.gradient.destination import Landing, add_into
 from deepspeed.zero.placement import Home
-from deepspeed.zero.storage import FlatBuffer, Kind, Ledger, Memory
+from deepspeed.zero.storage import FlatBuffer, Ledger, Memory, StorageKind
 from deepspeed.zero.update.loop import Operands, UpdateSlice, UpdateStrategy
 from deepspeed.zero.update.masters import MasterBucket
 from deepspeed.zero.update.norm import Squares
@@ -107,7 +107,7 @@ class HeldBuffer(FlatBuffer):
 
     def __init__(self, numel: int, dtype: torch.dtype, *, pin: bool, ledger: Ledger) -> None:
         self.nbytes = numel * dtype.itemsize
-        ledger.add(Kind.GRADIENT, Home.HOST, self.nbytes)
+        ledger.add(StorageKind.GRADIENT, Home.HOST, self.nbytes)
         self.tensor = host_tensor(numel, dtype, pin=pin)
         ledger.claim(self.tensor)
         self._storage = self.tensor.untyped_storage()
@@ -122,7 +122,7 @@ class HeldBuffer(FlatBuffer):
 
     def drop(self, ledger: Ledger) -> None:
         """Takes it out of the books; the memory goes with the last use."""
-        ledger.add(Kind.GRADIENT, Home.HOST, -self.nbytes)
+        ledger.add(StorageKind.GRADIENT, Home.HOST, -self.nbytes)
 
 
 class HostLanding(Landing):

@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed.zero.placement import Home
-from deepspeed.zero.storage import Kind, Ledger, storage_key
+from deepspeed.zero.storage import Ledger, StorageKind, storage_key
 
 META = torch.device("meta")
 """Where tensors have shapes, dtypes, storages and views, and no values."""
@@ -52,7 +52,7 @@ class Peak:
     """
 
     nbytes: int = 0
-    kinds: dict[Kind, int] = field(default_factory=dict)
+    kinds: dict[StorageKind, int] = field(default_factory=dict)
     other: int = 0
     moment: Moment = Moment()
 
@@ -81,7 +81,7 @@ class _MemoryTracker:
 
     def __init__(self, home: Home) -> None:
         self.home = home
-        self.kinds: dict[Kind, int] = defaultdict(int)
+        self.kinds: dict[StorageKind, int] = defaultdict(int)
         self.booked = self.other = 0  # sum of kinds; bytes of no kind
         self.peak = Peak()
         self.tops: dict[Moment, int] = {}
@@ -187,7 +187,7 @@ class MemoryCount(TorchDispatchMode):
 
     # -- what ledgers say --------------------------------------------------------------------------------------------
 
-    def booked(self, kind: Kind, home: Home, nbytes: int) -> None:
+    def booked(self, kind: StorageKind, home: Home, nbytes: int) -> None:
         """See ``Auditor``."""
         if nbytes < 0:
             self.look()

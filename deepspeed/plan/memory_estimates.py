@@ -21,7 +21,7 @@ from deepspeed.plan.planner import make_plan
 from deepspeed.plan.result import Request
 from deepspeed.plan.states_only import states_of_layers, states_of_model
 from deepspeed.zero.placement import Home
-from deepspeed.zero.storage import Kind
+from deepspeed.zero.storage import StorageKind
 
 _GIB = 2**30
 _FP32 = 4
@@ -141,10 +141,10 @@ def _states(source: ModelSource, config: dict[str, Any], devices: int, nodes: in
         compare=False,
     )
     found = plan.rehearsed
-    transient = (Kind.GATHERED, Kind.GRADIENT_BUCKET) if nodes * devices > 1 else (Kind.GATHERED,)
+    transient = (StorageKind.GATHERED, StorageKind.GRADIENT_BUCKET) if nodes * devices > 1 else (StorageKind.GATHERED,)
     device = sum(n for (kind, home), n in found.states.items() if home is Home.DEVICE and kind not in transient)
     host = sum(n for (_, home), n in found.states.items() if home is Home.HOST)
-    return host * devices, device, found.kind_peaks.get((Kind.GATHERED, Home.DEVICE), 0)
+    return host * devices, device, found.kind_peaks.get((StorageKind.GATHERED, Home.DEVICE), 0)
 
 
 def estimate_zero2_model_states_mem_needs_all_live(

@@ -33,7 +33,7 @@ from deepspeed.plan.stage_set import PlayedDisk
 from deepspeed.plan.values import Rehearsal
 from deepspeed.plan.whereabouts import Whereabouts
 from deepspeed.zero.placement import Home
-from deepspeed.zero.storage import Kind
+from deepspeed.zero.storage import StorageKind
 
 _MOST_MICRO_BATCHES = 2  # of a step: the first, which all but the last are like, and the last
 
@@ -71,7 +71,7 @@ class _SimulatedRun:
         most = _MOST_MICRO_BATCHES if part.stage is None else part.stage.micro_batches
         self._steps = min(part.accumulation_steps, most)
         self._activations = 0
-        self._states: dict[tuple[Kind, Home], int] = {}
+        self._states: dict[tuple[StorageKind, Home], int] = {}
         self._seen = Seen()  # of a stage
         self._whereabouts = Whereabouts(self._model, count)
 
@@ -110,7 +110,7 @@ class _SimulatedRun:
 
     def _found(self, engine: Any, parameters: int, trained: int, init_peak: int, flows: list[Flow]) -> Rehearsed:
         count, ledger = self._count, engine._runtime.ledger
-        kinds = {(kind, home): ledger.peak(kind, home) for kind in Kind for home in Home}
+        kinds = {(kind, home): ledger.peak(kind, home) for kind in StorageKind for home in Home}
         return Rehearsed(
             parameters=parameters,
             trained=trained,
@@ -244,7 +244,7 @@ class _SimulatedRun:
 
     def _note_states(self, engine: Any) -> None:
         ledger = engine._runtime.ledger
-        self._states = {(kind, home): ledger.live(kind, home) for kind in Kind for home in Home}
+        self._states = {(kind, home): ledger.live(kind, home) for kind in StorageKind for home in Home}
 
     def _step(self, engine: Any, inputs: Inputs, micro_batches: int) -> list[Flow]:
         """Micro-batches up to an update; returns what each moved, up to the end of its step."""

@@ -10,7 +10,7 @@ from deepspeed.plan.codes import PlannedSum
 from deepspeed.plan.flow import Flow
 from deepspeed.plan.memory import Moment, Peak
 from deepspeed.zero.placement import Home
-from deepspeed.zero.storage import Kind
+from deepspeed.zero.storage import StorageKind
 
 
 @dataclass
@@ -45,8 +45,8 @@ class Rehearsed:
     trained: int
     peaks: dict[Home, Peak]
     tops: dict[Home, dict[Moment, int]]
-    kind_peaks: dict[tuple[Kind, Home], int]
-    states: dict[tuple[Kind, Home], int]
+    kind_peaks: dict[tuple[StorageKind, Home], int]
+    states: dict[tuple[StorageKind, Home], int]
     activations: int
     pinned: int
     file_bytes: int

@@ -15,20 +15,20 @@ from deepspeed.plan.configs import stage_of
 from deepspeed.plan.devices import in_words
 from deepspeed.plan.pipeline import idle_shares
 from deepspeed.zero.placement import Home
-from deepspeed.zero.storage import Kind
+from deepspeed.zero.storage import StorageKind
 
 if TYPE_CHECKING:  # a plan shows itself with this module
     from deepspeed.plan.result import Plan
 
 _ORDER = (
-    Kind.COMPUTE,
-    Kind.GATHERED,
-    Kind.GRADIENT,
-    Kind.GRADIENT_BUCKET,
-    Kind.MASTER,
-    Kind.OPTIMIZER,
-    Kind.STAGING,
-    Kind.PRIVATE,
+    StorageKind.COMPUTE,
+    StorageKind.GATHERED,
+    StorageKind.GRADIENT,
+    StorageKind.GRADIENT_BUCKET,
+    StorageKind.MASTER,
+    StorageKind.OPTIMIZER,
+    StorageKind.STAGING,
+    StorageKind.PRIVATE,
 )
 _HOMES = {Home.DEVICE: "device", Home.HOST: "host", Home.FILE: "files"}
 

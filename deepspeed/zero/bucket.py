@@ -35,7 +35,7 @@ from deepspeed.zero.gather.sharded_parameter import mark_full, mark_sharded, rem
 from deepspeed.zero.group import BucketGroup
 from deepspeed.zero.holder import Holder, State, set_address
 from deepspeed.zero.placement import Home
-from deepspeed.zero.storage import FlatBuffer, Kind, Ledger, LentBuffer, Memory
+from deepspeed.zero.storage import FlatBuffer, Ledger, LentBuffer, Memory, StorageKind
 from deepspeed.zero.tiling.layout import BucketLayout, Fragment
 
 T = TypeVar("T")
@@ -92,7 +92,7 @@ class Bucket(Holder):
         self._read: Work = DoneWork()
         self._gathers = self._publishes = 0
         if is_sharded:
-            ledger.add(Kind.COMPUTE, memory.home, layout.slice_numel * dtype.itemsize)
+            ledger.add(StorageKind.COMPUTE, memory.home, layout.slice_numel * dtype.itemsize)
             self.shard = memory.empty(layout.slice_numel, dtype, f"the parameters {self.label}")
             ledger.claim(self.shard)
         if is_sharded and memory.lends and self.transport.size == 1:
@@ -102,7 +102,7 @@ class Bucket(Holder):
                 layout.numel,
                 dtype,
                 device,
-                kind=Kind.GATHERED if is_sharded else Kind.COMPUTE,
+                kind=StorageKind.GATHERED if is_sharded else StorageKind.COMPUTE,
                 ledger=ledger,
                 allocate=not is_sharded,
             )
@@ -328,8 +328,8 @@ class Bucket(Holder):
         """
         if self.is_sharded:
             nbytes = self.shard.numel() * self.shard.element_size()
-            self._ledger.add(Kind.COMPUTE, Home.DEVICE if home is Home.HOST else Home.HOST, -nbytes)
-            self._ledger.add(Kind.COMPUTE, home, nbytes)
+            self._ledger.add(StorageKind.COMPUTE, Home.DEVICE if home is Home.HOST else Home.HOST, -nbytes)
+            self._ledger.add(StorageKind.COMPUTE, home, nbytes)
             self.shard = copy(self.shard)
             return
         old, self.full = self.full, FlatBuffer.holding(copy(self.full.tensor), self.full, home)

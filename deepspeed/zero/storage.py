@@ -22,7 +22,7 @@ from deepspeed.comm.transports.transport import DoneWork, Work
 from deepspeed.zero.placement import Home
 
 
-class Kind(Enum):
+class StorageKind(Enum):
     """What a counted byte holds."""
 
     COMPUTE = "compute parameters"
@@ -40,7 +40,7 @@ class Kind(Enum):
 class Auditor(Protocol):
     """Follows the books of every ledger as they are written, beside counts of its own."""
 
-    def booked(self, kind: Kind, home: Home, nbytes: int) -> None:
+    def booked(self, kind: StorageKind, home: Home, nbytes: int) -> None:
         """``nbytes`` were added to the books (below zero: taken out)."""
 
     def claimed(self, tensor: torch.Tensor) -> None:
@@ -57,10 +57,10 @@ class Ledger:
     auditor: ClassVar[Auditor | None] = None
 
     def __init__(self) -> None:
-        self._live: dict[tuple[Kind, Home], int] = defaultdict(int)
-        self._peak: dict[tuple[Kind, Home], int] = defaultdict(int)
+        self._live: dict[tuple[StorageKind, Home], int] = defaultdict(int)
+        self._peak: dict[tuple[StorageKind, Home], int] = defaultdict(int)
 
-    def add(self, kind: Kind, home: Home, nbytes: int) -> None:
+    def add(self, kind: StorageKind, home: Home, nbytes: int) -> None:
         """Adds to the books; to be called before the memory is allocated."""
         key = (kind, home)
         self._live[key] += nbytes
@@ -73,11 +73,11 @@ class Ledger:
         if self.auditor is not None:
             self.auditor.claimed(tensor)
 
-    def set(self, kind: Kind, home: Home, nbytes: int) -> None:
+    def set(self, kind: StorageKind, home: Home, nbytes: int) -> None:
         """For state that is measured, not allocated, by this package (an optimizer's own)."""
         self.add(kind, home, nbytes - self._live[(kind, home)])
 
-    def live(self, kind: Kind, home: Home = Home.DEVICE) -> int:
+    def live(self, kind: StorageKind, home: Home = Home.DEVICE) -> int:
         """Bytes of ``kind`` that are allocated now."""
         return self._live[(kind, home)]
 
@@ -85,7 +85,7 @@ class Ledger:
         """Bytes of all kinds that are allocated now in ``home``."""
         return sum(nbytes for (_, where), nbytes in self._live.items() if where is home)
 
-    def peak(self, kind: Kind, home: Home = Home.DEVICE) -> int:
+    def peak(self, kind: StorageKind, home: Home = Home.DEVICE) -> int:
         """Most bytes of ``kind`` that were allocated at once since :meth:`reset_peak`."""
         return self._peak[(kind, home)]
 
@@ -197,7 +197,7 @@ class FlatBuffer:
         dtype: torch.dtype,
         device: torch.device,
         *,
-        kind: Kind,
+        kind: StorageKind,
         ledger: Ledger,
         home: Home = Home.DEVICE,
         allocate: bool = True,

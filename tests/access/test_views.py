@@ -8,7 +8,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.zero import GatheredParameters
-from deepspeed.zero.storage import FlatBuffer, Kind
+from deepspeed.zero.storage import FlatBuffer, StorageKind
 from tests.access.support import Model, batch, build, config, train
 from tests.engine.support import engine_of
 from tests.harness import run_ranks
@@ -244,7 +244,7 @@ def _of_fixed_size():
             losses.append(engine(torch.ones(2, 8)).square().mean())
             engine.backward(losses[-1])
             engine.step()
-            assert engine._runtime.ledger.live(Kind.GATHERED) == 0
+            assert engine._runtime.ledger.live(StorageKind.GATHERED) == 0
             assert not any(b.full.tensor.untyped_storage().nbytes() for b in engine._runtime.buckets)
         assert losses[2] < losses[1] < losses[0]
         with GatheredParameters(weight):

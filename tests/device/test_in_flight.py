@@ -19,7 +19,7 @@ from deepspeed.plan.network import PlayedJob
 from deepspeed.zero.gather import schedule
 from deepspeed.zero.gradient import gradients
 from deepspeed.zero.placement import Home
-from deepspeed.zero.storage import Kind
+from deepspeed.zero.storage import StorageKind
 from tests.device.support import batch, engine_at, step
 from tests.engine.support import WIDTH, engine_of, tower
 from tests.harness.device import simulated_device
@@ -63,7 +63,7 @@ def test_few_reductions_are_in_flight_and_the_next_unit_is_gathered_ahead(limit:
             ledger.reset_peak()  # in the first step too, whose orders are not known
             with _gathers_counted(engine) as counts:
                 step(engine, number)
-            peak = ledger.peak(Kind.GRADIENT_BUCKET)
+            peak = ledger.peak(StorageKind.GRADIENT_BUCKET)
             assert peak <= 3 * LAYER * 2 and peak <= 0.3 * whole
         assert counts["all"] >= 24 * accumulation
         assert counts["all"] - counts["late"] >= 0.9 * counts["all"]
@@ -78,7 +78,9 @@ def test_nothing_is_gathered_ahead_beyond_the_limit_of_live_parameters(limit: in
         for number in range(3):
             engine._runtime.ledger.reset_peak()
             step(engine, number)
-        assert engine._runtime.ledger.peak(Kind.GATHERED) <= 2 * LAYER * 2  # the end of one unit, the start of the next
+        assert (
+            engine._runtime.ledger.peak(StorageKind.GATHERED) <= 2 * LAYER * 2
+        )  # the end of one unit, the start of the next
         engine.destroy()
 
 
@@ -169,7 +171,7 @@ def test_a_plan_says_how_many_gradients_are_in_flight(accumulation: int) -> None
         compare_checkpointing=False,
         suggest=False,
     )
-    planned = found.rehearsed.kind_peaks[Kind.GRADIENT_BUCKET, Home.DEVICE]
+    planned = found.rehearsed.kind_peaks[StorageKind.GRADIENT_BUCKET, Home.DEVICE]
     with simulated_device(ranks=2):
         torch.manual_seed(0)
         engine = deepspeed.initialize(model=Decoder(SHAPE), config=cell.config(""))[0]
@@ -179,5 +181,5 @@ def test_a_plan_says_how_many_gradients_are_in_flight(accumulation: int) -> None
             for _ in range(accumulation):
                 engine.backward(engine(tokens, tokens))
                 engine.step()
-        assert engine._runtime.ledger.peak(Kind.GRADIENT_BUCKET) == planned
+        assert engine._runtime.ledger.peak(StorageKind.GRADIENT_BUCKET) == planned
         engine.destroy()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.zero.storage import Kind
+from deepspeed.zero.storage import StorageKind
 from tests.engine.support import engine_of, rank
 from tests.harness import run_ranks
 from tests.zero.reading import full_masters
@@ -76,7 +76,9 @@ def _buffers(stage):
     for accumulation in (1, 2):
         engine = engine_of(Weighted(), stage, optimizer=_sgd, accumulation=accumulation, bf16={"enabled": True})
         engine.backward(engine(_input(0, rank())))
-        found.append(engine._runtime.ledger.live(Kind.GRADIENT) + engine._runtime.ledger.live(Kind.GRADIENT_BUCKET))
+        found.append(
+            engine._runtime.ledger.live(StorageKind.GRADIENT) + engine._runtime.ledger.live(StorageKind.GRADIENT_BUCKET)
+        )
     return found
 
 

@@ -17,7 +17,7 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.linear import LoRAConfig, OptimizedLinear, QuantizationConfig
 from deepspeed.offload.host import HostMemory
 from deepspeed.zero.placement import Home
-from deepspeed.zero.storage import Kind
+from deepspeed.zero.storage import StorageKind
 from deepspeed.zero.tiling.describe import describe, put_in_group
 from tests.harness import assert_states_equal, run_ranks
 from tests.harness.device import OrderError, simulated_device
@@ -86,7 +86,7 @@ def on_host(engine: Any) -> int:
     rows = {kind: (counted, formula) for kind, counted, formula, _ in engine.memory_report()}
     for kind, (counted, formula) in rows.items():
         assert counted == formula, kind
-    counted = engine._runtime.ledger.live(Kind.COMPUTE, Home.HOST)
+    counted = engine._runtime.ledger.live(StorageKind.COMPUTE, Home.HOST)
     assert ("compute parameters (host)" in rows) == (counted > 0)
     return counted
 

@@ -19,7 +19,7 @@ from deepspeed.offload.files import FileMemory, FileSettings
 from deepspeed.offload.host import HeldBuffer
 from deepspeed.offload.pinned import PAGE, host_tensor, page_buffer
 from deepspeed.offload.streams import CopyDone, CopyStream
-from deepspeed.zero.storage import Home, Kind, Ledger
+from deepspeed.zero.storage import Home, Ledger, StorageKind
 from deepspeed.zero.update.masters import MasterBucket
 from tests.harness import assert_states_equal, run_ranks
 from tests.offload.test_cells import offload
@@ -54,7 +54,7 @@ def both(settings: dict[str, Any], plain: dict[str, Any], overflow_at: int) -> t
     with Elsewhere():
         engine = make_engine(settings)
         norms = train_some(engine, range(4), overflow_at)
-        held = engine._runtime.ledger.live(Kind.GRADIENT, Home.HOST)
+        held = engine._runtime.ledger.live(StorageKind.GRADIENT, Home.HOST)
         landed = [gradients._landing._held for gradients in engine._runtime.reducer.buckets]
         assert any(isinstance(buffer, HeldBuffer) for buffer in landed)
         got = collect(engine, norms)

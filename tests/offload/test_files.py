@@ -25,7 +25,7 @@ from deepspeed.offload.pinned import PAGE, page_buffer, round_to_pages
 from deepspeed.offload.run_directory import RunDirectory, remove_leftovers
 from deepspeed.offload.streams import CopyStream
 from deepspeed.zero.placement import Home
-from deepspeed.zero.storage import Kind, Ledger
+from deepspeed.zero.storage import Ledger, StorageKind
 from tests.harness import run_ranks
 from tests.harness.errors import RanksFailed
 from tests.offload.training import config, make_engine, train, train_some
@@ -342,5 +342,5 @@ def test_staging_is_counted(tmp_path: Path) -> None:
     settings = FileSettings(str(tmp_path), "test", 0, IoSettings(), pin=False)
     memory = FileMemory(CPU, settings, buffer_count=3, buffer_bytes=lambda _: 5000, up=CopyStream(CPU))
     memory.open([(10, 4)], ledger)
-    assert ledger.live(Kind.STAGING, Home.HOST) == memory.staging_bytes == 3 * 2 * PAGE
+    assert ledger.live(StorageKind.STAGING, Home.HOST) == memory.staging_bytes == 3 * 2 * PAGE
     memory.close()

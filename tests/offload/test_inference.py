@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import deepspeed
-from deepspeed.zero.storage import Home, Kind, Ledger
+from deepspeed.zero.storage import Home, Ledger, StorageKind
 from tests.harness import run_ranks
 
 WIDTH, LAYERS, VOCABULARY = 32, 6, 50
@@ -80,7 +80,7 @@ class Budget:
     def __exit__(self, *_error: object) -> None:
         Ledger.auditor = None
 
-    def booked(self, kind: Kind, home: Home, nbytes: int) -> None:
+    def booked(self, kind: StorageKind, home: Home, nbytes: int) -> None:
         if home is Home.DEVICE:
             self.live += nbytes
             if self.live > self.nbytes:
@@ -102,7 +102,7 @@ def generate(section: dict[str, Any] | None) -> tuple[list[int], list[int], int,
         write(engine, 1)  # learns the order of gathers
         ledger = engine._runtime.ledger
         tokens = write(engine)
-        peak = ledger.peak(Kind.GATHERED) + ledger.live(Kind.COMPUTE)
+        peak = ledger.peak(StorageKind.GATHERED) + ledger.live(StorageKind.COMPUTE)
         live = ledger.live_at(Home.DEVICE)
         engine.destroy()
     return unsharded, tokens, whole, budget, peak, live

@@ -13,7 +13,7 @@ from deepspeed.offload.files import FileMemory, FileSettings
 from deepspeed.offload.page_cache import CachePolicy
 from deepspeed.offload.streams import CopyStream
 from deepspeed.zero.placement import Home
-from deepspeed.zero.storage import Kind, Ledger
+from deepspeed.zero.storage import Ledger, StorageKind
 
 CPU = torch.device("cpu")
 
@@ -45,7 +45,7 @@ def test_a_cached_file_needs_no_buffers(is_trained: bool, tmp_path: Path, monkey
     monkeypatch.setattr(BlockFile, "read", None)
     monkeypatch.setattr(BlockFile, "write", None)
     first, second = memory.empty(300, torch.float32, "first"), memory.empty(100, torch.float32, "second")
-    assert ledger.live(Kind.STAGING, Home.HOST) == 0 and memory.lends is not is_trained
+    assert ledger.live(StorageKind.STAGING, Home.HOST) == 0 and memory.lends is not is_trained
     values = torch.arange(300.0)
     memory.write(first, values)
     memory.write(second[7:9], torch.tensor([1.0, 2.0]))

@@ -18,7 +18,7 @@ from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 from deepspeed.logging import logger
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.ops.onebit import OneBitAdam
-from deepspeed.zero.storage import Kind
+from deepspeed.zero.storage import StorageKind
 from tests.engine.support import inputs, rank, same_on_all_ranks, tower
 from tests.harness import run_ranks
 from tests.onebit import simulated
@@ -95,7 +95,7 @@ def cells(stages: tuple[int, ...]) -> None:
                     torch.testing.assert_close(value, expected, rtol=1e-4, atol=2e-5, msg=lambda m, w=what: f"{w}: {m}")
             assert same_on_all_ranks([value.tolist() for _, value in engine.iter_full("param")])
             rows = {kind: (counted, formula) for kind, counted, formula, _ in engine.memory_report()}
-            counted, formula = rows[Kind.PRIVATE.value]
+            counted, formula = rows[StorageKind.PRIVATE.value]
             assert counted == formula and (counted > 0) == (ranks > 1 or stage > 0)
             engine.destroy()
 

@@ -14,7 +14,7 @@ from deepspeed.ops.chunks import drop_scratch
 from deepspeed.plan.actions import loss_of
 from deepspeed.plan.memory import MemoryCount
 from deepspeed.zero.placement import Home
-from deepspeed.zero.storage import Kind
+from deepspeed.zero.storage import StorageKind
 from tests.plan.cells import SAMPLES
 
 
@@ -50,7 +50,7 @@ def count_step(
             asked = {key: (tally.calls, tally.nbytes) for key, tally in traffic.asked_along.items()}
             ran = {key: (tally.calls, tally.nbytes) for key, tally in traffic.ran_along.items()}
         count.look()
-        kinds = {(kind.name, home.name): ledger.peak(kind, home) for kind in Kind for home in Home}
+        kinds = {(kind.name, home.name): ledger.peak(kind, home) for kind in StorageKind for home in Home}
         engine.destroy()
     return {
         "kinds": {key: n for key, n in kinds.items() if n},

@@ -15,7 +15,7 @@ from deepspeed.plan.decoder import Decoder
 from deepspeed.plan.memory import MemoryCount
 from deepspeed.plan.models import BlockCheckpointing
 from deepspeed.zero.placement import Home
-from deepspeed.zero.storage import Kind
+from deepspeed.zero.storage import StorageKind
 
 SHAPE = DecoderShape(layers=3, hidden=128, heads=4, vocab=512, kv_heads=2)
 TOKENS = 64
@@ -112,7 +112,7 @@ def _measure(cell: Cell, folder: str) -> dict[str, Any]:
             asked = {name: (tally.calls, tally.nbytes) for name, tally in traffic.asked.items()}
             ran = {name: (tally.calls, tally.nbytes) for name, tally in traffic.ran.items()}
         count.look()
-        kinds = {(kind.name, home.name): ledger.peak(kind, home) for kind in Kind for home in Home}
+        kinds = {(kind.name, home.name): ledger.peak(kind, home) for kind in StorageKind for home in Home}
         engine.destroy()
     return {
         "kinds": {key: nbytes for key, nbytes in kinds.items() if nbytes},

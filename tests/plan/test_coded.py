@@ -15,7 +15,7 @@ from deepspeed.comm.codecs.table import CODECS
 from deepspeed.engine.communication_compression import default_codec
 from deepspeed.plan.result import Plan
 from deepspeed.zero.placement import Home
-from deepspeed.zero.storage import Kind
+from deepspeed.zero.storage import StorageKind
 from tests.harness.device import simulated_device
 from tests.plan.cells import SHAPE
 from tests.zero.rounding import Rounding, travelling_rounded
@@ -42,7 +42,9 @@ def test_errors_and_codes_are_in_the_plan(stage: int, kept: int, reductions: int
     plain = planned(stage)
     with travelling_rounded(None, Rounding()):
         coded = planned(stage)
-    assert coded.rehearsed.kind_peaks[Kind.PRIVATE, Home.DEVICE] == 8 * kept  # a skipped step leaves it as it was
+    assert (
+        coded.rehearsed.kind_peaks[StorageKind.PRIVATE, Home.DEVICE] == 8 * kept
+    )  # a skipped step leaves it as it was
     assert coded.device_bytes >= plain.device_bytes + 8 * kept
     moved = {travel.title: travel.nbytes for travel in coded.travels}
     assert moved["swap"] == reductions * 2 * PSI * (RANKS - 1) // RANKS
@@ -130,7 +132,7 @@ def test_bytes_by_formula_are_those_of_the_rehearsal(codec: str, stage: int, zer
             moved += travel.nbytes * (among - 1) / among
     assert asked.nbytes == pytest.approx(moved, rel=0.02), plan.travels
     if codec != "int8":
-        assert asked.kept == plan.rehearsed.kind_peaks[Kind.PRIVATE, Home.DEVICE]
+        assert asked.kept == plan.rehearsed.kind_peaks[StorageKind.PRIVATE, Home.DEVICE]
     assert f"{codec} (this plan)" in plan.table(120)
 
 

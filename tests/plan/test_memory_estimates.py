@@ -11,7 +11,7 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.plan.memory_estimates import count_params
 from deepspeed.runtime.zero import stage3, stage_1_and_2
 from deepspeed.zero.placement import Home
-from deepspeed.zero.storage import Kind
+from deepspeed.zero.storage import StorageKind
 from tests.harness import run_ranks
 
 LAYER = 200_000
@@ -46,8 +46,8 @@ def _held(stage, optimizer, params):
         ledger = engine._runtime.ledger
         found = (
             ledger.live_at(Home.HOST),
-            ledger.live_at(Home.DEVICE) - ledger.live(Kind.GATHERED),
-            ledger.peak(Kind.GATHERED),
+            ledger.live_at(Home.DEVICE) - ledger.live(StorageKind.GATHERED),
+            ledger.peak(StorageKind.GATHERED),
         )
         engine.step()
     engine.destroy()

@@ -22,7 +22,7 @@ from deepspeed.plan.kinds import kinds_of, needed
 from deepspeed.plan.memory import MemoryCount
 from deepspeed.plan.pipeline import Pipeline, idle_shares, idle_time
 from deepspeed.zero.placement import Home
-from deepspeed.zero.storage import Kind
+from deepspeed.zero.storage import StorageKind
 from tests.harness import run_ranks
 from tests.plan.cells import SAMPLES, SHAPE, TOKENS, Cell
 
@@ -70,7 +70,7 @@ def _run(cell: Cell, make: Any) -> dict[str, Any]:
             engine.train_batch(items)
             asked = {key: (tally.calls, tally.nbytes) for key, tally in traffic.asked_along.items()}
         count.look()
-        kinds = {(kind.name, home.name): ledger.peak(kind, home) for kind in Kind for home in Home}
+        kinds = {(kind.name, home.name): ledger.peak(kind, home) for kind in StorageKind for home in Home}
         engine.destroy()
     return {"kinds": {key: n for key, n in kinds.items() if n}, "asked": asked, "peak": count.peaks[Home.DEVICE].nbytes}
 

@@ -18,7 +18,7 @@ from deepspeed.plan import DecoderShape
 from deepspeed.plan.devices import DEVICES, in_words, read_bytes
 from deepspeed.plan.sweep import Point, frontier, read_axes, sweep_text
 from deepspeed.zero.placement import Home
-from deepspeed.zero.storage import Kind
+from deepspeed.zero.storage import StorageKind
 
 SHAPE = DecoderShape(layers=2, hidden=64, heads=4, vocab=128)
 CONFIG = {
@@ -210,9 +210,13 @@ def test_offloaded_states_are_on_the_host_and_page_locked():
     zero = {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": True}, "offload_param": {"device": "cpu"}}
     made = plan(config={**CONFIG, "zero_optimization": {**zero, "stage3_param_persistence_threshold": 0}})
     kinds = made.rehearsed.kind_peaks
-    assert kinds[Kind.OPTIMIZER, Home.HOST] == 2 * kinds[Kind.MASTER, Home.HOST] == 4 * kinds[Kind.COMPUTE, Home.HOST]
-    assert (Kind.MASTER, Home.DEVICE) not in kinds
-    assert made.rehearsed.pinned >= kinds[Kind.MASTER, Home.HOST]
+    assert (
+        kinds[StorageKind.OPTIMIZER, Home.HOST]
+        == 2 * kinds[StorageKind.MASTER, Home.HOST]
+        == 4 * kinds[StorageKind.COMPUTE, Home.HOST]
+    )
+    assert (StorageKind.MASTER, Home.DEVICE) not in kinds
+    assert made.rehearsed.pinned >= kinds[StorageKind.MASTER, Home.HOST]
     assert made.rehearsed.flow.up > 0 and made.rehearsed.flow.down > 0
 
 

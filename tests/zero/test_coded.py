@@ -15,7 +15,7 @@ from torch import nn
 import deepspeed
 from deepspeed.engine import DeepSpeedEngine
 from deepspeed.logging import logger
-from deepspeed.zero.storage import Kind
+from deepspeed.zero.storage import StorageKind
 from tests.engine.support import SHARDED, engine_of, inputs, rank, same_on_all_ranks, tower
 from tests.harness import run_ranks
 from tests.zero.rounding import Rounding, travelling_rounded
@@ -117,9 +117,9 @@ def check_private(engine: DeepSpeedEngine, reference: Reference) -> None:
     rows = {kind: (counted, formula) for kind, counted, formula, _ in engine.memory_report()}
     runtime = engine._runtime
     if reference.ranks == 1:
-        assert Kind.PRIVATE.value not in rows and runtime.ledger.live(Kind.PRIVATE) == 0
+        assert StorageKind.PRIVATE.value not in rows and runtime.ledger.live(StorageKind.PRIVATE) == 0
         return
-    counted, formula = rows[Kind.PRIVATE.value]
+    counted, formula = rows[StorageKind.PRIVATE.value]
     psi = sum(master.bucket.layout.numel for master in runtime.masters)
     # Twice: a skipped update leaves it as it was.
     assert counted == formula == (8 * psi if reference.stage else 8 * (psi + psi // reference.ranks))

@@ -25,7 +25,7 @@ from deepspeed.utils import (
     safe_set_full_fp32_param,
     safe_set_local_fp32_param,
 )
-from deepspeed.zero.storage import Kind
+from deepspeed.zero.storage import StorageKind
 from tests.engine.matrix.cells import AXES, Cell
 from tests.engine.matrix.pairwise import pairwise
 from tests.engine.matrix.run import run_cells
@@ -125,7 +125,13 @@ def _sizes(kind):
     ledger = engine._runtime.ledger
     psi = sum(bucket.layout.numel for bucket in engine._runtime.buckets)
     assert all(bucket.is_sharded for bucket in engine._runtime.buckets)
-    return psi, ledger.live(Kind.COMPUTE), ledger.live(Kind.MASTER), ledger.live(Kind.OPTIMIZER), phases[4:]
+    return (
+        psi,
+        ledger.live(StorageKind.COMPUTE),
+        ledger.live(StorageKind.MASTER),
+        ledger.live(StorageKind.OPTIMIZER),
+        phases[4:],
+    )
 
 
 def _count_sends(transport, name, sent):

@@ -12,7 +12,7 @@ from torch import nn
 
 from deepspeed.engine import DeepSpeedEngine
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.zero.storage import Kind
+from deepspeed.zero.storage import StorageKind
 from tests.engine.support import engine_of, inputs, rank, same_on_all_ranks, tower
 from tests.harness import run_ranks
 
@@ -77,7 +77,7 @@ def cells(stages: tuple[int, ...]) -> None:
                 total = sum(value.double().sum().item() for value in found.values())
                 assert same_on_all_ranks(total) is ((step + 1) % EVERY == 0), f"stage {stage}, {wire}, step {step}"
             rows = {kind: (counted, formula) for kind, counted, formula, _ in engine.memory_report()}
-            counted, formula = rows[Kind.PRIVATE.value]
+            counted, formula = rows[StorageKind.PRIVATE.value]
             assert counted == formula == sum(8 * master.flat.numel() for master in engine._runtime.masters)
             engine.destroy()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from deepspeed.zero.storage import Kind
+from deepspeed.zero.storage import StorageKind
 from deepspeed.zero.tiling.formula import MemoryFormula
 from tests.engine.support import SHARDED, engine_of, inputs, rank, tower
 from tests.harness import run_ranks
@@ -30,17 +30,17 @@ def _phases(stage, zero, mode):
 
     def check(phase, gradient, gathered, optimizer):
         expected = {
-            Kind.COMPUTE: compute,
-            Kind.MASTER: master,
-            Kind.GRADIENT: gradient,
-            Kind.GATHERED: gathered,
-            Kind.OPTIMIZER: optimizer,
+            StorageKind.COMPUTE: compute,
+            StorageKind.MASTER: master,
+            StorageKind.GRADIENT: gradient,
+            StorageKind.GATHERED: gathered,
+            StorageKind.OPTIMIZER: optimizer,
         }
         engine.optimizer.count_state()
         found = {kind: ledger.live(kind) for kind in expected}
         # One rank: the packed gradient itself is what the update reads; its memory is kept for the next backward.
         packed = itemsize * psi if ranks == 1 and (step or phase in ("backward", "step")) else 0
-        assert ledger.live(Kind.GRADIENT_BUCKET) == packed, f"after {phase}: gradient buckets"
+        assert ledger.live(StorageKind.GRADIENT_BUCKET) == packed, f"after {phase}: gradient buckets"
         assert found == expected, f"after {phase}: {found}, expected {expected}"
 
     step = 0
@@ -89,7 +89,7 @@ def _accumulating(stage, mode, sum_dtype):
             else:
                 expected = (bytes_of_sum if stage >= 2 else 4) * owned  # ranks are summed in fp32
             where = f"stage {stage}, {mode}, sum {sum_dtype}, {ranks} rank(s), step {step}, micro-batch {micro}"
-            assert ledger.live(Kind.GRADIENT) == expected, where
+            assert ledger.live(StorageKind.GRADIENT) == expected, where
             by_formula, _ = formula.gradients(accumulation=True, reduced=last, accumulate_itemsize=bytes_of_sum)
             assert by_formula == expected, f"{where}: {by_formula} by formula"
             engine.step()
@@ -110,7 +110,7 @@ def _peak(max_live):
     for step in range(3):
         engine._runtime.ledger.reset_peak()
         engine.backward(engine(inputs(step, rank())))
-        peak = engine._runtime.ledger.peak(Kind.GATHERED)
+        peak = engine._runtime.ledger.peak(StorageKind.GATHERED)
         engine.step()
     return peak, 4 * max(bucket.layout.numel for bucket in engine._runtime.buckets)
 

@@ -37,7 +37,7 @@ _LONGEST = 512  # bytes of a message, which ends with what the last round is of
 LONGEST_WORDS = _LONGEST - _MESSAGE.size
 
 
-class Place:
+class SharedRegion:
     """Memory that is written by its owner and read by the others.
 
     Args:
@@ -104,7 +104,7 @@ class Peer:
     def __init__(self, rank: int, connection: socket.socket, files: list[int]) -> None:
         self.rank = rank
         self.connection = connection
-        self.places = [Place(file) for file in files]
+        self.places = [SharedRegion(file) for file in files]
         self.begun = self.read = 0
         self._letters = [Letter(0, 0, b"")] * PLACES
 
@@ -177,7 +177,7 @@ class SameHost:
     def __init__(self, transport: Transport, files: list[int], peers: list[Peer]) -> None:
         self.transport = transport
         self.peers = peers
-        self._places = [Place(file) for file in files]
+        self._places = [SharedRegion(file) for file in files]
         self._begun = 0
         self._unread: list[Round | None] = [None] * PLACES
         self._readers: list[list[Peer]] = [[] for _ in range(PLACES)]

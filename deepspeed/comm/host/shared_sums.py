@@ -37,7 +37,7 @@ class SameHostSums:
         self._offered = self._host.place(math.prod(shape), dtype, "room for a sum").view(shape)
         return self._offered
 
-    def start(self, values: torch.Tensor, label: str) -> _Sum:
+    def start(self, values: torch.Tensor, label: str) -> _SharedSum:
         """Begins a sum.
 
         Args:
@@ -53,7 +53,7 @@ class SameHostSums:
         traffic.record_asked("all_reduce", 2 * nbytes, transport.axis)
         traffic.record_ran("all_reduce", 2 * nbytes, transport.axis)  # as the backend, which a plan counts
         words = _words(label, mine.numel(), mine.dtype)
-        made = _Sum(self._host, mine, out, label, words)
+        made = _SharedSum(self._host, mine, out, label, words)
         self._host.begin(made, [Letter(0, nbytes, words)] * len(self._host.peers))
         return made
 
@@ -62,7 +62,7 @@ class SameHostSums:
         self._host.close()
 
 
-class _Sum:
+class _SharedSum:
     """A sum on its way.
 
     Attributes:

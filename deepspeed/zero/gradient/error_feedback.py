@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from deepspeed.comm.codecs.codec import Residual
-from deepspeed.zero.storage import FlatBuffer, Kind, Ledger
+from deepspeed.zero.storage import FlatBuffer, Ledger, StorageKind
 from deepspeed.zero.tiling.layout import BucketLayout
 
 
@@ -59,7 +59,8 @@ class ErrorFeedback:
     ) -> None:
         numel = feedback_numel(layout, to_owner=to_owner, spread=spread)
         self._buffers = [
-            FlatBuffer(numel, torch.float32, device, kind=Kind.PRIVATE, ledger=ledger) for _ in range(1 + may_skip)
+            FlatBuffer(numel, torch.float32, device, kind=StorageKind.PRIVATE, ledger=ledger)
+            for _ in range(1 + may_skip)
         ]
         self.tensor = rest = self._buffers[0].tensor.zero_()
         self._before = self._buffers[1].tensor if may_skip else None

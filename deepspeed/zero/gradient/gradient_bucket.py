@@ -23,7 +23,7 @@ from deepspeed.zero.gradient.error_feedback import ErrorFeedback
 from deepspeed.zero.gradient.gradient_sum import GradientSum
 from deepspeed.zero.gradient.packing import pack_and_square
 from deepspeed.zero.gradient.reduction_policy import ReductionPolicy
-from deepspeed.zero.storage import FlatBuffer, Kind, Ledger
+from deepspeed.zero.storage import FlatBuffer, Ledger, StorageKind
 from deepspeed.zero.update.norm import squared_norm
 
 _REDUCTION = 1  # kind of transfer, see transfer_key
@@ -88,7 +88,7 @@ class GradientBucket:
             layout.numel,
             policy.reduce_dtype(bucket.dtype),
             bucket.device,
-            kind=Kind.GRADIENT_BUCKET,
+            kind=StorageKind.GRADIENT_BUCKET,
             ledger=ledger,
         )
         shapes = [tile.shape for tile in layout.tiles]

@@ -15,7 +15,7 @@ import torch
 
 from deepspeed.zero.gradient.destination import Landing, add_into
 from deepspeed.zero.placement import Home
-from deepspeed.zero.storage import FlatBuffer, Kind, Ledger
+from deepspeed.zero.storage import FlatBuffer, Ledger, StorageKind
 from deepspeed.zero.update.norm import Squares, squared_norm
 
 
@@ -207,7 +207,7 @@ class GradientSum:
 
     def new_buffer(self, numel: int, dtype: torch.dtype, home: Home = Home.DEVICE) -> FlatBuffer:
         """Memory for gradients, in the books."""
-        return FlatBuffer(numel, dtype, self._device, kind=Kind.GRADIENT, ledger=self._ledger, home=home)
+        return FlatBuffer(numel, dtype, self._device, kind=StorageKind.GRADIENT, ledger=self._ledger, home=home)
 
     # -- the update's side -------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from deepspeed.comm.codecs.one_bit import OneBitExchange, padded_numel
 from deepspeed.comm.transports.transport import LocalTransport, transfer_key
 from deepspeed.ops.onebit.phases import ExchangesMomentum, frozen_root, largest_update, mask_of
 from deepspeed.zero.gradient.gradient_bucket import GradientBucket
-from deepspeed.zero.storage import FlatBuffer, Kind, Ledger
+from deepspeed.zero.storage import FlatBuffer, Ledger, StorageKind
 from deepspeed.zero.update.masters import MasterBucket
 
 _MOMENTUM = 3  # kind of transfer, see transfer_key
@@ -90,7 +90,7 @@ class BucketMomentum:
         self.rounds = 0
 
     def _buffer(self, numel: int, ledger: Ledger) -> FlatBuffer:
-        made = FlatBuffer(numel, torch.float32, self.master.bucket.device, kind=Kind.PRIVATE, ledger=ledger)
+        made = FlatBuffer(numel, torch.float32, self.master.bucket.device, kind=StorageKind.PRIVATE, ledger=ledger)
         made.tensor.zero_()
         return made
 

@@ -18,7 +18,7 @@ from deepspeed.comm.transports.transport import Transport
 from deepspeed.ops.segments import CutTensors, Segment, SegmentTable, SharedTensor
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.placement import Home
-from deepspeed.zero.storage import Kind, Ledger, Memory
+from deepspeed.zero.storage import Ledger, Memory, StorageKind
 from deepspeed.zero.tiling.layout import BucketLayout, Fragment, Run
 
 
@@ -80,7 +80,7 @@ class MasterBucket:
         else:
             lower, upper = self.layout.slice_bounds(self.rank)
             dtype = torch.promote_types(bucket.dtype, torch.float32)
-            ledger.add(Kind.MASTER, self.home, (upper - lower) * dtype.itemsize)
+            ledger.add(StorageKind.MASTER, self.home, (upper - lower) * dtype.itemsize)
             self.flat = memory.empty(upper - lower, dtype, f"the master weights of {bucket.label}")
             ledger.claim(self.flat)
             base = 0 if original.numel() == self.layout.numel else bucket.layout.slice_bounds(bucket.transport.rank)[0]
@@ -270,8 +270,8 @@ class MasterBucket:
             self.out = compute
             if copy is not None:
                 nbytes = self.flat.numel() * self.flat.element_size()
-                self._ledger.add(Kind.MASTER, Home.DEVICE if home is Home.HOST else Home.HOST, -nbytes)
-                self._ledger.add(Kind.MASTER, home, nbytes)
+                self._ledger.add(StorageKind.MASTER, Home.DEVICE if home is Home.HOST else Home.HOST, -nbytes)
+                self._ledger.add(StorageKind.MASTER, home, nbytes)
                 self.flat = copy(self.flat)
         for run in self.runs:
             run.param.data = self.flat[run.span.start :][: run.param.numel()].view(run.param.shape)

@@ -25,7 +25,7 @@ from deepspeed.uncompiled import torchs
 from deepspeed.zero.gradient.gradients import GradientReducer
 from deepspeed.zero.group import Groups
 from deepspeed.zero.placement import Home, Placement
-from deepspeed.zero.storage import Kind, Ledger, storage_key
+from deepspeed.zero.storage import Ledger, StorageKind, storage_key
 from deepspeed.zero.update.base_optimizer import ZeROOptimizer, refuse_changed_groups
 from deepspeed.zero.update.driver import UpdateDriver, UpdateParts
 from deepspeed.zero.update.drivers import driver_of
@@ -621,7 +621,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
                         self._ledger.claim(value)
                         nbytes[master.state_home] += value.numel() * value.element_size()
         for home, counted in nbytes.items():
-            self._ledger.set(Kind.OPTIMIZER, home, counted)
+            self._ledger.set(StorageKind.OPTIMIZER, home, counted)
         return sum(nbytes.values())
 
 

@@ -24,7 +24,7 @@ from deepspeed.comm.transports.transport import Reduction, Transport, transfer_k
 from deepspeed.config.sections.communication_compression import Islands
 from deepspeed.config.sections.root import Root
 from deepspeed.zero.placement import Placement
-from deepspeed.zero.storage import FlatBuffer, Kind
+from deepspeed.zero.storage import FlatBuffer, StorageKind
 from deepspeed.zero.tiling.formula import MemoryFormula, itemsize
 from deepspeed.zero.update.driver import Exchanged, PrivateState, UpdateDriver, UpdateParts
 from deepspeed.zero.update.masters import MasterBucket
@@ -80,7 +80,7 @@ class OuterStep(UpdateDriver):
         for master in parts.masters:
             flat = master.flat
             anchor, momentum = (
-                FlatBuffer(flat.numel(), flat.dtype, flat.device, kind=Kind.PRIVATE, ledger=parts.ledger)
+                FlatBuffer(flat.numel(), flat.dtype, flat.device, kind=StorageKind.PRIVATE, ledger=parts.ledger)
                 for _ in range(2)
             )
             momentum.tensor.zero_()

@@ -111,7 +111,7 @@ def _bytes(stage, accumulation, wider):
     from transformers import AutoModelForCausalLM
 
     import deepspeed
-    from deepspeed.zero.storage import Kind
+    from deepspeed.zero.storage import StorageKind
     from tests.construction.pretrained import llama_config
 
     torch.manual_seed(0)
@@ -131,11 +131,11 @@ def _bytes(stage, accumulation, wider):
         engine.backward(engine(input_ids=batch, labels=batch).loss)
         for parameter in model.parameters():
             assert parameter.requires_grad or parameter.grad is None
-        for kind in (Kind.GRADIENT, Kind.GRADIENT_BUCKET):
+        for kind in (StorageKind.GRADIENT, StorageKind.GRADIENT_BUCKET):
             counted[kind.value] = max(counted.get(kind.value, 0), ledger.peak(kind))
         engine.step()
     engine.memory_report()  # measures the optimizer's own state
-    for kind in (Kind.OPTIMIZER, Kind.MASTER):
+    for kind in (StorageKind.OPTIMIZER, StorageKind.MASTER):
         counted[kind.value] = ledger.live(kind)
     held = [
         t for state in engine.basic_optimizer.state.values() for t in state.values() if torch.is_tensor(t) and t.dim()

@@ -50,7 +50,7 @@ class Times:
 DEFAULT_TIMES = Times()
 
 
-class Span(NamedTuple):
+class TimedAction(NamedTuple):
     """When a stage did one computation."""
 
     action: Action
@@ -67,7 +67,7 @@ class Timeline:
         held: Of each stage, for how many micro-batches and chunks it keeps activations at once, at most.
     """
 
-    spans: tuple[tuple[Span, ...], ...]
+    spans: tuple[tuple[TimedAction, ...], ...]
     held: tuple[int, ...]
 
     @property
@@ -147,7 +147,7 @@ class _Run:
 
     def __init__(self, schedule: Schedule, times: Sequence[Times], channel_size: int | None) -> None:
         self.schedule = schedule
-        self.spans: list[list[Span]] = [[] for _ in range(schedule.stages)]
+        self.spans: list[list[TimedAction]] = [[] for _ in range(schedule.stages)]
         # (sender, receiver, of gradients) -> what was sent and not yet received: (producing chunk, micro-batch), when
         self.channels: defaultdict[tuple[int, int, bool], deque[tuple[int, int, float]]] = defaultdict(deque)
         self._taken: defaultdict[tuple[int, int, bool], list[float]] = defaultdict(list)
@@ -171,7 +171,7 @@ class _Run:
             elif kind := _KINDS.get(type(instruction)):
                 action = Action(kind, instruction.chunk, instruction.micro_batch)
                 end = clock + self._times[action.chunk].of(kind)
-                self.spans[stage].append(Span(action, clock, end))
+                self.spans[stage].append(TimedAction(action, clock, end))
                 clock = end
             elif isinstance(instruction, told.LoadMicroBatch):
                 if instruction.micro_batch != loaded:
