@@ -12,7 +12,7 @@ from deepspeed.comm.job.ranks import Ranks
 from deepspeed.comm.transports.channel import Channel
 from deepspeed.comm.transports.connect import Connector
 from deepspeed.comm.transports.transport import LocalTransport, Transport
-from deepspeed.comm.watch.watched_group import GroupRecord
+from deepspeed.comm.watch.watched_group import GroupRecord, Party
 
 Use = Literal["engine", "outside engines", "layers"]
 """Who needs a transport: an engine, which has it for itself; calls of all ranks that belong to no engine; or layers,
@@ -43,6 +43,11 @@ class Axis:
     def group(self) -> Any:
         """The torch process group; None where there is none."""
         return None if self._record is None else self._record.group
+
+    @property
+    def party(self) -> Party | None:
+        """How the job's watch knows them; None where this rank waits for nobody."""
+        return None if self._record is None else self._record.party
 
     @property
     def members(self) -> tuple[int, ...]:

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from deepspeed.comm.job.declared_groups import DeclaredGroups, Defined
+from deepspeed.comm.job.axis import Axis
+from deepspeed.comm.job.declared_groups import DeclaredGroups
 from deepspeed.comm.job.expert_ranks import ExpertRanks, along_mesh, cut
 from deepspeed.comm.job.mesh import EXPERT, Mesh
 from deepspeed.comm.job.new_groups import ProcessGroups
 from deepspeed.comm.job.ranks import Ranks
 from deepspeed.comm.start.timeout import default_timeout
 from deepspeed.comm.transports.connect import Connector
-from deepspeed.comm.transports.transport import Transport
 from deepspeed.comm.watch.watched_group import WatchedGroups
 from deepspeed.errors import CallOrderError, DeepSpeedConfigError
 
@@ -31,12 +31,12 @@ class _Size:
 
     Attributes:
         ranks: All of the job.
-        transport: Carries tokens; None before it is needed.
+        axis: The ranks that share the experts; None before it is needed.
         groups: Torch's process groups: of the ranks that share the experts, and of those that hold the same.
     """
 
     ranks: ExpertRanks
-    transport: Transport | None = None
+    axis: Axis | None = None
     groups: tuple[Any, Any] | None = None
 
 
@@ -124,24 +124,24 @@ class ExpertGroups:
         """Returns the sizes that are declared, smallest first; with ``made`` those whose process groups exist."""
         return sorted(size for size, entry in self._known().items() if entry.groups is not None or not made)
 
-    def connect(self, ep_size: int, device: torch.device | None = None) -> Transport:
-        """Returns what carries tokens between the ranks that share experts.
+    def axis(self, ep_size: int, device: torch.device | None = None) -> Axis:
+        """Returns the ranks that share experts, as an axis apart from the groups that programs get.
 
-        Every rank of the job must call it, in one order. The transport is made once; all layers and engines share it,
-        as every rank runs them in the same order.
+        Every rank of the job must call it, in one order. It is made once; all layers and engines share its transport
+        for layers, which carries tokens, as every rank runs them in the same order.
 
         Args:
             ep_size: See :meth:`declare`, which must have been called.
             device: Where the tokens are.
         """
         size = self._size(ep_size)
-        if size.transport is None:
-            peers = self._connector.outside_engines(self._watched.record_of(), device, default_timeout())
-            # Not the torch group that programs get: theirs is for their own collectives.
-            sharing = Defined(f"expert parallel, {ep_size}", size.ranks.sharing)
-            size.transport = self._declared.connect(sharing, peers, "tokens", device=device, timeout=default_timeout())
-            size.transport.owner, size.transport.axis = peers.owner, EXPERT
-        return size.transport
+        if size.axis is None:
+            backend = self._ranks.backend_for(self._ranks.world, device)
+            group = self._process_groups.mine(
+                size.ranks.sharing, backend=backend, timeout=default_timeout(), why=f"tokens, {ep_size} ranks"
+            )
+            size.axis = Axis(EXPERT, self._watched.record_of(group), self._ranks, self._connector, device)
+        return size.axis
 
     def make_groups(self, ep_size: int) -> None:
         """Makes the process groups that :meth:`groups` returns. Every rank of the job must call it, in one order."""

@@ -131,15 +131,20 @@ class Job:
         """Returns ``kind(*arguments)``; a job that is played may have something of its own in its place."""
         return kind(*arguments)
 
-    def axis(self, *names: str) -> Axis:
+    def axis(self, *names: str, size: int | None = None, device: torch.device | None = None) -> Axis:
         """Returns the ranks along axes of the mesh, among which is this one. Every rank must call it, in one order.
 
         Args:
             names: Of ``comm.job.mesh``, in any order.
+            size: Of "expert": how many ranks share the experts of a layer, which may differ between layers; the groups
+                of that size must have been declared (``ExpertGroups.declare``).
+            device: Where buffers live where a call does not say.
 
         Raises:
-            CallOrderError: No mesh is registered.
+            CallOrderError: No mesh is registered, or no groups of that size are declared.
         """
+        if size is not None:
+            return self.experts.axis(size, device or self._device)
         return self.axis_of(self.group_along(*names), names[0])
 
     def axis_of(self, group: Any = None, name: str | None = None) -> Axis:
@@ -160,8 +165,11 @@ class Job:
         why: str,
         device: torch.device | None = None,
         timeout: timedelta | None = None,
+        backend: str | None = None,
     ) -> Axis:
         """Returns an axis with a process group for its own use. Every rank must call it, in one order.
+
+        An axis of all ranks has the group of all ranks.
 
         Args:
             lists: The members of all groups of the axis; every rank of the job is in exactly one.
@@ -169,10 +177,12 @@ class Job:
             why: What its groups are for, in words, for whoever waits in vain.
             device: Where the buffers live, which decides the backend.
             timeout: For transfers in a group that is made now; None: torch's.
+            backend: Of the groups; None: that for ``device``.
         """
-        if len(lists) == 1:
+        usual = self.ranks.backend_for(self.ranks.world, device)
+        backend = usual if backend is None else backend
+        if len(lists) == 1 and backend == usual:
             return self.axis_of(self.ranks.world, name)
-        backend = self.ranks.backend_for(self.ranks.world, device)
         return self.axis_of(self.process_groups.mine(lists, backend=backend, timeout=timeout, why=why), name)
 
     def set_mesh(self, found: Mesh | None, timeout: timedelta | None = None) -> None:

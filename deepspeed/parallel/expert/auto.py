@@ -17,6 +17,7 @@ from torch import nn
 from deepspeed.comm.job.expert_groups import group_name
 from deepspeed.comm.job.groups import declare_expert_groups
 from deepspeed.comm.job.job import Job
+from deepspeed.comm.job.mesh import EXPERT
 from deepspeed.comm.job.world import rank_in
 from deepspeed.comm.transports.transport import Piece, Transport
 from deepspeed.config.sections.expert_parallel import ExpertParallel
@@ -72,7 +73,7 @@ def spread_experts(
     declare_expert_groups(ep_size, data_first or None)
     Job.current().experts.make_groups(ep_size)
     if ep_size > 1:
-        Job.current().experts.connect(ep_size, device)
+        Job.current().axis(EXPERT, size=ep_size, device=device).transport("layers")
     deal = _Deal(ep_size, peers, device)
     exchanged: Exchanged = {}
     for name, module in found.items():

@@ -14,6 +14,7 @@ from torch import nn
 from deepspeed.comm.job import groups
 from deepspeed.comm.job.expert_groups import group_name
 from deepspeed.comm.job.job import Job
+from deepspeed.comm.job.mesh import EXPERT
 from deepspeed.comm.job.world import is_initialized
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.errors import DeepSpeedConfigError
@@ -127,7 +128,7 @@ class MOELayer(nn.Module):
             self._transport = Job.current().axis_of(self.ep_group).transport("outside engines", device=device)
         elif self.ep_size > 1:
             groups.declare_expert_groups(self.ep_size)
-            self._transport = Job.current().experts.connect(self.ep_size, device)
+            self._transport = Job.current().axis(EXPERT, size=self.ep_size, device=device).transport("layers")
 
     def _connected(self, device: torch.device) -> Transport | None:
         if self._transport is None:

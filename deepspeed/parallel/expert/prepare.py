@@ -10,6 +10,7 @@ from torch import nn
 from deepspeed.comm.job.expert_groups import group_name
 from deepspeed.comm.job.groups import declare_expert_groups
 from deepspeed.comm.job.job import Job
+from deepspeed.comm.job.mesh import EXPERT
 from deepspeed.comm.job.world import define_group, rank_in
 from deepspeed.parallel.expert.layer import MOELayer
 from deepspeed.parallel.stages import told_by_stages
@@ -46,7 +47,7 @@ def prepare_expert_layers(
             define_group(cut_experts(group_name(ep_size)), Job.current().experts.declare(ep_size).same, lasts=False)
         Job.current().experts.make_groups(ep_size)
         if any(size == ep_size and is_ours for size, _, is_ours in wanted):
-            Job.current().experts.connect(ep_size, device)
+            Job.current().axis(EXPERT, size=ep_size, device=device).transport("layers")
     for module in model.modules():
         connect = getattr(module, "set_deepspeed_parallelism", None)
         if callable(connect):

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from deepspeed.comm.job.job import Job
+from deepspeed.comm.job.mesh import EXPERT
 from deepspeed.give_base import give_base
 from deepspeed.models.stacked_experts import parts_of, routes_in, stacked_weights
 from deepspeed.parallel.expert.balance import Balance
@@ -96,7 +97,11 @@ class _TakesAll(nn.Module):
 
 
 def _plan(state: Spread, indices: torch.Tensor, x: torch.Tensor) -> RoutePlan:
-    transport = Job.current().experts.connect(state.ep_size, x.device) if state.ep_size > 1 else None
+    transport = (
+        Job.current().axis(EXPERT, size=state.ep_size, device=x.device).transport("layers")
+        if state.ep_size > 1
+        else None
+    )
     plan = plan_routes(indices, state.num_experts, transport)
     state.balance = Balance.of(plan)
     return plan

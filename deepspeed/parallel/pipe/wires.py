@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from deepspeed import comm
+from deepspeed.comm.job.axis import Axis
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mesh import PIPE, Mesh
 from deepspeed.comm.job.world import rank_in
@@ -122,7 +122,7 @@ class StageWires:
 
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
         self._device = device
-        rank = rank_in()
+        rank, job = rank_in(), Job.current()
         self._ranks = mesh.group(rank, PIPE)
         self.stage = mesh.position(rank, PIPE)
         self._out: dict[tuple[str, int], Outgoing] = {}
@@ -131,31 +131,27 @@ class StageWires:
         if len(self._ranks) == 1:
             return
         timeout, pipes = comm.default_timeout(), mesh.groups(PIPE)
-        world = dist.group.WORLD
-        backend = Job.current().ranks.backend_for(None, device)
-        if backend == "gloo" and len(self._ranks) == mesh.world_size:
-            self._host = world  # transfers have tags, and a group of its own has threads of its own
-        else:
-            self._host = Job.current().process_groups.mine(
-                pipes, backend="gloo", timeout=timeout, why="transfers between stages"
-            )
-        party = Job.current().watched.party_of(self._host)
+        # Transfers have tags, and a group of its own has threads of its own: all ranks share that of the job.
+        why = "transfers between stages"
+        self._axis: Axis | None = job.axis_over(pipes, PIPE, why=why, device=device, timeout=timeout, backend="gloo")
+        party = self._axis.party
         assert party is not None
         self._party: Party | None = party
         self._owner = party.watch.next_owner(f"{party.scope}stages")
         self._native: dict[tuple[str, bool], Any] = {}
+        backend = job.ranks.backend_for(job.ranks.world, device)
         if backend != "gloo":
             # What goes up and what goes down must not wait for each other in one stream.
             for kind in _KINDS:
                 for upwards in (True, False):
                     why = f"{kind} between stages, {'up' if upwards else 'down'}"
-                    self._native[kind, upwards] = Job.current().process_groups.mine(
+                    self._native[kind, upwards] = job.process_groups.mine(
                         pipes, backend=backend, timeout=timeout, why=why
                     )
         # Copying into a packet is worth it where tensors are on the host and travel as words do.
         self._packs = not self._native and device.type == "cpu"
         # Whoever knows the group has it open already; asked for here, as every rank of a pipeline is.
-        self._mail = open_mail(Job.current().connector.over(self._host, None))
+        self._mail = open_mail(job.connector.over(self._axis.group, None))
         party.watch.members.add(self)
 
     def connect_pairs(self, stage_of: Sequence[int]) -> None:
@@ -189,7 +185,7 @@ class StageWires:
         self._in.clear()
         self._out.clear()
         self._native.clear()
-        self._host = self._party = self._mail = None
+        self._axis = self._party = self._mail = None
 
     def outgoing(self, kind: str, stage: int) -> Outgoing:
         """The channel that carries ``kind`` to another stage."""
@@ -237,15 +233,14 @@ class StageWires:
             self._party.guard(self._mail.flush, self._party.issue("mail"), label, members=())
 
     def _connect(self, kind: str, source: int, target: int) -> tuple[Route, Any]:
-        if self._party is None:
+        if self._party is None or self._axis is None:
             raise job_is_over(f"{kind} between stages")
         peer = target if source == self.stage else source
         ranks = (self._ranks[source], self._ranks[target])
         route = Route(kind, source, target, ranks, self._party, self._owner)
-        places = dist.get_process_group_ranks(self._host)
-        place = places.index(self._ranks[peer])
+        place = self._axis.members.index(self._ranks[peer])
         number = self._owner % _OWNERS * len(_KINDS) + _KINDS.index(kind)
-        tagged = _Tagged(self._host, place, _TAGS + 3 * number)
+        tagged = _Tagged(self._axis.group, place, _TAGS + 3 * number)
         wire = tagged if self._mail is None else _Mailed(self._mail, tagged)
         if not self._native:
             return route, wire
