@@ -19,10 +19,10 @@ def _closed() -> str:
     transport = Job.current().connector.over(dist.group.WORLD, None)
     flat = torch.ones(2 << 16)
     transport.all_gather(flat, key=transport.next_move(), label="the first").wait()
-    party = Job.current().watched.party_of()
-    assert party is not None
+    watched = Job.current().watched.of()
+    assert watched is not None
     if dist.get_rank() == 1:
-        _abort(party)
+        _abort(watched)
     time.sleep(1.0)
     works = [transport.all_gather(flat, key=transport.next_move(), label=f"number {i}") for i in range(3)]
     with pytest.raises(CommunicationError) as raised:

@@ -243,7 +243,7 @@ def _is_shared() -> None:
     warm_up(first)
     before = len(os.listdir("/proc/self/fd"))
     warm_up(second)
-    assert open_mail(first) is open_mail(second) is first.party.mail
+    assert open_mail(first) is open_mail(second) is first.watched.mail
     assert len(os.listdir("/proc/self/fd")) == before
     # Each rank waits for what it has begun in an order of its own.
     for step in range(50):
@@ -275,12 +275,12 @@ def _is_shared() -> None:
                 torch.full((2,), float(rank), requires_grad=True),
             ):
                 told = []
-                mail = first.party.mail
-                for first.party.mail in (mail, None):
+                mail = first.watched.mail
+                for first.watched.mail in (mail, None):
                     with counted() as books:
                         rows = first.gather_small(value, channel="step", label="a step")
                     told.append((rows.detach(), books.ran["send"].nbytes, books.ran["send"].calls))
-                first.party.mail = mail
+                first.watched.mail = mail
                 assert torch.equal(told[0][0], told[1][0]) and told[0][1:] == told[1][1:], (value.dtype, told)
     dist.barrier()
 
@@ -298,7 +298,7 @@ def _other_hosts() -> None:
     open_before = len(os.listdir("/proc/self/fd"))
     for spoil in ("nothing", "the host", "the room of one"):
         transport = Job.current().connector.over(dist.new_group([0, 1]) if spoil == "nothing" else group, None)
-        transport.party.has_met = False
+        transport.watched.has_met = False
         room = mail_module._ROOM
         if spoil == "the host":
             sockets._host = lambda: f"host {dist.get_rank()}"
@@ -310,7 +310,7 @@ def _other_hosts() -> None:
                 warm_up(transport)
         finally:
             sockets._host, mail_module._ROOM = before, room
-        assert (transport.party.mail is not None) == (spoil == "nothing")
+        assert (transport.watched.mail is not None) == (spoil == "nothing")
         results.append([small(transport, 3.5 * dist.get_rank() + step) for step in range(5)])
     assert results[0] == results[1] == results[2]
     gc.collect()
@@ -332,7 +332,7 @@ def _groups_come_and_go() -> None:
         group = dist.new_group([0, 1])
         transport = Job.current().connector.over(group, None)
         warm_up(transport)
-        mail = transport.party.mail
+        mail = transport.watched.mail
         assert mail is not None and small(transport, 1.0) == [1.0, 1.0]
         kept.append(transport)
         dist.barrier(group)
@@ -340,7 +340,7 @@ def _groups_come_and_go() -> None:
         after = Job.current().connector.over(
             dist.new_group([0, 1]), None
         )  # whoever asks for a group hears of those that are gone
-        assert mail.is_over and after.party is not None
+        assert mail.is_over and after.watched is not None
         for call in (transport.gather_small, transport.start_small):
             with pytest.raises(
                 CommunicationError, match="a call: what was to carry this belongs to a job that is over"
@@ -349,7 +349,7 @@ def _groups_come_and_go() -> None:
         assert small(world, float(world.rank)) == [0.0, 1.0]
         dist.barrier()
         dist.destroy_process_group(after.group)
-        after.party = None
+        after.watched = None
         counts.append(_sockets_without_names())
         aborts.append(len(world.watch.aborts) + len(world.watch._connections))
     assert counts[5] == counts[1] and aborts[5] == aborts[1], (counts, aborts)
@@ -380,9 +380,9 @@ def _job() -> tuple[int, int]:
     warm_up(transport)
     assert small(transport, 1.0) == [1.0, 1.0]
     if dist.get_rank() == 0:
-        filled(transport.party.mail, 1, 99)
+        filled(transport.watched.mail, 1, 99)
     _LEFT.append(
-        (transport, transport.party.mail, transport.start_small(torch.ones(1), channel="call", label="a call"))
+        (transport, transport.watched.mail, transport.start_small(torch.ones(1), channel="call", label="a call"))
     )
     found = _sockets_without_names(), len(os.listdir("/proc/self/task"))
     dist.barrier()

@@ -71,8 +71,8 @@ class _Loop:
 @pytest.mark.parametrize("posts_ahead", [True, False])
 def test_receives_of_tensors_are_started_when_they_have_been_sent(posts_ahead: bool) -> None:
     """Also where the form of messages changes, for which the sender fills what is posted."""
-    party = SimpleNamespace(issue=lambda _: ("", 0), guard=lambda wait, *_, **__: wait())
-    route = Route(ACTIVATIONS, 0, 1, (0, 1), party, 0)
+    watched = SimpleNamespace(issue=lambda _: ("", 0), guard=lambda wait, *_, **__: wait())
+    route = Route(ACTIVATIONS, 0, 1, (0, 1), watched, 0)
     wire = _Loop(posts_ahead)
     going = Outgoing(route, wire, packs=False, taken=lambda: 0)
     coming = Incoming(route, wire, torch.device("cpu"), packs=False, let_go=lambda _: None)

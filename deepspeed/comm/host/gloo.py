@@ -217,7 +217,7 @@ class _GlooSum:
         self._label = label
         self._ticket = transport.issue("sum")
         self._work: Any = None
-        if transport.party is not None:  # where nobody is waited for, the values do not matter
+        if transport.watched is not None:  # where nobody is waited for, the values do not matter
             transport.started += 1
             self._work = dist.all_reduce(flat, group=transport.group, async_op=True)
 
@@ -384,7 +384,7 @@ class GlooTransport(Transport):
         rows = torch.empty((self.size, tensor.numel()), dtype=tensor.dtype)
         rows[self.rank].copy_(tensor)
         tag = _SMALL_TAG + self.owner % OWNERS * len(SMALL_CHANNELS) + SMALL_CHANNELS.index(channel)
-        mail = None if self.party is None or channel == "objects" else self.party.mail
+        mail = None if self.watched is None or channel == "objects" else self.watched.mail
         if isinstance(mail, Mail) and rows[0].nbytes <= LONGEST:
             return self._start_by_mail(mail, rows, tag, self.issue(channel, tag), label)
         work = self.gather_slices(rows.view(-1), tag, channel, label)

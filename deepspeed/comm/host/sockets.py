@@ -46,7 +46,7 @@ def connect_on_host(
             ranks. A wait on them has :data:`_MEETING` seconds until :func:`limit_waits` says otherwise.
         label: What for, for whoever waits in vain.
     """
-    if transport.party is None or not isinstance(transport, GlooTransport):
+    if transport.watched is None or not isinstance(transport, GlooTransport):
         return None
     listener: socket.socket | None = None
     address, token = "", secrets.token_bytes(16)

@@ -12,7 +12,7 @@ from deepspeed.comm.job.ranks import Ranks
 from deepspeed.comm.transports.channel import Channel
 from deepspeed.comm.transports.connect import Connector
 from deepspeed.comm.transports.transport import LocalTransport, Transport
-from deepspeed.comm.watch.watched_group import GroupRecord, Party
+from deepspeed.comm.watch.watched_group import GroupRecord, WatchedGroup
 
 Use = Literal["engine", "outside engines", "layers"]
 """Who needs a transport: an engine, which has it for itself; calls of all ranks that belong to no engine; or layers,
@@ -45,9 +45,9 @@ class Axis:
         return None if self._record is None else self._record.group
 
     @property
-    def party(self) -> Party | None:
+    def watched(self) -> WatchedGroup | None:
         """How the job's watch knows them; None where this rank waits for nobody."""
-        return None if self._record is None else self._record.party
+        return None if self._record is None else self._record.watched
 
     @property
     def members(self) -> tuple[int, ...]:

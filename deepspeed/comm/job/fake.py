@@ -17,7 +17,7 @@ from deepspeed.comm.job.new_groups import ProcessGroups
 from deepspeed.comm.job.ranks import Ranks
 from deepspeed.comm.transports.connect import Connector
 from deepspeed.comm.transports.transport import LocalTransport, Transport
-from deepspeed.comm.watch.watched_group import GroupRecord, Party, WatchedGroups
+from deepspeed.comm.watch.watched_group import GroupRecord, WatchedGroup, WatchedGroups
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class _FakeWatchedGroups(WatchedGroups):
         self._by_ranks: dict[tuple[int, ...], GroupRecord] = {}
 
     @override
-    def party_of(self, group: Any = None) -> Party | None:
+    def of(self, group: Any = None) -> WatchedGroup | None:
         return None
 
     @override

@@ -54,10 +54,10 @@ def mesh_of_mpu(mpu: Any, timeout: timedelta) -> Mesh:
         CommunicationError: Some rank has ended or did not come.
     """
     mine = place_of(mpu)
-    party = Job.current().watched.party_of()
-    if party is None:
+    watched = Job.current().watched.of()
+    if watched is None:
         return mesh_of_places([mine], "the mpu").check(size_of())
-    words = meet(party.watch, "the exchange of what the mpu answers", party.ranks, timeout, json.dumps(mine))
+    words = meet(watched.watch, "the exchange of what the mpu answers", watched.ranks, timeout, json.dumps(mine))
     return mesh_of_places([json.loads(word) for word in words], "the mpu")
 
 

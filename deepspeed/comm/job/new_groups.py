@@ -164,23 +164,23 @@ class ProcessGroups:
             label: What the ranks are about to do, in words.
             timeout: How long to wait for the other ranks.
         """
-        party = self._watched.party_of()
-        if party is None:
+        watched = self._watched.of()
+        if watched is None:
             return next(iter(free), None)
-        members = next(ranks for ranks in axis if party.watch.rank in ranks)
+        members = next(ranks for ranks in axis if watched.watch.rank in ranks)
         by_number = {str(entry.number): entry for entry in free}
         offers = [f"{number} {self._issued_over(entry.group)}" for number, entry in by_number.items()]
-        numbers = [offer.split()[0] for offer in agree(party.watch, label, members, timeout, offers)]
+        numbers = [offer.split()[0] for offer in agree(watched.watch, label, members, timeout, offers)]
         if len(axis) > 1:
-            numbers = agree(party.watch, f"{label}, all of them", party.ranks, timeout, numbers)
+            numbers = agree(watched.watch, f"{label}, all of them", watched.ranks, timeout, numbers)
         return by_number[numbers[0]] if numbers else None
 
     def _issued_over(self, group: Any) -> int:
         """Returns a checksum, equal on all members that have issued the same over ``group``."""
-        party = self._watched.party_of(group)
-        if party is None:
+        watched = self._watched.of(group)
+        if watched is None:
             return 0
-        return zlib.crc32(repr(sorted(party.watch.issued_over(party.scope).items())).encode())
+        return zlib.crc32(repr(sorted(watched.watch.issued_over(watched.scope).items())).encode())
 
     def alone(self) -> Any:
         """Returns the group of this rank alone, made at the first call. Other ranks need not call it."""
@@ -228,10 +228,10 @@ class ProcessGroups:
 
     def meet(self, label: str, timeout: timedelta | None, members: Sequence[int] | None = None) -> None:
         """Meets the ``members`` (None: all ranks of the job) before a call of torch that makes groups with them."""
-        party = self._watched.party_of()
-        if party is not None and (members is None or len(members) > 1):
-            ranks = party.ranks if members is None else tuple(members)
-            meet(party.watch, label, ranks, timeout or _TORCH_TIMEOUT)
+        watched = self._watched.of()
+        if watched is not None and (members is None or len(members) > 1):
+            ranks = watched.ranks if members is None else tuple(members)
+            meet(watched.watch, label, ranks, timeout or _TORCH_TIMEOUT)
 
 
 def _shown(axis: list[list[int]]) -> str:

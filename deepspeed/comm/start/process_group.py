@@ -207,12 +207,12 @@ def check_same_model(description: Sequence[str], group: Any = None) -> None:
 def _comparing(group: Any, label: str) -> tuple[Any, str, int, int] | None:
     """Store, topic, rank and number of ranks for a comparison; None where there is nobody to compare with."""
     # Ranks that are only played have nothing of their own to compare.
-    party = Job.current().watched.party_of(group) if torch_dist.is_initialized() else None
-    if party is None:
+    watched = Job.current().watched.of(group) if torch_dist.is_initialized() else None
+    if watched is None:
         return None
-    members = "-".join(map(str, party.ranks))
-    store = SupervisedStore(party.watch, label, party.ranks)
-    return store, f"{zlib.crc32(members.encode()):08x}", torch_dist.get_rank(group), len(party.ranks)
+    members = "-".join(map(str, watched.ranks))
+    store = SupervisedStore(watched.watch, label, watched.ranks)
+    return store, f"{zlib.crc32(members.encode()):08x}", torch_dist.get_rank(group), len(watched.ranks)
 
 
 def _ask_mpi_for_address() -> str | None:

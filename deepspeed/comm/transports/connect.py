@@ -167,7 +167,7 @@ class Connector:
         Raises:
             DeepSpeedConfigError: Nodes are cut, or there are ranks outside ``everyone``.
         """
-        if plain.party is None:
+        if plain.watched is None:
             return plain
         if everyone.size != self._ranks.size_of():
             raise DeepSpeedConfigError(
@@ -197,8 +197,8 @@ class Connector:
         return NativeByNodes(plain, nodes, *made)
 
     def _over(self, group: Any, backend: str, device: torch.device | None) -> Transport:
-        party = self._watched.party_of(group)
-        if party is None:
+        watched = self._watched.of(group)
+        if watched is None:
             return LocalTransport()
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         transport: Transport
@@ -208,7 +208,7 @@ class Connector:
         else:
             device = device or torch.device(get_accelerator().current_device_name())
             transport = NativeTransport(group, rank, size, device)
-        transport.joins(party)
+        transport.joins(watched)
         return transport
 
 
@@ -236,15 +236,15 @@ def open_mail(transport: Transport) -> ShortMessages | None:
 
     Every rank of ``transport`` must call it, at the same time. What there is of the process group is used again.
     """
-    party = transport.party
-    if party is None:
+    watched = transport.watched
+    if watched is None:
         return None
-    if not party.has_met:
-        party.mail = connect_on_host(transport, _made_mail, "finding the ranks of one host")
-        party.has_met = True
-        if party.mail is not None:
-            party.watch.supervise(party.mail)
-    return party.mail
+    if not watched.has_met:
+        watched.mail = connect_on_host(transport, _made_mail, "finding the ranks of one host")
+        watched.has_met = True
+        if watched.mail is not None:
+            watched.watch.supervise(watched.mail)
+    return watched.mail
 
 
 def _made_mail(transport: Transport, connections: dict[int, socket.socket]) -> Mail:

@@ -33,7 +33,7 @@ from deepspeed.comm.transports.counters import waiting
 from deepspeed.comm.transports.packing import Pieces, numel_of
 from deepspeed.comm.watch.forward_queue import Relay
 from deepspeed.comm.watch.watchdog import Watch
-from deepspeed.comm.watch.watched_group import Party
+from deepspeed.comm.watch.watched_group import WatchedGroup
 from deepspeed.errors import CommunicationError
 
 CHUNK = 262144  # elements of a local sum: 1 MiB of fp32, so that operands stay in cache (64Ki was 15 % slower)
@@ -187,7 +187,7 @@ class Transport:
         ranks: Their numbers in the job; empty for the transport of one rank.
         owner: Number of the engine that the transfers belong to; equal on all ranks.
         watch: The job's; None where nobody is waited for.
-        party: How this rank takes part in the process group; None where it waits for nobody.
+        watched: How this rank takes part in the process group; None where it waits for nobody.
         scope: Begins the names of its channels.
         small_device: Where a tensor for :meth:`gather_small` may be besides the host; None: nowhere.
         axis: Name of the axis that the ranks lie along, for the books of what travels.
@@ -211,7 +211,7 @@ class Transport:
         self.ranks: tuple[int, ...] = ()
         self.owner = 0
         self.watch: Watch | None = None
-        self.party: Party | None = None
+        self.watched: WatchedGroup | None = None
         self.started = 0
         self._moves = 0
         self.companion: Transport | None = None
@@ -228,10 +228,10 @@ class Transport:
         """Says of which group this one is a part."""
         self._peers = peers
 
-    def joins(self, party: Party) -> None:
+    def joins(self, watched: WatchedGroup) -> None:
         """Says as which process group of the job it is watched."""
-        self.ranks, self.scope, self.party = party.ranks, party.scope, party
-        self.is_watched_by(party.watch)
+        self.ranks, self.scope, self.watched = watched.ranks, watched.scope, watched
+        self.is_watched_by(watched.watch)
 
     def is_watched_by(self, watch: Watch | None) -> None:
         """Says which watch supervises its waits; it leaves the job when that ends."""
@@ -241,7 +241,7 @@ class Transport:
 
     def leave(self) -> None:
         """The job is over: whoever still has this transport keeps no process group alive by it."""
-        self.group, self.party = _Gone(), None
+        self.group, self.watched = _Gone(), None
 
     def rank_at(self, position: int) -> int:
         """The rank in the whole group of the rank that has the slice number ``position``."""
@@ -249,7 +249,7 @@ class Transport:
 
     def take_place_of(self, other: Transport) -> None:
         """Makes this one serve where ``other``, over the same group, would have served."""
-        self.ranks, self.scope, self.party = other.ranks, other.scope, other.party
+        self.ranks, self.scope, self.watched = other.ranks, other.scope, other.watched
         self.is_watched_by(other.watch)
         self._peers = other._peers
         self.axis = other.axis

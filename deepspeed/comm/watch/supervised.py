@@ -16,17 +16,22 @@ import torch
 
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.torch_groups import is_collecting
-from deepspeed.comm.watch.watched_group import Party
+from deepspeed.comm.watch.watched_group import WatchedGroup
 
 
 class SupervisedWork:
     """One of torch's works: its wait is supervised. Otherwise the work itself."""
 
     def __init__(
-        self, work: Any, party: Party, ticket: tuple[str, int], label: str, members: tuple[int, ...] | None = None
+        self,
+        work: Any,
+        watched: WatchedGroup,
+        ticket: tuple[str, int],
+        label: str,
+        members: tuple[int, ...] | None = None,
     ) -> None:
         self._work = work
-        self._party = party
+        self._watched = watched
         self._ticket = ticket
         self._label = label
         self._members = members
@@ -35,7 +40,9 @@ class SupervisedWork:
         """Blocks until the transfer is done; may be called again."""
         arrived: list[bool] = []
         arguments = () if timeout is None else (timeout,)
-        self._party.guard(lambda: arrived.append(self._work.wait(*arguments)), self._ticket, self._label, self._members)
+        self._watched.guard(
+            lambda: arrived.append(self._work.wait(*arguments)), self._ticket, self._label, self._members
+        )
         return arrived[0]
 
     def __getattr__(self, name: str) -> Any:
@@ -56,11 +63,11 @@ def collective(name: str, start: Callable[..., Any], group: Any, tensor: torch.T
         DivergenceError: Some of the ranks wait for something else.
         CommunicationError: One has ended or died.
     """
-    party = _watching(group, tensor)
-    work = start(async_op=async_op or party is not None)
-    if party is None or work is None:
+    watched = _watching(group, tensor)
+    work = start(async_op=async_op or watched is not None)
+    if watched is None or work is None:
         return work
-    handle = SupervisedWork(work, party, party.issue("collective", _key(name)), _words(name, tensor, party))
+    handle = SupervisedWork(work, watched, watched.issue("collective", _key(name)), _words(name, tensor, watched))
     if async_op:
         return handle
     handle.wait()
@@ -74,11 +81,11 @@ def blocking(name: str, call: Callable[[], Any], group: Any, patience: float | N
         DivergenceError: Some of the ranks wait for something else.
         CommunicationError: One has ended or died.
     """
-    party = _watching(group, None)
-    if party is None:
+    watched = _watching(group, None)
+    if watched is None:
         call()
         return
-    party.guard(call, party.issue("collective", _key(name)), _words(name, None, party), patience=patience)
+    watched.guard(call, watched.issue("collective", _key(name)), _words(name, None, watched), patience=patience)
 
 
 def between(
@@ -96,32 +103,32 @@ def between(
         tag: Of the transfer.
     """
     work = start()
-    party = _watching(group, tensor)
-    if party is None or work is None:
+    watched = _watching(group, tensor)
+    if watched is None or work is None:
         return work
-    ends = (party.watch.rank, peer) if sends else (peer, party.watch.rank)
-    ticket = party.issue(f"from {ends[0]} to {ends[1]}, {tag}")
+    ends = (watched.watch.rank, peer) if sends else (peer, watched.watch.rank)
+    ticket = watched.issue(f"from {ends[0]} to {ends[1]}, {tag}")
     words = f"{name} of {tensor.numel()} elements {'to' if sends else 'from'} rank {peer}"
-    return SupervisedWork(work, party, ticket, words, ends)
+    return SupervisedWork(work, watched, ticket, words, ends)
 
 
 def from_anybody(call: Callable[[], Any], group: Any) -> None:
     """Runs a receive from whoever sends first; what others wait for still ends it."""
-    party = _watching(group, None)
-    if party is None:
+    watched = _watching(group, None)
+    if watched is None:
         call()
     else:
-        party.guard(call, party.issue("from anybody"), "recv from any rank", members=())
+        watched.guard(call, watched.issue("from anybody"), "recv from any rank", members=())
 
 
-def _watching(group: Any, tensor: torch.Tensor | None) -> Party | None:
+def _watching(group: Any, tensor: torch.Tensor | None) -> WatchedGroup | None:
     """Who watches the wait; None where there is none on the host."""
     if torch.compiler.is_compiling() or is_collecting(group):
         return None
-    party = Job.current().watched.party_of(group)
-    if party is None or tensor is None:
-        return party
-    return party if party.waits_on_host and tensor.device.type == "cpu" else None
+    watched = Job.current().watched.of(group)
+    if watched is None or tensor is None:
+        return watched
+    return watched if watched.waits_on_host and tensor.device.type == "cpu" else None
 
 
 @cache
@@ -129,8 +136,8 @@ def _key(name: str) -> int:
     return zlib.crc32(name.encode())
 
 
-def _words(name: str, tensor: torch.Tensor | None, party: Party) -> str:
+def _words(name: str, tensor: torch.Tensor | None, watched: WatchedGroup) -> str:
     what = "" if tensor is None else f" of {tensor.numel()} elements"
-    among = f" among ranks {', '.join(map(str, party.ranks))}" if party.scope and len(party.ranks) <= 16 else ""
+    among = f" among ranks {', '.join(map(str, watched.ranks))}" if watched.scope and len(watched.ranks) <= 16 else ""
     purpose = Job.current().purpose
     return f"{name}{what}{among}{f' ({purpose})' if purpose else ''}"

@@ -28,7 +28,7 @@ class Waypoints:
 
     def __init__(self, group: Any) -> None:
         self._group = group
-        Job.current().watched.party_of(group)  # so that the watch can end the group's waits
+        Job.current().watched.of(group)  # so that the watch can end the group's waits
 
     def __deepcopy__(self, memo: Any) -> Waypoints:
         return self  # a copied model talks to the same ranks
@@ -37,11 +37,11 @@ class Waypoints:
         """This rank is at ``name``, and goes on from there."""
         if torch.compiler.is_compiling():
             return
-        party = Job.current().watched.party_of(self._group)
-        if party is None or not party.waits_on_host:
+        watched = Job.current().watched.of(self._group)
+        if watched is None or not watched.waits_on_host:
             return
-        channel, index = party.issue("waypoint", _key(name))
-        party.watch.stand(Awaited(channel, index, party.ranks, f"the others at {name}", time.monotonic()))
+        channel, index = watched.issue("waypoint", _key(name))
+        watched.watch.stand(Awaited(channel, index, watched.ranks, f"the others at {name}", time.monotonic()))
 
 
 def reason_of(error: RuntimeError) -> Exception | None:

@@ -52,7 +52,7 @@ class ShortMessages(Connection, Protocol):
 
 
 @dataclass(eq=False)
-class Party:
+class WatchedGroup:
     """A process group of more than one rank, of which this rank is one.
 
     Attributes:
@@ -96,13 +96,13 @@ class GroupRecord:
 
     Attributes:
         group: The torch process group.
-        party: How it is watched; None where this rank waits for nobody in it.
+        watched: How it is watched; None where this rank waits for nobody in it.
         transports: Those that are made once, by their use.
         made: How ``comm.job.new_groups`` made it; None: somebody else did.
     """
 
     group: Any
-    party: Party | None
+    watched: WatchedGroup | None
     transports: dict[Any, Any] = field(default_factory=dict)
     made: Any = None
 
@@ -134,9 +134,9 @@ class WatchedGroups:
         """Makes the watch, which tells the other ranks of the end of this program. There must be a process group."""
         self.watch  # noqa: B018
 
-    def party_of(self, group: Any = None) -> Party | None:
+    def of(self, group: Any = None) -> WatchedGroup | None:
         """Returns how ``group`` (None: all ranks) is watched; None where this rank waits for nobody in it."""
-        return self.record_of(group).party
+        return self.record_of(group).watched
 
     def record_of(self, group: Any = None) -> GroupRecord:
         """Returns the record of ``group`` (None: all ranks), made when it is first asked for."""
@@ -150,8 +150,8 @@ class WatchedGroups:
         if dist.get_rank(group) >= 0 and dist.get_world_size(group) > 1:
             scope = "" if group is dist.group.WORLD else f"{group.group_name}/"
             waits_on_host = self._ranks.backend_for(group, None) == "gloo"
-            made.party = Party(group, tuple(dist.get_process_group_ranks(group)), scope, watch, waits_on_host)
-            watch.aborts[id(group)] = functools.partial(_abort, made.party)
+            made.watched = WatchedGroup(group, tuple(dist.get_process_group_ranks(group)), scope, watch, waits_on_host)
+            watch.aborts[id(group)] = functools.partial(_abort, made.watched)
         self._records[id(group)] = made
         return made
 
@@ -174,23 +174,23 @@ class WatchedGroups:
     def _forget_destroyed(self) -> None:
         for key in [key for key, record in self._records.items() if not is_alive(record.group)]:
             gone = self._records.pop(key)
-            if self._watch is not None and gone.party is not None:
+            if self._watch is not None and gone.watched is not None:
                 self._watch.aborts.pop(key, None)
-                if gone.party.mail is not None:
-                    self._watch.dismiss(gone.party.mail)
+                if gone.watched.mail is not None:
+                    self._watch.dismiss(gone.watched.mail)
 
 
-def _abort(party: Party) -> None:
+def _abort(watched: WatchedGroup) -> None:
     """Makes every pending and later wait of the group raise. Called from the watching thread."""
-    if party.waits_on_host:
+    if watched.waits_on_host:
         # gloo cannot cancel a receive; one that times out closes every pair, which wakes all pending waits. One from a
         # rank whose own pairs are closed fails at once and closes nothing, so that each rank must be tried.
         if not dist.is_initialized():  # the job has ended meanwhile, and with it all waits
             return
-        mine = party.ranks.index(dist.get_rank())
-        for peer in (place for place in range(len(party.ranks)) if place != mine):
+        mine = watched.ranks.index(dist.get_rank())
+        for peer in (place for place in range(len(watched.ranks)) if place != mine):
             with contextlib.suppress(RuntimeError):
-                party.group.recv([torch.empty(1)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
+                watched.group.recv([torch.empty(1)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
     with contextlib.suppress(RuntimeError, ValueError):  # a group that was destroyed meanwhile is not known any more
-        if dist.get_backend(party.group) != "gloo":
-            party.group.abort()
+        if dist.get_backend(watched.group) != "gloo":
+            watched.group.abort()

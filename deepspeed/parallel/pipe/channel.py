@@ -26,7 +26,7 @@ import torch
 
 from deepspeed.comm.job.mesh import PIPE
 from deepspeed.comm.transports.counters import traffic
-from deepspeed.comm.watch.watched_group import Party
+from deepspeed.comm.watch.watched_group import WatchedGroup
 from deepspeed.errors import PipelineError
 from deepspeed.parallel.pipe.values import Slot, put_together, quick_description, slots_of, taken_apart
 
@@ -76,7 +76,7 @@ class Route:
         source: The stage that sends.
         target: The stage that receives.
         ranks: The ranks of the two.
-        party: How this rank takes part in the job's watch.
+        watched: How this rank takes part in the job's watch.
         owner: Number of the engine, equal on both sides.
     """
 
@@ -84,7 +84,7 @@ class Route:
     source: int
     target: int
     ranks: tuple[int, int]
-    party: Party
+    watched: WatchedGroup
     owner: int
 
     @cached_property
@@ -93,11 +93,11 @@ class Route:
 
     def issue(self) -> tuple[str, int]:
         """Counts a message."""
-        return self.party.issue(self._channel)
+        return self.watched.issue(self._channel)
 
     def guard(self, work: Any, ticket: tuple[str, int], micro_batch: int) -> None:
         """Waits, watched."""
-        self.party.guard(work.wait, ticket, self.label(micro_batch), members=self.ranks)
+        self.watched.guard(work.wait, ticket, self.label(micro_batch), members=self.ranks)
 
     def label(self, micro_batch: int) -> str:
         """A message in words."""

@@ -17,7 +17,7 @@ from deepspeed.comm.job.world import rank_in
 from deepspeed.comm.transports.connect import open_mail
 from deepspeed.comm.transports.start_p2p import begun
 from deepspeed.comm.transports.transport import job_is_over
-from deepspeed.comm.watch.watched_group import Party, ShortMessages
+from deepspeed.comm.watch.watched_group import ShortMessages, WatchedGroup
 from deepspeed.parallel.pipe.channel import ACTIVATIONS, GRADIENTS, TENSORS, WORDS, Incoming, Outgoing, Route
 
 _TAGS = (1 << 30) + (1 << 28)  # above those of transports
@@ -134,10 +134,10 @@ class StageWires:
         # Transfers have tags, and a group of its own has threads of its own: all ranks share that of the job.
         why = "transfers between stages"
         self._axis: Axis | None = job.axis_over(pipes, PIPE, why=why, device=device, timeout=timeout, backend="gloo")
-        party = self._axis.party
-        assert party is not None
-        self._party: Party | None = party
-        self._owner = party.watch.next_owner(f"{party.scope}stages")
+        watched = self._axis.watched
+        assert watched is not None
+        self._watched: WatchedGroup | None = watched
+        self._owner = watched.watch.next_owner(f"{watched.scope}stages")
         self._native: dict[tuple[str, bool], Any] = {}
         backend = job.ranks.backend_for(job.ranks.world, device)
         if backend != "gloo":
@@ -152,7 +152,7 @@ class StageWires:
         self._packs = not self._native and device.type == "cpu"
         # Whoever knows the group has it open already; asked for here, as every rank of a pipeline is.
         self._mail = open_mail(job.connector.over(self._axis.group, None))
-        party.watch.members.add(self)
+        watched.watch.members.add(self)
 
     def connect_pairs(self, stage_of: Sequence[int]) -> None:
         """Makes the communicators between this stage and its neighbours. Every rank of the pipeline must call it.
@@ -178,14 +178,14 @@ class StageWires:
         transfer = wire.send if source == self.stage else wire.receive
         tensor = torch.zeros(1, dtype=torch.uint8, device=self._device)
         label = f"the connection for {kind} from stage {source} to stage {target}"
-        route.party.guard(lambda: transfer(tensor, TENSORS).wait(), route.issue(), label, members=route.ranks)
+        route.watched.guard(lambda: transfer(tensor, TENSORS).wait(), route.issue(), label, members=route.ranks)
 
     def leave(self) -> None:
         """The job is over: whoever still refers to this keeps no process group and nothing that was sent."""
         self._in.clear()
         self._out.clear()
         self._native.clear()
-        self._axis = self._party = self._mail = None
+        self._axis = self._watched = self._mail = None
 
     def outgoing(self, kind: str, stage: int) -> Outgoing:
         """The channel that carries ``kind`` to another stage."""
@@ -227,17 +227,17 @@ class StageWires:
         for channel in self._out.values():
             channel.drain()
         if self._mail is not None and self._mail.has_unsent:
-            assert self._party is not None
+            assert self._watched is not None
             # Nobody must issue anything for that, and whoever has not read yet is only late: no rank is waited for.
             label = "room for what is sent to other stages"
-            self._party.guard(self._mail.flush, self._party.issue("mail"), label, members=())
+            self._watched.guard(self._mail.flush, self._watched.issue("mail"), label, members=())
 
     def _connect(self, kind: str, source: int, target: int) -> tuple[Route, Any]:
-        if self._party is None or self._axis is None:
+        if self._watched is None or self._axis is None:
             raise job_is_over(f"{kind} between stages")
         peer = target if source == self.stage else source
         ranks = (self._ranks[source], self._ranks[target])
-        route = Route(kind, source, target, ranks, self._party, self._owner)
+        route = Route(kind, source, target, ranks, self._watched, self._owner)
         place = self._axis.members.index(self._ranks[peer])
         number = self._owner % _OWNERS * len(_KINDS) + _KINDS.index(kind)
         tagged = _Tagged(self._axis.group, place, _TAGS + 3 * number)
