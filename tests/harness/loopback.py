@@ -47,9 +47,7 @@ class Network:
     def post(self, name: Hashable, rank: int, value: Any) -> None:
         """Hands over this rank's part of the exchange ``name``."""
         with self.changed:
-            parts = self._posted.setdefault(name, {})
-            assert rank not in parts, f"rank {rank} issued {name} again while it is in flight"
-            parts[rank] = value
+            self._posted.setdefault(name, {})[rank] = value
             self.changed.notify_all()
 
     def is_complete(self, name: Hashable) -> bool:
@@ -88,7 +86,13 @@ class Network:
 class _Transfer:
     """A transfer that has been issued."""
 
-    def __init__(self, transport: LoopbackTransport, name: Hashable, label: str, land: Callable[[list[Any]], None]):
+    def __init__(
+        self,
+        transport: LoopbackTransport,
+        name: tuple[Hashable, ...],
+        label: str,
+        land: Callable[[list[Any]], None],
+    ) -> None:
         self._transport, self._name, self._label = transport, name, label
         self._land: Callable[[list[Any]], None] | None = land
 
@@ -96,6 +100,7 @@ class _Transfer:
         """Takes the parts of all ranks and puts the result in place."""
         land, self._land = self._land, None
         if land is not None:
+            self._transport.open.discard(self._name[:2])
             parts = self._transport.network.take(self._name, self._transport.rank, self._label)
             with torch.no_grad():
                 land(parts)
@@ -106,7 +111,11 @@ class _Transfer:
 
 
 class LoopbackTransport(Transport):
-    """One rank's end of a :class:`Network`."""
+    """One rank's end of a :class:`Network`.
+
+    Attributes:
+        open: Operation and key of each transfer that this rank has issued and not waited for. No two may be alike.
+    """
 
     name = "loopback"
 
@@ -114,17 +123,18 @@ class LoopbackTransport(Transport):
         super().__init__(None, rank, network.size)
         self.network = network
         self.ranks = tuple(range(network.size))
-        self._calls: Counter[str] = Counter()
+        self.open: set[tuple[Hashable, ...]] = set()
+        self._calls: Counter[Hashable] = Counter()
 
-    def _start(self, operation: str, name: Hashable, label: str, mine: Any, land: Callable[[list[Any]], None]) -> Work:
+    def _start(self, operation: str, key: Hashable, label: str, mine: Any, land: Callable[[list[Any]], None]) -> Work:
+        assert (operation, key) not in self.open, f"rank {self.rank} issued {label} again while it is in flight"
+        self.open.add((operation, key))
         self.started += 1
+        self._calls[operation, key] += 1  # the n-th of a key belongs to the n-th of the other ranks
+        name = (operation, key, self._calls[operation, key])
         self.network.log[self.rank].append((operation, label))
-        self.network.post((operation, name), self.rank, mine)
-        return _Transfer(self, (operation, name), label, land)
-
-    def _next(self, channel: str) -> tuple[str, int]:
-        self._calls[channel] += 1
-        return channel, self._calls[channel]
+        self.network.post(name, self.rank, mine)
+        return _Transfer(self, name, label, land)
 
     @override
     def all_gather(self, flat: torch.Tensor, *, key: int, label: str, operation: str = "all_gather") -> Work:
@@ -165,7 +175,7 @@ class LoopbackTransport(Transport):
     @override
     def gather_small(self, tensor: torch.Tensor, *, channel: str, label: str) -> torch.Tensor:
         found: list[torch.Tensor] = []
-        self._start("gather_small", self._next(channel), label, tensor.clone(), found.extend).wait()
+        self._start("gather_small", channel, label, tensor.clone(), found.extend).wait()
         return torch.stack(found)
 
     @override
@@ -174,7 +184,7 @@ class LoopbackTransport(Transport):
             tensor.copy_(parts[source])
 
         mine = tensor.clone() if source == self.rank else None
-        self._start("broadcast", self._next("broadcast"), label, mine, land).wait()
+        self._start("broadcast", "", label, mine, land).wait()
 
     @override
     def move(self, pieces: Sequence[Piece], *, label: str) -> None:
@@ -192,7 +202,7 @@ class LoopbackTransport(Transport):
                 targets = range(self.size) if piece.target is None else (piece.target,)
                 for target in targets:
                     leaving.setdefault(target, []).append(piece.tensor.clone())
-        self._start("move", self._next("move"), label, leaving, land).wait()
+        self._start("move", "", label, leaving, land).wait()
 
 
 def _check_alike(parts: list[torch.Tensor], label: str) -> None:
