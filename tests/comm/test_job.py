@@ -13,7 +13,7 @@ import torch.distributed as torch_dist
 import deepspeed
 from deepspeed.comm.job.fake import FakeGroup, FakeJob
 from deepspeed.comm.job.job import Job
-from deepspeed.comm.job.mesh import DATA, SEQUENCE, TENSOR, Mesh
+from deepspeed.comm.job.mesh import DATA, EXPERT, SEQUENCE, TENSOR, Mesh
 from deepspeed.comm.transports.transport import LocalTransport, Transport, transfer_key
 from deepspeed.errors import CallOrderError, CommunicationError
 from deepspeed.utils import groups
@@ -80,6 +80,9 @@ def test_a_fake_job_answers_for_ranks_that_do_not_exist():
         layers = axis.transport("layers", device=CPU)
         assert layers is job.axis_of(axis.group, SEQUENCE).transport("layers", device=CPU)
         assert layers is axis.channel(CPU).transport and layers is not axis.transport()
+        job.experts.declare(3, mesh=mesh)
+        sharing = job.axis(EXPERT, size=3, device=CPU)
+        assert (sharing.members, sharing.transport("layers").axis) == ((7, 9, 11), EXPERT)
         job.declared.define("pairs", [[first, first + 1] for first in range(0, 12, 2)])
         assert job.declared.defined()["pairs"].of(7) == (6, 7)
     assert Job.current() is before and groups.mesh is None and not before.declared.defined()
