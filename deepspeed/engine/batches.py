@@ -34,7 +34,7 @@ class Batches:
         self.are_reduced = True
         self._counted_from = 0  # ``micro_steps`` from which on the present accumulation steps are counted
         self._override: bool | None = None
-        self._said: MicroBatch | None = None  # by the driver of the last backward, until the next one or a step
+        self._current: MicroBatch | None = None  # given by a schedule, until the next backward or step
 
     # -- sizes -------------------------------------------------------------------------------------------------------
 
@@ -84,8 +84,8 @@ class Batches:
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the present micro-step ends in an update."""
-        if self._said is not None:
-            return self._said.is_last
+        if self._current is not None:
+            return self._current.is_last
         if self._override is not None:
             return self._override
         if not self._is_counted:
@@ -98,27 +98,27 @@ class Batches:
 
     @property
     def is_decided_outside(self) -> bool:
-        """Whether the program, or whoever drives the backwards, has said what is a boundary."""
-        return self._override is not None or self._said is not None
+        """Whether the program or a schedule decides which micro-steps end in an update."""
+        return self._override is not None or self._current is not None
 
-    def say(self, micro_batch: MicroBatch | None) -> None:
-        """A schedule says where the backward that begins stands; None: nobody does, steps are counted."""
-        self._said = micro_batch
+    def set_current(self, micro_batch: MicroBatch | None) -> None:
+        """Sets the micro-batch of the backward that begins; None: it is found by counting steps."""
+        self._current = micro_batch
 
-    def present(self) -> MicroBatch:
-        """As its driver has said, or else by counting the calls of ``step``."""
-        return self._said or MicroBatch(
+    def current(self) -> MicroBatch:
+        """Returns the current micro-batch: set by a schedule, otherwise derived from the number of steps."""
+        return self._current or MicroBatch(
             self.since_update,
             is_first=not self.has_run_backward,
             is_last=self.is_gradient_accumulation_boundary(),
         )
 
-    def end_step(self) -> None:
-        """A call of the engine's ``step`` is over."""
-        self.micro_steps += 1
-        if self._said is not None and self._said.is_last:
+    def end_step(self, count: int = 1) -> None:
+        """Counts ``count`` micro-steps, which a call of the engine's ``step`` has ended."""
+        self.micro_steps += count
+        if self._current is not None and self._current.is_last:
             self._counted_from = self.micro_steps  # whoever counts steps after this begins here
-        self._said = None
+        self._current = None
 
     def count_anew(self) -> None:
         """What comes next is the first micro-batch of an update."""

@@ -1,4 +1,4 @@
-"""Methods of the engine whose work a collaborator does."""
+"""Methods and attributes of the engine that a collaborator has."""
 
 from __future__ import annotations
 
@@ -23,3 +23,21 @@ def forwarded(collaborator: str, method: Callable[Concatenate[Any, P], R]) -> Ca
         return method(getattr(self, collaborator), *args, **kwargs)
 
     return forward
+
+
+def forwarded_attribute(collaborator: str, name: str, meaning: str) -> Any:
+    """Returns a property that reads and writes ``name`` of one of its object's attributes.
+
+    Args:
+        collaborator: Name of the attribute.
+        name: Of the collaborator's attribute.
+        meaning: Its documentation.
+    """
+
+    def read(self: Any) -> Any:
+        return getattr(getattr(self, collaborator), name)
+
+    def write(self: Any, value: Any) -> None:
+        setattr(getattr(self, collaborator), name, value)
+
+    return property(read, write, doc=meaning)

@@ -12,10 +12,10 @@ from deepspeed.release import VERSION
 
 if TYPE_CHECKING:
     from deepspeed.checkpoint.load import Loaded
-    from deepspeed.engine.engine import DeepSpeedEngine
+    from deepspeed.engine.base import EngineBase
 
 
-def subject_of(engine: DeepSpeedEngine) -> Subject:
+def subject_of(engine: EngineBase) -> Subject:
     """What a checkpoint of this moment holds."""
     return Subject(
         model=engine.module,
@@ -53,7 +53,7 @@ def _renamings(model: nn.Module) -> list[dict[str, str]]:
     return [names] if names else []
 
 
-def resume_from(engine: DeepSpeedEngine, loaded: Loaded) -> None:
+def resume_from(engine: EngineBase, loaded: Loaded) -> None:
     """Goes on where the run that saved a checkpoint was; accumulation begins anew."""
     for name, value in loaded.counters.items():
         setattr(engine, name, value)

@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from deepspeed.comm.codecs.codec import Codec, bits_of
 from deepspeed.comm.codecs.table import CODECS
 from deepspeed.config.codec_names import GRADIENT_CODECS
 from deepspeed.engine.communication_compression import wire_bits
+from deepspeed.engine.inspection import EngineInspection
 from deepspeed.plan.codec_cost import codec_seconds, way_on
 from deepspeed.plan.devices import Machine
 from deepspeed.zero.gradient.error_feedback import feedback_numel
@@ -76,7 +76,7 @@ class CodedCost:
         return self.link_seconds + self.codec_seconds
 
 
-def gradient_sums(engine: Any, rank: int, ranks: int, micro_batches: int) -> list[PlannedSum]:
+def gradient_sums(engine: EngineInspection, rank: int, ranks: int, micro_batches: int) -> list[PlannedSum]:
     """The sums that an engine makes of gradients in a step, those of alike buckets together.
 
     Args:
@@ -85,28 +85,30 @@ def gradient_sums(engine: Any, rank: int, ranks: int, micro_batches: int) -> lis
         ranks: Of the job.
         micro_batches: Of a step.
     """
-    parts, policy = engine._parts, engine._runtime.reducer.policy
-    bits = wire_bits(parts.parsed.root, parts.precision)
+    if engine.reducer is None:
+        return []
+    policy = engine.reducer.policy
+    bits = wire_bits(engine.root, engine.precision)
     times = micro_batches if policy.every_micro_batch else 1
     found: Counter[tuple[tuple[int, ...], bool, int, int]] = Counter()
     kept: Counter[tuple[tuple[int, ...], bool, int, int]] = Counter()
-    for gradients in engine._runtime.reducer.buckets:
+    for gradients in engine.reducer.buckets:
         group, layout = gradients.bucket.group, gradients.bucket.layout
         if group.reduce.size > 1:
             key = (group.reduce.ranks or tuple(range(ranks)), not policy.to_owner, bits, times)
             found[key] += layout.numel
             kept[key] += feedback_numel(layout, to_owner=policy.to_owner, spread=group.is_spread)
-        if group.copies > 1:
+        if group.combine is not None and group.copies > 1:
             # Sums of slices, in fp32.
             found[group.combine.ranks, not group.is_spread, 32, times if group.is_spread else 1] += layout.slice_numel
     return [PlannedSum(found[key], key[0], rank, *key[1:], kept[key]) for key in found]
 
 
-def gradient_codec(engine: Any) -> Codec | None:
+def gradient_codec(engine: EngineInspection) -> Codec | None:
     """How an engine's gradients travel, or what travels instead of them; None: as they are."""
-    if engine._parts.driver.codec is not None:
-        return engine._parts.driver.codec
-    return next((group.reduce_codec for group in engine._parts.groups if group.reduce_codec is not None), None)
+    if engine.driver.codec is not None:
+        return engine.driver.codec
+    return next((group.reduce_codec for group in engine.groups if group.reduce_codec is not None), None)
 
 
 def coded_costs(

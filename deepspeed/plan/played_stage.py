@@ -14,11 +14,11 @@ from torch import nn
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.job.mesh import PIPE, Mesh
 from deepspeed.comm.transports.counters import traffic
+from deepspeed.engine.inspection import EngineInspection
 from deepspeed.errors import PipelineError
 from deepspeed.parallel.pipe.channel import ACTIVATIONS, GRADIENTS, Form
 from deepspeed.parallel.pipe.module import PipelineModule
-from deepspeed.parallel.pipe.schedule import StageSchedule
-from deepspeed.parallel.pipe.schedule import instructions as told
+from deepspeed.parallel.pipe.schedule import StageSchedule, instructions
 from deepspeed.parallel.pipe.schedule.actions import Kind, Schedule
 from deepspeed.parallel.pipe.schedule.stage import PASSES
 from deepspeed.parallel.pipe.spec import LayerSpec, TiedLayerSpec
@@ -30,13 +30,13 @@ from deepspeed.plan.pipeline import Pipeline
 
 _KINDS = {instruction: kind for kind, instruction in PASSES.items()}
 _PHASES: dict[type, str] = {
-    told.RecvActivation: "forward",
-    told.ForwardPass: "forward",
-    told.RecvGrad: "backward",
-    told.BackwardPass: "backward",
-    told.BackwardInput: "backward",
-    told.BackwardWeight: "backward",
-    told.OptimizerStep: "step",
+    instructions.RecvActivation: "forward",
+    instructions.ForwardPass: "forward",
+    instructions.RecvGrad: "backward",
+    instructions.BackwardPass: "backward",
+    instructions.BackwardInput: "backward",
+    instructions.BackwardWeight: "backward",
+    instructions.OptimizerStep: "step",
 }
 
 
@@ -120,8 +120,8 @@ class PlayedWires:
         self._order: dict[tuple[str, int], Iterator[int]] = {}
         order: dict[tuple[str, int], list[int]] = defaultdict(list)
         for instruction in itertools.chain.from_iterable(StageSchedule(stage.schedule, stage.stage)):
-            if isinstance(instruction, (told.RecvActivation, told.RecvGrad)):
-                kind = ACTIVATIONS if isinstance(instruction, told.RecvActivation) else GRADIENTS
+            if isinstance(instruction, (instructions.RecvActivation, instructions.RecvGrad)):
+                kind = ACTIVATIONS if isinstance(instruction, instructions.RecvActivation) else GRADIENTS
                 order[kind, instruction.peer].append(instruction.chunk)
         for key, chunks in order.items():
             self._order[key] = itertools.cycle(chunks)
@@ -177,12 +177,12 @@ class PlayedStage:
     """Makes the steps of a stage.
 
     Args:
-        engine: Of the stage; its instructions are watched from now on.
+        engine: Of the stage; its instructions are measured from now on.
         stage: What it is.
         items: Inputs and labels of a micro-batch.
         flow: What has passed so far.
         held: Bytes on the device that no ledger answers for.
-        enter: Told of the phase that begins.
+        enter: Called with the phase that begins.
         after_backward: Called after each computation of gradients.
     """
 
@@ -204,10 +204,13 @@ class PlayedStage:
         self._middle = range(group, 2 * group) if stage.micro_batches >= 3 * group else range(0)
         self._seen = Seen()
         self._arrived: Counter[tuple[int, int]] = Counter()  # bytes, by chunk and micro-batch
-        engine._is_last_chunk_here = True  # what all ranks of the played job tell is what this one tells
-        engine._INSTRUCTION_MAP = {kind: self._watched(kind, run) for kind, run in engine._INSTRUCTION_MAP.items()}
-        context = engine._precision.forward_context(get_accelerator())
-        engine._wires.forms = forms_between(stage, items, engine._precision.compute_dtype, context)
+        inspected: EngineInspection = engine.inspect()
+        interpreter, precision = inspected.interpreter, inspected.precision
+        assert interpreter is not None, "the engine is one of a pipeline"
+        assert isinstance(interpreter.wires, PlayedWires), "made by played_wires"
+        interpreter.wrap_handlers(self._watched)
+        context = precision.forward_context(get_accelerator())
+        interpreter.wires.forms = forms_between(stage, items, precision.compute_dtype, context)
 
     def step(self) -> Seen:
         """One step.
@@ -224,11 +227,11 @@ class PlayedStage:
         return self._seen
 
     def _watched(self, kind: type, run: Callable[..., None]) -> Callable[..., None]:
-        def watched(engine: Any, **arguments: Any) -> None:
+        def watched(**arguments: Any) -> None:
             before, held = self._flow(), self._held()
             if kind in _PHASES:
                 self._enter(_PHASES[kind])
-            run(engine, **arguments)
+            run(**arguments)
             moved = self._flow().plus(before, -1)
             seen, micro_batch = self._seen, arguments.get("micro_batch")
             if micro_batch in self._middle:
@@ -237,9 +240,9 @@ class PlayedStage:
                 seen.rest = seen.rest.plus(moved, 1)
             if kind in _KINDS:
                 seen.flops[self._chunks.index(arguments["chunk"])][_KINDS[kind]] = moved.flops
-            if kind in (told.RecvActivation, told.ForwardPass):
+            if kind in (instructions.RecvActivation, instructions.ForwardPass):
                 self._note_kept(arguments["chunk"], arguments["micro_batch"], self._held() - held)
-            if kind in (told.BackwardPass, told.BackwardWeight):
+            if kind in (instructions.BackwardPass, instructions.BackwardWeight):
                 self._after_backward()
 
         return watched

@@ -17,6 +17,7 @@ from torch import nn
 from deepspeed.comm.job.mesh import SEQUENCE
 from deepspeed.comm.transports.counters import traffic
 from deepspeed.engine.initialize import initialize
+from deepspeed.engine.inspection import EngineInspection
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.ops.muon import Muon
 from deepspeed.parallel.expert.prepare import expert_layers
@@ -91,16 +92,17 @@ class _SimulatedRun:
                 # As many micro-batches as in the step that counts: what a step leaves allocated depends on it.
                 run_step = self._steps_of(engine, inputs)
                 run_step()
-                if engine._updater is not None:
-                    engine._updater.count_state()
-                engine._runtime.ledger.reset_peak()
+                inspected = engine.inspect()
+                if inspected.updater is not None:
+                    inspected.updater.count_state()
+                inspected.ledger.reset_peak()
                 count.reset_peaks()
                 self._activations = 0
                 flows = run_step()
             count.look()
-            found = self._found(engine, parameters, trained, init_peak, flows)
+            found = self._found(inspected, parameters, trained, init_peak, flows)
             found.repeated = repeated
-            found.notices += self._while_generating(engine)
+            found.notices += self._while_generating(inspected)
             if other_setting is not None:
                 with self._own_errors_named():
                     self._add_other_activations(found, engine, run_step, inputs, other_setting)
@@ -108,8 +110,10 @@ class _SimulatedRun:
             engine.destroy()
         return found
 
-    def _found(self, engine: Any, parameters: int, trained: int, init_peak: int, flows: list[Flow]) -> Rehearsed:
-        count, ledger = self._count, engine._runtime.ledger
+    def _found(
+        self, engine: EngineInspection, parameters: int, trained: int, init_peak: int, flows: list[Flow]
+    ) -> Rehearsed:
+        count, ledger = self._count, engine.ledger
         kinds = {(kind, home): ledger.peak(kind, home) for kind in StorageKind for home in Home}
         return Rehearsed(
             parameters=parameters,
@@ -123,19 +127,19 @@ class _SimulatedRun:
             file_bytes=self._disk.nbytes,
             flow=self._extended(flows),
             init_peak=init_peak,
-            members={peers.axis: peers.ranks} if (peers := engine._parts.groups.peers).ranks else {},
+            members={peers.axis: peers.ranks} if (peers := engine.groups.peers).ranks else {},
             chunk_flops=self._seen.flops,
             chunk_activations=self._seen.kept,
             sums=gradient_sums(engine, self._part.rank, self._part.mesh.world_size, self._part.accumulation_steps),
             codec=gradient_codec(engine),
-            is_codec_fixed=engine._parts.driver.codec is not None,
-            may_skip=engine._parts.precision.may_skip,
+            is_codec_fixed=engine.driver.codec is not None,
+            may_skip=engine.precision.may_skip,
         )
 
-    def _while_generating(self, engine: Any) -> list[str]:
+    def _while_generating(self, engine: EngineInspection) -> list[str]:
         """What ``hybrid_engine`` adds between steps: the whole model where it is pinned. Its cache is not known."""
         section = self._part.config.get("hybrid_engine") or {}
-        sharded = [bucket for bucket in engine._runtime.buckets if bucket.is_sharded]
+        sharded = [bucket for bucket in engine.buckets if bucket.is_sharded]
         if not section.get("enabled") or not sharded:
             return []
         each = [bucket.layout.numel * bucket.dtype.itemsize for bucket in sharded]
@@ -173,9 +177,10 @@ class _SimulatedRun:
     def heaviest_rank(self) -> int:
         """Builds the engine."""
         engine, _ = self._ready()
-        optimizer = engine._updater.optimizer
+        inspected = engine.inspect()
+        optimizer = inspected.updater.optimizer if inspected.updater is not None else None
         place = optimizer.heaviest_rank if isinstance(optimizer, Muon) else None
-        ranks = engine._parts.groups.peers.ranks
+        ranks = inspected.groups.peers.ranks
         engine.destroy()
         return self._part.rank if place is None or not ranks else ranks[place]
 
@@ -199,9 +204,9 @@ class _SimulatedRun:
         config.pop("train_batch_size", None)
         config["train_micro_batch_size_per_gpu"] = self._part.micro_batch
         config["gradient_accumulation_steps"] = self._steps
-        if config.get("pipeline"):  # the module was told
-            told = {"schedule", "num_chunks", "activation_checkpoint_interval"}
-            config["pipeline"] = {key: value for key, value in config["pipeline"].items() if key not in told}
+        if config.get("pipeline"):  # the module has these already
+            given = {"schedule", "num_chunks", "activation_checkpoint_interval"}
+            config["pipeline"] = {key: value for key, value in config["pipeline"].items() if key not in given}
         if config.get("tensor_parallel"):  # there are no values to compare
             config["tensor_parallel"] = {**config["tensor_parallel"], "verify": False}
         return config
@@ -243,7 +248,7 @@ class _SimulatedRun:
         return loss
 
     def _note_states(self, engine: Any) -> None:
-        ledger = engine._runtime.ledger
+        ledger = engine.inspect().ledger
         self._states = {(kind, home): ledger.live(kind, home) for kind in StorageKind for home in Home}
 
     def _step(self, engine: Any, inputs: Inputs, micro_batches: int) -> list[Flow]:

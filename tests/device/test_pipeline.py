@@ -18,7 +18,7 @@ from tests.parallel.pipe import support
 
 def _train(on_device: bool, schedule: str) -> tuple[Any, bool]:
     engine = support.engine_of(2, 1, 3, schedule=schedule)
-    groups = [] if not on_device else list(engine._wires._native.values())
+    groups = [] if not on_device else list(engine._interpreter.wires._native.values())
     assert all(isinstance(group, SimulatedGroup) for group in groups)
     at_start = [sorted(group.pairs) for group in groups]
     told = support.train(engine, 3, steps=2)

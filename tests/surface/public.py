@@ -68,7 +68,7 @@ def last_file() -> Path:
 def _names() -> Iterator[str]:
     """Yields what modules state in ``__all__``, with the signatures of functions and of public methods."""
     shortest: dict[int, str] = {}
-    objects = sorted(_stated(), key=lambda entry: (entry[0].count("."), entry[0]))
+    objects = sorted(_stated(), key=_as_it_is_called)
     classes = {value for _, value in objects if inspect.isclass(value)}
     for path, value in objects:
         if not (inspect.isclass(value) or inspect.isroutine(value)) or not _is_ours(value):
@@ -96,6 +96,12 @@ def _stated() -> Iterator[tuple[str, Any]]:
                 value = getattr(module, name)
                 if not inspect.ismodule(value) and "not supported yet" not in repr(value):
                     yield f"{module_name}.{name}", value
+
+
+def _as_it_is_called(entry: tuple[str, Any]) -> tuple[int, bool, str]:
+    """Sorts the shortest path first, and of these the one under which a class or function is defined."""
+    path, value = entry
+    return path.count("."), path.rpartition(".")[2] != getattr(value, "__name__", ""), path
 
 
 def _is_ours(value: Any) -> bool:
@@ -200,11 +206,21 @@ def breaks(old: list[str], new: list[str]) -> list[str]:
     """Returns the lines of ``old`` that ``new`` no longer keeps.
 
     Kept is a line that stands there unchanged, or a name whose signature only gained parameters that calls may leave
-    out: at the end, or by keyword. An alias is kept where the name exists, whatever it stands for.
+    out: at the end, or by keyword. An alias is kept where the name exists, whatever it stands for. A method of a class
+    that has become another name of a second class is kept where that one has it.
     """
     present = set(new)
     signatures = {_name_of(line): line for line in new}
-    return [line for line in old if line not in present and not _still_callable(line, signatures.get(_name_of(line)))]
+    aliases = dict(line.removeprefix("alias ").split(" = ") for line in new if line.startswith("alias "))
+
+    def found(line: str) -> str | None:
+        name = _name_of(line)
+        owner, _, method = name.removeprefix("name ").rpartition(".")
+        if name not in signatures and owner in aliases:
+            name = f"name {aliases[owner]}.{method}"
+        return signatures.get(name)
+
+    return [line for line in old if line not in present and not _still_callable(line, found(line))]
 
 
 def _name_of(line: str) -> str:

@@ -55,9 +55,17 @@ def test_the_version_in_hand_is_written_down():
         ("name a.f(x, y=1)", "name a.g(x, y=1)", False),
         ("alias a.f = b.f", "name a.f(x)", True),
         ("alias a.f = b.f", "name b.f(x)", False),
+        ("name a.F(x)", "alias a.F = b.F", True),
         ("key a.b = 1", "key a.b = 2", False),
         ("option ds_plan --sweep", "option ds_plan --swoop", False),
     ],
 )
 def test_what_counts_as_kept(old, new, kept):
     assert public.breaks([old], [new]) == ([] if kept else [old])
+
+
+def test_methods_of_a_class_that_became_another_name():
+    new = ["alias a.F = a.G", "name a.G(x)", "name a.G.run(self, x)"]
+    assert public.breaks(["name a.F(x)", "name a.F.run(self, x)"], new) == []
+    gone = ["name a.F.end(self)", "name a.F.run(self, y)"]
+    assert public.breaks(gone, new) == gone

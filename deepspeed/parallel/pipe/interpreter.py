@@ -1,86 +1,70 @@
 """Runs a schedule: one method per instruction, on the buffers of one stage.
 
-What an instruction computes is the engine's business (``compute_*``); what is here is where values come from, where
-they go and when they are let go of. Receives are posted before the step begins and ahead of those that are waited for;
-sends are started and left alone, until the other side has said that it has them or the step ends.
+:class:`StageCompute` says what an instruction computes. The interpreter says where values come from, where they go and
+when they are freed. Receives are posted before the step begins and ahead of those that are waited for. Sends are
+started and left alone until the receiver has confirmed them or the step ends.
 """
 
 from __future__ import annotations
 
+import types
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import takewhile
-from typing import Any, ClassVar
+from typing import Any, Protocol
 
 import torch
 
 from deepspeed.errors import PipelineError
 from deepspeed.parallel.pipe.channel import ACTIVATIONS, GRADIENTS
-from deepspeed.parallel.pipe.schedule import instructions as told
+from deepspeed.parallel.pipe.schedule import instructions
 from deepspeed.parallel.pipe.values import leaves_of, tensors_of, to_device, writable
 from deepspeed.parallel.pipe.wires import StageWires
 
 BUFFERS = ("inputs", "labels", "outputs", "output_tensors", "gradients", "work")
-_BACKWARDS = (told.BackwardPass, told.BackwardWeight)
+_BACKWARDS = (instructions.BackwardPass, instructions.BackwardWeight)
+
+Handler = Callable[..., None]
+"""Executes one instruction; called with the keyword arguments of the instruction."""
 
 
-def _needs_nobody(command: told.PipeInstruction) -> bool:
-    return isinstance(command, (told.LoadMicroBatch, told.ForwardPass))
+def _is_local(command: instructions.PipeInstruction) -> bool:
+    return isinstance(command, (instructions.LoadMicroBatch, instructions.ForwardPass))
 
 
-class _Standing:
-    """Where in a step a stage is: apart from the engine, which as a module looks at every assignment.
-
-    Attributes:
-        at: An instruction, or words.
-    """
-
-    at: Any = ""
-
-
-class Interpreter:
-    """What a stage does when it is told something.
+class StageCompute(Protocol):
+    """What the instructions of one pipeline stage compute, and where the stage's micro-batches come from.
 
     Attributes:
-        pipe_buffers: By kind, the value of each buffer: ``inputs`` and ``outputs`` of the stage, ``labels``,
-            ``output_tensors`` that gradients come back for, the ``gradients`` that came, and the weights' part of a
-            split backward (``work``).
+        backwards_left: By chunk, the backwards of weights that the step has not begun yet; the interpreter sets it at
+            the beginning of a step and counts it down.
     """
 
-    _INSTRUCTION_MAP: ClassVar[dict[type, Callable[..., None]]] = {}
+    backwards_left: Counter[int]
 
-    def start_interpreter(self, wires: StageWires, stage_of: tuple[int, ...], device: torch.device) -> None:
-        """Gives it what it works with.
+    def own_items(self) -> list[Any]:
+        """Returns this rank's pairs ``(inputs, labels)`` of the step, as far as it has them."""
 
-        Args:
-            wires: The channels to other stages.
-            stage_of: The stage of each chunk of the model.
-            device: Where the model computes.
-        """
-        self._wires = wires
-        self._stage_of = stage_of
-        self._first_chunk = stage_of.index(wires.stage)  # of this stage
-        self._has_ends = stage_of[0] == wires.stage, stage_of[-1] == wires.stage
-        self._device = device
-        self.pipe_buffers: dict[str, list[Any]] = {kind: [] for kind in BUFFERS}
-        self._items: list[Any] = []
-        self._labels_travel = False
-        self._handed: dict[tuple[str, int, int], Any] = {}  # between chunks of this stage
-        self._done: Counter[str] = Counter()  # instructions of each kind, for schedules that number nothing
-        self._remaining: Counter[int] = Counter()  # backwards of each chunk
-        self._standing = _Standing()
+    def agree(self) -> bool:
+        """Waits until all ranks are known to have their items; returns whether labels travel from the first stage."""
 
-    # -- the engine's part -------------------------------------------------------------------------------------------
+    def may_begin(self) -> bool:
+        """Returns whether the first forwards may run before :meth:`agree`."""
 
     def compute_forward(self, chunk: int, micro_batch: int, inputs: Any, labels: Any) -> Any:
-        """Runs a chunk; of the last one the result is the loss in training, and the outputs are noted."""
-        raise NotImplementedError
+        """Runs a chunk and returns its outputs; of the last chunk in training, the loss."""
 
     def compute_backward(
         self, chunk: int, micro_batch: int, outputs: list[torch.Tensor], gradients: list[Any] | None
     ) -> None:
-        """Computes the gradients of a chunk's inputs and weights."""
-        raise NotImplementedError
+        """Computes the gradients of a chunk's inputs and weights.
+
+        Args:
+            chunk: Number of the chunk in the model.
+            micro_batch: Number of the micro-batch in the step.
+            outputs: What the forward returned and what needs a gradient.
+            gradients: Of each output, or None for one without; None: ``outputs`` is the loss.
+        """
 
     def compute_input_gradients(
         self,
@@ -90,85 +74,130 @@ class Interpreter:
         gradients: list[Any] | None,
         inputs: list[torch.Tensor],
     ) -> Any:
-        """Computes the gradients of a chunk's inputs, and gives what those of the weights need."""
-        raise NotImplementedError
+        """Computes the gradients of a chunk's ``inputs``; returns what the gradients of its weights need."""
 
     def compute_weight_gradients(self, chunk: int, micro_batch: int, work: Any) -> None:
-        """Computes the gradients of a chunk's weights."""
-        raise NotImplementedError
+        """Computes the gradients of a chunk's weights from what :meth:`compute_input_gradients` returned."""
 
-    def own_items(self) -> list[Any]:
-        """This rank's pairs ``(inputs, labels)`` of the step, as far as it has them."""
-        raise NotImplementedError
+    def update(self) -> None:
+        """Updates the weights. Every rank must call it."""
 
-    def agree(self) -> bool:
-        """Returns once all ranks are known to have their items: whether labels travel from the first stage."""
-        raise NotImplementedError
 
-    def may_begin(self) -> bool:
-        """Whether the first forwards may run before that, as they need nobody else."""
-        raise NotImplementedError
+class Interpreter:
+    """Executes the instructions of one pipeline stage.
+
+    Args:
+        wires: The channels to other stages.
+        stage_of: The stage of each chunk of the model.
+        device: Where the model computes.
+        compute: What forwards, backwards and the update do.
+
+    Attributes:
+        wires: As given.
+        stage_of: As given.
+        at: The instruction that is executed, or words; for messages.
+        pipe_buffers: By kind, the value of each buffer: ``inputs`` and ``outputs`` of the stage, ``labels``,
+            ``output_tensors`` that need gradients, the ``gradients`` received for them, and the weights' part of a
+            split backward (``work``).
+    """
+
+    def __init__(
+        self, wires: StageWires, stage_of: tuple[int, ...], device: torch.device, compute: StageCompute
+    ) -> None:
+        self.wires = wires
+        self.stage_of = stage_of
+        self.at: instructions.PipeInstruction | str = ""
+        self.pipe_buffers: dict[str, list[Any]] = {kind: [] for kind in BUFFERS}
+        self._compute = compute
+        self._device = device
+        self._first_chunk = stage_of.index(wires.stage)  # of this stage
+        self._has_ends = stage_of[0] == wires.stage, stage_of[-1] == wires.stage
+        self._wrap: Callable[[type, Handler], Handler] | None = None
+        self._items: list[Any] = []
+        self._labels_travel = False
+        self._handed: dict[tuple[str, int, int], Any] = {}  # between chunks of this stage
+        self._done: Counter[str] = Counter()  # instructions of each kind, for schedules that number nothing
+
+    @property
+    def has_last_chunk(self) -> bool:
+        """Whether the last chunk of the model is on this stage."""
+        return self._has_ends[1]
+
+    def wrap_handlers(self, wrap: Callable[[type, Handler], Handler]) -> None:
+        """Runs what ``wrap`` makes of each handler from now on, to measure what the instructions do."""
+        self._wrap = wrap
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
-    def _exec_schedule(self, pipe_schedule: Iterable[list[told.PipeInstruction]]) -> None:
+    def run(
+        self,
+        schedule: Iterable[list[instructions.PipeInstruction]],
+        own_handlers: Mapping[type, Handler] = types.MappingProxyType({}),
+    ) -> None:
         """Runs one step.
 
-        Nothing leaves this rank, and no gradient is computed, before all ranks are known to have their items. They tell
-        each other while the first stage computes its first forwards.
+        Nothing leaves this rank, and no gradient is computed, before all ranks are known to have their items. The ranks
+        exchange that while the first stage computes its first forwards.
+
+        Args:
+            schedule: Instructions, in groups that mean nothing here.
+            own_handlers: Handlers that replace or extend those of this class.
 
         Raises:
-            PipelineError: Nobody knows an instruction.
+            PipelineError: An instruction has no handler.
         """
-        steps = list(pipe_schedule)
-        commands = [command for step in steps for command in step]
-        room = [command.buffer_id for command in commands if isinstance(command, told.BufferOpInstruction)]
+        handlers = {kind: getattr(self, name) for kind, name in METHOD_OF_INSTRUCTION.items()}
+        if self._wrap is not None:
+            handlers = {kind: self._wrap(kind, handler) for kind, handler in handlers.items()}
+        handlers.update(own_handlers)
+        commands = [command for step in schedule for command in step]
+        used = [command.buffer_id for command in commands if isinstance(command, instructions.BufferOpInstruction)]
         for buffers in self.pipe_buffers.values():
-            buffers[:] = [None] * (max(room, default=-1) + 1)
+            buffers[:] = [None] * (max(used, default=-1) + 1)
         self._done.clear()
         self._handed.clear()
-        self._remaining = Counter(
+        self._compute.backwards_left = Counter(
             command.kwargs.get("chunk", self._first_chunk) for command in commands if isinstance(command, _BACKWARDS)
         )
         self._post_receives(commands)
-        self._items = self.own_items()
+        self.at = "pulling data"
+        self._items = self._compute.own_items()
         try:
-            begun = list(takewhile(_needs_nobody, commands)) if self.may_begin() else []
-            self._run(begun)
-            self._labels_travel = self.agree()
-            self._run(commands[len(begun) :])
-            self._standing.at = "waiting until everything sent has left"
-            self._wires.drain()
+            first = list(takewhile(_is_local, commands)) if self._compute.may_begin() else []
+            self._execute(first, handlers)
+            self.at = "pulling data"
+            self._labels_travel = self._compute.agree()
+            self._execute(commands[len(first) :], handlers)
+            self.at = "waiting until everything sent has left"
+            self.wires.drain()
         finally:
             for buffers in self.pipe_buffers.values():
                 buffers.clear()
             self._items = []
 
-    def _run(self, commands: list[told.PipeInstruction]) -> None:
-        known, standing = self._INSTRUCTION_MAP, self._standing
+    def _execute(self, commands: list[instructions.PipeInstruction], handlers: Mapping[type, Handler]) -> None:
         for command in commands:
-            kind = type(command)
-            if kind not in known:
+            handler = handlers.get(type(command))
+            if handler is None:
                 raise PipelineError(
-                    f"the schedule has the instruction {command!r}, which {type(self).__name__}._INSTRUCTION_MAP does "
-                    "not know"
+                    f"the schedule has the instruction {command!r}, which PipelineEngine._INSTRUCTION_MAP does not know"
                 )
-            standing.at = command
-            known[kind](self, **command.kwargs)
+            self.at = command
+            handler(**command.kwargs)
 
-    def _post_receives(self, commands: list[told.PipeInstruction]) -> None:
+    def _post_receives(self, commands: list[instructions.PipeInstruction]) -> None:
         counts: Counter[tuple[str, int]] = Counter()
         for command in commands:
-            if isinstance(command, told.RecvActivation):
+            if isinstance(command, instructions.RecvActivation):
                 counts[ACTIVATIONS, self._peer(command.kwargs, -1)] += 1
-            elif isinstance(command, told.RecvGrad):
+            elif isinstance(command, instructions.RecvGrad):
                 counts[GRADIENTS, self._peer(command.kwargs, 1)] += 1
         for (kind, peer), count in counts.items():
-            if peer != self._wires.stage:
-                self._wires.incoming(kind, peer).expect(count)
+            if peer != self.wires.stage:
+                self.wires.incoming(kind, peer).expect(count)
 
     def _peer(self, arguments: dict[str, Any], step: int) -> int:
-        return arguments["peer"] if "peer" in arguments else self._wires.stage + step
+        return arguments["peer"] if "peer" in arguments else self.wires.stage + step
 
     def _about(self, kind: str, arguments: dict[str, Any]) -> tuple[int, int]:
         """Chunk and micro-batch of an instruction; published schedules leave them to be counted."""
@@ -194,10 +223,10 @@ class Interpreter:
         if chunk == 0:
             buffers["inputs"][buffer_id], buffers["labels"][buffer_id] = self._items[micro_batch]
             self._items[micro_batch] = (None, buffers["labels"][buffer_id])
-        if chunk == len(self._stage_of) - 1 and not self._labels_travel and self._items:
+        if chunk == len(self.stage_of) - 1 and not self._labels_travel and self._items:
             buffers["labels"][buffer_id] = self._items[micro_batch][1]
         inputs = writable(buffers["inputs"][buffer_id])
-        outputs = self.compute_forward(chunk, micro_batch, inputs, buffers["labels"][buffer_id])
+        outputs = self._compute.compute_forward(chunk, micro_batch, inputs, buffers["labels"][buffer_id])
         buffers["outputs"][buffer_id] = outputs
         buffers["output_tensors"][buffer_id] = [tensor for tensor in tensors_of(outputs) if tensor.requires_grad]
 
@@ -218,30 +247,30 @@ class Interpreter:
 
     def _exec_backward_pass(self, buffer_id: int, **arguments: Any) -> None:
         chunk, micro_batch = self._about("backward", arguments)
-        self._remaining[chunk] -= 1
+        self._compute.backwards_left[chunk] -= 1
         outputs, gradients = self._take_for_backward(buffer_id, chunk)
-        self.compute_backward(chunk, micro_batch, outputs, gradients)
+        self._compute.compute_backward(chunk, micro_batch, outputs, gradients)
 
     def _take_for_backward(self, buffer_id: int, chunk: int) -> tuple[list[torch.Tensor], list[Any] | None]:
         buffers = self.pipe_buffers
         outputs, gradients = buffers["output_tensors"][buffer_id] or [], buffers["gradients"][buffer_id]
         buffers["outputs"][buffer_id] = buffers["output_tensors"][buffer_id] = buffers["gradients"][buffer_id] = None
         buffers["labels"][buffer_id] = None
-        return outputs, (None if chunk == len(self._stage_of) - 1 else gradients)
+        return outputs, (None if chunk == len(self.stage_of) - 1 else gradients)
 
     def _exec_backward_input(self, buffer_id: int, **arguments: Any) -> None:
         chunk, micro_batch = self._about("backward input", arguments)
         outputs, gradients = self._take_for_backward(buffer_id, chunk)
         inputs = [tensor for tensor in tensors_of(self.pipe_buffers["inputs"][buffer_id]) if tensor.requires_grad]
-        self.pipe_buffers["work"][buffer_id] = self.compute_input_gradients(
+        self.pipe_buffers["work"][buffer_id] = self._compute.compute_input_gradients(
             chunk, micro_batch, outputs, gradients, inputs
         )
 
     def _exec_backward_weight(self, buffer_id: int, **arguments: Any) -> None:
         chunk, micro_batch = self._about("backward weight", arguments)
-        self._remaining[chunk] -= 1
+        self._compute.backwards_left[chunk] -= 1
         work, self.pipe_buffers["work"][buffer_id] = self.pipe_buffers["work"][buffer_id], None
-        self.compute_weight_gradients(chunk, micro_batch, work)
+        self._compute.compute_weight_gradients(chunk, micro_batch, work)
 
     def _exec_send_grads(self, buffer_id: int, **arguments: Any) -> None:
         chunk, micro_batch = self._about("send gradient", arguments)
@@ -256,16 +285,43 @@ class Interpreter:
             GRADIENTS, self._peer(arguments, 1), chunk, micro_batch
         )
 
+    def _exec_reduce_tied_grads(self) -> None:
+        """Does nothing: the update reduces tied weights, as their stages do not finish together."""
+
+    def _exec_reduce_grads(self) -> None:
+        """Does nothing: the backward that fills a bucket for the last time reduces it."""
+
+    def _exec_optimizer_step(self) -> None:
+        self.at = "updating the weights"
+        self._compute.update()
+
     # -- transfers ---------------------------------------------------------------------------------------------------
 
     def _send(self, kind: str, peer: int, chunk: int, micro_batch: int, value: Any) -> None:
-        if peer == self._wires.stage:
+        if peer == self.wires.stage:
             self._handed[kind, chunk, micro_batch] = value
         else:
-            self._wires.outgoing(kind, peer).send(micro_batch, value)
+            self.wires.outgoing(kind, peer).send(micro_batch, value)
 
     def _receive(self, kind: str, peer: int, chunk: int, micro_batch: int) -> Any:
-        if peer != self._wires.stage:
-            return self._wires.incoming(kind, peer).take(micro_batch)
+        if peer != self.wires.stage:
+            return self.wires.incoming(kind, peer).take(micro_batch)
         value = self._handed.pop((kind, chunk, micro_batch))
         return leaves_of(value) if kind == ACTIVATIONS else value
+
+
+METHOD_OF_INSTRUCTION: dict[type, str] = {
+    instructions.OptimizerStep: "_exec_optimizer_step",
+    instructions.ReduceGrads: "_exec_reduce_grads",
+    instructions.ReduceTiedGrads: "_exec_reduce_tied_grads",
+    instructions.LoadMicroBatch: "_exec_load_micro_batch",
+    instructions.ForwardPass: "_exec_forward_pass",
+    instructions.BackwardPass: "_exec_backward_pass",
+    instructions.BackwardInput: "_exec_backward_input",
+    instructions.BackwardWeight: "_exec_backward_weight",
+    instructions.SendActivation: "_exec_send_activations",
+    instructions.RecvActivation: "_exec_recv_activations",
+    instructions.SendGrad: "_exec_send_grads",
+    instructions.RecvGrad: "_exec_recv_grads",
+}
+"""Names of the methods of :class:`Interpreter`, which are also names of methods of ``PipelineEngine``."""

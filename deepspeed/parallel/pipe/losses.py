@@ -1,4 +1,4 @@
-"""What the last stage computed, told to every rank: losses and metrics, averaged over the copies of the model."""
+"""Losses and metrics of the last stage, sent to every rank and averaged over the copies of the model."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def split_loss(value: Any, *, has_loss_fn: bool) -> tuple[Any, Mapping[str, Any]
 
 
 def row_of(found: MicroBatchLosses | None, count: int) -> list[float]:
-    """What a rank says to all others.
+    """Returns the numbers that a rank sends to all others.
 
     Args:
         found: What a rank with the last chunk has; None elsewhere.
@@ -100,20 +100,22 @@ def row_of(found: MicroBatchLosses | None, count: int) -> list[float]:
 def read_rows(
     job: Transport, mesh: Mesh, rank: int, rows: torch.Tensor, found: MicroBatchLosses | None
 ) -> tuple[list[float], float, dict[str, float]]:
-    """What all ranks of the job have said. Every rank must call it: metrics travel if there are any.
+    """Reads the rows of all ranks of the job. Every rank must call it: metrics travel if there are any.
 
     Args:
         job: All ranks.
         mesh: How they are laid out.
         rank: This one.
-        rows: Everybody's :func:`row_of`.
+        rows: :func:`row_of` of each rank: 2-D, fp64.
         found: As there.
 
     Returns:
         The losses of this rank's copy of the model by micro-batch, the mean over micro-batches and copies, and of each
         metric the mean over the copies that gave it.
     """
-    tellers = [other for other, told in enumerate(rows.tolist()) if told[0]]
+    senders = [other for other, row in enumerate(rows.tolist()) if row[0]]
+    if not senders:  # the planner's one rank stands for all, and has another chunk
+        return [0.0] * (rows.shape[1] - 2), 0.0, {}
     metrics: dict[str, float] = {}
     if bool(rows[:, 1].any()):
         mine_given = list(found.metrics.items()) if found is not None else []
@@ -122,14 +124,14 @@ def read_rows(
             values = [each[name] for each in given if name in each]
             metrics[name] = sum(values) / len(values)
     pipeline = mesh.group(rank, PIPE)
-    mine = next(rows[other, 2:].tolist() for other in tellers if other in pipeline)
-    return mine, float(rows[tellers, 2:].mean()), metrics
+    mine = next(rows[other, 2:].tolist() for other in senders if other in pipeline)
+    return mine, float(rows[senders, 2:].mean()), metrics
 
 
 def share_losses(
     job: Transport, mesh: Mesh, rank: int, found: MicroBatchLosses | None, count: int
 ) -> tuple[list[float], float, dict[str, float]]:
-    """Tells every rank of the job, in an exchange of its own. Every rank must call it.
+    """Sends the losses to every rank of the job, in an exchange of its own. Every rank must call it.
 
     Arguments and result as of :func:`row_of` and :func:`read_rows`.
     """

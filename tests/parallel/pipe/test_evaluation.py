@@ -23,7 +23,7 @@ def _close(found, expected):
 
 def _forms(stages, **given):
     engine = support.engine_of(stages, 1, 3, **given)
-    here = engine._is_last_chunk_here
+    here = engine._compute.is_last
     before = support.train(engine, 3, 1)
     data = support.items(7, 0, 3)
     mean = engine.eval_batch(iter(data))

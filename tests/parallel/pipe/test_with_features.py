@@ -132,7 +132,7 @@ def _held(stages: int, count: int, width: int) -> dict[str, tuple[int, int, int]
         engine, *_ = deepspeed.initialize(model=module, config=config)
         _Keeper.most, kept = 0, 0
 
-        def note(*_arguments: Any, wires: Any = engine._wires) -> None:
+        def note(*_arguments: Any, wires: Any = engine._interpreter.wires) -> None:
             nonlocal kept
             kept = wires.kept
 

@@ -1,4 +1,4 @@
-"""What a stage is told to do, one instruction at a time. The names and attributes are the published ones."""
+"""The instructions of a pipeline stage. The names and attributes are the published ones."""
 
 from __future__ import annotations
 

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from deepspeed.parallel.pipe.schedule import instructions as told
+from deepspeed.parallel.pipe.schedule import instructions
 from deepspeed.parallel.pipe.schedule.actions import Action, Kind, Schedule
 from deepspeed.parallel.pipe.schedule.stage import PASSES, StageSchedule
 
 _KINDS: dict[type, Kind] = {instruction: kind for kind, instruction in PASSES.items()}
-_GRADIENTS = (told.SendGrad, told.RecvGrad)
+_GRADIENTS = (instructions.SendGrad, instructions.RecvGrad)
 
 
 class ScheduleError(Exception):
@@ -159,11 +159,11 @@ class _Run:
         """Runs a stage: None after each instruction that is done, a sentence whenever one cannot be done yet."""
         clock, loaded = 0.0, 0
         for instruction in (told_ for step in StageSchedule(self.schedule, stage) for told_ in step):
-            if isinstance(instruction, (told.RecvActivation, told.RecvGrad)):
+            if isinstance(instruction, (instructions.RecvActivation, instructions.RecvGrad)):
                 while (taken := self._receive(stage, instruction, clock)) is None:
                     yield f"{instruction!r}, of which nothing was sent"
                 clock = taken
-            elif isinstance(instruction, (told.SendActivation, told.SendGrad)):
+            elif isinstance(instruction, (instructions.SendActivation, instructions.SendGrad)):
                 while (room := self._room(stage, instruction)) is None:
                     yield f"{instruction!r}, for which there is no room"
                 clock = max(clock, room)
@@ -173,13 +173,13 @@ class _Run:
                 end = clock + self._times[action.chunk].of(kind)
                 self.spans[stage].append(TimedAction(action, clock, end))
                 clock = end
-            elif isinstance(instruction, told.LoadMicroBatch):
+            elif isinstance(instruction, instructions.LoadMicroBatch):
                 if instruction.micro_batch != loaded:
                     raise ScheduleError(f"stage {stage} loads {instruction!r} when the data gives item {loaded}")
                 loaded += 1
             yield None
 
-    def _receive(self, stage: int, instruction: told.PipeInstruction, clock: float) -> float | None:
+    def _receive(self, stage: int, instruction: instructions.PipeInstruction, clock: float) -> float | None:
         is_gradient = isinstance(instruction, _GRADIENTS)
         key = (instruction.peer, stage, is_gradient)
         if not self.channels[key]:
@@ -193,7 +193,7 @@ class _Run:
         self._taken[key].append(max(clock, arrival))
         return self._taken[key][-1]
 
-    def _room(self, stage: int, instruction: told.PipeInstruction) -> float | None:
+    def _room(self, stage: int, instruction: instructions.PipeInstruction) -> float | None:
         """From when on a message can be sent; None: not before the receiver has gone on."""
         key = (stage, instruction.peer, isinstance(instruction, _GRADIENTS))
         # A stage hands its own chunks the tensors themselves.
@@ -202,7 +202,7 @@ class _Run:
             return 0.0
         return self._taken[key][before - 1] if len(self._taken[key]) >= before else None
 
-    def _send(self, stage: int, instruction: told.PipeInstruction, clock: float) -> None:
+    def _send(self, stage: int, instruction: instructions.PipeInstruction, clock: float) -> None:
         key = (stage, instruction.peer, isinstance(instruction, _GRADIENTS))
         arrival = clock + (self._times[instruction.chunk].transfer if stage != instruction.peer else 0.0)
         self.channels[key].append((instruction.chunk, instruction.micro_batch, arrival))

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
-from deepspeed.parallel.pipe.schedule import instructions as told
+from deepspeed.parallel.pipe.schedule import instructions
 from deepspeed.parallel.pipe.schedule.actions import Action, Kind, Schedule, held
 from deepspeed.parallel.pipe.schedule.lists import make_inference, make_schedule
 from deepspeed.parallel.pipe.schedule.published import PipeSchedule
 
-PASSES: dict[Kind, type[told.BufferOpInstruction]] = {
-    Kind.FORWARD: told.ForwardPass,
-    Kind.BACKWARD: told.BackwardPass,
-    Kind.BACKWARD_INPUT: told.BackwardInput,
-    Kind.BACKWARD_WEIGHT: told.BackwardWeight,
+PASSES: dict[Kind, type[instructions.BufferOpInstruction]] = {
+    Kind.FORWARD: instructions.ForwardPass,
+    Kind.BACKWARD: instructions.BackwardPass,
+    Kind.BACKWARD_INPUT: instructions.BackwardInput,
+    Kind.BACKWARD_WEIGHT: instructions.BackwardWeight,
 }
 
 
@@ -41,7 +41,7 @@ class StageSchedule(PipeSchedule):
             return 1
         return max(held(self.schedule.actions[self.stage_id]), default=0)
 
-    def steps(self) -> Iterator[list[told.PipeInstruction]]:
+    def steps(self) -> Iterator[list[instructions.PipeInstruction]]:
         """One step per computation; in training one more for the update."""
         actions = self.schedule.actions[self.stage_id]
         first, last = _ends(actions)
@@ -50,48 +50,48 @@ class StageSchedule(PipeSchedule):
         for action in actions:
             about = {"buffer_id": buffers.of(action), "micro_batch": action.micro_batch, "chunk": action.chunk}
             marks = {"is_first": action in first, "is_last": action in last}
-            step: list[told.PipeInstruction] = []
+            step: list[instructions.PipeInstruction] = []
             if self._reads_data(action) and action.micro_batch not in loaded:
                 loaded.add(action.micro_batch)
-                step.append(told.LoadMicroBatch(**about))
+                step.append(instructions.LoadMicroBatch(**about))
             step += self._receives(action, about)
             step.append(PASSES[action.kind](**about, **({} if action.kind is Kind.BACKWARD_INPUT else marks)))
             step += self._sends(action, about)
             yield step
         if self.schedule.is_training:
-            yield [told.ReduceTiedGrads(), told.ReduceGrads(), told.OptimizerStep()]
+            yield [instructions.ReduceTiedGrads(), instructions.ReduceGrads(), instructions.OptimizerStep()]
 
     def _reads_data(self, action: Action) -> bool:
         return action.kind is Kind.FORWARD and action.chunk in (0, self.schedule.chunks - 1)
 
-    def _receives(self, action: Action, about: dict[str, int]) -> list[told.PipeInstruction]:
+    def _receives(self, action: Action, about: dict[str, int]) -> list[instructions.PipeInstruction]:
         if action.kind is Kind.FORWARD and action.chunk > 0:
-            return [told.RecvActivation(**about, peer=self.schedule.stage_of[action.chunk - 1])]
+            return [instructions.RecvActivation(**about, peer=self.schedule.stage_of[action.chunk - 1])]
         if action.kind.gives_input_gradient and action.chunk < self.schedule.chunks - 1:
-            return [told.RecvGrad(**about, peer=self.schedule.stage_of[action.chunk + 1])]
+            return [instructions.RecvGrad(**about, peer=self.schedule.stage_of[action.chunk + 1])]
         return []
 
-    def _sends(self, action: Action, about: dict[str, int]) -> list[told.PipeInstruction]:
+    def _sends(self, action: Action, about: dict[str, int]) -> list[instructions.PipeInstruction]:
         if action.kind is Kind.FORWARD and action.chunk < self.schedule.chunks - 1:
-            return [told.SendActivation(**about, peer=self.schedule.stage_of[action.chunk + 1])]
+            return [instructions.SendActivation(**about, peer=self.schedule.stage_of[action.chunk + 1])]
         if action.kind.gives_input_gradient and action.chunk > 0:
-            return [told.SendGrad(**about, peer=self.schedule.stage_of[action.chunk - 1])]
+            return [instructions.SendGrad(**about, peer=self.schedule.stage_of[action.chunk - 1])]
         return []
 
 
 @lru_cache(maxsize=16)
 def training_steps(
     name: str, stages: int, micro_batches: int, num_chunks: int | None, stage_id: int
-) -> tuple[list[told.PipeInstruction], ...]:
-    """What a stage is told in a training step: the same again and again. Arguments as of ``make_schedule``."""
+) -> tuple[list[instructions.PipeInstruction], ...]:
+    """Returns the instructions of a stage for a training step. Arguments as of ``make_schedule``."""
     return tuple(StageSchedule(make_schedule(name, stages, micro_batches, num_chunks), stage_id))
 
 
 @lru_cache(maxsize=16)
 def inference_steps(
     stage_of: tuple[int, ...], micro_batches: int, stage_id: int
-) -> tuple[list[told.PipeInstruction], ...]:
-    """What a stage is told in an evaluation. Arguments as of ``make_inference``."""
+) -> tuple[list[instructions.PipeInstruction], ...]:
+    """Returns the instructions of a stage for an evaluation. Arguments as of ``make_inference``."""
     return tuple(StageSchedule(make_inference(stage_of, micro_batches), stage_id))
 
 

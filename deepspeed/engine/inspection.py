@@ -1,0 +1,49 @@
+"""What the planner reads of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from deepspeed.config.sections.root import Root
+from deepspeed.precision.policy import PrecisionPolicy
+from deepspeed.zero.bucket import Bucket
+from deepspeed.zero.gradient.gradients import GradientReducer
+from deepspeed.zero.group import Groups
+from deepspeed.zero.placement import Placement
+from deepspeed.zero.storage import Ledger
+from deepspeed.zero.update.driver import UpdateDriver
+from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer
+
+if TYPE_CHECKING:
+    from deepspeed.parallel.pipe.interpreter import Interpreter
+
+
+@dataclass(frozen=True)
+class EngineInspection:
+    """The parts of an engine whose memory and traffic can be counted.
+
+    Attributes:
+        root: The configuration.
+        precision: Dtypes.
+        placement: The row of ZeRO's table.
+        groups: The ranks that share parameters, gradients and decisions.
+        buckets: Of parameters.
+        ledger: What is held, by kind and home.
+        updater: The ZeRO optimizer, or None.
+        driver: What updates exchange.
+        reducer: The buckets of gradients, and how they are reduced; None where nothing is trained.
+        interpreter: Of a pipeline stage, or None.
+    """
+
+    root: Root
+    precision: PrecisionPolicy
+    placement: Placement
+    groups: Groups
+    buckets: Sequence[Bucket]
+    ledger: Ledger
+    updater: DeepSpeedZeroOptimizer | None
+    driver: UpdateDriver
+    reducer: GradientReducer | None
+    interpreter: Interpreter | None = None

@@ -1,0 +1,363 @@
+"""The training step of one engine: forward, backward and update, without the engine's public face."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.watch.trace_points import reason_of
+from deepspeed.engine.batches import Batches
+from deepspeed.engine.loss_scaling import LossScaling
+from deepspeed.engine.mismatch import explain_mismatch
+from deepspeed.engine.progress import ProgressLog
+from deepspeed.engine.reminders import MissingStep, RowCheck
+from deepspeed.engine.roots import check_loss, paired_roots
+from deepspeed.engine.step_features import StepFeatures
+from deepspeed.errors import CallOrderError, DeepSpeedConfigError
+from deepspeed.logging import log_dist_once
+from deepspeed.precision.policy import PrecisionPolicy
+from deepspeed.zero.micro_batch import MicroBatch
+from deepspeed.zero.runtime import ZeroRuntime
+from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer, StepReport
+
+_Computed = TypeVar("_Computed")
+
+
+class TrainStep:
+    """Runs the forwards, backwards and updates of one model under ZeRO.
+
+    Args:
+        runtime: The ZeRO runtime of the model.
+        updater: The ZeRO optimizer, or None where nothing is trained.
+        batches: Sizes of batches, and the micro-batch that the training is at.
+        scaling: The loss scale.
+        progress: Takes times and losses.
+        precision: Dtypes of the forward.
+        features: Optional features that take part in a step.
+        advance_lr: Advances the learning rates after an applied update; gets the keyword arguments of :meth:`update`.
+
+    Attributes:
+        global_steps: Updates so far, skipped ones included.
+        global_samples: Samples of those updates, over all ranks.
+        skipped_steps: Updates that were skipped because a gradient was not finite.
+        was_applied: Whether the latest call of :meth:`update` changed the parameters.
+        reduces_gradients: Whether backwards reduce gradients at all.
+        features: As given.
+        is_destroyed: The engine was destroyed: backwards and updates raise.
+    """
+
+    def __init__(
+        self,
+        runtime: ZeroRuntime,
+        updater: DeepSpeedZeroOptimizer | None,
+        batches: Batches,
+        scaling: LossScaling,
+        progress: ProgressLog,
+        *,
+        precision: PrecisionPolicy,
+        features: StepFeatures,
+        advance_lr: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        self.global_steps = self.global_samples = self.skipped_steps = 0
+        self.was_applied = False
+        self.reduces_gradients = True
+        self.is_destroyed = False
+        self.features = features
+        self._runtime = runtime
+        self._updater = updater
+        self._batches = batches
+        self._scaling = scaling
+        self._progress = progress
+        self._precision = precision
+        self._advance_lr = advance_lr
+        self._missing_step = MissingStep()
+        self._row_check = RowCheck()
+        self._in_forward = False  # a whole training step may be part of a forward
+        self._runs_backward = False
+        runtime.announcement.on_sight = self.open_backward
+        runtime.optimizer = updater
+
+    # -- forward -----------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        fn: Callable[..., Any],
+        inputs: Sequence[Any],
+        named: Mapping[str, Any],
+        *,
+        is_training: bool,
+        has_data: bool = True,
+        announces: bool = True,
+    ) -> Any:
+        """Runs ``fn(*inputs, **named)`` as a forward of the model.
+
+        Args:
+            fn: The model or a part of it.
+            inputs: Positional arguments. Floating tensors are cast where ``auto_cast`` (of ``fp16`` or ``bf16``) asks
+                for it.
+            named: Keyword arguments; cast likewise.
+            is_training: Whether the model is in training mode.
+            has_data: The arguments are the program's data: the first of them are compared with the micro-batch size.
+            announces: Open a backward when the program runs one through the outputs.
+
+        Raises:
+            DeepSpeedConfigError: The model was given floating tensors of another dtype than it computes in.
+        """
+        runtime = self._runtime
+        runtime.refuse_away("engine.forward", "lp_params")
+        if not runtime.backward_is_running:  # as it is where this forward is recomputed
+            runtime.drop_open_work()
+        runtime.places.take_back()
+        if has_data and is_training and not self._row_check.is_done and self._updater is not None:
+            self._row_check.compare((inputs, named), self._batches.train_micro_batch_size_per_gpu())
+        if self._precision.cast_inputs:
+            inputs, named = self._precision.cast_arguments(inputs), self._precision.cast_arguments(named)
+        given = self.features.keywords_of_forward(
+            is_training=is_training, global_steps=self.global_steps, micro_steps=self._batches.micro_steps
+        )
+        outputs = self._run_forward(fn, inputs, {**named, **given})
+        if announces and torch.is_grad_enabled() and not runtime.hooks.sees_forwards:
+            runtime.announcement.watch(outputs)
+        return outputs
+
+    def _run_forward(self, fn: Callable[..., Any], inputs: Sequence[Any], named: dict[str, Any]) -> Any:
+        profiled = self.features.profiled
+        self._progress.before("forward")
+        if profiled is not None:
+            profiled.before_forward()
+        self._in_forward = True
+        try:
+            with self._precision.forward_context(get_accelerator()):
+                outputs = fn(*inputs, **named)
+        except RuntimeError as error:
+            if (reason := reason_of(error)) is not None:
+                raise reason from error
+            explanation = explain_mismatch(error, self._precision, inputs, named)
+            if explanation is None:
+                raise
+            raise DeepSpeedConfigError(explanation) from error
+        finally:
+            self._in_forward = False
+        if profiled is not None:
+            profiled.after_forward()
+        self._progress.after("forward")
+        return outputs
+
+    # -- backward ----------------------------------------------------------------------------------------------------
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Returns the loss times the loss scale, for a backward that the program runs itself."""
+        self._progress.loss(loss)
+        return self._scaling.apply_for_program(loss)
+
+    def backward_of_loss(
+        self,
+        loss: Any,
+        micro_batch: MicroBatch | None = None,
+        *,
+        divides: bool = True,
+        gradient: torch.Tensor | None = None,
+        **options: Any,
+    ) -> Any:
+        """Backpropagates a loss. Every rank must call it.
+
+        Args:
+            loss: 0-dim or of one element, as the program computed it.
+            micro_batch: See :meth:`backward`.
+            divides: Divide it by the accumulation steps.
+            gradient: That of ``Tensor.backward``.
+            **options: Of ``torch.autograd.backward``.
+
+        Returns:
+            The loss divided by the accumulation steps, without the loss scale.
+        """
+        self._refuse_backward()
+        check_loss(loss, gradient)
+        self._begin_backward(micro_batch)
+        loss, root = self.loss_and_root(loss, divides=divides)
+        if self.features.needs_graph and self._batches.current().is_last:
+            scale = self._scaling.factor
+            if divides:
+                scale /= self._batches.gradient_accumulation_steps()
+            self.features.before_backward(root, scale, self.global_steps)
+        self._run_backward(lambda: torch.autograd.backward([root], [gradient], **options))
+        return loss
+
+    def backward(self, roots: Any, gradients: Any, micro_batch: MicroBatch | None = None, **options: Any) -> None:
+        """Backpropagates gradients that another part of the model computed. Every rank must call it.
+
+        Args:
+            roots: A tensor or tensors that some forward returned.
+            gradients: Of each root, or None for one that got none; scaled and divided already.
+            micro_batch: Where this backward stands in its update; None: found by counting steps.
+            **options: Of ``torch.autograd.backward``.
+        """
+        self._refuse_backward()
+        tensors, given = paired_roots(roots, gradients)
+        self._begin_backward(micro_batch)
+        self._run_backward(lambda: torch.autograd.backward(tensors, given, **options))
+
+    def run_backward(self, compute: Callable[[], _Computed], micro_batch: MicroBatch) -> _Computed:
+        """Returns what ``compute`` returns, which runs a backward by itself. Every rank must call it."""
+        self._refuse_backward()
+        self._begin_backward(micro_batch)
+        return self._run_backward(compute)
+
+    def loss_and_root(self, loss: torch.Tensor, *, divides: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+        """Reports a loss; returns it divided by the accumulation steps, and times the loss scale besides."""
+        if divides and (steps := self._batches.gradient_accumulation_steps()) > 1:
+            loss = loss / steps
+        self._progress.loss(loss)
+        return loss, self._scaling.apply(loss)
+
+    def _refuse_destroyed(self, call: str) -> None:
+        if self.is_destroyed:
+            raise CallOrderError(
+                f"{call}: this engine was destroyed, so nothing brings the gradients of all ranks together any more; "
+                "call engine.destroy() after the last step, or make another engine with deepspeed.initialize"
+            )
+
+    def _refuse_backward(self) -> None:
+        self._refuse_destroyed("engine.backward")
+        if self._runtime.reducer is None:
+            raise CallOrderError(
+                "engine.backward: this engine has no optimizer, so nothing is trained; give initialize an optimizer or "
+                "an `optimizer` section with trainable model_parameters"
+            )
+        self._runtime.refuse_away("engine.backward", "lp_params", "lp_grads")
+
+    def _begin_backward(self, micro_batch: MicroBatch | None) -> None:
+        if self._in_forward:
+            self._runtime.hooks.pause()
+        self._runtime.leave_backward("engine.backward")
+        self._runtime.drop_open_work()
+        assert self._runtime.reducer is not None
+        if micro_batch is not None and micro_batch.is_first and self._runtime.reducer.has_sums:
+            raise CallOrderError(
+                f"engine.backward: micro-batch {micro_batch.index} is said to be the first of an update, but gradients "
+                "of earlier ones wait for theirs; call engine.step() after the last of them, or engine.zero_grad()"
+            )
+        self._batches.set_current(micro_batch)
+
+    def _run_backward(self, compute: Callable[[], _Computed]) -> _Computed:
+        self._progress.before("backward")
+        self._runs_backward = True
+        try:
+            self.open_backward()
+            computed = compute()
+        except RuntimeError as error:
+            if (reason := reason_of(error)) is not None:
+                raise reason from error
+            raise
+        finally:
+            self._runs_backward = False
+        self._close_backward()
+        return computed
+
+    def open_backward(self) -> None:
+        """Opens a backward if none is open. Called for each backward, and when one shows itself at the outputs."""
+        if self._runtime.in_backward or self._runtime.reducer is None or self.features.runs_backward:
+            return
+        batches = self._batches
+        if batches.are_reduced and not batches.is_decided_outside:  # whoever decides about steps knows of them
+            self._missing_step.backward()
+        self._runtime.begin_backward(batches.current(), sync=batches.are_reduced and self.reduces_gradients)
+        batches.has_run_backward = True
+        if self._runs_backward:
+            return
+        self._progress.before("backward")
+        self._scaling.program_runs_backward()
+        torch.autograd.Variable._execution_engine.queue_callback(self._close_backward)
+
+    def _close_backward(self) -> None:
+        if self._runtime.in_backward:
+            self._runtime.end_backward()
+            self._progress.after("backward")
+
+    # -- update ------------------------------------------------------------------------------------------------------
+
+    def update(
+        self,
+        lr_arguments: Mapping[str, Any] | None = None,
+        *,
+        extra: Sequence[float] = (),
+        micro_batches: int | None = None,
+    ) -> StepReport | None:
+        """Updates the parameters at the boundary; otherwise counts a micro-step. Every rank must call it.
+
+        Args:
+            lr_arguments: Keyword arguments for the schedule of the learning rates.
+            extra: See :meth:`DeepSpeedZeroOptimizer.update`.
+            micro_batches: Micro-batches that a schedule has run for this update; None: steps are counted.
+
+        Returns:
+            The report of the update; None before the boundary.
+
+        Raises:
+            CallOrderError: There is no optimizer, or the call is made inside ``no_sync`` or a backward.
+        """
+        self._refuse_destroyed("engine.step")
+        if self._updater is None:
+            raise CallOrderError("engine.step: this engine has no optimizer; see initialize(optimizer=...)")
+        batches = self._batches
+        if not batches.are_reduced:
+            raise CallOrderError("engine.step: called inside no_sync; leave it before the update")
+        if micro_batches is not None:
+            batches.set_current(MicroBatch(micro_batches - 1, is_first=False, is_last=True))
+            batches.has_run_backward = True  # stages without trained parameters run none
+        self._runtime.leave_backward("engine.step")
+        self.was_applied = False
+        self._missing_step.step()
+        report = None
+        if batches.is_gradient_accumulation_boundary():
+            if not batches.has_run_backward:
+                log_dist_once(
+                    "engine.step: no backward has run since the last update, so there are no gradients; the update is "
+                    "counted, and the schedule advances. Call engine.backward(loss) before each engine.step()",
+                    level=logging.WARNING,
+                )
+            self._progress.before("step")
+            report = self._update(self._updater, lr_arguments or {}, extra)
+            batches.has_run_backward = False
+            self._progress.after("step")
+        else:
+            assert self._runtime.reducer is not None
+            self._runtime.reducer.end_micro_step()
+        batches.end_step(1 if micro_batches is None else micro_batches)
+        return report
+
+    def _update(
+        self, updater: DeepSpeedZeroOptimizer, lr_arguments: Mapping[str, Any], extra: Sequence[float]
+    ) -> StepReport:
+        self.features.before_update(self.global_steps, has_run_backward=self._batches.has_run_backward)
+        report = updater.update(extra)
+        self.global_steps += 1
+        self.global_samples += self._batches.train_batch_size()
+        self.was_applied = not report.overflow
+        self.skipped_steps += report.overflow
+        self.features.after_update(self.global_steps, was_applied=self.was_applied)
+        if self.was_applied:
+            self._advance_lr(lr_arguments)
+        return report
+
+    def before_update(self) -> None:
+        """Frees what must not be gathered while parameters change. Called by every update, whoever makes it.
+
+        Raises:
+            CallOrderError: The gradients come from a loss without the loss scale, or parameters are in use.
+        """
+        if self._scaling.saw_unscaled:
+            assert self._runtime.reducer is not None
+            self._runtime.reducer.clear()
+        self._scaling.refuse_unscaled()
+        self._missing_step.step()
+        self._runtime.refuse_open_blocks("the update")
+        self._runtime.refuse_away("engine.step")
+        if self._in_forward:
+            self._runtime.hooks.pause()
+        self._runtime.free_gathered()
+        self._runtime.take_back_frozen()
