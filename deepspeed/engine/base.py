@@ -1,4 +1,4 @@
-"""What every engine has, whoever drives its steps: data, batch sizes, checkpoints, modes, queries, the end."""
+"""What engines of plain models and of pipelines share: data, batch sizes, checkpoints, modes, queries, the end."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from deepspeed.zero.update.optimizer import DeepSpeedZeroOptimizer
 
 
 class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttributes, nn.Module):
-    """An engine without forward, backward and step; what they do is in its :class:`TrainStep`.
+    """Wraps a model for training; without forward, backward and step, which subclasses run by their :class:`TrainStep`.
 
     Attributes unknown to the engine are those of the wrapped model.
 

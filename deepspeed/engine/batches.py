@@ -117,7 +117,7 @@ class Batches:
         """Counts ``count`` micro-steps, which a call of the engine's ``step`` has ended."""
         self.micro_steps += count
         if self._current is not None and self._current.is_last:
-            self._counted_from = self.micro_steps  # whoever counts steps after this begins here
+            self._counted_from = self.micro_steps  # counting begins here again
         self._current = None
 
     def count_anew(self) -> None:

@@ -61,8 +61,8 @@ class DeepSpeedEngine(EngineBase, metaclass=ABCMeta):
             scale_wrt_gas: False: do not divide.
             gradients: Of each tensor of ``loss``, or None for one that got none: those of a loss that another part of
                 the model computed, scaled and divided already. Nothing of it is scaled or reported here.
-            micro_batch: Where this backward stands in its update, said by a schedule that runs several forwards before
-                their backwards; its last one is followed by one :meth:`step`. None: found by counting steps.
+            micro_batch: The micro-batch of this backward, given by a schedule that runs several forwards before their
+                backwards; its last one is followed by one :meth:`step`. None: found by counting steps.
             **kwargs: Further arguments of ``Tensor.backward``.
 
         Returns:

@@ -48,7 +48,7 @@ class PipelineEngine(EngineBase):
     A step is one call, :meth:`train_batch`, which every rank makes; there is no forward, backward or step of its own.
 
     Attributes:
-        grid: Where this rank stands.
+        grid: The coordinates of this rank.
         num_stages: Stages.
         stage_id: This rank's.
         micro_batches: Micro-batches of a step: the gradient accumulation steps.
@@ -59,7 +59,7 @@ class PipelineEngine(EngineBase):
         agg_train_loss: Mean loss of the last step over micro-batches and copies of the model.
         total_loss: Sum of the losses of the last step's micro-batches, divided by their number, on the last stage.
         loss: Of the last micro-batch, on the last stage.
-        fwd_outputs: What the last evaluation gave for each micro-batch, on the last stage.
+        fwd_outputs: What the last evaluation computed for each micro-batch, on the last stage.
         has_attention_mask: Accepted; masks of any dtype cross between stages as they are.
         dynamic_shape: Accepted; shapes may always differ.
         first_output_send: Kept for programs that read it.
@@ -265,7 +265,7 @@ class PipelineEngine(EngineBase):
             compute_loss: Compute the loss; False: the outputs are the result.
             reduce_output: ``avg``: the mean over micro-batches and copies of the model, of losses as of outputs; None:
                 a list with one entry for each micro-batch of this copy.
-            bcast_loss: Tell every rank the loss; False: the last stage only.
+            bcast_loss: Send the loss to every rank; False: the last stage only.
             num_micro_batches: How many; None: as in training.
 
         Returns:

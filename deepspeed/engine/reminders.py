@@ -1,4 +1,4 @@
-"""Mistakes in a training loop that raise nothing and train nothing; each is said once."""
+"""Mistakes in a training loop that raise nothing and train nothing; each is logged once."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _PATIENCE = 8  # backwards of one update by a program that adds up gradients of 
 
 
 class MissingStep:
-    """Says that nobody calls ``engine.step``."""
+    """Warns once when ``engine.step`` is not called."""
 
     def __init__(self) -> None:
         self._backwards = 0
-        self._is_said = False
+        self._is_logged = False
 
     def backward(self) -> None:
         """A backward that leads to a step begins."""
         self._backwards += 1
-        if self._backwards >= _PATIENCE and not self._is_said:
-            self._is_said = True
+        if self._backwards >= _PATIENCE and not self._is_logged:
+            self._is_logged = True
             log_dist(
                 f"engine.step has not been called in {_PATIENCE} backwards: until it is, gradients are added up and "
                 "nothing is trained. Call engine.step() after each engine.backward(loss); it knows which of them end "

@@ -205,7 +205,7 @@ class PipelineCompute:
         self._check_loss(outputs, gradients, micro_batch)
         if not outputs or not inputs:
             return outputs, gradients  # no stage waits: all of it is the weights' half
-        # Experts have exchanges in their backward, which must come once and on all ranks alike, whoever has tokens.
+        # Experts have exchanges in their backward, which must come once and on all ranks alike, with or without tokens.
         if self._module.activation_checkpoint_interval > 0 or backward_comm.is_uneven():
             self.compute_backward(chunk, micro_batch, outputs, gradients, closes=False)
             return None
@@ -235,7 +235,7 @@ class PipelineCompute:
             )
 
     def _micro_batch(self, chunk: int, micro_batch: int, *, closes: bool = True) -> MicroBatch:
-        """Returns where a backward stands in the update; ``closes``: no weight gradients are computed later."""
+        """Returns the micro-batch of a backward; ``closes``: no weight gradients are computed later."""
         reaches = self._parameters_of[chunk]
         closed: frozenset[nn.Parameter] = frozenset()
         if closes and self.backwards_left[chunk] <= 0:

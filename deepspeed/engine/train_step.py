@@ -193,7 +193,7 @@ class TrainStep:
         Args:
             roots: A tensor or tensors that some forward returned.
             gradients: Of each root, or None for one that got none; scaled and divided already.
-            micro_batch: Where this backward stands in its update; None: found by counting steps.
+            micro_batch: The micro-batch of this backward; None: found by counting steps.
             **options: Of ``torch.autograd.backward``.
         """
         self._refuse_backward()
@@ -263,7 +263,7 @@ class TrainStep:
         if self._runtime.in_backward or self._runtime.reducer is None or self.features.runs_backward:
             return
         batches = self._batches
-        if batches.are_reduced and not batches.is_decided_outside:  # whoever decides about steps knows of them
+        if batches.are_reduced and not batches.is_decided_outside:  # a driver that decides about steps knows of them
             self._missing_step.backward()
         self._runtime.begin_backward(batches.current(), sync=batches.are_reduced and self.reduces_gradients)
         batches.has_run_backward = True
@@ -345,7 +345,7 @@ class TrainStep:
         return report
 
     def before_update(self) -> None:
-        """Frees what must not be gathered while parameters change. Called by every update, whoever makes it.
+        """Frees what must not be gathered while parameters change. Called by every update.
 
         Raises:
             CallOrderError: The gradients come from a loss without the loss scale, or parameters are in use.

@@ -105,9 +105,9 @@ class PlayedWires:
 
     Attributes:
         stage: Its number.
-        watch: None: nobody is waited for.
+        watch: None: there are no other ranks to wait for.
         kept: 0: what is sent has left.
-        forms: By chunk, the description of what it gives to the next; filled in by whoever knows.
+        forms: By chunk, the description of what it gives to the next; set by :class:`PlayedStage`.
     """
 
     watch = None

@@ -38,7 +38,7 @@ class DualPipeVModule(PipelineModule):
 
     @property
     def active_phase(self) -> int:
-        """Which of the two chunks ``forward`` runs; 0 unless told otherwise."""
+        """Which of the two chunks ``forward`` runs; 0 by default."""
         return 0 if self.active_chunk is None else self.chunks.index(self.active_chunk)
 
     def activate_phase(self, phase: int) -> None:
