@@ -17,7 +17,7 @@ from deepspeed.zero.gradient.error_feedback import feedback_numel
 from deepspeed.zero.gradient.gradient_bucket import GradientBucket, GradientState
 from deepspeed.zero.group import BucketGroup
 from deepspeed.zero.placement import Home
-from deepspeed.zero.storage import Kind, Ledger
+from deepspeed.zero.storage import Ledger, StorageKind
 from tests.harness.loopback import LoopbackTransport, run_threads
 from tests.zero.alone import bucket_of, policy_of
 
@@ -206,9 +206,9 @@ def test_a_group_of_one_reads_the_packed_buffer_and_keeps_it() -> None:
         assert filling.gradients.sum.is_packed and filling.gradients.sum.squares is not None
         filling.gradients.clear()
         assert filling.gradients.result is None
-        assert filling.ledger.live(Kind.GRADIENT_BUCKET, Home.DEVICE) == filling.bucket.layout.numel * 4
+        assert filling.ledger.live(StorageKind.GRADIENT_BUCKET, Home.DEVICE) == filling.bucket.layout.numel * 4
     filling.gradients.free_idle_buffer()
-    assert filling.ledger.live(Kind.GRADIENT_BUCKET, Home.DEVICE) == 0
+    assert filling.ledger.live(StorageKind.GRADIENT_BUCKET, Home.DEVICE) == 0
     for step in range(2):
         filling.fill(step)
         filling.gradients.pack()
@@ -242,7 +242,7 @@ def test_a_skipped_update_leaves_the_errors_as_they_were() -> None:
         filling = Filling(transport, 1, codec="int4", may_skip=True)
         feedback = filling.gradients.feedback
         assert feedback is not None
-        assert filling.ledger.live(Kind.PRIVATE, Home.DEVICE) == 2 * 4 * feedback.tensor.numel()
+        assert filling.ledger.live(StorageKind.PRIVATE, Home.DEVICE) == 2 * 4 * feedback.tensor.numel()
 
         def exchange(step: int) -> None:
             filling.fill(step)
