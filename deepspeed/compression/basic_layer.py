@@ -26,6 +26,7 @@ __all__ = [
 ]
 
 INPUT = "activation_quantizer"
+_FEATURES = ("deepspeed.compression.feature",)
 
 
 def _input_of(layer: nn.Module, values: torch.Tensor) -> torch.Tensor:
@@ -36,6 +37,7 @@ def _input_of(layer: nn.Module, values: torch.Tensor) -> torch.Tensor:
 class LinearLayer_Compress(nn.Linear):  # noqa: N801 - a published name
     """A linear layer with a compressed weight, and rounded input where that is asked for."""
 
+    _ds_features = _FEATURES
     compression: Techniques
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -47,6 +49,7 @@ class LinearLayer_Compress(nn.Linear):  # noqa: N801 - a published name
 class Conv1DLayer_Compress(nn.Module):  # noqa: N801
     """The same for transformers' ``Conv1D``, whose weight is ``[in, out]``."""
 
+    _ds_features = _FEATURES
     compression: Techniques
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -58,6 +61,7 @@ class Conv1DLayer_Compress(nn.Module):  # noqa: N801
 class Conv2dLayer_Compress(nn.Conv2d):  # noqa: N801
     """A convolution with a compressed weight, and rounded input where that is asked for."""
 
+    _ds_features = _FEATURES
     compression: Techniques
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -83,6 +87,7 @@ class BNLayer_Compress(nn.BatchNorm2d):  # noqa: N801
 class Embedding_Compress(nn.Embedding):  # noqa: N801
     """An embedding with a compressed weight: every row is a group, so that only the rows looked up are rounded."""
 
+    _ds_features = _FEATURES
     compression: Techniques
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ page and the JSON Schema are all made from these declarations.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -119,6 +120,7 @@ class Section(BaseModel):
     Class attributes:
         switch_name: Name of the key, where a section has one, that turns it on.
         place: Where the section stands in a configuration, for those that have old spellings.
+        _feature: Module of the feature that the engine needs for it (``deepspeed.engine.features``); None: none.
     """
 
     model_config = ConfigDict(
@@ -126,6 +128,7 @@ class Section(BaseModel):
     )
     switch_name: ClassVar[str] = "enabled"
     place: ClassVar[Path | None] = None
+    _feature: ClassVar[str | None] = None
 
     @classmethod
     def switch(cls) -> str | None:
@@ -159,3 +162,18 @@ class Section(BaseModel):
         if not facts_of(cls.model_fields[info.field_name]).admits(value):
             raise ValueError("out of range")
         return value
+
+    def _own_features(self) -> Iterator[str]:
+        """Yields the features that the section asks for if it is not switched off."""
+        is_off = self.switch() is not None and not getattr(self, self.switch_name)
+        if self._feature is not None and not is_off:
+            yield self._feature
+
+
+def features_of(section: Section) -> Iterator[str]:
+    """Yields the features that the sections given in this one ask for, in any order; one may come twice."""
+    for name in section.model_fields_set:
+        inner = getattr(section, name)
+        if isinstance(inner, Section):
+            yield from inner._own_features()
+            yield from features_of(inner)

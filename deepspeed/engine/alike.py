@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
+from deepspeed import comm
+from deepspeed.engine.optimizers import group_indices
 from deepspeed.precision.policy import PrecisionPolicy
 from deepspeed.zero.holder import full_shape
 
 
-def model_lines(
-    model: nn.Module,
-    precision: PrecisionPolicy,
-    optimizer: torch.optim.Optimizer | None,
-    group_indices: Mapping[int, int],
-) -> list[str]:
-    """Describes a model for :func:`deepspeed.comm.check_same_model`.
+def check_model_alike(
+    model: nn.Module, precision: PrecisionPolicy, optimizer: torch.optim.Optimizer | None, group: Any
+) -> None:
+    """Raises on all ranks of ``group`` if one of them has another model or other param groups. Every rank must call it.
 
     Args:
         model: The model; sharded parameters count with their full shapes.
         precision: Decides the dtypes that parameters will have.
         optimizer: The torch optimizer, or None.
-        group_indices: ``id(parameter)`` to the number of its param group.
+        group: Torch process group; None: all ranks.
     """
+    comm.check_same_model(_model_lines(model, precision, optimizer, group_indices(optimizer)), group)
+
+
+def _model_lines(
+    model: nn.Module,
+    precision: PrecisionPolicy,
+    optimizer: torch.optim.Optimizer | None,
+    group_indices: Mapping[int, int],
+) -> list[str]:
+    """Describes a model, a line for each parameter and buffer."""
     first_names: dict[int, str] = {}
     lines = []
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -1,10 +1,13 @@
-"""What a script's command line says about training."""
+"""What a script's command line and the arguments of ``initialize`` say about training."""
 
 from __future__ import annotations
 
 import argparse
 import os
 from typing import Any
+
+from torch import nn
+from torch.nn.parameter import is_lazy
 
 from deepspeed.errors import DeepSpeedConfigError
 
@@ -50,3 +53,22 @@ def local_rank_of(args: Any) -> int:
     """Returns this process's rank on its machine: ``args.device_rank``, else ``LOCAL_RANK``, else 0."""
     given = device_rank(args)
     return given if given is not None else int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def checked_model(model: object) -> nn.Module:
+    """Returns the model, which is a module whose parameters have shapes.
+
+    Raises:
+        DeepSpeedConfigError: It is not.
+    """
+    if model is None:
+        raise DeepSpeedConfigError("initialize: model is missing; pass the torch.nn.Module to train as model=...")
+    if not isinstance(model, nn.Module):
+        raise DeepSpeedConfigError(f"initialize(model=...): expected a torch.nn.Module, found {type(model).__name__}")
+    lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
+    if lazy:
+        raise DeepSpeedConfigError(
+            f"initialize(model=...): {', '.join(repr(name) for name in lazy[:5])} have no shape yet, as their modules "
+            "are lazy; run one batch through the model before initialize"
+        )
+    return model

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -15,13 +15,12 @@ from deepspeed.engine.accessors import ConfigAccessors
 from deepspeed.engine.batches import Batches
 from deepspeed.engine.checkpointing import EngineCheckpoints
 from deepspeed.engine.compiling import EngineCompile, gathers_between_pieces
-from deepspeed.engine.efficiency import Efficiency, EfficiencyAccess
+from deepspeed.engine.efficiency import EfficiencyAccess
 from deepspeed.engine.flops import ProfiledStep
 from deepspeed.engine.forwarded import forwarded, forwarded_attribute
 from deepspeed.engine.inspection import EngineInspection
 from deepspeed.engine.loading import EngineLoading
 from deepspeed.engine.loss_scaling import LossScaling
-from deepspeed.engine.model_compression import pacing_of, schedule_of
 from deepspeed.engine.offloading import EngineOffload
 from deepspeed.engine.parts import EngineParts
 from deepspeed.engine.progress import ProgressLog, StepFacts
@@ -29,7 +28,6 @@ from deepspeed.engine.queries import EngineQueries
 from deepspeed.engine.reminders import hint_for, watch_other_optimizers
 from deepspeed.engine.reports import state_text, summary
 from deepspeed.engine.resuming import resume_from, subject_of
-from deepspeed.engine.rooms import EXPERT, is_loaded
 from deepspeed.engine.step_features import StepFeatures
 from deepspeed.engine.train_step import TrainStep
 from deepspeed.logging import log_dist, log_dist_once
@@ -70,8 +68,10 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
             parts.parsed.batch, parts.standing.data_size, is_counted=self._root.managed_gradient_accumulation
         )
         self._runtime: ZeroRuntime = parts.runtime
-        self._efficiency = Efficiency(self._root, parts.model, parts.runtime, self._batches.train_batch_size())
-        self.compression_scheduler = schedule_of(parts.model)
+        batch_size = self._batches.train_batch_size()
+        self._hooks = parts.features.hooks(parts.setup, parts.runtime, parts.groups, batch_size)
+        compression = self._hooks.get("deepspeed.compression.feature")
+        self.compression_scheduler = None if compression is None else compression.schedule
         self._updater: DeepSpeedZeroOptimizer | None = parts.make_optimizer(
             lambda loss, **options: self.backward(loss, **options), lambda: self._train_step.before_update()
         )
@@ -126,12 +126,7 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
 
     def _make_train_step(self) -> TrainStep:
         settings = self._root.flops_profiler
-        features = StepFeatures(
-            self._efficiency,
-            compression=self.compression_scheduler,
-            pacing=pacing_of(self.compression_scheduler, self._parts.groups.peers),
-            profiled=ProfiledStep(settings, self) if settings.enabled else None,
-        )
+        features = StepFeatures(self._hooks, profiled=ProfiledStep(settings, self) if settings.enabled else None)
         return TrainStep(
             self._runtime,
             self._updater,
@@ -176,14 +171,6 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
 
     # -- updates -----------------------------------------------------------------------------------------------------
 
-    def _expert_events(self) -> Sequence[tuple[str, float]]:
-        """The loads of expert layers, for the monitors."""
-        if not is_loaded(EXPERT):
-            return ()
-        from deepspeed.parallel.expert.loads import expert_events
-
-        return expert_events(self.module)
-
     def _report_step(self) -> None:
         if self._train_step.features.profiled is not None:  # before the times of this update are set to zero
             self._train_step.features.profiled.after_update(self.global_steps)
@@ -199,7 +186,7 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
                 lr=self.get_lr(),
                 norm=self.get_global_grad_norm(),
                 loss_scale=float(scaler.loss_scale) if scaler is not None else None,
-                more=self._expert_events() if self.monitor.writes else (),
+                more=self._hooks.events() if self.monitor.writes else (),
             )
         )
 

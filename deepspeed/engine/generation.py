@@ -1,44 +1,20 @@
-"""Whether an engine shall generate, and whether its model can."""
+"""Whether an engine's model can generate, and the cache that it generates with."""
 
 from __future__ import annotations
 
 import copy
 from typing import Any
 
-from torch import nn
+from typing_extensions import override
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.config.sections.root import Root
-from deepspeed.engine.rooms import is_pipeline
+from deepspeed.engine_feature import STAGES, Conflict, EngineFeature, EngineSetup
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist_once
 
 _ON_HOST = {"offloaded": None, "offloaded_static": "static"}
 """Transformers' caches that keep keys and values in host memory, with what they are where the model computes there."""
-
-
-def generates(root: Root) -> bool:
-    """Whether the configuration asks for an engine that generates."""
-    return root.hybrid_engine is not None and root.hybrid_engine.enabled
-
-
-def refuse_what_cannot_generate(root: Root, model: nn.Module) -> None:
-    """Whether the model can do what ``hybrid_engine`` asks for.
-
-    Raises:
-        DeepSpeedConfigError: It cannot.
-    """
-    if not generates(root):
-        return
-    if is_pipeline(model):
-        raise DeepSpeedConfigError(
-            "hybrid_engine.enabled: a pipeline does not generate; leave the section out, or the PipelineModule"
-        )
-    if not callable(getattr(model, "generate", None)):
-        raise DeepSpeedConfigError(
-            f"hybrid_engine.enabled: {type(model).__name__} has no method generate; give a model that generates, or "
-            "leave the section out"
-        )
 
 
 def with_cache(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -65,3 +41,38 @@ def with_cache(arguments: dict[str, Any]) -> dict[str, Any]:
     elif _ON_HOST[asked] is not None:
         made["cache_implementation"] = _ON_HOST[asked]
     return made
+
+
+def _generates(root: Root) -> bool:
+    return root.hybrid_engine is not None and root.hybrid_engine.enabled
+
+
+class Generation(EngineFeature):
+    """An engine that generates between its training steps."""
+
+    title = "hybrid engine"
+    setting = "hybrid_engine"
+    conflicts = (
+        Conflict(
+            "hybrid_engine.enabled",
+            lambda setup: _generates(setup.root),
+            STAGES,
+            "a pipeline does not generate",
+            "leave the section out, or the PipelineModule",
+        ),
+    )
+
+    @override
+    def refuse(self, setup: EngineSetup) -> None:
+        if _generates(setup.root) and not callable(getattr(setup.model, "generate", None)):
+            raise DeepSpeedConfigError(
+                f"hybrid_engine.enabled: {type(setup.model).__name__} has no method generate; give a model that "
+                "generates, or leave the section out"
+            )
+
+    @override
+    def engine_class(self, setup: EngineSetup) -> str | None:
+        return "deepspeed.engine.hybrid.DeepSpeedHybridEngine" if _generates(setup.root) else None
+
+
+FEATURE = Generation()

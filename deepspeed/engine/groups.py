@@ -148,9 +148,7 @@ def refuse_cut_tensors(
     """
     if not callable(getattr(optimizer, "attach_segments", None)):
         return
-    from deepspeed.ops.lamb import FusedLamb
-
-    adds_norms = type(optimizer) is FusedLamb and groups.other_parts is not None
+    adds_norms = vars(type(optimizer)).get("_adds_norms_of_parts", False) and groups.other_parts is not None
     parts = []
     for name, parameter in model.named_parameters():
         group = groups[groups.name_of(name, describe(name, parameter))]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from deepspeed import comm
 from deepspeed.comm.job.axes import island_groups
@@ -20,6 +21,7 @@ from deepspeed.comm.job.mpu import Standing
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.config.sections.communication_compression import Islands
 from deepspeed.config.sections.root import Root
+from deepspeed.engine_feature import SEQUENCE_RANKS, STAGES, TENSOR_RANKS, Conflict, EngineFeature, EngineSetup
 from deepspeed.errors import CheckpointError, DeepSpeedConfigError
 from deepspeed.logging import log_dist
 from deepspeed.zero.holder import address_of
@@ -91,14 +93,10 @@ def settle_islands(root: Root, ranks: Standing, model: nn.Module, device: torch.
         ranks: Where this rank stands in the job.
         model: Gets the values of the first island.
         device: Where masters are.
-
-    Raises:
-        DeepSpeedConfigError: They do not fit the ranks, or what else is asked for.
     """
     section = root.communication_compression.islands
     if section is None:
         return None
-    _refuse(section, root, ranks, model)
     if section.size == ranks.zero_size:
         log_dist("communication_compression.islands: one island of all ranks, which meets nobody")
         return None
@@ -129,17 +127,42 @@ def settle_islands(root: Root, ranks: Standing, model: nn.Module, device: torch.
     return found
 
 
-def _refuse(section: Islands, root: Root, ranks: Standing, model: nn.Module) -> None:
-    at = "communication_compression.islands"
+_SETTING = "communication_compression.islands"
+_WHY = "islands are cut out of ranks that are all data-parallel"
+
+
+class TrainingOnIslands(EngineFeature):
+    """Groups of ranks that train alone and meet seldom."""
+
+    title = "islands"
+    setting = _SETTING
+    conflicts = tuple(
+        Conflict(
+            _SETTING,
+            lambda setup: setup.root.communication_compression.islands is not None,
+            other,
+            _WHY,
+            "leave one of the two out",
+        )
+        for other in (STAGES, TENSOR_RANKS, SEQUENCE_RANKS)
+    )
+
+    @override
+    def refuse(self, setup: EngineSetup) -> None:
+        section = setup.root.communication_compression.islands
+        if section is not None:
+            _check_ranks(section, setup.root, setup.ranks, setup.model)
+
+
+def _check_ranks(section: Islands, root: Root, ranks: Standing, model: nn.Module) -> None:
+    """Raises where islands cannot be cut out of the ranks, or do not fit how ZeRO lays the model out."""
+    at = _SETTING
     if ranks.zero_size % section.size:
         raise DeepSpeedConfigError(
             f"{at}.size: {section.size} does not divide the number of data-parallel ranks, {ranks.zero_size}"
         )
-    if ranks.zero_group is not None or ranks.model_size > 1 or ranks.sequence_size > 1:
-        raise DeepSpeedConfigError(
-            f"{at}: islands are cut out of ranks that are all data-parallel; leave the mpu and the degrees of tensor, "
-            "pipeline and sequence parallelism out, or the islands"
-        )
+    if ranks.zero_group is not None or ranks.model_size > 1:
+        raise DeepSpeedConfigError(f"{at} with an mpu: {_WHY}; leave one of the two out")
     zero = root.zero_optimization
     for name in ("zero_hpz_partition_size", "mics_shard_size"):
         neighbours = getattr(zero, name)
@@ -163,3 +186,6 @@ def _refuse(section: Islands, root: Root, ranks: Standing, model: nn.Module) -> 
             f"{at}: the model's parameters are sharded over all ranks already (deepspeed.zero.Init, or an engine that "
             "had it before); build the model without"
         )
+
+
+FEATURE = TrainingOnIslands()

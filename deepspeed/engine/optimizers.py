@@ -17,7 +17,8 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 from deepspeed.ops.build import build_optimizer
 from deepspeed.ops.elementwise import OptimizerKind, is_elementwise
-from deepspeed.zero.placement import Placement
+from deepspeed.ops.flat import supports_flat_update, why_not_flat
+from deepspeed.zero.placement import Home, Placement
 from deepspeed.zero.update.masters import MasterBucket, MasterRun
 
 _UNUSABLE = (torch.optim.LBFGS, torch.optim.SparseAdam)
@@ -64,7 +65,7 @@ def exchange_parameters(given: Any, exchanged: Mapping[int, nn.Parameter]) -> An
 
 
 def choose_optimizer(
-    root: Root, model: nn.Module, optimizer: Any, model_parameters: Any, *, on_host: bool = False
+    root: Root, model: nn.Module, optimizer: Any, model_parameters: Any, placement: Placement
 ) -> torch.optim.Optimizer | None:
     """The torch optimizer: the client's instance, what its callable returns, the configured one, or None.
 
@@ -73,7 +74,7 @@ def choose_optimizer(
         model: The model.
         optimizer: What the caller gave.
         model_parameters: What the caller gave.
-        on_host: The update runs on the host, so a configured optimizer is of the CPU kind.
+        placement: Where masters live: where they are updated on the host, a configured optimizer is of the CPU kind.
 
     Raises:
         DeepSpeedConfigError: The client's object is neither, or a parameter is not the model's or occurs twice.
@@ -97,13 +98,13 @@ def choose_optimizer(
         )
     elif root.optimizer is not None and root.optimizer.type is not None:
         groups = model_parameter_groups(model, model_parameters)
-        if root.optimizer.type == "Muon":
-            from deepspeed.ops.muon import set_optimizer_flags
-
-            set_optimizer_flags(root, model)
         chosen = (
             build_optimizer(
-                root.optimizer.type, dict(root.optimizer.params), groups, offload=on_host, may_be_empty=may_be_empty
+                root.optimizer.type,
+                dict(root.optimizer.params),
+                groups,
+                offload=placement.master_home is not Home.DEVICE,
+                may_be_empty=may_be_empty,
             )
             if groups or may_be_empty
             else None
@@ -138,6 +139,25 @@ def _check_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
                     "expected a real dtype, in which gradients are combined and masters kept. Make the parameter real "
                     "(torch.view_as_real of the weight) and use torch.view_as_complex in forward, or freeze it"
                 )
+
+
+def check_optimizer(placement: Placement, optimizer: torch.optim.Optimizer | None) -> None:
+    """Raises where an optimizer cannot update masters in files, and where there is none whose states could be sharded.
+
+    Raises:
+        DeepSpeedConfigError: Says which, and what to change.
+    """
+    if placement.master_home is Home.FILE and optimizer is not None and not supports_flat_update(optimizer):
+        raise DeepSpeedConfigError(
+            f'zero_optimization.offload_optimizer.device "nvme" with the optimizer {type(optimizer).__name__}: files '
+            f"pass through memory piece by piece, which its step cannot follow ({why_not_flat(optimizer)}). Use one of "
+            'this package, or torch\'s Adam, AdamW, Adagrad or SGD without that, or device "cpu"'
+        )
+    if optimizer is None and placement.shard_master and not placement.shard_params:
+        raise DeepSpeedConfigError(
+            f"zero_optimization.stage {placement.stage} shards optimizer states, but there is no optimizer; give "
+            "initialize an optimizer or an `optimizer` section, or use stage 0, or stage 3 to shard the parameters"
+        )
 
 
 def needs_whole_tensors(optimizer: torch.optim.Optimizer, placement: Placement, root: Root) -> bool:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
+from deepspeed import comm
 from deepspeed.comm.job.declared_groups import Claim
+from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mpu import Standing
 from deepspeed.config import ParsedConfig
+from deepspeed.engine.features import FeatureSet
 from deepspeed.engine.islands import Archipelago
+from deepspeed.engine.optimizers import exchange_parameters
+from deepspeed.engine_feature import EngineSetup
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.offload.homes import OffloadHomes
 from deepspeed.precision.policy import PrecisionPolicy, create_loss_scaler
@@ -42,6 +47,18 @@ class Client:
     mesh_param: Any
     collate_fn: Any
 
+    def with_parameters(self, exchanged: Iterable[Mapping[int, nn.Parameter]]) -> Client:
+        """Returns the same with new parameters in the optimizer and in the groups of parameters.
+
+        Args:
+            exchanged: One after the other: new parameters by the ``id`` of those whose places they took.
+        """
+        optimizer, parameters = self.optimizer, self.model_parameters
+        for mapping in exchanged:
+            optimizer = exchange_parameters(optimizer, mapping)
+            parameters = exchange_parameters(parameters, mapping)
+        return replace(self, optimizer=optimizer, model_parameters=parameters)
+
 
 @dataclass
 class EngineParts:
@@ -50,6 +67,8 @@ class EngineParts:
     client: Client
     model: nn.Module
     parsed: ParsedConfig
+    features: FeatureSet
+    setup: EngineSetup
     precision: PrecisionPolicy
     placement: Placement
     homes: OffloadHomes
@@ -59,12 +78,12 @@ class EngineParts:
     driver: UpdateDriver
     device: torch.device
     groups: Groups
-    claim: Claim
     standing: Standing
     islands: Archipelago | None
     local_rank: int
-    global_rank: int
-    world_size: int
+    global_rank: int = field(default_factory=comm.get_rank)
+    world_size: int = field(default_factory=comm.get_world_size)
+    claim: Claim = field(default_factory=lambda: Job.current().declared.claim())
 
     def make_optimizer(
         self, backward: Callable[..., Any], before_update: Callable[[], None]

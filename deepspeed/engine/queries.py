@@ -13,7 +13,6 @@ from deepspeed.comm.job.mesh import OTHER_PARTS
 from deepspeed.engine.batches import Batches
 from deepspeed.engine.parts import EngineParts
 from deepspeed.engine.reports import memory_rows, precision_rows
-from deepspeed.engine.rooms import EXPERT, is_loaded
 from deepspeed.precision.policy import PrecisionPolicy
 from deepspeed.zero.access.whole_buckets import iter_full
 from deepspeed.zero.runtime import ZeroRuntime
@@ -159,11 +158,7 @@ class EngineQueries:
     @property
     def moe_layers(self) -> list[Any]:
         """The expert layers, in the order of the model."""
-        if not is_loaded(EXPERT):
-            return []
-        from deepspeed.parallel.expert.prepare import expert_layers
-
-        return [layer for _, layer in expert_layers(self._parts.model)]
+        return [module for module in self._parts.model.modules() if getattr(type(module), "_is_expert_layer", False)]
 
     @property
     def gate_modules(self) -> list[Any]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from deepspeed.checkpoint.subject import COUNTERS, Subject
 from deepspeed.release import VERSION
@@ -31,22 +29,21 @@ def subject_of(engine: EngineBase) -> Subject:
         dp_world_size=engine._parts.standing.zero_size,
         model_size=engine._parts.standing.model_size,
         version=VERSION,
-        token_schedule=engine._efficiency.token_schedule,
+        token_schedule=engine.random_ltd_scheduler,
         compression=engine.compression_scheduler,
         use_fp32_weights=engine._root.zero_optimization.load_from_fp32_weights,
         renamings=functools.partial(_renamings, engine.module),
     )
 
 
-def _renamings(model: nn.Module) -> list[dict[str, str]]:
+def _renamings(model: Any) -> list[dict[str, str]]:
     """Returns beginnings of names in checkpoints of other kinds of ``model``, to its own.
 
     A pipeline that was made of a Transformers model has the weights of that model, and the other way round.
     """
-    from deepspeed.parallel.pipe.module import PipelineModule
     from deepspeed.parallel.pipe.transformers_models import pipeline_names
 
-    if isinstance(model, PipelineModule):
+    if getattr(model, "is_pipeline", False):
         names = {whole: own for own, whole in model.names_in_transformers().items()}
     else:
         names = pipeline_names(model)
@@ -58,9 +55,7 @@ def resume_from(engine: EngineBase, loaded: Loaded) -> None:
     for name, value in loaded.counters.items():
         setattr(engine, name, value)
     engine._batches.count_anew()
-    engine._efficiency.at(engine.global_steps)
-    if engine.compression_scheduler is not None:
-        engine.compression_scheduler.at(engine.global_steps - engine.skipped_steps)
+    engine._hooks.resume(engine.global_steps, engine.skipped_steps)
     if engine._updater is not None:
         engine._updater.steps = engine.global_steps
     engine.loaded_checkpoint_dp_world_size = loaded.world_size

@@ -2,21 +2,54 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.job.mpu import Standing
 from deepspeed.config.sections.root import Root
+from deepspeed.engine.compiling import gathers_between_pieces, refuse_whole_graphs
 from deepspeed.engine.optimizers import needs_whole_tensors
 from deepspeed.engine.zero_plus_plus import steps_until_reset
+from deepspeed.engine_feature import EngineSetup
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.offload.homes import OffloadHomes
-from deepspeed.precision.policy import PrecisionPolicy
+from deepspeed.offload.homes import OffloadHomes, placement_of
+from deepspeed.precision.policy import PrecisionPolicy, dtype_of_name
+from deepspeed.precision.support import check_device
 from deepspeed.zero.gather.schedule import GatherLimits
 from deepspeed.zero.gradient.reduction_policy import ReductionPolicy
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.runtime_options import RuntimeOptions
 from deepspeed.zero.tiling.layout import Limits
 from deepspeed.zero.update.loop import state_itemsizes
+
+
+def precision_for(setup: EngineSetup) -> PrecisionPolicy:
+    """Returns the dtypes of the configuration.
+
+    Raises:
+        DeepSpeedConfigError: The device does not have one of them.
+    """
+    root = setup.root
+    precision = PrecisionPolicy.from_config(root, get_accelerator(), setup.model)
+    check_device(precision)
+    is_shared = setup.ranks.sequence_size > 1
+    if is_shared and precision.compute_dtype is not None and precision.communication_dtype is None:
+        return replace(precision, communication_dtype=dtype_of_name(root.seq_parallel_communication_data_type))
+    return precision
+
+
+def placement_for(setup: EngineSetup) -> Placement:
+    """Returns where model states live, as the configuration says it.
+
+    Raises:
+        DeepSpeedConfigError: The model was compiled into one graph, and parameters are gathered between its parts.
+    """
+    placement = placement_of(setup.root.zero_optimization, setup.ranks.zero_size)
+    if gathers_between_pieces(placement, setup.ranks.zero_size):
+        refuse_whole_graphs(setup.model)
+    return placement
 
 
 def gradient_divisor(root: Root, ranks: Standing) -> int:

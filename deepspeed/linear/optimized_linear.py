@@ -85,6 +85,8 @@ class LoRAOptimizedLinear(nn.Module):
         lora_scaling_factor: ``alpha / r``.
     """
 
+    _ds_features = ("deepspeed.linear.feature",)
+
     def __init__(
         self, plain: nn.Module, lora_config: LoRAConfig, quantization_config: QuantizationConfig | None = None
     ) -> None:

@@ -47,6 +47,7 @@ LAYERS = (
     Layer("models of the Transformers library", ("models",)),
     Layer("configuration", ("config",)),
     Layer("device and communication", ("accelerator", "comm")),
+    Layer("the base class of features that the engine asks for by name", ("engine_feature",)),
     Layer("optimizers: plain tensors, no sharding; zero drives them", ("ops", "precision", "schedulers")),
     Layer("ZeRO", ("zero",)),
     Layer("other homes for shards, data, recomputation", ("offload", "data", "dropping", "activation_checkpointing")),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,8 +9,7 @@ from typing import Any
 import torch
 
 from deepspeed.comm.codecs.codec import Codec
-
-initializing = importlib.import_module("deepspeed.engine.initialize")  # the package has the function under this name
+from deepspeed.engine import grouping
 
 
 class Rounding(Codec):
@@ -38,13 +36,13 @@ class Rounding(Codec):
 @contextmanager
 def travelling_rounded(gather: Codec | None, reduce: Codec | None) -> Iterator[None]:
     """Engines that are made inside carry parameters and gradients so."""
-    original = initializing.create_groups
+    original = grouping.create_groups
 
     def create(*args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs).coded(gather, reduce)
 
-    initializing.create_groups = create
+    grouping.create_groups = create
     try:
         yield
     finally:
-        initializing.create_groups = original
+        grouping.create_groups = original

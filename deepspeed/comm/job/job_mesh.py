@@ -38,7 +38,7 @@ class JobMesh:
         timeout: How long to wait for the other ranks.
 
     Attributes:
-        cut_over: Ranks over which parameters that are ``DTensor`` objects are cut; 1 without any.
+        has_dtensors: The model has parameters that are ``DTensor`` objects, or had until an engine took them.
         decides_together: Torch process group of the ranks on it. None: all; an mpu may know some ranks only.
 
     Raises:
@@ -59,7 +59,7 @@ class JobMesh:
             self._asked = standing(mpu)
             said["the mpu"] = _mesh_of_groups(mpu, self._asked, timeout)
         cut_over = ranks_of_dtensors(model)
-        self.cut_over = len(cut_over or [0])
+        self.has_dtensors = cut_over is not None
         if cut_over is not None and not said:
             said["the model"] = mesh_of_dtensors(cut_over)
         if len(set(said.values())) > 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
 
 from deepspeed.config.codec_names import GRADIENT_CODECS, PLAIN_CODECS
 from deepspeed.config.section import Section, key
@@ -20,6 +20,8 @@ else:
 
 class Islands(Section):
     """Groups of neighbouring ranks that train alone and meet every so many updates (DiLoCo)."""
+
+    _feature: ClassVar[str] = "deepspeed.engine.islands"
 
     size: Int = key(1, "Ranks of an island; divides the data-parallel ranks.", unit="ranks", above=0)
     sync_every: Int = key(100, "Updates between two meetings, skipped ones included.", unit="updates", above=0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from deepspeed.config.section import Section, key
 from deepspeed.config.sections.quantization import MixedQuantize, QuantType
@@ -191,6 +191,8 @@ class HeadPruning(Section):
 
 class CompressionTraining(Section):
     """Quantization, pruning and layer reduction during training (removed upstream in 0.19.8)."""
+
+    _feature: ClassVar[str] = "deepspeed.compression.feature"
 
     layer_reduction: LayerReduction | None = key(None, "Fewer layers.", removed="0.19.8")
     weight_quantization: WeightTechnique | None = key(None, "Quantized weights.", removed="0.19.8")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from deepspeed.config.section import Section, key
 from deepspeed.config.types import AnyCase, Bool, FilePath, Float, Int, IntList
@@ -56,6 +56,8 @@ class CurriculumSampling(Section):
 
 class DynamicBatching(Section):
     """Batches by number of tokens."""
+
+    _feature: ClassVar[str] = "deepspeed.data.batching.feature"
 
     enabled: Bool = key(False, "Batches by number of tokens.")
     metrics_path: FilePath = key(
@@ -111,6 +113,8 @@ class LayerTokenLr(Section):
 class RandomLtd(Section):
     """Random layerwise token dropping."""
 
+    _feature: ClassVar[str] = "deepspeed.dropping.feature"
+
     enabled: Bool = key(False, "Drop tokens.")
     total_layer_num: Int | None = key(None, "Layers.", unit="layers", above=0)
     random_ltd_layer_num: Int | None = key(None, "Layers that drop; length of the list.", unit="layers", above=0)
@@ -145,6 +149,8 @@ class DataEfficiency(Section):
 class CurriculumLearning(Section):
     """Curriculum learning in the format of releases up to 0.19.6."""
 
+    _feature: ClassVar[str] = "deepspeed.data.curriculum.feature"
+
     enabled: Bool = key(False, "Grow the sequence length.", removed="0.19.8")
     curriculum_type: Annotated[Literal["seqlen"] | None, AnyCase] = key(None, "What grows.")
     min_difficulty: Int | None = key(None, "Length at the start.", unit="tokens", above=0)
@@ -155,6 +161,8 @@ class CurriculumLearning(Section):
 
 class ProgressiveLayerDropSection(Section):
     """Layers dropped at random, more of them as training goes on (removed upstream in 0.19.8)."""
+
+    _feature: ClassVar[str] = "deepspeed.dropping.feature"
 
     enabled: Bool = key(False, "Drop layers.", removed="0.19.8")
     theta: Float = key(0.5, "Share kept in the end.", minimum=0, maximum=1)

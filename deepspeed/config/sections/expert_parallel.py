@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from deepspeed.config.section import Section, key
 from deepspeed.config.types import AnyCase, Bool, Float, FloatOrAuto, Int, IntOrAuto
@@ -14,6 +14,8 @@ _ONE_WAY = "there is one way of doing it"
 
 class ExpertParallel(Section):
     """Expert parallelism for models that were not written for it (AutoEP)."""
+
+    _feature: ClassVar[str] = "deepspeed.parallel.expert.feature"
 
     enabled: Bool = key(False, "Spread the experts of the model over ranks.")
     autoep_size: Int = key(1, "Degree; divides the ranks of a stage and the number of experts.", unit="ranks", above=0)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from deepspeed.config.section import Section, key
 from deepspeed.config.types import Bool, Int
 
 
 class HybridEngine(Section):
     """An engine which trains and generates, for reinforcement learning."""
+
+    _feature: ClassVar[str] = "deepspeed.engine.generation"
 
     enabled: Bool = key(False, "Build that engine.")
     max_out_tokens: Int = key(512, "Length of the cache.", unit="tokens", above=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from deepspeed.config.section import Section, key
@@ -21,6 +22,10 @@ class Optimizer(Section):
     legacy_fusion: Bool = key(
         False, "The old fused fp16 wrapper.", no_effect="one wrapper serves all optimizers", removed="0.19.8"
     )
+
+    def _own_features(self) -> Iterator[str]:
+        if self.type == "Muon":
+            yield "deepspeed.ops.muon.feature"
 
 
 def lr(default: float) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from deepspeed.config.section import Section, key
 from deepspeed.config.types import Bool, Int, IntOrAuto
 
@@ -11,6 +13,8 @@ _OWN_PEER = "each tensor-parallel rank sends what it has to its own peer on the 
 
 class PipelineSection(Section):
     """Settings of pipeline modules (``deepspeed.pipe.PipelineModule``); other models do not read them."""
+
+    _feature: ClassVar[str] = "deepspeed.parallel.pipe.feature"
 
     schedule: str | None = key(
         None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator
 
@@ -23,6 +23,8 @@ class QuantizedWeightGroup(Section):
 
 class WeightQuantization(Section):
     """Weight-only quantization. The section's presence turns it on unless enabled is false."""
+
+    _feature: ClassVar[str] = "deepspeed.linear.feature"
 
     enabled: Bool = key(True, "Quantize weights.")
     quantized_initialization: QuantizedWeightGroup = key(
@@ -72,6 +74,8 @@ class QuantizeAlgo(Section):
 class EigenvalueSection(Section):
     """Eigenvalues of blocks' Hessians, which pace widths that fall (removed upstream in 0.19.8)."""
 
+    _feature: ClassVar[str] = "deepspeed.compression.feature"
+
     enabled: Bool = key(False, "Stretch a block's period by 1 + floor(4 eigenvalue / largest).", removed="0.19.8")
     verbose: Bool = key(False, "Log the eigenvalues.")
     max_iter: Int = key(100, "Most products with the Hessian for a block.", above=0)
@@ -85,6 +89,8 @@ class EigenvalueSection(Section):
 
 class QuantizeTraining(Section):
     """Quantized training in the format of releases up to 0.6.7."""
+
+    _feature: ClassVar[str] = "deepspeed.compression.feature"
 
     enabled: Bool = key(False, "Quantize while training.", removed="0.6.8")
     quantize_bits: QuantizeBits = key(None, "Widths.", factory=QuantizeBits)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from deepspeed.config.section import Section, key
 from deepspeed.config.types import AnyCase, Bool, Int
@@ -10,6 +10,8 @@ from deepspeed.config.types import AnyCase, Bool, Int
 
 class SequenceParallel(Section):
     """What the ranks of ``sequence_parallel_size`` do; not upstream, where there is no such section."""
+
+    _feature: ClassVar[str] = "deepspeed.parallel.sequence.feature"
 
     mode: Annotated[Literal["ulysses", "ring", "both"], AnyCase] = key(
         "ulysses",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from deepspeed.config.section import Section, key
 from deepspeed.config.types import AnyCase, Bool, Int, IntList
@@ -31,6 +31,8 @@ KEYS_OF_MODE: dict[str, tuple[str, ...]] = {
 
 class SparseAttention(Section):
     """Block-sparse attention (removed upstream in 0.19.8)."""
+
+    _feature: ClassVar[str] = "deepspeed.ops.sparse_attention.feature"
 
     apply_to: Annotated[Literal["program", "model"], AnyCase] = key(
         "program",

@@ -49,6 +49,8 @@ class FusedLamb(KeepsStateDtypes):
         NotYetSupportedError: ``max_grad_norm`` is above 0.
     """
 
+    _adds_norms_of_parts = True  # not of classes derived from it
+
     def __init__(
         self,
         params: ParamsT,

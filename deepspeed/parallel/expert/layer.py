@@ -50,6 +50,9 @@ class MOELayer(nn.Module):
         time_salltoall: And in that of what experts made of them.
     """
 
+    _is_expert_layer = True
+    _ds_features = ("deepspeed.parallel.expert.feature",)
+
     def __init__(
         self,
         gate: TopKGate,

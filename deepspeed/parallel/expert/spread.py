@@ -15,6 +15,7 @@ from torch import nn
 
 from deepspeed.comm.job.job import Job
 from deepspeed.comm.job.mesh import EXPERT
+from deepspeed.engine_feature import mark
 from deepspeed.give_base import give_base
 from deepspeed.models.stacked_experts import parts_of, routes_in, stacked_weights
 from deepspeed.parallel.expert.balance import Balance
@@ -54,6 +55,7 @@ def spread_of(module: nn.Module) -> Spread | None:
 def spread(module: nn.Module, state: Spread) -> None:
     """Makes ``module``, which has its part of the weights by now, run its experts where they are."""
     module.__dict__[_STATE] = state
+    mark(module, "deepspeed.parallel.expert.feature")
     give_base(module, _TakesAll if state.takes_all else _TakesChosen)
 
 

@@ -89,6 +89,9 @@ class PipelineModule(PlainAttributes, nn.Module):
     """
 
     is_pipeline = True
+    _engine_class = "deepspeed.engine.pipeline.PipelineEngine"
+    # Stages of other ranks may have expert layers, and all ranks make the groups together.
+    _ds_features = ("deepspeed.parallel.pipe.feature", "deepspeed.parallel.expert.feature")
     holds_blocks = True  # each layer is a unit that ZeRO gathers at once
 
     def __init__(

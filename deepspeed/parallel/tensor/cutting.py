@@ -17,6 +17,7 @@ from deepspeed.comm.job.world import rank_in
 from deepspeed.comm.transports.channel import Channel
 from deepspeed.comm.transports.transport import Transport
 from deepspeed.config.sections.tensor_parallel import TensorParallel
+from deepspeed.engine_feature import mark
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 from deepspeed.models.anatomy import output_head
@@ -106,6 +107,7 @@ def cut_model(model: nn.Module, section: TensorParallel, mesh: Mesh, device: tor
         cut_sequences(model, sequences, channel)
     _use_parallel_loss(model, section, layout, channel)
     setattr(model, CUT, made)
+    mark(model, "deepspeed.parallel.tensor.feature")
     log_dist(f"tensor parallelism over {size} ranks:\n{describe(layout)}")
     if rehearsal is not None:
         rehearsal.after(model, channel)

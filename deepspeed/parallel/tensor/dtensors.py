@@ -21,6 +21,7 @@ from deepspeed.comm.job.mesh import TENSOR, Mesh
 from deepspeed.comm.job.mesh_sources import TAKEN
 from deepspeed.comm.job.world import rank_in
 from deepspeed.comm.watch.trace_points import Waypoints
+from deepspeed.engine_feature import mark
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist
 from deepspeed.parallel.tensor.batches import BatchCheck, same_random_states
@@ -106,6 +107,7 @@ def adopt_dtensors(model: nn.Module, mesh: Mesh, device: torch.device) -> dict[i
     BatchCheck(channel).attach(model)
     setattr(model, TAKEN, tuple(ranks))
     setattr(model, CUT, CutModel(channel, Layout(channel.size)))
+    mark(model, "deepspeed.parallel.tensor.feature")
     return exchanged
 
 

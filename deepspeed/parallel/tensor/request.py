@@ -12,6 +12,7 @@ from deepspeed.comm.job.world import is_initialized, rank_in
 from deepspeed.comm.start.process_group import get_all_ranks_from_group
 from deepspeed.config.sections.root import Root
 from deepspeed.config.sections.tensor_parallel import TensorParallel
+from deepspeed.engine_feature import mark
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import log_dist_once
 
@@ -68,6 +69,7 @@ def tp_model_init(
     if known is not None and known != made:
         raise DeepSpeedConfigError(f"tp_model_init: it was called before, with {known}; now with {made}. Call it once")
     model.__dict__[_REQUEST] = made
+    mark(model, "deepspeed.parallel.tensor.feature")
     return model
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
+from deepspeed.config.sections.zero import LeafModule
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.logging import logger
 
@@ -175,3 +176,17 @@ def _flag_names(
     for module in found.values():
         set_z3_leaf_module(module, flag)
     return list(found.values()), missing
+
+
+def mark_configured_leaves(model: nn.Module, section: LeafModule) -> None:
+    """Marks the modules that ``zero_optimization.leaf_module`` names.
+
+    Raises:
+        DeepSpeedConfigError: A class, name or suffix fits no module.
+    """
+    missing = mark_leaf_modules(model, classes=section.classes, names=section.names, suffixes=section.name_suffixes)
+    if missing:
+        raise DeepSpeedConfigError(
+            f"zero_optimization.leaf_module: no module fits {', '.join(missing)}; names and name_suffixes are compared "
+            "with those that model.named_modules() gives"
+        )

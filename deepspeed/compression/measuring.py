@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from deepspeed.comm.transports.transport import LocalTransport, Reduction, Transport, transfer_key
+from deepspeed.compression.pacing import Pace
 from deepspeed.errors import CallOrderError
-
-if TYPE_CHECKING:
-    from deepspeed.compression.pacing import Pace
 
 _BUCKET = (1 << 15) - 2  # a number that no bucket has
 
 
 class EnginePacing:
-    """Of one engine.
+    """Measures eigenvalues for one engine.
 
     Args:
         pace: The model's.

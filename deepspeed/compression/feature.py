@@ -1,0 +1,242 @@
+"""What the engine does for compression: refuses what does not fit, and advances the schedule of a prepared model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from deepspeed.comm.transports.transport import Transport
+from deepspeed.compression.eigenvalue import blocks_of
+from deepspeed.compression.installing import compress, techniques_on
+from deepspeed.compression.measuring import EnginePacing
+from deepspeed.compression.pacing import set_pace
+from deepspeed.compression.report import compressed_layers
+from deepspeed.compression.scheduler import compression_scheduler
+from deepspeed.compression.settings import is_on
+from deepspeed.config.sections.compression import CompressionTraining
+from deepspeed.config.sections.quantization import EigenvalueSection, QuantizeTraining
+from deepspeed.config.sections.root import Root
+from deepspeed.engine_feature import (
+    EXPERTS,
+    ISLANDS,
+    SEQUENCE_RANKS,
+    STAGE_3,
+    STAGES,
+    TENSOR_RANKS,
+    Conflict,
+    EngineFeature,
+    EngineHooks,
+    EngineSetup,
+)
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.logging import log_dist
+from deepspeed.zero.group import Groups
+
+
+def _is_prepared(model: nn.Module) -> bool:
+    """Returns whether ``init_compression`` has prepared the model."""
+    return any(techniques_on(module) is not None for module in model.modules())
+
+
+def _is_older(root: Root) -> bool:
+    return root.quantize_training is not None and root.quantize_training.enabled
+
+
+def _eigenvalue_of(root: Root) -> EigenvalueSection | None:
+    """Returns the section ``eigenvalue`` that is on: inside ``quantize_training``, or that of the top level."""
+    inside = None if root.quantize_training is None else root.quantize_training.eigenvalue
+    return next((section for section in (inside, root.eigenvalue) if section is not None and section.enabled), None)
+
+
+def _paces(setup: EngineSetup) -> bool:
+    return _eigenvalue_of(setup.root) is not None
+
+
+def _is_cut_by_configuration(setup: EngineSetup) -> bool:
+    is_compressed = _is_older(setup.root) or _is_prepared(setup.model)
+    return is_compressed and setup.root.tensor_parallel.autotp_size > 1
+
+
+class CompressionHooks(EngineHooks):
+    """The schedule of one engine's compressed model, and its measurements of eigenvalues.
+
+    Args:
+        schedule: Of the model.
+        peers: The ranks that see other samples.
+    """
+
+    def __init__(self, schedule: compression_scheduler, peers: Transport) -> None:
+        self.schedule = schedule
+        self._pacing = None if schedule.pace is None else EnginePacing(schedule.pace, peers)
+
+    @property
+    @override
+    def needs_graph(self) -> bool:
+        return self._pacing is not None
+
+    @property
+    @override
+    def runs_backward(self) -> bool:
+        return self._pacing is not None and self._pacing.is_measuring
+
+    @override
+    def before_backward(self, loss: torch.Tensor, scale: float, global_steps: int) -> None:
+        if self._pacing is not None:
+            self._pacing.before_backward(loss, scale, global_steps, self.schedule.training_steps)
+
+    @override
+    def before_update(self, global_steps: int, *, has_run_backward: bool) -> None:
+        if self._pacing is not None and has_run_backward:
+            self._pacing.before_update(global_steps, self.schedule.training_steps)
+        self.schedule.before_update()
+
+    @override
+    def after_update(self, global_steps: int, *, was_skipped: bool) -> None:
+        if not was_skipped:
+            self.schedule.step()
+
+    @override
+    def resume(self, global_steps: int, skipped_steps: int) -> None:
+        self.schedule.at(global_steps - skipped_steps)
+
+
+class Compression(EngineFeature):
+    """Weights and activations of few bits, and pruning, in training."""
+
+    title = "compression in training"
+    setting = "compression_training, quantize_training, eigenvalue"
+    conflicts = (
+        Conflict(
+            "compression_training",
+            _is_cut_by_configuration,
+            TENSOR_RANKS,
+            "layers that are compressed cannot be cut over ranks",
+            "set autotp_size to 1 and use ZeRO, which compression works with at every stage",
+        ),
+        Conflict(
+            "quantize_training.enabled",
+            lambda setup: _is_older(setup.root),
+            STAGES,
+            "it is an older section for whole models",
+            "say it by compression_training.weight_quantization instead",
+        ),
+        Conflict(
+            "eigenvalue.enabled",
+            _paces,
+            SEQUENCE_RANKS,
+            "attention between ranks has no second derivative",
+            "set it to false, or set sequence_parallel_size to 1",
+        ),
+        Conflict(
+            "eigenvalue.enabled",
+            _paces,
+            STAGE_3,
+            "second derivatives need whole parameters while the graph is alive",
+            "set the stage to 2 or less, or eigenvalue.enabled to false",
+        ),
+        Conflict(
+            "eigenvalue.enabled",
+            _paces,
+            ISLANDS,
+            "each island would have bits of its own",
+            "leave one of the two out",
+        ),
+        Conflict(
+            "eigenvalue.enabled",
+            _paces,
+            EXPERTS,
+            "no rank has a whole block",
+            "keep whole experts on every rank, or set eigenvalue.enabled to false",
+        ),
+    )
+
+    @override
+    def refuse(self, setup: EngineSetup) -> None:
+        root, model = setup.root, setup.model
+        is_prepared = _is_prepared(model)
+        if root.compression_training is not None and is_on(root.compression_training) and not is_prepared:
+            _explain_unprepared(model)
+        if _is_older(root) and is_prepared:
+            raise DeepSpeedConfigError(
+                "quantize_training.enabled: the model is prepared by init_compression already; say it by "
+                "compression_training.weight_quantization instead"
+            )
+        section = _eigenvalue_of(root)
+        if section is not None:
+            _check_blocks(root, section, model)
+
+    @override
+    def reshape(self, setup: EngineSetup) -> Mapping[int, nn.Parameter]:
+        section = setup.root.quantize_training
+        if section is not None and section.enabled:
+            _quantize_in_training(section, setup.model)
+        if _is_prepared(setup.model):  # eigenvalue: bits fall later in blocks with large ones
+            set_pace(setup.model, _eigenvalue_of(setup.root))
+        return {}
+
+    @override
+    def hooks(self, setup: EngineSetup, runtime: Any, groups: Groups, batch_size: int) -> EngineHooks | None:
+        if not _is_prepared(setup.model):
+            return None
+        return CompressionHooks(compression_scheduler(setup.model), groups.peers)
+
+
+def _explain_unprepared(model: nn.Module) -> None:
+    """Raises for a model that nobody has prepared; warns where ``redundancy_clean`` has finished it."""
+    if not hasattr(model, "compression_report"):
+        raise DeepSpeedConfigError(
+            "compression_training: its techniques are on, but the model is not prepared for them; call "
+            "model = deepspeed.compression.init_compression(model, config) before the optimizer and initialize"
+        )
+    log_dist(
+        "compression_training: redundancy_clean has finished this model, so nothing of the section acts",
+        level=logging.WARNING,
+    )
+
+
+def _check_blocks(root: Root, section: EigenvalueSection, model: nn.Module) -> None:
+    """Raises where no weight in the blocks of the section has bits that fall."""
+    blocks = blocks_of(model, section.layer_name, section.layer_num)
+    bits = root.quantize_training.quantize_bits if _is_older(root) and root.quantize_training is not None else None
+    schedules = [
+        techniques.rounding.schedule
+        for block in blocks.values()
+        for _, techniques in compressed_layers(block)
+        if techniques.rounding is not None
+    ]
+    falls = any(schedule.start > schedule.target for schedule in schedules)
+    if not (falls or (bits is not None and bits.start_bits > bits.target_bits)):
+        raise DeepSpeedConfigError(
+            f"eigenvalue.enabled: no weight in the blocks of {section.layer_name!r} has bits that fall; enable "
+            "quantize_training, or compression_training.weight_quantization with quantize_weight_in_forward false and "
+            "start_bits above target_bits, or set eigenvalue.enabled to false"
+        )
+
+
+def _quantize_in_training(section: QuantizeTraining, model: nn.Module) -> None:
+    """Gives every weight of the model bits that fall, as by ``compression_training``."""
+    shared = {
+        "enabled": True,
+        "schedule_offset": section.quantize_schedule.schedule_offset,
+        "quantize_groups": section.quantize_groups,
+        "quantization_type": section.quantize_algo.q_type,
+        "rounding": section.quantize_algo.rounding,
+        "quantize_weight_in_forward": False,
+        "fp16_mixed_quantize": section.fp16_mixed_quantize.model_dump(),
+    }
+    params = {
+        "start_bits": section.quantize_bits.start_bits,
+        "target_bits": section.quantize_bits.target_bits,
+        "quantization_period": section.quantize_schedule.quantize_period,
+    }
+    groups = {"quantize_training": {"params": params, "modules": ["*"]}}
+    technique = {"shared_parameters": shared, "different_groups": groups}
+    compress(model, CompressionTraining.model_validate({"weight_quantization": technique}))
+
+
+FEATURE = Compression()

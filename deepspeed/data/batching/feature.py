@@ -1,0 +1,30 @@
+"""What the engine does for ``data_sampling.dynamic_batching``: loads batches of about as many tokens each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typing_extensions import override
+
+from deepspeed.data.batching.loading import get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed
+from deepspeed.engine_feature import EngineFeature
+
+
+class BatchesByTokens(EngineFeature):
+    """Batches of about equally many tokens, with learning rates for their sizes."""
+
+    title = "batches by tokens"
+    setting = "data_efficiency.data_sampling.dynamic_batching"
+
+    @override
+    def finish(self, engine: Any, training_data: Any) -> None:
+        is_on = engine.data_sampling_enabled() and engine.data_sampling_config().dynamic_batching.enabled
+        if training_data is None or not is_on:
+            return
+        loader, scheduler, _ = get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(training_data, engine)
+        engine.training_dataloader, engine.lr_scheduler = loader, scheduler
+        if hasattr(type(engine), "set_dataloader"):  # of pipelines
+            engine.set_dataloader(loader)
+
+
+FEATURE = BatchesByTokens()

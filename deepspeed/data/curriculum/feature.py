@@ -1,0 +1,107 @@
+"""What the engine does for ``curriculum_learning``: a difficulty by the step, which forwards may get as a length."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch import nn
+from typing_extensions import override
+
+from deepspeed.config.sections.root import Root
+from deepspeed.data.curriculum.scheduler import CurriculumScheduler, settings_of
+from deepspeed.engine_feature import SEQUENCE_RANKS, Conflict, EngineFeature, EngineHooks, EngineSetup, takes_keyword
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.logging import log_dist
+
+SEQUENCE_LENGTH = "curriculum_seqlen"
+"""The keyword by which a forward gets the length to which it shall cut its inputs."""
+
+
+def _hands_over_lengths(root: Root) -> bool:
+    """Returns whether training forwards get the length to which they shall cut their inputs."""
+    section = root.curriculum_learning
+    return section is not None and section.enabled and section.curriculum_type == "seqlen"
+
+
+class CurriculumHooks(EngineHooks):
+    """The difficulty of one engine's forwards.
+
+    Args:
+        curriculum: Its schedule.
+        hands_over_length: Training forwards get the difficulty as their length.
+    """
+
+    def __init__(self, curriculum: CurriculumScheduler, *, hands_over_length: bool) -> None:
+        self.curriculum = curriculum
+        self._hands_over_length = hands_over_length
+        self.resume(0, 0)
+
+    @override
+    def resume(self, global_steps: int, skipped_steps: int) -> None:
+        # A custom schedule may get its function after initialize; the first forward needs it.
+        is_custom = self.curriculum.get_state()["schedule_type"] == "custom"
+        if not is_custom or self.curriculum.custom_get_difficulty is not None:
+            self.curriculum.update_difficulty(global_steps + 1)
+
+    @override
+    def after_update(self, global_steps: int, *, was_skipped: bool) -> None:
+        self.resume(global_steps, 0)
+
+    @override
+    def before_forward(self, *, is_training: bool, global_steps: int, micro_steps: int) -> dict[str, Any]:
+        if not is_training:
+            return {}
+        self.curriculum.update_difficulty(global_steps + 1)
+        return {SEQUENCE_LENGTH: self.curriculum.get_current_difficulty()} if self._hands_over_length else {}
+
+
+class LengthCurriculum(EngineFeature):
+    """The older section of curriculum learning."""
+
+    title = "curriculum by length"
+    setting = 'curriculum_learning.curriculum_type "seqlen"'
+    conflicts = (
+        Conflict(
+            setting,
+            lambda setup: _hands_over_lengths(setup.root),
+            SEQUENCE_RANKS,
+            "the forward would cut its part to the length of the whole",
+            "leave the key out and cut whole sequences before they are divided, to "
+            "engine.curriculum_scheduler_legacy.get_current_difficulty() tokens",
+        ),
+    )
+
+    @override
+    def refuse(self, setup: EngineSetup) -> None:
+        if _hands_over_lengths(setup.root) and not setup.has_stages:
+            _check_forward(setup.model)
+
+    @override
+    def hooks(self, setup: EngineSetup, runtime: Any, groups: Any, batch_size: int) -> EngineHooks | None:
+        section = setup.root.curriculum_learning
+        if section is None or not section.enabled:
+            return None
+        # A pipeline's function for batches (set_batch_fn) cuts them instead.
+        hands_over = _hands_over_lengths(setup.root) and not setup.has_stages
+        return CurriculumHooks(CurriculumScheduler(settings_of(section)), hands_over_length=hands_over)
+
+
+def _check_forward(model: nn.Module) -> None:
+    if not takes_keyword(model, SEQUENCE_LENGTH):
+        raise DeepSpeedConfigError(
+            f'curriculum_learning: with curriculum_type "seqlen" each training forward of {type(model).__name__} '
+            f"gets the keyword {SEQUENCE_LENGTH}, which it does not take; add it, and let the forward cut its "
+            f"inputs to [:, :{SEQUENCE_LENGTH}]; or leave curriculum_type out and cut the batch before the "
+            "forward (deepspeed.data.curriculum.shortened) to "
+            "engine.curriculum_scheduler_legacy.get_current_difficulty()"
+        )
+    if not takes_keyword(model, SEQUENCE_LENGTH, by_name=True):
+        log_dist(
+            f"curriculum_learning: {type(model).__name__}.forward takes {SEQUENCE_LENGTH} among **kwargs, not by "
+            "name; see to it that something cuts the inputs, or all training is at full length",
+            level=logging.WARNING,
+        )
+
+
+FEATURE = LengthCurriculum()

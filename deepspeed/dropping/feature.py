@@ -1,0 +1,211 @@
+"""What the engine does for ``progressive_layer_drop`` and random-LTD: draws layers and tokens for each forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from typing_extensions import override
+
+from deepspeed.config.sections.data_efficiency import RandomLtd
+from deepspeed.config.sections.root import Root
+from deepspeed.dropping.convert import attach
+from deepspeed.dropping.layers import LayerDrop, rows_of
+from deepspeed.dropping.theta import ProgressiveLayerDrop
+from deepspeed.dropping.token_schedule import RandomLTDScheduler
+from deepspeed.dropping.tokens import RandomLayerTokenDrop, TokenDrop
+from deepspeed.engine_feature import (
+    SEQUENCE_RANKS,
+    STAGES,
+    Conflict,
+    EngineFeature,
+    EngineHooks,
+    EngineSetup,
+    takes_keyword,
+)
+from deepspeed.errors import CallOrderError, DeepSpeedConfigError
+from deepspeed.zero.gather.owners import Owners
+from deepspeed.zero.runtime import ZeroRuntime
+
+_IN_A_STAGE = "a stage has some of the layers, and several micro-batches are on their way at once"
+_WITHOUT_STAGES = "drop layers or tokens in the forward of the pipeline's own layers, or train without a pipeline"
+
+
+def _drops_layers(root: Root) -> bool:
+    return root.progressive_layer_drop is not None and root.progressive_layer_drop.enabled
+
+
+def _random_ltd_of(root: Root) -> RandomLtd | None:
+    """Returns the section of random-LTD; None where it is off."""
+    section = root.data_efficiency
+    if section is None or not (section.enabled and section.data_routing.enabled):
+        return None
+    return section.data_routing.random_ltd if section.data_routing.random_ltd.enabled else None
+
+
+class LayerDropHooks:
+    """The layers that one engine's forwards leave out.
+
+    Args:
+        model: The model.
+        runtime: Its sharded parameters.
+        theta: The keep ratio by the step.
+    """
+
+    def __init__(self, model: nn.Module, runtime: ZeroRuntime, theta: ProgressiveLayerDrop) -> None:
+        self.theta = theta
+        self._schedule = runtime.schedule
+        self._rows: list[tuple[LayerDrop, Owners]] = [
+            (drop, Owners(model, runtime.buckets, blocks)) for drop, blocks in rows_of(model)
+        ]
+        self._last: tuple[int, int] | None = None  # steps and micro-steps at the last training forward
+        self._forwards = 0  # since then
+
+    def at(self, global_steps: int) -> None:
+        """Goes to the keep ratio after so many updates."""
+        self.theta.update_state(max(global_steps - 1, 0))
+
+    def keep_all(self) -> None:
+        """No block is left out."""
+        for drop, _ in self._rows:
+            drop.keep_all()
+
+    def draw(self, global_steps: int, micro_steps: int) -> dict[str, Any]:
+        """Draws for a training forward; returns the forward's keywords where its own code leaves layers out."""
+        self.at(global_steps)
+        self._forwards = self._forwards + 1 if self._last == (global_steps, micro_steps) else 0
+        self._last = (global_steps, micro_steps)
+        if not self._rows:
+            return self.theta.get_state()
+        unused: frozenset[int] = frozenset()
+        for number, (drop, owners) in enumerate(self._rows):
+            unused |= owners.only_of(drop.draw(self.theta.get_theta(), micro_steps, self._forwards, number))
+        self._schedule.skip(unused)
+        return {}
+
+
+class TokenDropHooks:
+    """The tokens that converted layers of one engine leave out.
+
+    Args:
+        model: The model.
+        section: The configuration.
+        batch_size: Samples of an update.
+    """
+
+    def __init__(self, model: nn.Module, section: RandomLtd, batch_size: int) -> None:
+        self._model = model
+        self._section = section
+        self._tokens: TokenDrop | None = None  # once layers have been converted
+        self.schedule = RandomLTDScheduler({**section.model_dump(), "global_batch_size": batch_size})
+        if any(isinstance(layer, RandomLayerTokenDrop) for layer in model.modules()):
+            self.attach()
+
+    def attach(self) -> None:
+        """Lets the converted layers that the configuration names drop tokens.
+
+        Raises:
+            ValueError: The numbers do not fit the layers.
+        """
+        is_first = self._section.hidden_state_order == "seq_batch_dim"
+        self._tokens = TokenDrop(mask_name=self._section.model_mask_name, sequence_first=is_first)
+        attach(self._model, self._section.random_ltd_layer_id or [], self._tokens)
+
+    def keep(self, global_steps: int) -> None:
+        """Sets how many tokens a training forward keeps.
+
+        Raises:
+            CallOrderError: No layer was converted.
+        """
+        if self._tokens is None:
+            raise CallOrderError(
+                "random_ltd is enabled, but no layer drops tokens: call "
+                "deepspeed.dropping.convert_to_random_ltd(engine, LayerClass) after initialize, or on the model before"
+            )
+        self.schedule.update_seq(global_steps)
+        self._tokens.kept = self.schedule.get_current_seq()
+
+
+class DroppingHooks(EngineHooks):
+    """What one engine's forwards leave out.
+
+    Attributes:
+        layers: None where all layers stay.
+        tokens: None where all tokens stay.
+    """
+
+    def __init__(self, layers: LayerDropHooks | None, tokens: TokenDropHooks | None) -> None:
+        self.layers = layers
+        self.tokens = tokens
+        self.resume(0, 0)
+
+    @override
+    def resume(self, global_steps: int, skipped_steps: int) -> None:
+        if self.layers is not None:
+            self.layers.at(global_steps)
+
+    @override
+    def after_update(self, global_steps: int, *, was_skipped: bool) -> None:
+        self.resume(global_steps, 0)
+
+    @override
+    def before_forward(self, *, is_training: bool, global_steps: int, micro_steps: int) -> dict[str, Any]:
+        if not is_training:
+            if self.layers is not None:
+                self.layers.keep_all()
+            return {}
+        if self.tokens is not None:
+            self.tokens.keep(global_steps)
+        return {} if self.layers is None else self.layers.draw(global_steps, micro_steps)
+
+
+class Dropping(EngineFeature):
+    """Layers and tokens that training forwards leave out at random."""
+
+    title = "dropped layers and tokens"
+    setting = "progressive_layer_drop, data_efficiency.data_routing.random_ltd"
+    conflicts = (
+        Conflict("progressive_layer_drop", lambda s: _drops_layers(s.root), STAGES, _IN_A_STAGE, _WITHOUT_STAGES),
+        Conflict(
+            "data_efficiency.data_routing.random_ltd",
+            lambda setup: _random_ltd_of(setup.root) is not None,
+            STAGES,
+            _IN_A_STAGE,
+            _WITHOUT_STAGES,
+        ),
+        Conflict(
+            "data_efficiency.data_routing.random_ltd",
+            lambda setup: _random_ltd_of(setup.root) is not None,
+            SEQUENCE_RANKS,
+            "its schedule counts the tokens of whole sequences, and each rank would keep so many of its part",
+            "disable it, or set sequence_parallel_size to 1",
+        ),
+    )
+
+    @override
+    def refuse(self, setup: EngineSetup) -> None:
+        model = setup.model
+        if not _drops_layers(setup.root) or rows_of(model):
+            return
+        if missing := [name for name in ProgressiveLayerDrop().get_state() if not takes_keyword(model, name)]:
+            raise DeepSpeedConfigError(
+                f"progressive_layer_drop: each training forward of {type(model).__name__} gets the keywords "
+                f"progressive_layer_drop and pld_theta, and it does not take {' and '.join(missing)}; call "
+                "deepspeed.progressive_layer_drop(model, blocks=...) before initialize, which drops blocks of any "
+                "model, or add the keywords and drop layers in the forward"
+            )
+
+    @override
+    def hooks(self, setup: EngineSetup, runtime: ZeroRuntime, groups: Any, batch_size: int) -> EngineHooks | None:
+        root, layers, tokens = setup.root, None, None
+        if _drops_layers(root):
+            section = root.progressive_layer_drop
+            assert section is not None
+            theta = ProgressiveLayerDrop(section.theta, section.gamma)
+            layers = LayerDropHooks(setup.model, runtime, theta)
+        if (random_ltd := _random_ltd_of(root)) is not None:
+            tokens = TokenDropHooks(setup.model, random_ltd, batch_size)
+        return None if layers is None and tokens is None else DroppingHooks(layers, tokens)
+
+
+FEATURE = Dropping()

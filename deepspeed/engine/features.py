@@ -1,0 +1,195 @@
+"""The features of an engine: which there are, which are asked for, and what they do together.
+
+A feature lives in its own subpackage (:class:`~deepspeed.engine_feature.EngineFeature`). Adding one adds a word to
+:data:`FEATURES`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Mapping, Sequence
+from pkgutil import resolve_name
+from typing import Any
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from deepspeed.comm.job.mesh import TENSOR, Mesh
+from deepspeed.config.section import features_of
+from deepspeed.config.sections.root import Root
+from deepspeed.engine_feature import EngineFeature, EngineHooks, EngineSetup, marks_of
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.zero.group import Groups
+from deepspeed.zero.runtime import ZeroRuntime
+
+FEATURES = (
+    "deepspeed.parallel.pipe.feature",
+    "deepspeed.data.curriculum.feature",
+    "deepspeed.dropping.feature",
+    "deepspeed.engine.generation",
+    "deepspeed.engine.islands",
+    "deepspeed.compression.feature",
+    "deepspeed.parallel.expert.feature",
+    "deepspeed.parallel.sequence.feature",
+    "deepspeed.parallel.tensor.feature",
+    "deepspeed.linear.feature",
+    "deepspeed.ops.sparse_attention.feature",
+    "deepspeed.ops.muon.feature",
+    "deepspeed.data.batching.feature",
+)
+"""Modules that have a ``FEATURE``, in the order in which features refuse and change a model."""
+
+
+def feature_of(name: str) -> EngineFeature:
+    """Imports one of :data:`FEATURES` and returns its feature."""
+    feature: EngineFeature = importlib.import_module(name).FEATURE
+    return feature
+
+
+class FeatureSet:
+    """The features that one engine was asked for, in the order of :data:`FEATURES`. Others are never imported."""
+
+    def __init__(self) -> None:
+        self._features: dict[str, EngineFeature] = {}
+
+    def ask_objects(self, *objects: Any) -> None:
+        """Adds the features that a model, an mpu or an optimizer asks for by its marks."""
+        self._add(marks_of(*objects))
+
+    def ask_configuration(self, root: Root, mesh: Mesh, *, has_dtensors: bool = False) -> None:
+        """Adds the features that sections of the configuration and axes of the job's mesh ask for.
+
+        Args:
+            root: The configuration.
+            mesh: Of the job.
+            has_dtensors: The model has ``DTensor`` parameters, perhaps of one rank.
+        """
+        axes = {axis for axis, size in mesh.axes if size > 1} | ({TENSOR} if has_dtensors else set())
+        self._add([*features_of(root), *(f"deepspeed.parallel.{axis}.feature" for axis in axes)])
+
+    def _add(self, names: Iterable[str]) -> None:
+        wanted = {*names, *self._features}
+        self._features = {name: self._features.get(name) or feature_of(name) for name in FEATURES if name in wanted}
+
+    def read_config(self, config: Any, mpu: Any) -> Any:
+        """Returns what ``initialize`` got as configuration, as the features of the mpu mean it."""
+        for feature in self._features.values():
+            config = feature.read_config(config, mpu)
+        return config
+
+    def complete(self, root: Root, model: nn.Module, mpu: Any) -> Root:
+        """Returns the configuration together with what the program has said about the model."""
+        for feature in self._features.values():
+            root = feature.complete(root, model, mpu)
+        return root
+
+    def refuse(self, setup: EngineSetup) -> None:
+        """Raises what the features cannot do, before the model's parameters are changed. Every rank must call it.
+
+        Raises:
+            DeepSpeedConfigError: All conflicts between settings; if there are none, the first other problem.
+        """
+        problems = [problem for feature in self._features.values() for problem in feature.problems(setup)]
+        if problems:
+            raise DeepSpeedConfigError("\n".join(problems), tuple(problems))
+        for feature in self._features.values():
+            feature.prepare(setup)
+        self.ask_objects(setup.model)
+        for feature in self._features.values():
+            feature.refuse(setup)
+
+    def reshape(self, setup: EngineSetup) -> tuple[list[Mapping[int, nn.Parameter]], dict[str, bool]]:
+        """Lets each feature change the model. Every rank must call it.
+
+        Returns:
+            New parameters by the ``id`` of those whose places they took, one mapping after the other; and the groups of
+            parameters that are sharded by themselves, by name: whether this rank counts in it.
+        """
+        exchanged = [feature.reshape(setup) for feature in self._features.values()]
+        groups: dict[str, bool] = {}
+        for feature in self._features.values():
+            groups.update(feature.settle(setup))
+        return exchanged, groups
+
+    def hooks(self, setup: EngineSetup, runtime: ZeroRuntime, groups: Groups, batch_size: int) -> FeatureHooks:
+        """Returns what the features do in the steps of an engine.
+
+        Args:
+            setup: What was asked for, with the model as it is now.
+            runtime: The parameters of the model.
+            groups: Of the engine.
+            batch_size: Samples of an update, over all ranks.
+        """
+        made = {name: feature.hooks(setup, runtime, groups, batch_size) for name, feature in self._features.items()}
+        return FeatureHooks({name: hooks for name, hooks in made.items() if hooks is not None})
+
+    def engine_class(self, setup: EngineSetup, ordinary: type[Any]) -> type[Any]:
+        """Returns the class of the engine that a feature names, or ``ordinary``."""
+        names = [feature.engine_class(setup) for feature in self._features.values()]
+        name = next((name for name in names if name is not None), None)
+        return ordinary if name is None else resolve_name(name)
+
+    def finish(self, engine: Any, training_data: Any) -> None:
+        """Lets features do what needs the engine. Every rank must call it.
+
+        Args:
+            engine: The engine.
+            training_data: What the caller of ``initialize`` gave.
+        """
+        for feature in self._features.values():
+            feature.finish(engine, training_data)
+
+
+class FeatureHooks(EngineHooks):
+    """What the features of one engine do in its steps, one after the other."""
+
+    def __init__(self, hooks: dict[str, EngineHooks]) -> None:
+        self._hooks = hooks
+
+    def get(self, name: str) -> Any:
+        """Returns the hooks of the feature in the module ``name``; None where the engine has none of it."""
+        return self._hooks.get(name)
+
+    @property
+    @override
+    def needs_graph(self) -> bool:
+        return any(hooks.needs_graph for hooks in self._hooks.values())
+
+    @property
+    @override
+    def runs_backward(self) -> bool:
+        return any(hooks.runs_backward for hooks in self._hooks.values())
+
+    @override
+    def before_forward(self, *, is_training: bool, global_steps: int, micro_steps: int) -> dict[str, Any]:
+        keywords: dict[str, Any] = {}
+        for hooks in self._hooks.values():
+            keywords |= hooks.before_forward(
+                is_training=is_training, global_steps=global_steps, micro_steps=micro_steps
+            )
+        return keywords
+
+    @override
+    def before_backward(self, loss: torch.Tensor, scale: float, global_steps: int) -> None:
+        for hooks in self._hooks.values():
+            hooks.before_backward(loss, scale, global_steps)
+
+    @override
+    def before_update(self, global_steps: int, *, has_run_backward: bool) -> None:
+        for hooks in self._hooks.values():
+            hooks.before_update(global_steps, has_run_backward=has_run_backward)
+
+    @override
+    def after_update(self, global_steps: int, *, was_skipped: bool) -> None:
+        for hooks in self._hooks.values():
+            hooks.after_update(global_steps, was_skipped=was_skipped)
+
+    @override
+    def resume(self, global_steps: int, skipped_steps: int) -> None:
+        for hooks in self._hooks.values():
+            hooks.resume(global_steps, skipped_steps)
+
+    @override
+    def events(self) -> Sequence[tuple[str, float]]:
+        return [event for hooks in self._hooks.values() for event in hooks.events()]

@@ -1,0 +1,310 @@
+"""The base class of an engine's features: what a subpackage does where a configuration or a model asks for it.
+
+A feature is an object named ``FEATURE`` in the module ``feature`` of its subpackage. ``deepspeed.engine.features``
+lists these modules in the order in which they change a model. It imports one only where it is asked for: by a section
+of the configuration (:func:`~deepspeed.config.section.features_of`), by an axis of the job's mesh, or by a mark on
+the classes of the model, the mpu or the optimizer (:func:`marks_of`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from deepspeed.comm.job.mesh import TENSOR
+from deepspeed.comm.job.mpu import Standing
+from deepspeed.config.sections.root import Root
+
+if TYPE_CHECKING:
+    from deepspeed.zero.group import Groups
+    from deepspeed.zero.runtime import ZeroRuntime
+
+MARK = "_ds_features"
+"""Attribute of a class, a module or an object: the features that it asks for, as a tuple of modules' names."""
+
+_BY_METHOD = {"set_deepspeed_parallelism": "deepspeed.parallel.expert.feature"}
+"""Methods of programs' own classes that do what a mark does: this one wants to know the groups of experts."""
+
+
+def mark(thing: Any, feature: str) -> None:
+    """Makes one object, such as a module of a model, ask for a feature.
+
+    Args:
+        thing: Any object with a ``__dict__``.
+        feature: Name of the module that has the feature.
+    """
+    known: tuple[str, ...] = thing.__dict__.get(MARK, ())
+    thing.__dict__[MARK] = tuple(dict.fromkeys((*known, feature)))
+
+
+def marks_of(*things: Any) -> set[str]:
+    """Returns the features that objects ask for: by marks of their own, or of their classes and base classes.
+
+    Args:
+        *things: Modules (their submodules are asked too) and other objects.
+    """
+    found: set[str] = set()
+    classes: set[type] = set()
+    for thing in things:
+        for one in thing.modules() if isinstance(thing, nn.Module) else (thing,):
+            found.update(getattr(one, "__dict__", {}).get(MARK, ()))
+            classes.add(type(one))
+    for base in {base for kind in classes for base in kind.__mro__}:
+        found.update(base.__dict__.get(MARK, ()))
+        found.update(feature for method, feature in _BY_METHOD.items() if method in base.__dict__)
+    return found
+
+
+@dataclass(frozen=True)
+class EngineSetup:
+    """What an engine is asked for, before anything is changed.
+
+    Attributes:
+        root: The configuration.
+        model: The model.
+        optimizer: What the caller of ``initialize`` gave.
+        ranks: Where this rank stands.
+        device: Where the model is to be.
+        mesh_is_ours: The ranks that share a sequence come from the configuration, not from the caller's mpu.
+    """
+
+    root: Root
+    model: nn.Module
+    optimizer: Any
+    ranks: Standing
+    device: torch.device
+    mesh_is_ours: bool = True
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether the model is a ``PipelineModule``."""
+        return bool(getattr(type(self.model), "is_pipeline", False))
+
+
+Test = Callable[[EngineSetup], bool]
+
+
+@dataclass(frozen=True)
+class Other:
+    """Something that a feature may be in conflict with.
+
+    Attributes:
+        title: As the table of the documentation names it.
+        words: Returns how a message says that it is there; None where it is not.
+    """
+
+    title: str
+    words: Callable[[EngineSetup], str | None]
+
+
+def _shared_sequences(setup: EngineSetup) -> str | None:
+    size = setup.ranks.sequence_size
+    return f"where {size} ranks share a sequence (sequence_parallel_size)" if size > 1 else None
+
+
+def _shared_layers(setup: EngineSetup) -> str | None:
+    size = setup.ranks.mesh.size(TENSOR)
+    return f"where {size} ranks share a layer (tensor_parallel.autotp_size)" if size > 1 else None
+
+
+def _stages(setup: EngineSetup) -> str | None:
+    return "with a PipelineModule" if setup.has_stages else None
+
+
+def _islands(setup: EngineSetup) -> str | None:
+    given = setup.root.communication_compression.islands is not None
+    return "with communication_compression.islands" if given else None
+
+
+def _sharded_parameters(setup: EngineSetup) -> str | None:
+    return "with zero_optimization.stage 3" if setup.root.zero_optimization.stage == 3 else None
+
+
+def _experts(setup: EngineSetup) -> str | None:
+    section = setup.root.expert_parallel
+    marked = any(getattr(parameter, "allreduce", True) is False for parameter in setup.model.parameters())
+    is_there = marked or (section is not None and section.enabled)
+    return "with experts that are spread over ranks" if is_there else None
+
+
+SEQUENCE_RANKS = Other("sequence parallelism", _shared_sequences)
+TENSOR_RANKS = Other("tensor parallelism", _shared_layers)
+STAGES = Other("pipeline", _stages)
+ISLANDS = Other("islands", _islands)
+STAGE_3 = Other("ZeRO stage 3", _sharded_parameters)
+EXPERTS = Other("spread experts", _experts)
+OTHERS = (STAGES, TENSOR_RANKS, SEQUENCE_RANKS, EXPERTS, ISLANDS, STAGE_3)
+"""The columns of the table of the documentation."""
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Something that a feature cannot be used together with; ``initialize`` refuses it.
+
+    Attributes:
+        part: The setting of the feature, as messages name it.
+        is_on: Whether that setting is used.
+        other: What it does not go with.
+        why: The reason.
+        instead: What to change.
+    """
+
+    part: str
+    is_on: Test
+    other: Other
+    why: str
+    instead: str
+
+    def problem(self, setup: EngineSetup) -> str | None:
+        """Returns the message where both are used; None where they are not."""
+        words = self.other.words(setup) if self.is_on(setup) else None
+        return f"{self.part} {words}: {self.why}; {self.instead}" if words is not None else None
+
+
+def takes_keyword(model: nn.Module, name: str, *, by_name: bool = False) -> bool:
+    """Returns whether the forward of ``model`` takes a keyword; ``by_name``: not among its ``**kwargs``."""
+    parameters = inspect.signature(model.forward).parameters
+    any_name = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    return name in parameters or (any_name and not by_name)
+
+
+class EngineHooks:
+    """What a feature does in the steps of one engine; the methods of this class do nothing."""
+
+    def before_forward(self, *, is_training: bool, global_steps: int, micro_steps: int) -> dict[str, Any]:
+        """Called before each forward, on every rank alike.
+
+        Args:
+            is_training: Of the model.
+            global_steps: Updates so far.
+            micro_steps: Micro-steps so far.
+
+        Returns:
+            Further keyword arguments of the model's forward.
+        """
+        return {}
+
+    def before_backward(self, loss: torch.Tensor, scale: float, global_steps: int) -> None:
+        """Called before a backward that an update follows.
+
+        Args:
+            loss: As the backward gets it.
+            scale: What the program's loss was multiplied by.
+            global_steps: Updates so far.
+        """
+
+    @property
+    def needs_graph(self) -> bool:
+        """Whether :meth:`before_backward` has a use for the loss."""
+        return False
+
+    @property
+    def runs_backward(self) -> bool:
+        """Whether gradients that are computed now are the feature's own, not those of the training."""
+        return False
+
+    def before_update(self, global_steps: int, *, has_run_backward: bool) -> None:
+        """Called before each update.
+
+        Args:
+            global_steps: Updates so far.
+            has_run_backward: Since the update before.
+        """
+
+    def after_update(self, global_steps: int, *, was_skipped: bool) -> None:
+        """Called after each update.
+
+        Args:
+            global_steps: Updates so far, this one included.
+            was_skipped: A gradient was not finite.
+        """
+
+    def resume(self, global_steps: int, skipped_steps: int) -> None:
+        """Goes to the moment after so many updates; called when a checkpoint was loaded."""
+
+    def events(self) -> Sequence[tuple[str, float]]:
+        """Returns names and values for the monitors."""
+        return ()
+
+
+class EngineFeature:
+    """One feature of an engine; the methods of this class do nothing.
+
+    Attributes:
+        title: As the documentation names it.
+        setting: What switches it on.
+        conflicts: What it does not go with.
+    """
+
+    title: str
+    setting: str
+    conflicts: tuple[Conflict, ...] = ()
+
+    def read_config(self, config: Any, mpu: Any) -> Any:
+        """Returns what ``initialize`` got as configuration, as the feature's mpu means it."""
+        return config
+
+    def complete(self, root: Root, model: nn.Module, mpu: Any) -> Root:
+        """Returns the configuration together with what the program has said about the model."""
+        return root
+
+    def problems(self, setup: EngineSetup) -> Iterator[str]:
+        """Yields a message for each of :attr:`conflicts` that there is."""
+        for conflict in self.conflicts:
+            if (problem := conflict.problem(setup)) is not None:
+                yield problem
+
+    def prepare(self, setup: EngineSetup) -> None:
+        """Gives the model the layers that the other features look at. Every rank must call it."""
+
+    def refuse(self, setup: EngineSetup) -> None:
+        """Raises what cannot be done, before anything is changed.
+
+        Raises:
+            DeepSpeedConfigError: Says what, and what to change.
+        """
+
+    def reshape(self, setup: EngineSetup) -> Mapping[int, nn.Parameter]:
+        """Changes the model before its parameters get their places. Every rank must call it.
+
+        Returns:
+            New parameters by the ``id`` of those whose places they took.
+        """
+        return {}
+
+    def settle(self, setup: EngineSetup) -> Mapping[str, bool]:
+        """Groups and ties parameters, once all features have changed the model. Every rank must call it.
+
+        Returns:
+            Groups of parameters that are sharded by themselves, by name: whether this rank counts among those that
+            have them alike.
+        """
+        return {}
+
+    def engine_class(self, setup: EngineSetup) -> str | None:
+        """Returns the dotted name of the class of the engine; None: the ordinary one."""
+        return None
+
+    def hooks(self, setup: EngineSetup, runtime: ZeroRuntime, groups: Groups, batch_size: int) -> EngineHooks | None:
+        """Returns what the feature does in the steps of an engine.
+
+        Args:
+            setup: What was asked for, with the model as it is now.
+            runtime: The parameters of the model.
+            groups: Of the engine.
+            batch_size: Samples of an update, over all ranks.
+        """
+        return None
+
+    def finish(self, engine: Any, training_data: Any) -> None:
+        """Called when the engine stands. Every rank must call it.
+
+        Args:
+            engine: The engine.
+            training_data: What the caller of ``initialize`` gave.
+        """

@@ -1,0 +1,45 @@
+"""What the engine does for frozen weights: packs them as ``weight_quantization`` says, and shards the bases of LoRA."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+from typing_extensions import override
+
+from deepspeed.engine_feature import TENSOR_RANKS, Conflict, EngineFeature, EngineSetup
+from deepspeed.linear.bases import groups_of_bases
+from deepspeed.linear.parts import quantize_as_configured
+
+
+def _packs(setup: EngineSetup) -> bool:
+    section = setup.root.weight_quantization
+    return section is not None and section.enabled
+
+
+class PackedWeights(EngineFeature):
+    """Frozen weights of few bits, and frozen bases that ranks share or keep in host memory."""
+
+    title = "weights of few bits"
+    setting = "weight_quantization"
+    conflicts = (
+        Conflict(
+            "weight_quantization.enabled",
+            _packs,
+            TENSOR_RANKS,
+            "layers of few bits take the place of those that add gradients up over the ranks",
+            "disable it, or set tensor_parallel.autotp_size to 1 and let ZeRO stage 3 share the weights",
+        ),
+    )
+
+    @override
+    def reshape(self, setup: EngineSetup) -> Mapping[int, nn.Parameter]:
+        quantize_as_configured(setup.model, setup.root.weight_quantization)
+        return {}
+
+    @override
+    def settle(self, setup: EngineSetup) -> Mapping[str, bool]:
+        return groups_of_bases(setup.model, setup.ranks.data_size)
+
+
+FEATURE = PackedWeights()

@@ -1,0 +1,29 @@
+"""Optimizers of the caller that have states of whole parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from deepspeed.errors import DeepSpeedConfigError
+
+
+def refuse_whole_states(optimizer: Any, size: int, key: str) -> None:
+    """Raises for an optimizer that has states of whole parameters, which are about to be cut.
+
+    Args:
+        optimizer: What the caller gave.
+        size: Ranks that will share a parameter.
+        key: What the configuration calls ``size``.
+
+    Raises:
+        DeepSpeedConfigError: It has states of parameters.
+    """
+    states = getattr(optimizer, "state", None) or {}
+    if size > 1 and any(isinstance(value, torch.Tensor) for state in states.values() for value in state.values()):
+        raise DeepSpeedConfigError(
+            f"initialize(optimizer=<{type(optimizer).__name__}>) has states of {len(states)} whole parameters, which "
+            f"{key} {size} is about to cut. Name the optimizer in the configuration, give one that has no states yet, "
+            f"or train without {key.rpartition('.')[2]}, save a checkpoint, and load it into an engine that is cut"
+        )
