@@ -1,4 +1,4 @@
-"""Features of the engine on simulated devices between processes: ordered, and the losses of the CPU."""
+"""Features of the engine on simulated devices between processes: ordered, bounded, and the losses of the CPU."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch import nn
 import deepspeed
 from deepspeed.moe.layer import MoE
 from deepspeed.plan.decoder import Decoder, DecoderShape
+from deepspeed.zero.placement import Home
+from deepspeed.zero.storage import StorageKind
 from tests.device.support import engine_at
 from tests.engine.support import inputs, rank, tower
 from tests.harness import run_ranks
@@ -42,6 +44,13 @@ FEATURES: dict[str, tuple[int, str, dict[str, Any]]] = {
 }
 
 
+# Device memory of a step, as torch's allocator counts it, is at most so many times what the engine's books say. The
+# models are so small that a block's rounding to 512 bytes and activations are most of it, and a transfer keeps its
+# buffers for as long as the other rank takes.
+_MULTIPLE = 16
+_FINGERPRINTS = 1 << 19  # bytes of the weights by which batches are compared, kept from tensor parallelism on
+
+
 def _model(feature: str) -> nn.Module | None:
     torch.manual_seed(1)
     if feature in ("tensor parallelism", "sequence parallelism"):
@@ -62,14 +71,44 @@ def _losses(feature: str) -> list[float]:
     stage, home, more = FEATURES[feature]
     model = _model(feature)
     engine = engine_at(stage, home, precision="fp32", model=model, **more)
-    found = []
-    for number in range(3):
+    found, memory = [], _Memory(engine)
+    for number in range(5):
+        memory.begin_step()
         loss = engine(*(tensor.to(engine.device) for tensor in _batch(feature, number)))
         engine.backward(loss)
         engine.step()
         found.append(loss.item())
+        memory.end_step()
+    if engine.device.type == "cuda":
+        memory.check(feature)
     engine.destroy()
     return found
+
+
+class _Memory:
+    """Peaks of device memory, step by step."""
+
+    def __init__(self, engine: Any) -> None:
+        self._ledger = engine._runtime.ledger
+        self._accelerator = deepspeed.get_accelerator()
+        self._booked = 0
+        self._allocated: list[int] = []
+        self._reserved: list[int] = []
+
+    def begin_step(self) -> None:
+        self._ledger.reset_peak()
+        self._accelerator.reset_peak_memory_stats()
+
+    def end_step(self) -> None:
+        self._booked = max(self._booked, sum(self._ledger.peak(kind, Home.DEVICE) for kind in StorageKind))
+        self._allocated.append(self._accelerator.max_memory_allocated())
+        self._reserved.append(self._accelerator.max_memory_reserved())
+
+    def check(self, feature: str) -> None:
+        """Raises where buffers grow from step to step, or beyond a multiple of what is on the books."""
+        most = _MULTIPLE * self._booked + _FINGERPRINTS * (feature in ("tensor parallelism", "sequence parallelism"))
+        assert 0 < max(self._allocated) <= most, (feature, self._allocated, most)
+        assert self._reserved[2:] == self._reserved[1:2] * 3, (feature, self._reserved)
 
 
 def _generates() -> list[float]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from time import sleep
 from typing import Any
 
-from tests.harness.device.jobs import Job, unfinished
+from tests.harness.device.jobs import Job, JobQueue, unfinished
 
 
 class Actor:
@@ -98,19 +98,19 @@ class Clocks:
             sleep(seconds)
 
     def launch(self) -> Actor:
-        """The actor of a kernel that the host queues now.
-
-        The kernel runs at once, so what its stream waits for must really be over; a host that is not behind its device
-        blocks here.
-        """
+        """Counts a kernel that the host queues now, and returns its actor."""
         self.launches += 1
-        self.current.finish()
         return self.allocate()
 
     def allocate(self) -> Actor:
         """The stream that owns memory which the host allocates now."""
         self.current.learn(self.host.known)
         return self.current
+
+    def close(self) -> None:
+        """Ends the threads of the streams."""
+        for stream in self.streams:
+            stream.close()
 
     def synchronize(self) -> None:
         """The host waits for all streams."""
@@ -127,6 +127,20 @@ class Stream(Actor):
         super().__init__(name)
         self._clocks = clocks
         self.jobs: tuple[Job, ...] = ()  # of other ranks and threads, which are not over when they are queued
+        self._queue: JobQueue | None = None
+
+    def put(self, run: Callable[[], None]) -> Job:
+        """Runs a kernel in the stream's own thread, behind what the stream waits for."""
+        if self._queue is None:
+            self._queue = JobQueue(self.name)
+        job = self._queue.put(run, self.jobs)
+        self.jobs = (job,)
+        return job
+
+    def close(self) -> None:
+        if self._queue is not None:
+            self._queue.close()
+            self._queue = None
 
     def finish(self) -> None:
         """Blocks until the jobs that this stream waits for are over."""

@@ -46,7 +46,13 @@ class Job:
         except Aborted:
             pass
         finally:
+            self._run = _nothing  # it holds tensors
+            self._after = ()
             self._over.set()
+
+
+def _nothing() -> None:
+    pass
 
 
 def unfinished(*jobs: Sequence[Job]) -> tuple[Job, ...]:

@@ -1,7 +1,9 @@
 """Every operation of torch as work of an actor that reads and writes memory.
 
 What an operation reads and writes is in its schema. Where it runs follows from its tensors: with one in device memory
-it is a kernel on the current stream, else it is host code. The kernels really run at once, on the CPU.
+it is a kernel on the current stream, else it is host code. The kernels really run at once, on the CPU. Where the stream
+waits for a transfer between ranks that is not over, the host waits for it first, or, on every stream but the default
+one, leaves the kernel to a thread of the stream and goes on.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.harness.device.clocks import Actor, Clocks
-from tests.harness.device.jobs import Job
+from tests.harness.device.jobs import Job, unfinished
 from tests.harness.device.memory import Memory, Ranges
 from tests.harness.device.places import Place
 
@@ -194,7 +196,7 @@ class Operations(TorchDispatchMode):
                     self._touch_all(argument, on_device, actor, time, place, writes=True)
                 else:
                     self._touch_all(argument, on_device, actor, time, place, writes=False)
-        result = func(*args, **kwargs)
+        result = self._execute(func, args, kwargs) if on_device else func(*args, **kwargs)
         known = {tensor.untyped_storage()._cdata for tensor in given}
         for tensor in tensors_of(result):
             if _is_plain(tensor) and tensor.untyped_storage()._cdata not in known:
@@ -218,21 +220,60 @@ class Operations(TorchDispatchMode):
                 self._memory.mixed(tensor, place, writes=writes)
                 self._touch([tensor], self._clocks.host, self._clocks.host.work(), place, writes=writes)
 
+    def _execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a kernel of the current stream, now or when what the stream waits for is over."""
+        stream = self._clocks.current
+        stream.jobs = unfinished(stream.jobs)
+        returns = func._schema.returns
+        is_in_place = all(value.alias_info is not None for value in returns)
+        can_wait = is_in_place or not _shape_of(func).written
+        if (
+            not stream.jobs
+            or stream is self._clocks.default
+            or func in _WAITED_FOR
+            or not can_wait
+            or torch.Tag.nondeterministic_seeded in func.tags
+        ):
+            stream.finish()
+            return func(*args, **kwargs)
+        if is_in_place:
+            names = [*enumerate(args), *kwargs.items()]
+            written = [value for name, value in names if name in _shape_of(func).written]
+            result = None if not returns else written[0] if len(returns) == 1 else tuple(written)
+        else:  # of values that are not there yet, for its shape
+            result = func(*args, **kwargs)
+
+        def run() -> None:
+            with torch._C._AutoDispatchBelowAutograd(), torch._C.DisableTorchFunction(), torch.no_grad():
+                made = func(*args, **kwargs)
+                if not is_in_place:
+                    for target, source in zip(tensors_of(result), tensors_of(made), strict=True):
+                        target.copy_(source)
+
+        job = stream.put(run)
+        for tensor in tensors_of((args, kwargs, result)):
+            if _is_plain(tensor) and self._memory.on_device(tensor.untyped_storage()):
+                self._memory.hold(tensor.untyped_storage(), job)
+        return result
+
     # -- copies ------------------------------------------------------------------------------------------------------
 
     def _copy(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], place: Place) -> Any:
         if func is _aten._to_copy.default:
-            source = args[0]
-            if self._asked or self._memory.on_device(source.untyped_storage()):
-                self._clocks.current.finish()  # the values are taken in the next line
-            result = func(*args, **{**kwargs, "non_blocking": False})
+            source, later = args[0], bool(kwargs.get("non_blocking", False))
+            kwargs = {**kwargs, "non_blocking": False}
+            if self._asked is None and self._memory.on_device(source.untyped_storage()):
+                result = self._execute(func, args, kwargs)
+            else:
+                if self._asked or self._memory.on_device(source.untyped_storage()):
+                    self._clocks.current.finish()  # the values are taken in the next line
+                result = func(*args, **kwargs)
             there = self._memory.on_device(source.untyped_storage()) if self._asked is None else self._asked
             block = self._memory.know(result.untyped_storage(), on_device=there)
             origin = self._memory.block(source.untyped_storage())
             if origin is not None and origin.is_unwritten:  # a cast of what ``empty`` has made is as empty
                 block.is_blank = there
                 return result
-            later = bool(kwargs.get("non_blocking", False))
             if later and not there and self._memory.on_device(source.untyped_storage()):
                 self._memory.pin(result.untyped_storage())  # so does torch
             self._copied(result, source, place, later=later)
@@ -241,7 +282,8 @@ class Operations(TorchDispatchMode):
         targets, sources = list(tensors_of(args[0])), list(tensors_of(args[1]))
         for target, source in zip(targets, sources, strict=True):
             self._copied(target, source, place, later=later)
-        return func(*args, **kwargs)
+        up = any(self._memory.on_device(tensor.untyped_storage()) for tensor in (*targets, *sources))
+        return self._execute(func, args, kwargs) if up else func(*args, **kwargs)
 
     def _copied(self, target: torch.Tensor, source: torch.Tensor, place: Place, *, later: bool) -> None:
         clocks, memory = self._clocks, self._memory
@@ -270,6 +312,7 @@ class Operations(TorchDispatchMode):
         if up:
             self._touch([of_host], clocks.host, clocks.host.work(), place, writes=False)
             clocks.launch()
+            stream.finish()  # the host may write there again at once
         self._touch([of_device], stream, stream.work(), place, writes=up)
         if down or not later:  # from ordinary pages the values are taken at once, and the host does not wait
             clocks.current.synchronize()

@@ -106,13 +106,12 @@ def _simulated(clocks: Clocks, world: MirrorJob | None) -> Iterator[Device]:
             stack.enter_context(mock.patch.object(native, "pause", clocks.nap))
             if world is not None:
                 stack.enter_context(world.as_current())
-            else:  # a kernel runs when it is queued, so the host would block where a reduction is issued
-                stack.enter_context(mock.patch.object(native.NativeTransport, "finishing_stream", None))
             stack.enter_context(operations)
             if world is None:
                 stack.enter_context(connected(clocks, operations))
             yield Device(memory, accelerator, world)
     finally:
+        clocks.close()
         set_accelerator(before)
     if memory.findings:
         raise OrderError(f"{len(memory.findings)} orderings are missing:\n" + "\n".join(memory.findings))
