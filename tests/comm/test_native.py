@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from deepspeed.comm.recorder import log
+from deepspeed.comm.transports import native
 from deepspeed.comm.transports.native import NativeTransport
 from deepspeed.comm.transports.transport import Reduction
 from tests.harness import run_ranks
@@ -39,3 +42,26 @@ def _named_in_the_log():
 
 def test_the_log_takes_arguments_by_name():
     assert run_ranks(_named_in_the_log, 2) == [(128.0, ["all_reduce"])] * 2
+
+
+def _streams_that_are_asked_for():
+    asked = []
+
+    class Device:
+        def Event(self):  # noqa: N802 - torch's name
+            return SimpleNamespace(record=asked.append)
+
+        def current_stream(self, index):
+            return f"stream of device {index}"
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "get_accelerator", Device)
+        transport = NativeTransport(dist.group.WORLD, dist.get_rank(), 2, torch.device("cuda", 1))
+        transport.watch = SimpleNamespace(wait=lambda blocking, *_, **__: blocking(), follow=lambda *_: None)
+        transport.guard(lambda: None, ("gather", 1), "a gather")
+    return asked
+
+
+def test_waits_are_followed_on_the_stream_of_the_transports_device():
+    """A program may have made another device the current one."""
+    assert run_ranks(_streams_that_are_asked_for, 2) == [["stream of device 1"]] * 2

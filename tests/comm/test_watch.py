@@ -124,6 +124,53 @@ def test_what_the_host_waits_for_comes_behind_what_its_stream_waits_for():
     assert aborted.is_set() and "rank 0 waits for a gather; rank 1 waits for a checkpoint" in mine._verdict
 
 
+def test_a_wait_that_gives_up_is_part_of_no_circle():
+    """Each polls for a reduction that the other issues only after it has given up."""
+    aborted, (mine, other) = pair_of_watches()
+    for watch, channel in ((mine, "reduce"), (other, "gathers")):
+        watch._awaited = Awaited(channel, watch.issue(channel), BOTH, channel, 0.0, on_stream=True, gives_up=True)
+    look_at_both(mine, other)
+    other._awaited = Awaited("gathers", 1, BOTH, "a gather", 0.0, on_stream=True)
+    look_at_both(mine, other)
+    assert not aborted.is_set()
+
+
+def test_a_wait_that_gives_up_ends_when_the_other_rank_has_ended():
+    aborted, (mine, other) = pair_of_watches()
+    other.say_farewell()
+
+    def poll():
+        assert aborted.wait(5), "nobody ended the poll"
+
+    with pytest.raises(CommunicationError, match="rank 1 has ended while this rank waits for the reduction"):
+        mine.wait(poll, "reduce", 1, "the reduction", BOTH, on_stream=True, gives_up=True)
+
+
+def test_a_driver_that_does_not_answer_is_asked_again():
+    """CUDA refuses questions about events while another thread captures a graph."""
+    aborted, (mine, other) = pair_of_watches()
+    reached = Reached()
+    reached.query = broken
+    mine.follow(reached, "gathers", mine.issue("gathers"), "a gather", BOTH)
+    other.say_farewell()
+    for _ in range(2):
+        assert mine.look_after_long_wait()
+    del reached.query
+    time.sleep(0.21)
+    assert not mine.look_after_long_wait() and aborted.is_set()
+
+
+def test_waits_of_streams_are_not_kept_when_nobody_looks():
+    aborted, (mine, other) = pair_of_watches()
+    other.say_farewell()
+    mine.follow(Reached(), "gathers", 1, "a gather", BOTH)
+    assert aborted.wait(5)
+    mine._thread.join(5)
+    for number in range(10):
+        mine.follow(Reached(), "gathers", number, "a gather", BOTH)
+    assert not mine._on_device
+
+
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_process_whose_function_has_returned(tmp_path):
     """Before Python 3.13 such a process ends without the functions of ``atexit``."""

@@ -62,12 +62,14 @@ class NativeWork:
 
     def catch_up(self, seconds: float) -> bool:
         """See ``transport.catch_up``. The host polls, so that nothing on the device waits for this transfer."""
+        if not self.will_arrive():
+            self._transport.guard_poll(lambda: self._poll(seconds), self._ticket, self._label)
+        return self.will_arrive()
+
+    def _poll(self, seconds: float) -> None:
         until = time.monotonic() + seconds
-        while not self.will_arrive():
-            if time.monotonic() > until:
-                return False
+        while not self.will_arrive() and time.monotonic() <= until:
             pause(_POLL)
-        return True
 
     def wait(self) -> None:
         """See ``Work``."""
@@ -76,7 +78,7 @@ class NativeWork:
         work, self._work = self._work, None
         self._transport.guard(work.wait, self._ticket, self._label)
         if self._finished is not None:
-            get_accelerator().current_stream().wait_event(self._finished)
+            self._transport.stream.wait_event(self._finished)
         if self._finish is not None:
             self._finish()
         self._keep = None
@@ -110,8 +112,20 @@ class NativeTransport(Transport):
         super().guard(blocking, ticket, label)
         if self.runs_on_stream and self.watch is not None:
             reached = get_accelerator().Event()
-            reached.record()
+            reached.record(self.stream)
             self.watch.follow(reached, *ticket, label, self.ranks)
+
+    def guard_poll(self, polling: Callable[[], Any], ticket: tuple[str, int], label: str) -> None:
+        """Runs a wait for ``ticket`` that ends after a while, supervised: the others may depend on what comes next."""
+        if self.watch is None:
+            polling()
+        else:
+            self.watch.wait(polling, *ticket, label, self.ranks, on_stream=self.runs_on_stream, gives_up=True)
+
+    @property
+    def stream(self) -> Any:
+        """The current stream of the transport's device, which need not be the current device."""
+        return get_accelerator().current_stream(self.device.index)
 
     @functools.cached_property
     def finishing_stream(self) -> Any:

@@ -15,6 +15,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "label": (str,),
     "on_stream": (bool,),
     "blocks_host": (bool,),
+    "gives_up": (bool,),
     "issued": (dict,),
     "key": (int, type(None)),
     "has_left": (bool,),

@@ -74,6 +74,7 @@ class Awaited:
         label: In words.
         since: Start of the wait, in seconds of the monotonic clock.
         on_stream: Whether the transfer runs on a stream of the device, behind all that was queued before it.
+        gives_up: Whether the rank goes on without it after a while, so that the wait is no part of a circle.
     """
 
     channel: str
@@ -82,6 +83,7 @@ class Awaited:
     label: str
     since: float
     on_stream: bool = False
+    gives_up: bool = False
 
 
 class Reached(Protocol):
@@ -122,6 +124,8 @@ class Watch:
         members: What holds process groups, connections or memory for the job, and is told when it is over. A program
             may keep it alive by what no collector sees through: a tensor's graph, held by the model.
         promises: What this rank has promised to hand on to others.
+        may_restart: Whether ``init_distributed`` has started the process group, and may do so again after a failure.
+        has_failed: Whether a wait of this rank has raised.
     """
 
     def __init__(self, store: Any, scope: str, rank: int, size: int) -> None:
@@ -132,6 +136,8 @@ class Watch:
         self.aborts: dict[int, Callable[[], None]] = {}
         self.members: weakref.WeakSet[Member] = weakref.WeakSet()
         self.promises = ForwardQueue()
+        self.may_restart = False
+        self.has_failed = False
         self._connections: weakref.WeakValueDictionary[int, Connection] = weakref.WeakValueDictionary()
         self._owners: dict[str, int] = defaultdict(int)
         self._training = TrainingThread()
@@ -219,6 +225,7 @@ class Watch:
         *,
         patience: float | None = None,
         on_stream: bool = False,
+        gives_up: bool = False,
     ) -> None:
         """Runs a blocking wait.
 
@@ -230,12 +237,13 @@ class Watch:
             members: The ranks that take part in it; none if anybody may.
             patience: Seconds in which a failed wait may still find its explanation; None: a few, the first time.
             on_stream: As of :class:`Awaited`.
+            gives_up: As of :class:`Awaited`.
 
         Raises:
             DivergenceError: What it waits for can never come.
             CommunicationError: The transfer failed otherwise, or its communicator was aborted meanwhile.
         """
-        awaited = Awaited(channel, index, members, label, time.monotonic(), on_stream)
+        awaited = Awaited(channel, index, members, label, time.monotonic(), on_stream, gives_up)
         # Beside training there is nobody to hold up: the end of a peer breaks the connection, and that will do.
         beside = self._training.is_elsewhere()
         if not beside:
@@ -264,13 +272,21 @@ class Watch:
             members: The ranks that take part in it.
         """
         self._begin_watching()
+        if self._thread is None or not self._thread.is_alive():  # nobody would take it from the queue again
+            self._on_device.clear()
+            return
         self._on_device.append((Awaited(channel, index, members, label, time.monotonic(), True), reached))
 
     def _stuck_on_device(self) -> Awaited | None:
-        """Returns the oldest wait of a stream that is not over. Forgets those that are."""
-        while self._on_device and self._on_device[0][1].query():
-            self._on_device.popleft()
-        return self._on_device[0][0] if self._on_device else None
+        """Returns the oldest wait of a stream that is not over; None if the driver does not say.
+
+        Forgets those that are over. CUDA refuses to answer while another thread captures a graph.
+        """
+        with contextlib.suppress(RuntimeError):
+            while self._on_device and self._on_device[0][1].query():
+                self._on_device.popleft()
+            return self._on_device[0][0] if self._on_device else None
+        return None
 
     def stand(self, awaited: Awaited) -> None:
         """Says where this rank may wait from now on, in code that supervises no wait."""
@@ -327,7 +343,7 @@ class Watch:
         stuck = self._stuck_on_device()
         if stuck is not None and (awaited is None or awaited.on_stream):
             # What the host waits for comes behind it in the stream.
-            awaited, blocks_host = stuck, awaited is not None
+            awaited, blocks_host = stuck, awaited is not None and not awaited.gives_up
         if awaited is None or time.monotonic() - awaited.since < _PERIOD:
             return True
         try:
@@ -359,6 +375,7 @@ class Watch:
             "label": awaited.label,
             "on_stream": awaited.on_stream,
             "blocks_host": blocks_host,
+            "gives_up": awaited.gives_up,
             "issued": dict(self._issued),
             "key": self._key_of(awaited.channel, awaited.index),
         }
@@ -376,7 +393,8 @@ class Watch:
             self._failure = _words_for_dead(dead, self.rank, awaited)
             self.tell_failure(self._failure)
             return None
-        circle = circle_through(self.rank, posts) or self._parted_from(posts)
+        circle = [] if awaited.gives_up else circle_through(self.rank, posts)
+        circle = circle or self._parted_from(posts)
         if not self._is_still_there({rank: posts[rank] for rank in circle}):
             return None
         verdict = _sentence({rank: posts[rank]["label"] for rank in circle})
@@ -452,6 +470,7 @@ class Watch:
 
     def _explain(self, error: RuntimeError, awaited: Awaited, patience: float | None) -> Exception:
         """A failed wait: by a verdict of any rank, by the end of a rank's program, or by something else."""
+        self.has_failed = True
         seconds = self._patience if patience is None else patience
         if patience is None:
             self._patience = 0.0  # what is broken stays broken; later waits need not be patient too
@@ -584,7 +603,7 @@ def _lacking(rank: int, posts: dict[int, dict[str, Any]]) -> Iterator[int]:
     awaited = posts[rank]
     for other in awaited["members"]:
         theirs = posts.get(other, {})
-        if other == rank or "members" not in theirs:
+        if other == rank or "members" not in theirs or theirs.get("gives_up"):
             continue
         is_held_up = theirs.get("blocks_host", True) or awaited.get("on_stream", False)
         if is_held_up and theirs["issued"].get(awaited["channel"], 0) < awaited["index"]:
