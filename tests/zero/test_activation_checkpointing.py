@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from deepspeed.zero.gather.handles import SavedTensorHooks
 from tests.engine.support import WIDTH, Layer, engine_of, inputs, rank, tower
 from tests.harness import assert_states_equal, run_ranks
 from tests.zero.reading import full_masters
@@ -193,3 +196,22 @@ def _parameter_objects():
 def test_hooks_that_keep_parameter_objects():
     """A parameter object loses its values when its bucket is resharded; what others keep of it must not."""
     run_ranks(_parameter_objects, 2)
+
+
+def test_each_engine_guards_its_own_buckets_under_one_foreign_hook():
+    def bucket_of(tensor):
+        return SimpleNamespace(full=SimpleNamespace(storage_key=tensor.untyped_storage()._cdata, on_move=None))
+
+    kept = []
+    parameters = [torch.nn.Parameter(torch.ones(3), requires_grad=False) for _ in range(2)]
+    hooks = [SavedTensorHooks([bucket_of(p)], lambda _: None, lambda _: None) for p in parameters]
+    x = torch.ones(3, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        assert hooks[0].push_guard() and hooks[1].push_guard()  # of an engine within another one's forward
+        assert not hooks[1].push_guard()
+        x * parameters[0] * parameters[1]
+        hooks[1].pop_guard()
+        hooks[0].pop_guard()
+    addresses = {p.data_ptr() for p in parameters}
+    found = [tensor for tensor in kept if tensor.data_ptr() in addresses]
+    assert len(found) == 2 and not any(tensor is p for tensor in found for p in parameters)

@@ -8,6 +8,8 @@ from torch import nn
 from deepspeed.zero.access.gathered import GatheredParameters
 from deepspeed.zero.holder import address_of
 
+_OF_ENGINES = ("ds_", "_ds_")  # beginnings of the names of attributes that engines set on parameters
+
 
 def is_sharded(model: nn.Module) -> bool:
     """Returns whether an engine shards parameters of ``model`` (ZeRO stage 3), small ones that stay whole included."""
@@ -20,7 +22,8 @@ def own_parameters(model: nn.Module) -> None:
     """Replaces every parameter that is a view of a larger storage, or sharded, by a copy with storage of its own.
 
     ``torch.save`` writes whole storages, and an engine's parameters are views of buckets. Tied parameters stay tied. A
-    parameter that has its storage to itself and belongs to no engine stays the same object. Gathers one module at a
+    parameter that has its storage to itself and belongs to no engine stays the same object; copies have the attributes
+    that others have set on the former ones. Gathers one module at a
     time; where parameters are sharded, every rank of the engine must call it.
 
     Args:
@@ -33,6 +36,8 @@ def own_parameters(model: nn.Module) -> None:
             for name, parameter in held.items():
                 if id(parameter) not in copies:
                     copy = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+                    marks = {key: mark for key, mark in vars(parameter).items() if not key.startswith(_OF_ENGINES)}
+                    vars(copy).update(marks)
                     copies[id(parameter)] = (copy, parameter)
                 module._parameters[name] = copies[id(parameter)][0]
 

@@ -72,12 +72,12 @@ class _GuardedPack:
     """
 
     def __init__(self, by_storage: Mapping[int, Bucket], pack: Callable[[torch.Tensor], Any]) -> None:
-        self._by_storage = by_storage
+        self.by_storage = by_storage
         self._pack = pack
 
     @partial(uncompiled, recursive=False)
     def __call__(self, tensor: torch.Tensor) -> Any:
-        if tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self._by_storage:
+        if tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self.by_storage:
             tensor = tensor.detach()
         return self._pack(tensor)
 
@@ -131,7 +131,9 @@ class SavedTensorHooks:
         if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             return False
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if top is None or top[0] == self._pack or isinstance(top[0], _GuardedPack):
+        if top is None or top[0] == self._pack:
+            return False
+        if isinstance(top[0], _GuardedPack) and top[0].by_storage is self._by_storage:  # not another engine's
             return False
         torch._C._autograd._push_saved_tensors_default_hooks(_GuardedPack(self._by_storage, top[0]), top[1])
         return True
