@@ -234,6 +234,13 @@ def test_a_post_that_is_no_rank_is_refused_and_the_others_meet(post, warnings):
     assert b"error" in here.store.get(here.at().key(f"answer/{number}"))
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_something_else_in_the_place_of_the_meeting_is_named(rank):
+    here = Meeting()
+    here.store.set(admission._HOST, "junk")
+    assert "that no rank of this version has written" in refused(here.comes(guest(rank)))
+
+
 def test_what_a_stranger_says_cannot_write_to_the_terminal(warnings):
     here = Meeting()
     host = here.opens(guest(0, "run x"))

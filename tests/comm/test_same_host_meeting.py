@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import secrets
@@ -9,6 +10,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -77,6 +79,20 @@ def test_a_stranger_is_dropped_and_holds_nobody_up(listener, said):
         own[rank].send(b"from rank %d" % rank)
         assert connection.recv(64) == b"from rank %d" % rank
         connection.close()
+
+
+def test_strangers_that_keep_connecting_win_no_time(monkeypatch):
+    monkeypatch.setattr(meeting, "_MEETING", 0.5)
+    listener = Listener()
+    until = time.monotonic() + 5
+    while not listener.outcome.done() and time.monotonic() < until:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger, contextlib.suppress(OSError):
+            stranger.settimeout(0.1)  # nobody takes it any more once the wait has ended
+            stranger.connect(listener.address)
+            stranger.send(b"x")
+    listener.socket.close()
+    with pytest.raises(TimeoutError, match="did not come"):
+        listener.outcome.result(0)
 
 
 def test_the_first_of_two_that_say_they_are_one_rank_counts(listener):

@@ -214,6 +214,11 @@ def receive_ranks(store: Any, guest: Guest, where: str, timeout: timedelta) -> t
         if guest.rank == 0:
             return _Host(store, guest, where, timeout).receive(deadline)
         return _attend(store, guest, where, timeout, deadline), []
+    except ValueError as error:
+        raise CommunicationError(
+            f"{guest.name}: at {where}, where the ranks were to meet, is something that no rank of this version has "
+            f"written ({error}). {_OWN_PORT}. A file that an earlier run has left at init_method must be deleted"
+        ) from error
     except RuntimeError as error:
         if isinstance(error, (CommunicationError, StoreLostError)):
             raise
