@@ -198,3 +198,65 @@ def test_failures_are_sentences(code, environ, words):
     _, err = job.communicate(timeout=120)
     assert job.returncode == 1
     assert words in err.splitlines()[-1], err
+
+
+@pytest.mark.parametrize("ranks", [(0, 0, 0), (0, 1, 0), (1, 0, 1)])
+def test_a_process_whose_run_has_failed_starts_the_next_one(ranks):
+    """A worker process of Ray runs one attempt after another, perhaps as another rank; the killed one comes anew."""
+    where = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "DEEPSPEED_TIMEOUT": "1"}
+    survivor = start(
+        f"""
+        from deepspeed.errors import CommunicationError
+        for rank in {ranks}:
+            os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+            dist.init_distributed()
+            x = torch.ones(1)
+            try:
+                for _ in range(3):
+                    dist.all_reduce(x)
+                print("met", x.item())
+            except CommunicationError as error:
+                print("failed", flush=True)
+        dist.destroy_process_group()
+        """,
+        **where,
+    )
+    dies = """
+        dist.init_distributed()
+        dist.all_reduce(torch.ones(1))
+        os.kill(os.getpid(), 9)
+    """
+    lives = "dist.init_distributed(); [dist.all_reduce(torch.ones(1)) for _ in range(3)]; dist.destroy_process_group()"
+    for code, rank in zip((dies, dies, lives), ranks, strict=True):
+        other = str(1 - rank)
+        start(code, RANK=other, LOCAL_RANK=other, **where).communicate(timeout=60)
+    out, err = survivor.communicate(timeout=60)
+    assert out.split() == ["failed", "failed", "met", "4.0"], err
+
+
+def test_a_failed_run_leaves_its_port():
+    """Whatever holds the process group still, here an error's traceback."""
+    where = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    survivor = start(
+        """
+        import socket
+        from deepspeed.errors import CommunicationError
+        try:
+            dist.init_distributed()
+            group = dist.get_world_group()
+            for _ in range(3):
+                dist.all_reduce(torch.ones(1))
+        except CommunicationError as error:
+            kept = error
+        finally:
+            dist.destroy_process_group()
+        with socket.socket() as probe:
+            print(probe.connect_ex(("127.0.0.1", int(os.environ["MASTER_PORT"]))) != 0)
+        """,
+        RANK="0",
+        LOCAL_RANK="0",
+        **where,
+    )
+    start("dist.init_distributed(); os.kill(os.getpid(), 9)", RANK="1", LOCAL_RANK="1", **where).communicate(timeout=60)
+    out, err = survivor.communicate(timeout=60)
+    assert out.strip() == "True", err

@@ -22,7 +22,7 @@ from deepspeed.comm.start.admission import Guest, StoreLostError, receive_ranks
 from deepspeed.comm.start.barrier import SupervisedStore
 from deepspeed.comm.start.device import binding_of, local_device, serves_host_only, unbound
 from deepspeed.comm.start.environment import Place, find_place, local_rank_of
-from deepspeed.comm.start.rendezvous import open_store
+from deepspeed.comm.start.rendezvous import open_store, release_store
 from deepspeed.comm.start.startup import Facts, agree_on_config, agree_on_model, own_facts, rank_map
 from deepspeed.comm.start.timeout import default_timeout
 from deepspeed.errors import CallOrderError, CommunicationError
@@ -64,6 +64,9 @@ def init_distributed(
 ) -> None:
     """Starts torch's global process group, or adopts the one there is. Every rank must call it.
 
+    If it has started that group itself and a rank of it has failed since, it destroys the group and starts a new one:
+    whatever retries a function may do so in the same process.
+
     Where this process stands is read from the environment (:mod:`deepspeed.comm.start.environment` lists the ways) and
     written back as ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``. One line on rank 0
     says which way it was. A single process meets nobody, so it opens no port.
@@ -93,7 +96,7 @@ def init_distributed(
         from deepspeed.comm.summary import configure
 
         configure(deepspeed_config=config)
-    if torch_dist.is_initialized():
+    if torch_dist.is_initialized() and not _ends_failed_run():
         _adopt(verbose)
         return
     if dist_init_required is False:
@@ -115,11 +118,26 @@ def init_distributed(
     backend = dist_backend or default_backend()
     device = None if serves_host_only(backend) else local_device()
     facts = _start(backend, place, init_method, timeout or default_timeout(), device)
-    Job.current().watched.begin()  # so that the others hear of the end of a program that does nothing more
+    # Made now, so that the others hear of the end of a program that does nothing more.
+    Job.current().watched.watch.may_restart = True
     if verbose:
         log_dist(f"process group started: {place.world_size} rank(s), backend {backend}, found by {place.way}")
         for line in rank_map(facts) if facts else ():
             log_dist(line)
+
+
+def _ends_failed_run() -> bool:
+    """Destroys the process group if :func:`init_distributed` has started it and a wait in it has failed.
+
+    Returns:
+        Whether it did.
+    """
+    watched = Job.current().watched
+    if not (watched.has_failed and watched.watch.may_restart):
+        return False
+    log_dist("the process group of this process belongs to a run that has failed; starting a new one", ranks=[-1])
+    destroy_process_group()
+    return True
 
 
 def _adopt(verbose: bool) -> None:
@@ -258,8 +276,13 @@ def is_initialized() -> bool:
 
 
 def destroy_process_group(group: Any = None) -> None:
-    """Tears down ``group``, or everything."""
+    """Tears down ``group``, or everything. After a failed wait the port where the ranks met is free then."""
+    is_all = group is None or group is torch_dist.group.WORLD
+    job = Job.current()
     torch_dist.destroy_process_group(group)
+    if is_all and job.watched.has_failed:
+        job.close()
+        release_store()
 
 
 def new_group(ranks: list[int] | None = None, **options: Any) -> Any:

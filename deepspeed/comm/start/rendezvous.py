@@ -22,6 +22,9 @@ _CONNECT_SECONDS = 5.0
 _RETRY_SECONDS = 0.1
 # Whoever retries a run at one port may start it while rank 0 of the attempt before is still ending.
 _RELEASE_SECONDS = 2.0
+# The others look for the reason of a failure at least so often.
+_LAST_WORDS_SECONDS = 1.0
+_served: list[torch_dist.TCPStore] = []  # the store, on rank 0
 
 
 def open_store(url: str | None, place: Place, timeout: timedelta) -> Any:
@@ -55,7 +58,19 @@ def _opened(url: str | None, place: Place, timeout: timedelta) -> Any:
     if url is not None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):  # torchrun's agent holds it
         store, _, _ = next(torch_dist.rendezvous(url or "env://", place.rank, place.world_size, timeout=timeout))
         return store
-    return _tcp_store(place, True, timeout) if place.rank == 0 else _reach(place, timeout)
+    if place.rank != 0:
+        return _reach(place, timeout)
+    _served.clear()
+    _served.append(_tcp_store(place, True, timeout))
+    # Whatever still holds the process group, such as the traceback of an error, holds a connection, not the port.
+    return _tcp_store(place, False, timeout)
+
+
+def release_store() -> None:
+    """Closes the port where the ranks met, if this process holds it, once they have read why the run has failed."""
+    if _served:
+        time.sleep(_LAST_WORDS_SECONDS)
+        _served.clear()
 
 
 def _tcp_store(place: Place, is_master: bool, timeout: timedelta) -> torch_dist.TCPStore:

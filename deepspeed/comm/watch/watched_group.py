@@ -134,6 +134,11 @@ class WatchedGroups:
         """Makes the watch, which tells the other ranks of the end of this program. There must be a process group."""
         self.watch  # noqa: B018
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether a wait of this rank has raised."""
+        return self._watch is not None and self._watch.has_failed
+
     def of(self, group: Any = None) -> WatchedGroup | None:
         """Returns how ``group`` (None: all ranks) is watched; None where this rank waits for nobody in it."""
         return self.record_of(group).watched
