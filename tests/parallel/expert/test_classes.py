@@ -14,7 +14,8 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 
-from deepspeed.parallel.expert.spread import Spread, is_stack, lacks, spread, takes_all
+from deepspeed.models.stacked_experts import lacks, takes_all
+from deepspeed.parallel.expert.spread import Spread, is_stack, spread
 
 _SMALL = {
     "hidden_size": 16, "moe_latent_size": None,
