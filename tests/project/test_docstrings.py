@@ -1,0 +1,95 @@
+"""Docstrings of public functions: shapes of tensors, ``Raises:``, and no bare references. Shares only grow."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tests.project.graph import modules, tree_of
+
+SHAPES = 0.58  # share of the functions that take tensors and say a shape; the goal is 0.9
+RAISES = 0.93  # share of the functions that raise and say so; the goal is 0.95
+REFERENCES = 18  # docstrings that only refer to another one; the goal is 0
+
+_TENSOR = re.compile(r"(?<![\w.])(torch\.)?Tensor\b")
+_SHAPE = re.compile(r"\[[^\]\n]*\]|\d-D\b|\bshape|\b[Ss]calar\b|\bdimension|\bflat\b|\belementwise\b")
+_REFERENCE = re.compile(r"^(See the class|As of\b|Likewise\b|As `|As :)")
+_OF_THE_PROGRAMMER = {"AssertionError", "NotImplementedError", "StopIteration"}
+
+
+@dataclass(frozen=True)
+class Function:
+    """A public function or method, without overrides.
+
+    Attributes:
+        node: Its statement.
+        place: Module and line.
+    """
+
+    node: ast.FunctionDef
+    place: str
+
+    @property
+    def docstring(self) -> str:
+        return ast.get_docstring(self.node) or ""
+
+    @property
+    def takes_tensors(self) -> bool:
+        arguments = [*self.node.args.args, *self.node.args.kwonlyargs]
+        return any(_TENSOR.search(ast.unparse(each.annotation)) for each in arguments if each.annotation)
+
+    @property
+    def raised(self) -> set[str]:
+        """Classes of the errors in its own raise statements."""
+        names = (ast.unparse(each.exc).partition("(")[0] for each in _own(self.node, ast.Raise) if each.exc)
+        return {name for name in names if name[0].isupper()} - _OF_THE_PROGRAMMER
+
+
+def _own(node: ast.AST, kind: type) -> Iterator:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
+            continue
+        if isinstance(child, kind):
+            yield child
+        yield from _own(child, kind)
+
+
+def functions() -> list[Function]:
+    """All public functions of the package and methods of public classes."""
+    return [found for module in modules() for found in _functions_in(tree_of(module).body, module)]
+
+
+def _functions_in(body: list[ast.stmt], module: str) -> Iterator[Function]:
+    for node in body:
+        if not isinstance(node, ast.ClassDef | ast.FunctionDef) or node.name.startswith("_"):
+            continue
+        if isinstance(node, ast.ClassDef):
+            yield from _functions_in(node.body, module)
+        elif not any(ast.unparse(each).endswith("override") for each in node.decorator_list):
+            yield Function(node, f"{module}:{node.lineno} {node.name}")
+
+
+def _check(said: list[Function], silent: list[Function], least: float, what: str) -> None:
+    share = len(said) / (len(said) + len(silent))
+    places = "\n".join(each.place for each in silent)
+    assert share >= least, f"{share:.3f} of the functions say {what}, {least} did before. These do not:\n{places}"
+    assert share < least + 0.02, f"{share:.3f} of the functions say {what}: raise the number of this test from {least}"
+
+
+def test_shapes_are_said():
+    taking = [each for each in functions() if each.takes_tensors]
+    said = [each for each in taking if _SHAPE.search(each.docstring)]
+    _check(said, [each for each in taking if each not in said], SHAPES, "a shape")
+
+
+def test_errors_are_said():
+    raising = [each for each in functions() if each.raised]
+    said = [each for each in raising if "raise" in each.docstring.lower()]
+    _check(said, [each for each in raising if each not in said], RAISES, "what they raise")
+
+
+def test_no_docstring_is_only_a_reference():
+    found = [each.place for each in functions() if _REFERENCE.match(each.docstring)]
+    assert len(found) <= REFERENCES, f"say what these do, or use @override:\n{chr(10).join(found)}"
