@@ -87,7 +87,7 @@ class DeepSpeedAccelerator(ABC):
         return device.type == "cpu" or (self.computes_in_host_memory and device.type == self._name)
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` lies on a device of this kind."""
+        """Returns whether ``tensor`` (any shape) lies on a device of this kind."""
         return tensor.device.type == self._name
 
     def communication_backend_name(self) -> str | None:
@@ -290,7 +290,7 @@ class DeepSpeedAccelerator(ABC):
         return pinned if match_shape else pinned.reshape(-1)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` lies in page-locked host memory."""
+        """Returns whether ``tensor`` (any shape) lies in page-locked host memory."""
         return tensor.device.type == "cpu" and tensor.is_pinned()
 
     def unpin_memory(self, tensor: torch.Tensor) -> bool:

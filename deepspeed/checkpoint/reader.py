@@ -94,7 +94,11 @@ class FileReader:
         self.close()
 
     def read_into(self, offset: int, out: memoryview) -> None:
-        """Fills ``out`` from byte ``offset`` on."""
+        """Fills ``out`` from byte ``offset`` on.
+
+        Raises:
+            CheckpointError: The file is too short or cannot be read.
+        """
         descriptor = self.open()
         while out:
             try:

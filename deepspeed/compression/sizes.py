@@ -37,7 +37,11 @@ class Users:
         return [name, *(other for other in self._by_weight[id(weight)] if other != name)]
 
     def check(self, selections: list[Selection]) -> None:
-        """Whether every technique can be what it is asked to be."""
+        """Whether every technique can be what it is asked to be.
+
+        Raises:
+            DeepSpeedConfigError: A weight that a technique changes is shared with other layers.
+        """
         for selection in selections:
             self._check_related(selection)
             for name in selection.names:

@@ -47,7 +47,7 @@ class MultiNodeRunner:
 
     @property
     def name(self) -> str:
-        """As ``--launcher`` names it."""
+        """Returns the value of ``--launcher`` that selects this runner."""
         return self.launcher
 
     def backend_exists(self) -> bool:

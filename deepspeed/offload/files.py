@@ -106,7 +106,7 @@ class FileMemory(Memory):
 
     @property
     def lends(self) -> bool:
-        """See the class this one derives from; only what nobody updates, as an update may come while it is lent."""
+        """Whether tensors are lent: only mapped, untrained ones, as an update may come while they are lent."""
         return self._is_mapped and not self._settings.cache.is_trained
 
     @property

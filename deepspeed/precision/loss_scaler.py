@@ -51,7 +51,7 @@ class LossScalerBase:
         return self.cur_scale
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """``loss`` times the scale, in fp32 at least: a scaled fp16 loss would overflow by itself."""
+        """Multiplies ``loss`` (a scalar) by the scale, in fp32 at least: a scaled fp16 loss would overflow."""
         return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.cur_scale
 
     def scale_gradient(self, module: Any, grad_in: tuple[Tensor | None, ...], grad_out: Any) -> tuple[Any, ...]:
@@ -59,7 +59,7 @@ class LossScalerBase:
         return tuple(None if grad is None else grad * self.cur_scale for grad in grad_in)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """Runs the backward pass of the scaled loss."""
+        """Runs the backward pass of the scaled ``loss`` (a scalar)."""
         self.scale_loss(loss).backward(retain_graph=retain_graph)
 
     def update_scale(self, overflow: bool) -> None:

@@ -46,7 +46,12 @@ class UpstreamSource:
         return SavedParameter(name, self._content.shapes[name], kinds, name in self._content.frozen, compute)
 
     def check(self, wanted: Sequence[Wanted]) -> None:
-        """Makes sure that the flat layout was understood: 16-bit weights are the rounded masters."""
+        """Makes sure that the flat layout was understood: 16-bit weights are the rounded masters.
+
+        Raises:
+            CheckpointError: Saved 16-bit weights are not the rounded masters.
+            CheckpointError: Saved 16-bit weights are not the rounded masters.
+        """
         both = self._content.values.get(COMPUTE, {}).keys() & self._content.values.get(MASTER, {}).keys()
         for entry in wanted:
             if entry.kind == MASTER and entry.name in both:

@@ -38,7 +38,11 @@ SCCL_BACKEND = "sccl"
 
 
 def default_backend() -> str:
-    """The backend of the accelerator in use: ``nccl`` on GPUs, ``gloo`` on CPUs."""
+    """The backend of the accelerator in use: ``nccl`` on GPUs, ``gloo`` on CPUs.
+
+    Raises:
+        CommunicationError: The accelerator has no backend.
+    """
     from deepspeed.accelerator import get_accelerator
 
     name = get_accelerator().communication_backend_name()

@@ -9,7 +9,11 @@ from deepspeed.errors import CommunicationError
 
 
 def default_timeout() -> timedelta:
-    """How long a collective may take: ``DEEPSPEED_TIMEOUT`` minutes, 10 if the variable is not set."""
+    """How long a collective may take: ``DEEPSPEED_TIMEOUT`` minutes, 10 if the variable is not set.
+
+    Raises:
+        CommunicationError: The variable is no number above 0.
+    """
     text = os.environ.get("DEEPSPEED_TIMEOUT", "10")
     try:
         minutes = float(text)

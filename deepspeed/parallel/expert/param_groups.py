@@ -25,7 +25,7 @@ def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
 
 
 def is_moe_param(param: torch.Tensor) -> bool:
-    """Whether ``param`` belongs to an expert, which layers mark by ``param.allreduce = False``."""
+    """Returns whether ``param`` (any shape) belongs to an expert; layers mark those by ``param.allreduce = False``."""
     return getattr(param, "allreduce", True) is False
 
 

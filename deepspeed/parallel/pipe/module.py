@@ -416,7 +416,11 @@ class PipelineModule(PlainAttributes, nn.Module):
         return self.parts
 
     def stage_owner(self, layer_idx: int) -> int:
-        """The stage that has a layer."""
+        """The stage that has a layer.
+
+        Raises:
+            ValueError: There is no such layer.
+        """
         for chunk, stage in enumerate(self._stage_of):
             if self.parts[chunk] <= layer_idx < self.parts[chunk + 1]:
                 return stage

@@ -21,13 +21,13 @@ from deepspeed.parallel.sequence.shares import in_equal_parts, length_of
 def tiled(
     function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, tiles: int, axis: int = -2
 ) -> torch.Tensor:
-    """``function(x)``, tile by tile.
+    """Computes ``function(x)`` tile by tile.
 
     Args:
-        function: Pure, and of each position along ``axis`` by itself.
-        x: The input.
-        tiles: How many tiles; fewer where there are fewer positions.
-        axis: Of the sequence, in ``x`` and in the result.
+        function: Pure; treats each position along ``axis`` independently.
+        x: The input, any shape with at least one axis.
+        tiles: Number of tiles; fewer if there are fewer positions.
+        axis: Axis of the sequence, in ``x`` and in the result.
     """
     parts = x.split(tile_lengths(x.size(axis), tiles), dim=axis)
     if len(parts) == 1:

@@ -27,15 +27,15 @@ class Entrance:
     def enter(
         self, values: torch.Tensor, dtype: torch.dtype | None, name: str
     ) -> tuple[torch.Tensor, SharedInput | None]:
-        """What a layer works on, and where it adds the input's gradient.
+        """Returns what a layer works on, and where it adds the gradient of its input.
 
         Args:
-            values: The input.
-            dtype: To cast it to; None: its own.
-            name: Of the layer.
+            values: The input, ``[..., in]``.
+            dtype: Dtype to cast it to; None: its own.
+            name: Name of the layer.
 
         Returns:
-            The input, and None where it needs no gradient.
+            The input, and None if it needs no gradient.
         """
         if not (torch.is_grad_enabled() and values.requires_grad):
             self._latest = None

@@ -45,6 +45,9 @@ def first_values(
     Returns:
         1-D, this rank's slice or the whole buffer, in the narrowest dtype that holds all values that the parameters
         have now (masters are made from it); padding is zero.
+
+    Raises:
+        DeepSpeedConfigError: ``zero.Init`` has sharded a parameter in another group.
     """
     dtypes = [p.dtype for p in params] or [default_dtype]
     dtype = functools.reduce(torch.promote_types, dtypes)  # neither of fp16 and bf16 holds the other's values

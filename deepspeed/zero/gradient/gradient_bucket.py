@@ -156,6 +156,9 @@ class GradientBucket:
 
         Returns:
             Whether the bucket is now complete for this backward.
+
+        Raises:
+            CallOrderError: The bucket was reduced already in this backward.
         """
         if self._arrived[index]:
             self.repeats = True

@@ -150,7 +150,11 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         return bool(getattr(self.loss_scaler, "dynamic", False))
 
     def override_loss_scale(self, loss_scale: float) -> None:
-        """Sets the scale from now on; a dynamic one goes on from there."""
+        """Sets the scale from now on; a dynamic one goes on from there.
+
+        Raises:
+            CallOrderError: There is no loss scale.
+        """
         if self.loss_scaler is None:
             raise CallOrderError("override_loss_scale: there is no loss scale; it exists only with fp16.enabled")
         before = self.loss_scale
