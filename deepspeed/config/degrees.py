@@ -39,7 +39,7 @@ def data_parallel_size(root: Root, world_size: int, *, stages: int = 1) -> int:
         DeepSpeedConfigError: The degrees do not divide ``world_size``, or the experts' not what the others leave.
     """
     wanted = degrees(root)
-    sizes = {KEYS[axis]: wanted[axis] for axis in ("sequence", "tensor")} | {"stages of the pipeline": stages}
+    sizes = {KEYS[axis]: wanted[axis] for axis in KEYS if axis != "expert"} | {"stages of the pipeline": stages}
     others = math.prod(sizes.values())
     if world_size % others:
         named = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)

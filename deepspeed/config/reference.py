@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from deepspeed.config.deprecated import OLD_KEYS, OldKey
+from deepspeed.config.deprecated import OLD_KEYS
 from deepspeed.config.describe import default_of, expectation, nested_in
 from deepspeed.config.findings import Path, dotted
 from deepspeed.config.section import Section, facts_of
@@ -194,11 +194,6 @@ def _lines() -> Iterable[str]:
     yield from _table(RaggedInference)
     for name in RaggedInference.model_fields:
         yield from _named(RaggedInference, "ragged_inference", name)
-
-
-def _old_row(entry: OldKey) -> tuple[str, str]:
-    now = ", ".join(f"`{dotted(path)}`" for path in entry.new)
-    return f"`{dotted(entry.old)}`", f"{now}. {entry.about}"
 
 
 def _named(model: type[Section], whole: str, name: str) -> Iterable[str]:

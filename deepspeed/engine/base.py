@@ -51,7 +51,7 @@ class EngineBase(ConfigAccessors, EfficiencyAccess, EngineQueries, PlainAttribut
         config: The configuration dict as it was given.
         global_steps: Updates so far, skipped ones included.
         global_samples: Samples of those updates, over all ranks.
-        micro_steps: Calls of ``step`` so far.
+        micro_steps: Micro-batches so far.
         skipped_steps: Updates that were skipped because a gradient was not finite.
         device: Where the model computes.
         compression_scheduler: Switches the techniques of ``compression_training`` on; None for a model without.

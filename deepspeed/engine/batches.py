@@ -14,7 +14,7 @@ class Batches:
     """Sizes of batches, and the count of micro-steps since the last update.
 
     Attributes:
-        micro_steps: Calls of the engine's ``step`` so far.
+        micro_steps: Micro-batches so far.
         has_run_backward: Whether a backward has run since the last update.
         are_reduced: Whether backwards reduce gradients as the ZeRO stage says; False inside ``no_sync``.
 

@@ -85,17 +85,22 @@ class FeatureSet:
         return root
 
     def refuse(self, setup: EngineSetup) -> None:
-        """Raises what the features cannot do, before the model's parameters are changed. Every rank must call it.
+        """Lets features prepare the layers of the model, then raises what they cannot do. Every rank must call it.
+
+        The model's parameters are not changed yet.
 
         Raises:
             DeepSpeedConfigError: All conflicts between settings; if there are none, the first other problem.
         """
-        problems = [problem for feature in self._features.values() for problem in feature.problems(setup)]
-        if problems:
-            raise DeepSpeedConfigError("\n".join(problems), tuple(problems))
-        for feature in self._features.values():
-            feature.prepare(setup)
-        self.ask_objects(setup.model)
+        prepared: set[str] = set()
+        while new := {name: feature for name, feature in self._features.items() if name not in prepared}:
+            problems = [problem for feature in new.values() for problem in feature.problems(setup)]
+            if problems:
+                raise DeepSpeedConfigError("\n".join(problems), tuple(problems))
+            for feature in new.values():
+                feature.prepare(setup)
+            prepared.update(new)
+            self.ask_objects(setup.model)  # the layers that features made may ask for further ones
         for feature in self._features.values():
             feature.refuse(setup)
 

@@ -118,11 +118,6 @@ class Interpreter:
         self._handed: dict[tuple[str, int, int], Any] = {}  # between chunks of this stage
         self._done: Counter[str] = Counter()  # instructions of each kind, for schedules that number nothing
 
-    @property
-    def has_last_chunk(self) -> bool:
-        """Whether the last chunk of the model is on this stage."""
-        return self._has_ends[1]
-
     def wrap_handlers(self, wrap: Callable[[type, Handler], Handler]) -> None:
         """Runs what ``wrap`` makes of each handler from now on, to measure what the instructions do."""
         self._wrap = wrap

@@ -53,13 +53,13 @@ class AttentionCall:
 
 
 def implementation_of(sharing: SequenceSharing) -> Callable[[AttentionCall], torch.Tensor]:
-    """Returns what attends after the exchange of heads."""
+    """Returns what attends: after the exchange of heads, or at once where heads are not exchanged."""
     if sharing.ring_group is not None:
-        return attend_by_ring
+        return _attend_by_ring
     return _attend_by_sdpa if sharing.core == "sdpa" else _attend_by_core
 
 
-def attend_by_ring(call: AttentionCall) -> torch.Tensor:
+def _attend_by_ring(call: AttentionCall) -> torch.Tensor:
     """Attends by the ring. ``query``, ``key`` and ``value`` have this rank's tokens.
 
     Raises:

@@ -18,7 +18,7 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.models.attention import call_attention
 from deepspeed.models.masks import mask_of_implementation
 from deepspeed.parallel.sequence.exchange import exchange
-from deepspeed.parallel.sequence.implementations import AttentionCall, attend_by_ring, implementation_of
+from deepspeed.parallel.sequence.implementations import AttentionCall, implementation_of
 from deepspeed.parallel.sequence.kept_once import KeptOnce
 from deepspeed.parallel.sequence.shares import shares_of_heads
 from deepspeed.parallel.sequence.sharing import SequenceSharing, registered, registered_by
@@ -102,7 +102,7 @@ def attention(
     positions, padding = sharing.whole(position_ids), sharing.whole(seen.padding)
     call = AttentionCall(sharing, module, query, key, value, seen, positions, padding, scaling, dropout, kwargs)
     if sharing.heads_group is None:
-        return attend_by_ring(call), None
+        return implementation_of(sharing)(call), None
     return _by_heads(call), None
 
 

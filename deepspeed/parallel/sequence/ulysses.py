@@ -97,8 +97,8 @@ class _RegisteredName:
 
     Attributes:
         name: The hub id or folder that the program gave.
-        core: As of :class:`Sharing`.
-        disable_in_eval: Likewise.
+        core: The implementation that attends to whole sequences.
+        disable_in_eval: In evaluation the model is left to itself, with whole sequences on each rank.
     """
 
     name: str
