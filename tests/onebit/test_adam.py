@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from pathlib import Path
@@ -399,3 +400,29 @@ def refused() -> None:
 
 def test_what_is_refused() -> None:
     run_ranks(refused, 1)
+
+
+def goes_back(stages: tuple[int, ...]) -> None:
+    for stage in stages:
+        engine = make(stage)
+        for step in range(FREEZE + 2):
+            train(engine, step)
+        saved = copy.deepcopy(engine.optimizer.state_dict())
+        buckets = engine.optimizer.driver.buckets
+        errors = [bucket.private.tensor.clone() for bucket in buckets]
+        found = []
+        for is_second in (False, True):
+            if is_second:
+                engine.optimizer.load_state_dict(saved)
+                for bucket, error in zip(buckets, errors, strict=True):
+                    bucket.private.tensor.copy_(error)
+            train(engine, FREEZE + 2)
+            found.append([value.detach().clone() for value in engine.module.parameters()])
+            train(engine, FREEZE + 3)
+        for first, second in zip(*found, strict=True):
+            assert torch.equal(first, second), stage
+        engine.destroy()
+
+
+def test_a_loaded_state_dict_has_the_momentum_of_the_next_step() -> None:
+    run_ranks(goes_back, 2, (0, 1, 2))

@@ -212,6 +212,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
             master.publish()
         self._finish_publishing([work for m in self._masters if (work := m.bucket.start_publish()) is not None])
         self._skipped_in_a_row = state_dict["skipped_in_a_row"]
+        self.driver.restart()
 
     # -- what checkpoints need ---------------------------------------------------------------------------------------
 
