@@ -40,7 +40,7 @@ class _Parameter:
 
     @property
     def values(self) -> Iterator[torch.Tensor]:
-        """See :class:`~deepspeed.checkpoint.writer.Writable`."""
+        """Yields the elements in order, as 1-D contiguous tensors; called once."""
         numel = self.stop - self.start
         for first in range(0, numel, _PART_NUMEL):
             last = min(first + _PART_NUMEL, numel)

@@ -173,7 +173,7 @@ class _FileRun(NamedTuple):
 
 
 class CheckpointReader:
-    """The tensors of one tag folder, as a :class:`~deepspeed.checkpoint.source.Source`.
+    """The tensors of one tag folder, as a :class:`~deepspeed.checkpoint.source.CheckpointSource`.
 
     Args:
         folder: The tag folder.
@@ -328,7 +328,7 @@ class CheckpointReader:
     # -- the source ----------------------------------------------------------------------------------------------------
 
     def check(self, wanted: Sequence[Wanted]) -> None:
-        """See :class:`~deepspeed.checkpoint.source.Source`."""
+        """Makes sure that ``wanted`` and all buffers can be read and are undamaged, as far as the format can tell."""
         chunks: dict[FileReader, set[int]] = defaultdict(set)
         for entry in wanted:
             for run in self._runs(entry):
@@ -361,11 +361,11 @@ class CheckpointReader:
         )
 
     def covered(self, wanted: Wanted) -> list[tuple[int, int]]:
-        """See :class:`~deepspeed.checkpoint.source.Source`."""
+        """Returns the parts of ``wanted`` that the checkpoint has, as intervals of the same flattened tile."""
         return [(run.start, run.stop) for run in self._runs(wanted)]
 
     def read(self, wanted: Wanted, out: torch.Tensor) -> None:
-        """See :class:`~deepspeed.checkpoint.source.Source`."""
+        """Copies ``wanted`` into ``out``: 1-D, of that length, any dtype and device."""
         if out.device.type != "cpu" and self._same(wanted) is None:  # one transfer instead of one for every run
             host = torch.empty(out.numel(), dtype=out.dtype)
             self.read(wanted, host)
@@ -388,7 +388,7 @@ class CheckpointReader:
                 place.copy_(values[start : start + place.numel()])
 
     def read_buffer(self, name: str) -> torch.Tensor:
-        """See :class:`~deepspeed.checkpoint.source.Source`."""
+        """Returns the buffer ``name``."""
         reader, tensor = self._buffers[name]
         return self._read_named(reader, tensor)
 

@@ -148,11 +148,11 @@ class CheckpointSource(Protocol):
         ...
 
     def covered(self, wanted: Wanted) -> list[tuple[int, int]]:
-        """The parts of ``wanted`` that the checkpoint has, as intervals of the same flattened tile."""
+        """Returns the parts of ``wanted`` that the checkpoint has, as intervals of the same flattened tile."""
         ...
 
     def read_buffer(self, name: str) -> torch.Tensor:
-        """The buffer ``name``."""
+        """Returns the buffer ``name``."""
         ...
 
 
@@ -175,7 +175,7 @@ def read_whole(wanted: Wanted, out: torch.Tensor, read: Callable[[int, int, torc
 
 
 class StateDictSource:
-    """A full state dict in memory, as a :class:`CheckpointSource`.
+    """Reads a full state dict in memory, through the interface :class:`CheckpointSource`.
 
     Args:
         state_dict: Tensors by name; tied names may share one tensor.
@@ -202,17 +202,17 @@ class StateDictSource:
         self.left_out: frozenset[str] = frozenset()
 
     def check(self, wanted: Sequence[Wanted]) -> None:
-        """See :class:`CheckpointSource`; what is in memory is whole."""
+        """Checks nothing: what is in memory is whole."""
 
     def read(self, wanted: Wanted, out: torch.Tensor) -> None:
-        """See :class:`CheckpointSource`."""
+        """Copies ``wanted`` into ``out``: 1-D, of that length, any dtype and device."""
         flat = self._tensors[wanted.name].reshape(-1)
         read_whole(wanted, out, lambda start, stop, place: place.copy_(flat[start:stop]))
 
     def covered(self, wanted: Wanted) -> list[tuple[int, int]]:
-        """See :class:`CheckpointSource`."""
+        """Returns the parts of ``wanted`` that the checkpoint has, as intervals of the same flattened tile."""
         return [(wanted.start, wanted.stop)] if wanted.kind == COMPUTE else []
 
     def read_buffer(self, name: str) -> torch.Tensor:
-        """See :class:`CheckpointSource`."""
+        """Returns the buffer ``name``."""
         return self._tensors[name]

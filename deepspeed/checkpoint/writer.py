@@ -146,7 +146,7 @@ class Writable(Protocol):
 
     @property
     def values(self) -> Iterable[torch.Tensor]:
-        """The elements, in order: 1-D contiguous tensors; asked for once."""
+        """Yields the elements in order, as 1-D contiguous tensors; called once."""
         ...
 
 

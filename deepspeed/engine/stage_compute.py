@@ -116,7 +116,7 @@ class PipelineCompute:
             )
 
     def own_items(self) -> list[Any]:
-        """See ``StageCompute``."""
+        """Returns this rank's pairs ``(inputs, labels)`` of the step, as far as it has them."""
         if self._agreed is None:  # the program runs a schedule of its own
             self.get_ready("_exec_schedule", self._batches.gradient_accumulation_steps(), "train")
         items: list[Any] = []
@@ -131,7 +131,7 @@ class PipelineCompute:
         return self._module.num_stages == self._mesh.world_size and self._has_all_items
 
     def agree(self) -> bool:
-        """See ``StageCompute``."""
+        """Waits until all ranks are known to have their items; returns whether labels travel from the first stage."""
         assert self._agreed is not None
         agreed, self._agreed = self._agreed, None
         labels_travel = agreed()
@@ -141,7 +141,7 @@ class PipelineCompute:
     # -- computations ------------------------------------------------------------------------------------------------
 
     def compute_forward(self, chunk: int, micro_batch: int, inputs: Any, labels: Any) -> Any:
-        """See ``StageCompute``."""
+        """Runs a chunk and returns its outputs; of the last chunk in training, the loss."""
         module = self._module
         module.active_chunk = chunk
         try:
@@ -201,7 +201,7 @@ class PipelineCompute:
         gradients: list[Any] | None,
         inputs: list[torch.Tensor],
     ) -> Any:
-        """See ``StageCompute``."""
+        """Computes the gradients of a chunk's ``inputs``; returns what the gradients of its weights need."""
         self._check_loss(outputs, gradients, micro_batch)
         if not outputs or not inputs:
             return outputs, gradients  # no stage waits: all of it is the weights' half
@@ -220,7 +220,7 @@ class PipelineCompute:
         return self._step.run_backward(lambda: backward_to_inputs(roots, given, inputs), current)
 
     def compute_weight_gradients(self, chunk: int, micro_batch: int, work: Any) -> None:
-        """See ``StageCompute``."""
+        """Computes the gradients of a chunk's weights from what :meth:`compute_input_gradients` returned."""
         if isinstance(work, tuple):
             self.compute_backward(chunk, micro_batch, *work)
             return

@@ -99,7 +99,7 @@ def knows_attention(name: str) -> bool:
 
 
 def known_attention_names() -> list[str]:
-    """Returns the names of all implementations, sorted."""
+    """Returns the names of all attention implementations that transformers knows, sorted."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     return sorted(ALL_ATTENTION_FUNCTIONS.valid_keys())
@@ -122,7 +122,7 @@ def call_attention(name: str, layer: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Changed:
-    """An object with some attributes changed, for attention functions that read them from the layer."""
+    """Wraps an object and replaces some of its attributes, for attention functions that read them from the layer."""
 
     def __init__(self, original: Any, **changed: Any) -> None:
         self.__dict__.update(changed, _original=original)

@@ -1,4 +1,4 @@
-"""Recognises layers of the Transformers library by their classes, without importing it."""
+"""Tells which modules are layers of the Transformers library, from their classes and without importing it."""
 
 from __future__ import annotations
 

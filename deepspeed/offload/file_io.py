@@ -124,7 +124,7 @@ class BlockFile:
         return start
 
     def map(self, offset: int, nbytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """``numel`` elements at ``offset`` as a tensor over the file itself.
+        """Returns ``numel`` elements at ``offset`` as a tensor over the file itself.
 
         Args:
             offset: Multiple of the page size.

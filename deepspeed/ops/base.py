@@ -78,7 +78,7 @@ class ElementwiseOptimizer(KeepsStateDtypes):
         torchs(super().add_param_group)(param_group)
 
     def init_flat_state(self, param_group: dict[str, Any], master: Tensor, state: dict[str, Any]) -> None:
-        """See :class:`~deepspeed.ops.flat.FlatUpdate`."""
+        """Adds to ``state`` what it lacks: fp32 tensors of the shape of ``master`` (1-D), and the step counter."""
         RuleUpdate(self.rule).init_flat_state(param_group, master, state)
 
     def flat_update(
@@ -92,7 +92,7 @@ class ElementwiseOptimizer(KeepsStateDtypes):
         out: Tensor | None = None,
         advance_step: bool = True,
     ) -> None:
-        """See :class:`~deepspeed.ops.flat.FlatUpdate`."""
+        """Runs one step on a run. The bits do not depend on how the run is cut, as long as cuts are multiples of 64."""
         RuleUpdate(self.rule).flat_update(
             param_group, master, grad, state, grad_scale=grad_scale, out=out, advance_step=advance_step
         )

@@ -36,7 +36,7 @@ class FlatUpdate(Protocol):
         out: Tensor | None = None,
         advance_step: bool = True,
     ) -> None:
-        """One step on a run. The bits do not depend on how the run is cut, as long as cuts are multiples of 64.
+        """Runs one step on a run. The bits do not depend on how the run is cut, as long as cuts are multiples of 64.
 
         Args:
             param_group: Hyperparameters, read now.
@@ -58,7 +58,7 @@ class RuleUpdate:
         self._rule = rule
 
     def init_flat_state(self, param_group: dict[str, Any], master: Tensor, state: dict[str, Any]) -> None:
-        """See :class:`FlatUpdate`."""
+        """Adds to ``state`` what it lacks: fp32 tensors of the shape of ``master`` (1-D), and the step counter."""
         init_state(self._rule, param_group, master, state, torch.promote_types(master.dtype, torch.float32))
 
     @torch.no_grad()

@@ -68,7 +68,7 @@ class AdamRule:
         return True
 
     def kernel(self, group: dict[str, Any], step: float | Tensor, device: torch.device) -> Kernel:
-        """See :class:`UpdateRule`."""
+        """Returns the arithmetic of update number ``step`` (1 for the first) with the hyperparameters of ``group``."""
         decoupled = group.get("decoupled_weight_decay", False) if self._decoupled is None else self._decoupled
         fused = torch._fused_adamw_ if decoupled else torch._fused_adam_
         if not group.get("bias_correction", True):
@@ -115,7 +115,7 @@ class SGDRule:
         return True
 
     def kernel(self, group: dict[str, Any], step: float | Tensor, device: torch.device) -> Kernel:
-        """See :class:`UpdateRule`."""
+        """Returns the arithmetic of update number ``step`` (1 for the first) with the hyperparameters of ``group``."""
         lr = group["lr"]
         if not (isinstance(lr, Tensor) and lr.device == device and device.type != "cpu"):
             lr = _number(lr)
@@ -151,7 +151,7 @@ class AdagradRule:
         return device.type == "cpu"
 
     def kernel(self, group: dict[str, Any], step: float | Tensor, device: torch.device) -> Kernel:
-        """See :class:`UpdateRule`."""
+        """Returns the arithmetic of update number ``step`` (1 for the first) with the hyperparameters of ``group``."""
         lr, lr_decay = _number(group["lr"]), float(group.get("lr_decay", 0.0))
         weight_decay, eps = float(group["weight_decay"]), float(group["eps"])
         maximize = bool(group.get("maximize", False))
@@ -199,7 +199,7 @@ class LionRule:
         return False
 
     def kernel(self, group: dict[str, Any], step: float | Tensor, device: torch.device) -> Kernel:
-        """See :class:`UpdateRule`."""
+        """Returns the arithmetic of update number ``step`` (1 for the first) with the hyperparameters of ``group``."""
         lr = _number(group["lr"])
         beta1, beta2 = (_number(beta) for beta in group["betas"])
         shrink = 1.0 - lr * float(group["weight_decay"])

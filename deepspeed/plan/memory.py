@@ -188,7 +188,7 @@ class MemoryCount(TorchDispatchMode):
     # -- what ledgers say --------------------------------------------------------------------------------------------
 
     def booked(self, kind: StorageKind, home: Home, nbytes: int) -> None:
-        """See ``Auditor``."""
+        """Called when ``nbytes`` were added to the accounts (below zero: taken out)."""
         if nbytes < 0:
             self.look()
         self._moment_of_last_change = self.moment
@@ -197,7 +197,7 @@ class MemoryCount(TorchDispatchMode):
         books.booked += nbytes
 
     def claimed(self, tensor: torch.Tensor) -> None:
-        """See ``Auditor``."""
+        """Called when the whole storage of ``tensor`` is accounted for."""
         found = self._alive.get(storage_key(tensor))
         if found is None:
             self._register(tensor.untyped_storage(), self._on_device, 0)

@@ -127,14 +127,14 @@ class PlayedWires:
             self._order[key] = itertools.cycle(chunks)
 
     def incoming(self, kind: str, stage: int) -> _Incoming:
-        """See ``StageWires``."""
+        """Returns the channel that carries ``kind`` from another stage."""
         return _Incoming(self, kind, stage)
 
     def connect_pairs(self, _stage_of: Sequence[int]) -> None:
         """Nothing to connect."""
 
     def outgoing(self, kind: str, stage: int) -> _Outgoing:
-        """See ``StageWires``."""
+        """Returns the channel that carries ``kind`` to another stage."""
         return _Outgoing(packs=self._packs)
 
     def drain(self) -> None:

@@ -117,24 +117,24 @@ class _PlayedFile:
         self.size = 0
 
     def grow(self, nbytes: int) -> int:
-        """See ``BlockFile``."""
+        """Adds ``nbytes`` (whole pages) of zeros, with the disk space for them."""
         start, self.size = self.size, self.size + nbytes
         self._disk.nbytes += nbytes
         return start
 
     def map(self, offset: int, nbytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """See ``BlockFile``."""
+        """Returns ``numel`` elements at ``offset`` as a tensor over the file itself."""
         made = torch.empty(numel, dtype=dtype, device=META)
         self._disk.note(made, Home.FILE, False)
         return made
 
     def read(self, buffer: torch.Tensor, offset: int) -> Transfer:
-        """See ``BlockFile``."""
+        """Starts to fill a page-aligned uint8 tensor of whole pages from ``offset`` (a multiple of the page size)."""
         self._disk.read += buffer.numel()
         return Transfer([])
 
     def write(self, buffer: torch.Tensor, offset: int) -> Transfer:
-        """See ``BlockFile``."""
+        """Starts to write such a tensor at ``offset``."""
         self._disk.written += buffer.numel()
         return Transfer([])
 

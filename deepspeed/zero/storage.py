@@ -41,10 +41,10 @@ class Auditor(Protocol):
     """Follows the books of every ledger as they are written, beside counts of its own."""
 
     def booked(self, kind: StorageKind, home: Home, nbytes: int) -> None:
-        """``nbytes`` were added to the books (below zero: taken out)."""
+        """Called when ``nbytes`` were added to the accounts (below zero: taken out)."""
 
     def claimed(self, tensor: torch.Tensor) -> None:
-        """The whole storage of ``tensor`` is in the books."""
+        """Called when the whole storage of ``tensor`` is accounted for."""
 
 
 class Ledger:

@@ -71,7 +71,7 @@ class FakeProgress:
 
 
 class FakeFeatures:
-    """Gives forwards a keyword, and notes updates."""
+    """Adds a keyword to each forward and records the updates, as a feature does."""
 
     profiled = None
     needs_graph = runs_backward = False

@@ -182,7 +182,7 @@ def rank_of(
     joined: int = 0,
     **settings: Any,
 ) -> Rank:
-    """A rank that trains a model at a stage; buckets are those of single units unless ``joined`` says more.
+    """Makes one ZeRO rank that trains a model without an engine.
 
     Args:
         transport: To the other ranks.

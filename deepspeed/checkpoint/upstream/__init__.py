@@ -2,7 +2,7 @@
 
 ``files`` finds and opens the files without running code, ``walks`` is the arithmetic of the flat partitions,
 ``partitioned`` and ``universal`` read a folder into a ``content``, and ``source`` shows that as a
-:class:`~deepspeed.checkpoint.source.Source`.
+:class:`~deepspeed.checkpoint.source.CheckpointSource`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A checkpoint of the original package as a :class:`~deepspeed.checkpoint.source.Source`."""
+"""A checkpoint of the original package as a :class:`~deepspeed.checkpoint.source.CheckpointSource`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from deepspeed.errors import CheckpointError
 
 
 class UpstreamSource:
-    """See :class:`~deepspeed.checkpoint.source.Source`.
+    """See :class:`~deepspeed.checkpoint.source.CheckpointSource`.
 
     Attributes:
         state: Everything that is no large tensor.
@@ -75,7 +75,7 @@ class UpstreamSource:
         return []
 
     def read(self, wanted: Wanted, out: torch.Tensor) -> None:
-        """See :class:`~deepspeed.checkpoint.source.Source`."""
+        """Copies ``wanted`` into ``out``: 1-D, of that length, any dtype and device."""
         values = self._content.values[wanted.kind][wanted.name]
 
         def read(start: int, stop: int, place: torch.Tensor) -> None:
@@ -85,7 +85,7 @@ class UpstreamSource:
         read_whole(wanted, out, read)
 
     def read_buffer(self, name: str) -> torch.Tensor:
-        """See :class:`~deepspeed.checkpoint.source.Source`."""
+        """Returns the buffer ``name``."""
         return self._content.buffers[name].clone()
 
 

@@ -55,14 +55,14 @@ class GlooGather:
         self._confirmations = confirmations
 
     def wait(self) -> None:
-        """See ``Work``."""
+        """Blocks (host or current stream) until the result is in place. Later calls return at once."""
         works, self._works = self._works, []
         self._transport.guard_all(works, self._ticket, self._label, self._transport.patience)
         self._transport.note_confirmations(self._confirmations)
         self._confirmations = []
 
     def will_arrive(self) -> bool:
-        """See ``Work``."""
+        """Returns whether all peers are known to have sent their part, so that waiting needs no further call."""
         return not self._works
 
 

@@ -125,7 +125,7 @@ class _GlooGatherByNodes(GlooGather):
         transport.promise(self)
 
     def hand_on(self) -> None:
-        """See ``Relay``."""
+        """Waits for what comes from other nodes and sends it to the neighbours."""
         transport = self._transport
         from_far, self._from_far = self._from_far, []
         transport.guard_all(from_far, self._ticket, self._label)
@@ -136,7 +136,7 @@ class _GlooGatherByNodes(GlooGather):
         ]
 
     def wait(self) -> None:
-        """See ``Work``."""
+        """Blocks (host or current stream) until the result is in place. Later calls return at once."""
         self._transport.catch_up(self)
         super().wait()
 

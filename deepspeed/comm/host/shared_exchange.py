@@ -139,11 +139,11 @@ class _Exchange:
         self._host: SameHost | None = host
 
     def will_arrive(self) -> bool:
-        """See ``Work``."""
+        """Returns whether all peers are known to have sent their part, so that waiting needs no further call."""
         return self._host is None
 
     def wait(self) -> None:
-        """See ``Work``."""
+        """Blocks (host or current stream) until the result is in place. Later calls return at once."""
         host = self._host
         if host is None:
             return

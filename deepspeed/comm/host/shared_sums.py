@@ -77,7 +77,7 @@ class _SharedSum:
         self._result = mine
 
     def wait(self) -> torch.Tensor:
-        """The sum, in the shape of the summand and no view of anything; may be called again."""
+        """Returns the sum: shaped like the summand, no view of another tensor. May be called again."""
         if self._host is not None:
             self._result = self._added(self._host)
             self._host = None

@@ -42,11 +42,11 @@ class _GatherAlongBoth:
         self._first = grid.replicas_axis.all_gather(grid.shard_axis.my_slice(flat), key=key, label=label)
 
     def will_arrive(self) -> bool:
-        """See ``Work``."""
+        """Returns whether all peers are known to have sent their part, so that waiting needs no further call."""
         return self._flat is None
 
     def wait(self) -> None:
-        """See ``Work``."""
+        """Blocks (host or current stream) until the result is in place. Later calls return at once."""
         if self._flat is None:
             return
         flat, self._flat = self._flat, None

@@ -186,7 +186,7 @@ class Job:
         return self.axis_of(self.process_groups.mine(lists, backend=backend, timeout=timeout, why=why), name)
 
     def set_mesh(self, found: Mesh | None, timeout: timedelta | None = None) -> None:
-        """Registers the mesh and makes the groups along its axes; None forgets it. Every rank must call it.
+        """Registers the mesh and makes process groups along its axes. None removes it. Every rank must call it.
 
         Args:
             found: The mesh.

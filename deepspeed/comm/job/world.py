@@ -1,4 +1,4 @@
-"""What is asked of the current job most: how many ranks there are, which one this is, over which backend they talk."""
+"""Short ways to ask the current job for the number of ranks, the rank of this process and the backend."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from deepspeed.uncompiled import uncompiled
 
 @uncompiled
 def transport_along(group: Any, device: torch.device, axis: str) -> Transport:
-    """Returns the transport of ``group`` for everything that its ranks exchange along ``axis``; made once.
+    """Returns the transport for what the ranks of ``group`` exchange along ``axis``. Later calls return the same one.
 
     No ranks meet. All ranks of the group must use it in the same order.
 

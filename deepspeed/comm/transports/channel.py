@@ -23,7 +23,7 @@ class Pending(Protocol):
     """A sum on its way."""
 
     def wait(self) -> torch.Tensor:
-        """The sum, in the shape of the summand and no view of anything; may be called again."""
+        """Returns the sum: shaped like the summand, no view of another tensor. May be called again."""
 
 
 class _Travelling:
@@ -35,7 +35,7 @@ class _Travelling:
         self._arrives = arrives
 
     def wait(self) -> torch.Tensor:
-        """See :class:`Pending`."""
+        """Returns the sum: shaped like the summand, no view of another tensor. May be called again."""
         self._work.wait()
         if self._arrives is not None:
             self._result.view(-1).copy_(self._arrives)

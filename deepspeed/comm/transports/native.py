@@ -72,7 +72,7 @@ class NativeWork:
             pause(_POLL)
 
     def wait(self) -> None:
-        """See ``Work``."""
+        """Blocks (host or current stream) until the result is in place. Later calls return at once."""
         if self._work is None:
             return
         work, self._work = self._work, None

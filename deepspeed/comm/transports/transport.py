@@ -69,7 +69,7 @@ class Work(Protocol):
         """Blocks (host or current stream) until the result is in place. Later calls return at once."""
 
     def will_arrive(self) -> bool:
-        """Whether waiting depends on no further call of this rank: all peers are known to have sent their part."""
+        """Returns whether all peers are known to have sent their part, so that waiting needs no further call."""
 
 
 def catch_up(work: Work, seconds: float) -> bool | None:
@@ -152,14 +152,14 @@ class _Unpacking:
         self._work, self._flat, self._places = work, flat, places
 
     def wait(self) -> None:
-        """See ``Work``."""
+        """Blocks (host or current stream) until the result is in place. Later calls return at once."""
         self._work.wait()
         with torch.no_grad():
             packing.read(self._flat, self._places)
         self._flat, self._places = self._flat[:0], ()
 
     def will_arrive(self) -> bool:
-        """See ``Work``."""
+        """Returns whether all peers are known to have sent their part, so that waiting needs no further call."""
         return self._work.will_arrive()
 
 

@@ -36,7 +36,7 @@ class FrozenAdamRule:
         return False
 
     def kernel(self, group: dict[str, Any], step: float | Tensor, device: torch.device) -> Kernel:
-        """See :class:`~deepspeed.ops.rules.UpdateRule`."""
+        """Returns the arithmetic of update number ``step`` (1 for the first) with the hyperparameters of ``group``."""
         lr = float(group["lr"])
         eps, weight_decay = float(group["eps"]), float(group["weight_decay"])
         first, second = 1.0, 1.0
@@ -135,11 +135,11 @@ class OneBitAdam(ElementwiseOptimizer):
         return AdamRule(decoupled=True) if self.phase is Phase.WARM_UP else FrozenAdamRule(self.freeze_step)
 
     def begin_update(self, before: int) -> None:
-        """See :class:`~deepspeed.ops.onebit.phases.ExchangesMomentum`."""
+        """Prepares the phase of the next update."""
         self.phase = Phase.WARM_UP if before < self.freeze_step else Phase.MOMENTUM
 
     def coefficient(self, name: str) -> float:
-        """See :class:`~deepspeed.ops.onebit.phases.ExchangesMomentum`."""
+        """Returns the factor on the momentum of a tensor before it travels; it is divided by it afterwards."""
         return 1.0
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

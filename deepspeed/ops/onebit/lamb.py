@@ -125,7 +125,7 @@ class OneBitLamb(FusedLamb):
             self._find_scaling()
 
     def coefficient(self, name: str) -> float:
-        """See :class:`~deepspeed.ops.onebit.phases.ExchangesMomentum`."""
+        """Returns the factor on the momentum of a tensor before it travels; it is divided by it afterwards."""
         return self._remembered().get(name, _LambTensorState()).scaling or 1.0
 
     def __getstate__(self) -> dict[str, Any]:

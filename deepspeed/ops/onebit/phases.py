@@ -39,7 +39,7 @@ class ExchangesMomentum(Protocol):
     """Says at the end that nothing was compressed, where that is so."""
 
     def begin_update(self, before: int) -> None:
-        """Announces an update.
+        """Prepares the phase of the next update.
 
         Args:
             before: Updates so far, skipped ones included; equal on all ranks, also after a checkpoint was loaded.
@@ -47,7 +47,7 @@ class ExchangesMomentum(Protocol):
         ...
 
     def coefficient(self, name: str) -> float:
-        """What the momentum of a tensor is multiplied by before it travels, and divided by afterwards."""
+        """Returns the factor on the momentum of a tensor before it travels; it is divided by it afterwards."""
         ...
 
 

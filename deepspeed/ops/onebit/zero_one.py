@@ -68,7 +68,7 @@ class ZeroOneRule:
         return False
 
     def kernel(self, group: dict[str, Any], step: float | Tensor, device: torch.device) -> Kernel:
-        """See :class:`~deepspeed.ops.rules.UpdateRule`."""
+        """Returns the arithmetic of update number ``step`` (1 for the first) with the hyperparameters of ``group``."""
         if self._takes_mean:
             return self._mean_kernel(group, device)
         lr = float(group["lr"])
@@ -265,7 +265,7 @@ class ZeroOneAdam(ElementwiseOptimizer):
         )
 
     def begin_update(self, before: int) -> None:
-        """See :class:`~deepspeed.ops.onebit.phases.ExchangesMomentum`."""
+        """Prepares the phase of the next update."""
         local = before - self.var_freeze_step
         self.phase = Phase.MOMENTUM if local < 0 else Phase.LOCAL
         self.takes_mean = before + 1 in self._variance

@@ -188,7 +188,7 @@ class StageWires:
         self._axis = self._watched = self._mail = None
 
     def outgoing(self, kind: str, stage: int) -> Outgoing:
-        """The channel that carries ``kind`` to another stage."""
+        """Returns the channel that carries ``kind`` to another stage."""
         if (kind, stage) not in self._out:
             route, wire = self._connect(kind, self.stage, stage)
             self._out[kind, stage] = Outgoing(
@@ -197,7 +197,7 @@ class StageWires:
         return self._out[kind, stage]
 
     def incoming(self, kind: str, stage: int) -> Incoming:
-        """The channel that carries ``kind`` from another stage."""
+        """Returns the channel that carries ``kind`` from another stage."""
         if (kind, stage) not in self._in:
             route, wire = self._connect(kind, stage, self.stage)
             self._in[kind, stage] = Incoming(

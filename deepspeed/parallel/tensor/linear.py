@@ -4,7 +4,7 @@
 summed. *Row-parallel*: each rank has some of the input features, and the output is the sum; the bias is added once,
 after it.
 
-A layer is made in place from one that exists (:func:`make_column`, :func:`make_row`): it keeps its identity, its name,
+A layer is made in place from one that exists (``parallel.tensor.making``): it keeps its identity, its name,
 its parameters and its hooks, and is still an instance of ``nn.Linear``.
 """
 
@@ -189,7 +189,7 @@ def _row(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, 
 
 
 class ColumnLinear(nn.Linear):
-    """A linear layer with some of the output features; made by :func:`make_column`.
+    """A linear layer with some of the output features.
 
     Attributes:
         tensor_cut: How it is cut.
@@ -207,7 +207,7 @@ class ColumnLinear(nn.Linear):
 
 
 class RowLinear(nn.Linear):
-    """A linear layer with some of the input features; made by :func:`make_row`.
+    """A linear layer with some of the input features.
 
     Attributes:
         tensor_cut: How it is cut.
